@@ -1,0 +1,1 @@
+"""The command line: `engine serve`, `engine chat`, `engine bench` and their helpers."""

@@ -1,0 +1,1 @@
+"""The device: weights, attention, KV pool, sampler. Executes StepPlans; decides nothing."""

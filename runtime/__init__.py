@@ -1,0 +1,1 @@
+"""What every process shares: messages, configuration, errors, sockets, supervision, logs, metrics. No torch."""
