@@ -1,0 +1,75 @@
+"""`fits`: the one place that says whether a request can ever run here.
+
+Asked at the door (tokenizer manager, `LLM`), by the scheduler when a request arrives, and relied on by the PrefillAdder,
+which must admit whatever fits once nothing else runs. Two answers with different arithmetic would mean a request that
+is accepted and then waits for ever.
+"""
+
+from __future__ import annotations
+
+from .messages import Record
+
+
+class Capacity(Record, frozen=True):
+    """What one scheduler can hold.
+
+    Attributes:
+        max_model_len: positions of one sequence, prompt and output together.
+        num_pages: pages of the KV pool that requests may use (the dummy page not counted).
+        page_size: tokens per page.
+        max_running_requests: rows of the request pool.
+        vocab_size: token ids are below it.
+    """
+
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    max_running_requests: int
+    vocab_size: int
+
+    @property
+    def max_total_tokens(self) -> int:
+        """KV slots that requests may use."""
+        return self.num_pages * self.page_size
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens` consecutive tokens."""
+    return -(-num_tokens // page_size)
+
+
+def max_new_tokens_for(prompt_len: int, capacity: Capacity) -> int:
+    """The largest `max_new_tokens` with which a prompt of this length fits; 0 or less if none does.
+
+    The last generated token is never fed back, so it needs a position but no KV slot.
+    """
+    by_context = capacity.max_model_len - prompt_len
+    by_memory = capacity.max_total_tokens - prompt_len + 1
+    return min(by_context, by_memory)
+
+
+def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> str | None:
+    """Why such a request can never run, with the sums and the way out; None if it can."""
+    total = prompt_len + max_new_tokens
+    if total > capacity.max_model_len:
+        if prompt_len >= capacity.max_model_len:
+            return (
+                f"the prompt has {prompt_len} tokens and the context holds {capacity.max_model_len}, of which at least "
+                f"one is for the answer; shorten the prompt or raise --max-model-len"
+            )
+        return (
+            f"the prompt has {prompt_len} tokens and max_tokens is {max_new_tokens}: {total} in all, the context holds "
+            f"{capacity.max_model_len}; shorten the prompt, lower max_tokens to {capacity.max_model_len - prompt_len} "
+            f"or raise --max-model-len"
+        )
+    if pages_for(total - 1, capacity.page_size) > capacity.num_pages:
+        return (
+            f"the prompt has {prompt_len} tokens and max_tokens is {max_new_tokens}: {total - 1} KV slots, the KV pool "
+            f"has {capacity.max_total_tokens}; lower max_tokens or raise --max-total-tokens"
+        )
+    return None
+
+
+def fits(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> bool:
+    """Whether such a request can run when nothing else does."""
+    return reason_against(prompt_len, max_new_tokens, capacity) is None

@@ -1,0 +1,239 @@
+"""Every message between the processes: one tagged union per socket and direction.
+
+    tokenizer_manager --SchedulerInput--> scheduler --DetokenizerInput--> detokenizer --ManagerInput--> tokenizer_manager
+
+Token ids travel as bytes (int32, little-endian): 8,192 of them decode in microseconds where a list takes most of a
+millisecond. What a process only hands on (`Usage`, `Logprobs`, `SchedulerReport`) is nested and passed untouched.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from .sampling_params import SamplingParams
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
+    """Base of all that crosses a process border; the tag is the class name. New fields go last, with a default."""
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of what travels nested inside a message, so it needs no tag."""
+
+
+# ---------------------------------------------------------------- nested records
+
+
+class FinishKind(enum.StrEnum):
+    """How a request ended; the values of STOP and LENGTH are OpenAI's `finish_reason`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Finish(Record, frozen=True):
+    """Why a request ended.
+
+    Attributes:
+        kind: see `FinishKind`.
+        matched: the stop token id or stop string that matched, for STOP.
+        message: what to tell the client, for ABORT and ERROR: value, rule, way out.
+        status: the HTTP status for ERROR (and for ABORT by the server).
+    """
+
+    kind: FinishKind
+    matched: int | str | None = None
+    message: str = ""
+    status: int = 500
+
+
+class TextOptions(Record, frozen=True):
+    """How the detokenizer shall print one request; sent with the request's first row only."""
+
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+
+class Usage(Record, frozen=True):
+    """What one request has consumed so far.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: tokens generated so far, this row's included.
+        cached_tokens: prompt tokens that were not computed because the prefix cache had them, at first admission.
+        queue_s: seconds between arrival at the scheduler and first admission.
+        num_retractions: how often the request lost its KV memory and was computed again.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    num_retractions: int = 0
+
+
+class Logprobs(Record, frozen=True):
+    """Log-probabilities of n consecutive tokens, natural logarithm, after no temperature (the model's own).
+
+    Attributes:
+        token_logprobs: [n] float32, each token's own.
+        top_ids: [n, k] int32, the k likeliest tokens, descending; empty for k = 0.
+        top_logprobs: [n, k] float32.
+        top_k: k.
+    """
+
+    token_logprobs: bytes
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    top_k: int = 0
+
+
+# ---------------------------------------------------------------- tokenizer manager -> scheduler
+
+
+class GenerateRequest(Message, frozen=True):
+    """Start one generation; exactly one finished row answers it.
+
+    Attributes:
+        rid: made by the server, unique for its life; matched exactly.
+        input_ids: [prompt_len] int32, not empty, each below the vocabulary size.
+        sampling: verified; `max_new_tokens` and `seed` are set.
+        arrival_s: CLOCK_MONOTONIC when the request reached the tokenizer manager.
+        priority: larger is scheduled earlier where the policy looks at it.
+        extra_key: namespace of the prefix cache (cache salt, adapter): equal tokens match only under equal keys.
+        tenant: whom to account the request to (API key or `user` field).
+    """
+
+    rid: str
+    input_ids: bytes
+    sampling: SamplingParams
+    arrival_s: float = 0.0
+    priority: int = 0
+    extra_key: str = ""
+    tenant: str = ""
+
+
+class AbortRequest(Message, frozen=True):
+    """End a request wherever it is; idempotent, unknown ids are ignored.
+
+    The client is gone, or (with `stopped`) the detokenizer found a stop string. The scheduler frees everything. It sends
+    a finished row only where `answer` is true: after a stop string or a disconnect nobody waits for one.
+    """
+
+    rid: str
+    reason: str
+    answer: bool = False
+
+
+class FlushCache(Message, frozen=True):
+    """Drop every unlocked page of the prefix cache; answered by `FlushCacheDone` with the same id."""
+
+    flush_id: int
+
+
+SchedulerInput = GenerateRequest | AbortRequest | FlushCache
+
+
+# ---------------------------------------------------------------- scheduler -> detokenizer
+
+
+class TokenOutput(Record, frozen=True):
+    """News of one request.
+
+    Attributes:
+        rid: the request.
+        token_ids: [n] int32, generated since the last row; may be empty in a finished row.
+        usage: totals so far.
+        finish: set in the last row of a request, and only there.
+        options: set in the first row of a request, and only there.
+        logprobs: of `token_ids`, when asked for.
+        prompt_logprobs: of prompt tokens 1..prompt_len-1, in the first row, when asked for.
+    """
+
+    rid: str
+    token_ids: bytes
+    usage: Usage
+    finish: Finish | None = None
+    options: TextOptions | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+class BatchTokenOutput(Message, frozen=True):
+    """What one scheduling step has to tell, at most one row per request."""
+
+    outputs: list[TokenOutput]
+
+
+class SchedulerReport(Message, frozen=True):
+    """The scheduler's heartbeat and its numbers; sent at least every `HEARTBEAT_INTERVAL_S`, also while idle.
+
+    Totals count from the start of the scheduler process. `*_tokens` of KV memory count slots.
+    """
+
+    sent_s: float  # CLOCK_MONOTONIC
+    num_running_reqs: int = 0
+    num_queue_reqs: int = 0
+    kv_used_tokens: int = 0  # held by requests
+    kv_cached_tokens: int = 0  # in the radix tree, locked or not
+    kv_total_tokens: int = 0
+    new_token_ratio: float = 0.0
+    retracted_reqs_total: int = 0
+    prompt_tokens_total: int = 0  # prompt tokens of admitted requests, cached or computed
+    generation_tokens_total: int = 0
+    cached_tokens_total: int = 0  # prompt tokens taken from the prefix cache
+    evicted_tokens_total: int = 0
+    num_steps_total: int = 0
+    step_s_total: float = 0.0
+
+
+class FlushCacheDone(Message, frozen=True):
+    """Answer to `FlushCache`: how many tokens were dropped, and how many stay because running requests use them."""
+
+    flush_id: int
+    flushed_tokens: int
+    kept_tokens: int
+
+
+DetokenizerInput = BatchTokenOutput | SchedulerReport | FlushCacheDone
+
+
+# ---------------------------------------------------------------- detokenizer -> tokenizer manager
+
+
+class TextOutput(Record, frozen=True):
+    """News of one request, printable.
+
+    Attributes:
+        rid: the request.
+        text: certain new text: whole characters, no beginning of a stop string held back.
+        token_ids: [n] int32, the tokens of this row (text may lag behind them).
+        usage: totals so far; `completion_tokens` ends at the token that completed a stop string.
+        finish: set in the last row, and only there. STOP with a string in `matched` was found by the detokenizer: the
+            scheduler does not know it yet and has to be told with an `AbortRequest`.
+        logprobs, prompt_logprobs: as in `TokenOutput`.
+    """
+
+    rid: str
+    text: str
+    token_ids: bytes
+    usage: Usage
+    finish: Finish | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+class BatchTextOutput(Message, frozen=True):
+    """The printable form of one `BatchTokenOutput`."""
+
+    outputs: list[TextOutput]
+
+
+ManagerInput = BatchTextOutput | SchedulerReport | FlushCacheDone
+
+HEARTBEAT_INTERVAL_S = 0.5

@@ -1,0 +1,129 @@
+"""`StepPlan` and `StepResult`: all that the scheduler tells a model runner for one step, and all it hears back.
+
+The runner decides nothing and the scheduler touches no device: this file is the whole border between them. A plan is a
+plain value that can be logged, replayed, or sent to the ranks of a tensor-parallel group, which need nothing else.
+
+Shapes: B requests in the batch, T new tokens in the batch, S requests of the batch that sample a token in this step.
+Arrays are bytes in C order, int32 unless said otherwise; `numpy.frombuffer` views them without a copy.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+from .messages import Logprobs, Record
+from .sampling_params import SamplingParams
+
+
+class ForwardMode(enum.IntEnum):
+    """What kinds of work a step holds. IDLE is a step without tokens (it may still finish rows)."""
+
+    EXTEND = 1
+    DECODE = 2
+    MIXED = 3
+    IDLE = 4
+
+
+class NewReq(Record, frozen=True):
+    """Everything a runner must know of a request, sent once, in the step of its first chunk (again after retraction).
+
+    Attributes:
+        rid: for logs only; the runner knows requests by row.
+        row: index into the pool of rows; free until `finished_rows` of a later (or this) step releases it.
+        input_ids: prompt, and after a retraction the output so far.
+        prompt_len: how many of `input_ids` are prompt; the rest counts as output for penalties and `min_new_tokens`.
+        prefix_loc: [prefix_len] the KV slots of the cached prefix, positions 0..prefix_len-1.
+        sampling: verified parameters; seed and max_new_tokens are set.
+    """
+
+    rid: str
+    row: int
+    input_ids: bytes
+    prompt_len: int
+    prefix_loc: bytes
+    sampling: SamplingParams
+
+
+class RowUpdate(Record, frozen=True):
+    """Overwrite the slots of one row: positions start..start+len(loc)-1 now live in `loc`.
+
+    Needed where the scheduler found the same pages in the prefix cache and dropped the request's own copies.
+    """
+
+    row: int
+    start: int
+    loc: bytes
+
+
+class StepPlan(Record, frozen=True):
+    """One step: a flat list of new tokens and the KV slots they go to. No padding, no longest sequence.
+
+    The runner applies the fields in this order: `finished_rows`, `new_reqs`, `row_updates`, `page_copies`, then the
+    batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or, beyond its end, the token
+    sampled for that row in its last step, which need not have reached the host yet.
+
+    Attributes:
+        step_id: counts up from 1.
+        mode: see `ForwardMode`.
+        rows: [B] pool row of each request, extends first, then decodes.
+        num_computed_tokens: [B] tokens whose KV exists already: position of the first new token.
+        num_scheduled_tokens: [B] new tokens: 1 for a decode, more for a prefill chunk.
+        out_cache_loc: [T] KV slot of each new token, in batch order; none twice.
+        samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt.
+        total_num_scheduled_tokens: T.
+        new_reqs, row_updates: see their classes.
+        page_copies: [C, 2] (source page, destination page), copied before the batch runs.
+        finished_rows: rows whose requests left (finished, aborted, retracted) since the last plan.
+    """
+
+    step_id: int
+    mode: ForwardMode
+    rows: bytes = b""
+    num_computed_tokens: bytes = b""
+    num_scheduled_tokens: bytes = b""
+    out_cache_loc: bytes = b""
+    samples: bytes = b""
+    total_num_scheduled_tokens: int = 0
+    new_reqs: tuple[NewReq, ...] = ()
+    row_updates: tuple[RowUpdate, ...] = ()
+    page_copies: bytes = b""
+    finished_rows: bytes = b""
+
+
+class StepResult(Record, frozen=True):
+    """What a step produced.
+
+    Attributes:
+        step_id: of the plan.
+        next_token_ids: [S] the sampled tokens, in batch order of the requests with `samples` = 1.
+        logprobs: one entry per sampled request (each of n = 1 token), or empty when nobody in the batch asked.
+        prompt_logprobs: batch index -> log-probabilities of the prompt tokens *predicted by* this chunk: the tokens at
+            positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
+        errors: batch index -> message, for requests that failed on their own (logits not finite); they have an
+            arbitrary entry in `next_token_ids`. The others are not affected.
+        forward_s: seconds from launch to tokens, for statistics.
+    """
+
+    step_id: int
+    next_token_ids: bytes = b""
+    logprobs: tuple[Logprobs | None, ...] = ()
+    prompt_logprobs: dict[int, Logprobs] = {}  # noqa: RUF012  (msgspec copies mutable defaults)
+    errors: dict[int, str] = {}  # noqa: RUF012
+    forward_s: float = 0.0
+
+
+class Pending(Protocol):
+    """A step under way on the device."""
+
+    def wait(self) -> StepResult:
+        """Block until the tokens are on the host. Called once per step, in launch order."""
+        ...
+
+
+class Runner(Protocol):
+    """What the scheduler needs of a model runner; the product's is `model_runner.ModelRunner`."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a step. May return before the device is done; nothing until `Pending.wait` may block on the device."""
+        ...
