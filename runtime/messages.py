@@ -119,15 +119,14 @@ class GenerateRequest(Message, frozen=True):
 
 
 class AbortRequest(Message, frozen=True):
-    """End a request wherever it is; idempotent, unknown ids are ignored.
+    """End a request wherever it is; idempotent, unknown and finished ids are ignored.
 
-    The client is gone, or (with `stopped`) the detokenizer found a stop string. The scheduler frees everything. It sends
-    a finished row only where `answer` is true: after a stop string or a disconnect nobody waits for one.
+    The client is gone, or asked for it, or the detokenizer found a stop string. The scheduler frees everything and sends
+    a finished row with ABORT, so that the detokenizer forgets the request too; who has answered already drops that row.
     """
 
     rid: str
     reason: str
-    answer: bool = False
 
 
 class FlushCache(Message, frozen=True):
