@@ -1,0 +1,244 @@
+"""`Child`: a process as seen from inside: what the supervisor sent, and how to answer it.
+
+Every room that is a process has `process.py` with `main(child: Child) -> None`, and this as its `__main__.py`:
+
+    from ..runtime.child import run_child
+
+    run_child(__package__)
+
+Rules for a `main`:
+
+- `ready(...)` once, when the process can work. The tokenizer manager first calls `wait_for_peers()`, which returns once
+  the others can work; then it opens its port and is `ready(url=...)`.
+- `heartbeat()` in every pass of its loop, also when there is nothing to do (`keep_beating` in asyncio). Silence for
+  `watchdog_timeout` counts as hung. There is no watchdog before `ready`, only `startup_timeout`.
+- Do what the supervisor says: a plain loop polls `fileno()` beside its sockets (`ipc.Inbox` does) and asks
+  `stop_requested()` in every pass; an asyncio process awaits `next_order()`. Then return from `main`.
+- Leave signals alone: SIGINT, SIGTERM and SIGHUP are ignored, because a terminal or a service manager sends them to all
+  processes at once, and only the supervisor knows in what order to stop. It passes them on as `Stop`.
+- Let errors fly: `run_child` reports them. `ConfigError` is the user's to mend, anything else is a bug.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from typing import Final, NoReturn
+
+import setproctitle
+
+from .control import (
+    MAX_TRACEBACK_CHARS,
+    ControlChannel,
+    Failed,
+    Heartbeat,
+    PeerDied,
+    PeersReady,
+    Ready,
+    Role,
+    Settings,
+    Stop,
+    ToChild,
+    child_end,
+)
+from .errors import ConfigError
+from .feasibility import Capacity
+from .logs import configure_logging
+from .messages import HEARTBEAT_INTERVAL_S
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class StopRequested(Exception):
+    """Raised by `wait_for_peers` when the supervisor stops the child instead; `run_child` ends quietly."""
+
+
+class Child:
+    """The child's side of the control channel. Used by one thread.
+
+    Attributes:
+        role: which process this is.
+        settings: what the supervisor sent: role, config, source, spec, endpoints.
+    """
+
+    def __init__(self, channel: ControlChannel[ToChild], settings: Settings) -> None:
+        self.role = settings.role
+        self.settings = settings
+        self._channel = channel
+        self._capacity: Capacity | None = None
+        self._stop: Stop | None = None
+        self._orders: deque[Stop | PeerDied] = deque()
+        self._last_heartbeat_s = -HEARTBEAT_INTERVAL_S
+
+    # ------------------------------------------------------------ to the supervisor
+
+    def ready(self, capacity: Capacity | None = None, url: str | None = None, **details: str) -> None:
+        """Say that this process can work; from now on it must send heartbeats.
+
+        Args:
+            capacity: from the scheduler.
+            url: from the tokenizer manager, which listens there.
+            details: what else is worth a word to the user.
+        """
+        self._channel.send(Ready(capacity=capacity, url=url, details=details))
+
+    def heartbeat(self) -> None:
+        """Say that the loop goes round. Cheap: sends at most once per `HEARTBEAT_INTERVAL_S`."""
+        now_s = time.monotonic()
+        if now_s - self._last_heartbeat_s >= HEARTBEAT_INTERVAL_S:
+            self._last_heartbeat_s = now_s
+            self._channel.send_if_room(Heartbeat())
+
+    async def keep_beating(self) -> None:
+        """Heartbeats of the running asyncio loop, until cancelled: a blocked loop falls silent."""
+        while True:
+            self.heartbeat()
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    # ------------------------------------------------------------ from the supervisor
+
+    def fileno(self) -> int:
+        """Readable when the supervisor has said something, or is gone; a poller that watches it wakes up at once."""
+        return self._channel.fileno()
+
+    def wait_for_peers(self) -> Capacity:
+        """Block until scheduler and detokenizer are ready (tokenizer manager only).
+
+        Raises:
+            StopRequested: the supervisor stops us instead, or is gone.
+        """
+        while self._capacity is None:
+            self._channel.wait(None)
+            if self.stop_requested():
+                raise StopRequested
+        return self._capacity
+
+    def stop_requested(self) -> bool:
+        """Whether to stop now: the supervisor said so, with or without drain, or it is gone. Never blocks."""
+        self._read()
+        return self._stop is not None
+
+    async def next_order(self) -> Stop | PeerDied:
+        """What the supervisor says next (tokenizer manager).
+
+        `Stop(drain=True)` may be followed by `Stop(drain=False)`, when the user has lost patience, and both orders by
+        `PeerDied`: keep listening while draining. A supervisor that is gone reads as `Stop(drain=False)`.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            self._read()
+            if self._orders:
+                return self._orders.popleft()
+            if self._channel.closed:
+                return Stop(drain=False)
+            readable = asyncio.Event()
+            loop.add_reader(self.fileno(), readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(self.fileno())
+
+    def _read(self) -> None:
+        for message in self._channel.receive():
+            match message:
+                case PeersReady(capacity=capacity):
+                    self._capacity = capacity
+                case PeerDied():
+                    self._orders.append(message)
+                case Stop():
+                    self._stop = message
+                    self._orders.append(message)
+                case Settings():
+                    raise ValueError("the supervisor sent a second Settings")
+        if self._channel.closed and self._stop is None:
+            self._stop = Stop(drain=False)
+
+
+def run_child(room: str) -> NoReturn:
+    """Be a child process: set it up, run `main` of `<room>.process`, report how it ended, exit.
+
+    `main` is imported here and not by the caller, so that an import that fails (no torch) is reported too, and the
+    process can already not outlive its supervisor while the imports take their seconds.
+
+    Args:
+        room: package name, for example "engine.scheduler".
+    """
+    faulthandler.enable()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    role, control_fd, supervisor_pid = _parse_argv(room)
+    _die_with(supervisor_pid)
+    setproctitle.setproctitle(f"engine: {role}")
+    channel = child_end(control_fd)
+    settings = _wait_for_settings(channel)
+    configure_logging(settings.config.log, role)
+    sys.exit(_run(room, Child(channel, settings), channel))
+
+
+def _run(room: str, child: Child, channel: ControlChannel[ToChild]) -> int:
+    """Run the room's `main`; the exit code of the process."""
+    try:
+        importlib.import_module(f"{room}.process").main(child)
+    except StopRequested:
+        return 0
+    except ConfigError as error:
+        channel.send(Failed(kind="config", message=str(error)))
+        return 2
+    except Exception as error:  # whatever it is, the supervisor has to hear of it
+        logger.error("unexpected error, the process ends", exc_info=True)
+        message = traceback.format_exception_only(error)[-1].strip() + _where(error)
+        trace = traceback.format_exc()[-MAX_TRACEBACK_CHARS:]
+        channel.send(Failed(kind="bug", message=message, traceback=trace))
+        return 1
+    return 0
+
+
+def _where(error: Exception) -> str:
+    """The innermost frame of an error's traceback, for the one-line root cause."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    folder, name = os.path.split(frames[-1].filename)
+    return f" ({os.path.join(os.path.basename(folder), name)}:{frames[-1].lineno} in {frames[-1].name})"
+
+
+def _parse_argv(room: str) -> tuple[Role, int, int]:
+    """Role, descriptor of the control channel and process id of the supervisor: what `supervisor.py` passes."""
+    with contextlib.suppress(ValueError):
+        role, control_fd, supervisor_pid = sys.argv[1:]
+        return Role(role), int(control_fd), int(supervisor_pid)
+    sys.exit(f"{room} is a process of the engine and is started by `engine serve`, not by hand")
+
+
+def _wait_for_settings(channel: ControlChannel[ToChild]) -> Settings:
+    while not channel.closed:
+        channel.wait(None)
+        for message in channel.receive():
+            if isinstance(message, Settings):
+                return message
+    sys.exit(1)  # the supervisor is gone
+
+
+def _die_with(supervisor_pid: int) -> None:
+    """Have the kernel kill this process when the supervisor ends, however it ends (Linux).
+
+    A closed control channel says the same, but only to a loop that comes round to read it.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != supervisor_pid:  # it died before the call above
+        os._exit(1)

@@ -1,0 +1,134 @@
+"""Typed ZMQ sockets between the rooms: PUSH to PULL, one message union per arrow, over `ipc://` in a private directory.
+
+The receiver binds its `Inbox` (or `AsyncInbox`, for asyncio) and senders connect an `Outbox`. Which union a socket
+carries is said once, where it is made; encoder and decoder are built there too.
+
+- No high-water mark: a full socket would block the scheduler's step on a slow reader, and ZMQ cannot say how
+  full it is. What is under way is bounded elsewhere: the door counts the waiting requests, the watchdog limits
+  the silence of a reader.
+- No linger: nobody waits at exit for a peer that may be dead.
+- A message that does not parse is logged and dropped: it is one request's trouble, not everyone's.
+- Sockets are used by one thread, the one that made them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Final, Generic, Protocol, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from .messages import Message
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES: Final = 256 << 20
+"""Larger ones are refused by the receiving socket. A 16 MB request body makes at most 64 MB of token ids."""
+
+_MAX_MESSAGES_PER_POLL: Final = 512  # a flood of messages must not keep the loop from its work
+
+M = TypeVar("M")
+
+
+class HasFileno(Protocol):
+    """Something to watch for reading."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        ...
+
+
+class Outbox:
+    """Sends messages to one room; never blocks, so also for asyncio. They wait for a peer not yet bound."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = _make_socket(zmq.Context.instance(), zmq.PUSH)
+        self._socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: Message) -> None:
+        """Queue one message for sending."""
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket; what has not been sent is lost."""
+        self._socket.close()
+
+
+class Inbox(Generic[M]):
+    """Receives the messages of one room that has a plain loop."""
+
+    def __init__(
+        self, endpoint: str, decoder: msgspec.msgpack.Decoder[M], wake: HasFileno | None = None
+    ) -> None:
+        """Bind `endpoint`.
+
+        Args:
+            endpoint: ZMQ address.
+            decoder: of the union that arrives here.
+            wake: ends a waiting `poll` when readable (the control channel: `Child`).
+        """
+        self._socket = _make_socket(zmq.Context.instance(), zmq.PULL)
+        self._socket.bind(endpoint)
+        self._decoder = decoder
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if wake is not None:
+            self._poller.register(wake.fileno(), zmq.POLLIN)
+
+    def poll(self, timeout_s: float = 0.0) -> list[M]:
+        """The messages that have arrived, in order; waits up to `timeout_s` for the first, or for `wake`."""
+        if timeout_s > 0:
+            self._poller.poll(math.ceil(timeout_s * 1000))
+        return list(_decode_waiting(self._socket, self._decoder))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class AsyncInbox(Generic[M]):
+    """Receives the messages of one room that has an asyncio loop; made inside the running loop."""
+
+    def __init__(self, endpoint: str, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._socket = _make_socket(zmq.Context.instance(), zmq.PULL)
+        self._socket.bind(endpoint)
+        self._readable = zmq.asyncio.Socket.from_socket(self._socket)
+        self._decoder = decoder
+
+    async def receive(self) -> list[M]:
+        """The messages that have arrived, in order; waits for the first. Empty if all were malformed."""
+        await self._readable.poll()
+        return list(_decode_waiting(self._socket, self._decoder))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._readable.close()
+        self._socket.close()
+
+
+def _decode_waiting(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[M]) -> Iterator[M]:
+    for _ in range(_MAX_MESSAGES_PER_POLL):
+        try:
+            data = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        try:
+            message = decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            logger.error("dropped a malformed message bytes=%d error=%s", len(data), error)
+            continue
+        yield message
+
+
+def _make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.sndhwm = 0
+    socket.rcvhwm = 0
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    return socket
