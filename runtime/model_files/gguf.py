@@ -194,7 +194,7 @@ class _HeaderReader:
         return metadata
 
     def read_tensors(self, count: int, metadata: Mapping[str, Value]) -> dict[str, TensorInfo]:
-        """The tensor directory with absolute offsets; every tensor lies inside the file, apart from the others."""
+        """The tensor directory with absolute offsets; each lies inside the file and apart from the others."""
         alignment = metadata.get("general.alignment", 32)
         if (
             isinstance(alignment, bool)

@@ -1,0 +1,82 @@
+"""Checked access to the fields of a model's configuration, from JSON or GGUF metadata alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import ConfigError
+
+
+class Fields:
+    """The fields of one file; every accessor checks type and range and names file, field, value and rule.
+
+    A field that is null counts as missing. Without a default a missing field is an error.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, object], prefix: str = "") -> None:
+        """`prefix` is put before field names in messages: the path of a nested object."""
+        self.path = path
+        self._values = values
+        self._prefix = prefix
+
+    def get(self, name: str) -> object | None:
+        """The raw value, or None."""
+        return self._values.get(name)
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """A whole number, low <= value <= high."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(name, value, f"expected a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number, low <= value <= high."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, value, "expected a number")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise self.error(name, value, f"expected a number from {low:g} to {high:g}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "expected true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, value, "expected a string")
+        return value
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """No, one or several token ids: null, a number or a list of numbers."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise self.error(name, value, f"expected token ids from 0 to {vocab_size - 1}")
+        return tuple(ids)
+
+    def error(self, name: str, value: object, rule: str) -> ConfigError:
+        """The error for a field whose value breaks a rule."""
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:80] + "..."
+        return ConfigError(f"{self.path}: {self._prefix}{name} is {shown}, {rule}")
+
+    def _get(self, name: str, default: object | None) -> object:
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError(f"{self.path}: the field {self._prefix}{name} is missing")
+        return default
