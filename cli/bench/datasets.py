@@ -1,0 +1,154 @@
+"""Workloads: random lengths, generated shared prefixes, and conversations from a ShareGPT file.
+
+Everything is a function of the seed. Random prompts are lists of ordinary token ids, so that their length is exact on
+every server; special tokens are left out, because they change what a model does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...runtime.errors import ConfigError
+from .records import BenchRequest
+
+
+class TextEncoder(Protocol):
+    """What a workload needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRange:
+    """Lengths drawn uniformly from low..high, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, flag: str, text: str, range_ratio: float = 1.0) -> LengthRange:
+        """Read `512` or `64:512`; a plain number with a ratio r below 1 means r*number..number, as in SGLang.
+
+        Raises:
+            ConfigError: not of this form, or empty.
+        """
+        low_text, colon, high_text = text.partition(":")
+        try:
+            low, high = int(low_text), int(high_text if colon else low_text)
+        except ValueError:
+            raise ConfigError(f"{flag} is {text!r}, but it must be a length like 512 or a range like 64:512") from None
+        if not colon:
+            if not 0.0 < range_ratio <= 1.0:
+                raise ConfigError(f"--random-range-ratio is {range_ratio}, but it must lie in (0, 1]")
+            low = max(1, int(high * range_ratio))
+        if not 1 <= low <= high:
+            raise ConfigError(f"{flag} is {text!r}, but it must have 1 <= low <= high")
+        return cls(low, high)
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """`count` lengths."""
+        return [int(length) for length in rng.integers(self.low, self.high + 1, size=count)]
+
+
+def random_requests(
+    num_prompts: int, input_len: LengthRange, output_len: LengthRange, token_ids: Sequence[int], seed: int
+) -> list[BenchRequest]:
+    """Independent prompts of random tokens: nothing for a prefix cache to find."""
+    rng = np.random.default_rng(seed)
+    choices = np.asarray(token_ids)
+    input_lens, output_lens = input_len.draw(rng, num_prompts), output_len.draw(rng, num_prompts)
+    return [
+        BenchRequest(prompt=rng.choice(choices, size=n).tolist(), prompt_len=n, output_len=m)
+        for n, m in zip(input_lens, output_lens, strict=True)
+    ]
+
+
+def shared_prefix_requests(
+    *,
+    num_groups: int,
+    prompts_per_group: int,
+    system_prompt_len: int,
+    question_len: int,
+    output_len: int,
+    token_ids: Sequence[int],
+    seed: int,
+) -> list[BenchRequest]:
+    """Groups of requests with one long system prompt each and a question of their own, in shuffled order."""
+    for flag, value in (
+        ("--gsp-num-groups", num_groups),
+        ("--gsp-prompts-per-group", prompts_per_group),
+        ("--gsp-system-prompt-len", system_prompt_len),
+        ("--gsp-question-len", question_len),
+        ("--gsp-output-len", output_len),
+    ):
+        if value < 1:
+            raise ConfigError(f"{flag} is {value}, but it must be at least 1")
+    rng = np.random.default_rng(seed)
+    choices = np.asarray(token_ids)
+    requests = []
+    for group in range(num_groups):
+        system_prompt = rng.choice(choices, size=system_prompt_len).tolist()
+        for _ in range(prompts_per_group):
+            prompt = system_prompt + rng.choice(choices, size=question_len).tolist()
+            requests.append(
+                BenchRequest(prompt=prompt, prompt_len=len(prompt), output_len=output_len, group=group)
+            )
+    return [requests[i] for i in rng.permutation(len(requests))]
+
+
+def sharegpt_requests(
+    path: Path, num_prompts: int, tokenizer: TextEncoder, *, max_total_len: int, output_len: int | None, seed: int
+) -> list[BenchRequest]:
+    """First questions of conversations in a ShareGPT file, each with the length of the recorded answer.
+
+    Conversations with fewer than two turns, or with less than 4 tokens on either side, or longer than `max_total_len`
+    are left out. The file is a JSON list of `{"conversations": [{"from": "human", "value": "..."}, ...]}`.
+
+    Raises:
+        ConfigError: the file cannot be read, is not of this form, or holds no usable conversation.
+    """
+    conversations = _read_conversations(path)
+    rng = np.random.default_rng(seed)
+    requests: list[BenchRequest] = []
+    for index in rng.permutation(len(conversations)):
+        if len(requests) == num_prompts:
+            break
+        question, answer = conversations[int(index)]
+        prompt_len, answer_len = len(tokenizer.encode(question)), len(tokenizer.encode(answer))
+        wanted = output_len if output_len is not None else answer_len
+        if min(prompt_len, wanted) < 4 or prompt_len + wanted > max_total_len:
+            continue
+        requests.append(BenchRequest(prompt=question, prompt_len=prompt_len, output_len=wanted))
+    if not requests:
+        raise ConfigError(
+            f"{path} holds no conversation with at least 4 tokens on both sides and at most {max_total_len} in all"
+        )
+    return requests
+
+
+def _read_conversations(path: Path) -> list[tuple[str, str]]:
+    try:
+        rows: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--dataset-path {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--dataset-path {path} is not JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"--dataset-path {path} must be a JSON list of conversations")
+    pairs = []
+    for row in rows:
+        turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
+        if not isinstance(turns, list) or len(turns) < 2:
+            continue
+        values = [turn.get("value", turn.get("content")) for turn in turns[:2] if isinstance(turn, dict)]
+        if len(values) == 2 and all(isinstance(value, str) and value for value in values):
+            pairs.append((str(values[0]), str(values[1])))
+    return pairs

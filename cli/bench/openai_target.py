@@ -1,0 +1,179 @@
+"""`OpenAITarget`: sends workload requests to any OpenAI-compatible server and times what comes back.
+
+aiohttp, because its parser is compiled: on two cores that the server needs too, a client in pure Python would take a
+visible share of what it measures.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+
+from ...runtime.errors import EngineError
+from .records import BenchRequest, RequestRecord
+
+Endpoint = Literal["completions", "chat"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What every request of a run has in common."""
+
+    model: str
+    endpoint: Endpoint
+    temperature: float
+    ignore_eos: bool
+    stream: bool
+    seed: int
+
+
+class OpenAITarget:
+    """One server, reached through one connection pool. Use as an async context manager."""
+
+    def __init__(self, url: str, api_key: str | None, options: RequestOptions, timeout_s: float) -> None:
+        self._options = options
+        self._session = aiohttp.ClientSession(
+            base_url=url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        )
+
+    async def __aenter__(self) -> OpenAITarget:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def run(self, request: BenchRequest, record: RequestRecord) -> None:
+        """Answer one request; see `load.Target`."""
+        path = "/v1/completions" if self._options.endpoint == "completions" else "/v1/chat/completions"
+        try:
+            async with self._session.post(path, json=self._body(request)) as response:
+                if response.status != 200:
+                    record.error = f"HTTP {response.status}: {_error_text(await response.text())}"
+                elif self._options.stream:
+                    await self._read_stream(response, record)
+                else:
+                    body = await response.json()
+                    record.arrivals.append((time.monotonic(), body["usage"]["completion_tokens"]))
+                    _take_usage(record, body["usage"])
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            record.error = f"{type(error).__name__}: {error}"
+        except (ValueError, KeyError, TypeError) as error:
+            record.error = f"the answer is not of OpenAI's form ({type(error).__name__}: {error})"
+
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
+        options = self._options
+        body: dict[str, Any] = {
+            "model": options.model,
+            "max_tokens": request.output_len,
+            "temperature": options.temperature,
+            "seed": options.seed,
+            "stream": options.stream,
+        }
+        if options.ignore_eos:
+            body["ignore_eos"] = True
+        if options.stream:
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if options.endpoint == "completions":
+            body["prompt"] = request.prompt
+        else:
+            body["messages"] = [{"role": "user", "content": request.prompt}]
+        return body
+
+    async def _read_stream(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
+        done = False
+        counted = 0
+        async for data in _sse_data(response):
+            now = time.monotonic()
+            if data == b"[DONE]":
+                done = True
+                break
+            event = json.loads(data)
+            if "error" in event:
+                record.error = f"error event: {_error_text(event)}"
+                return
+            usage = event.get("usage")
+            if usage:
+                _take_usage(record, usage)
+            if not event["choices"]:
+                continue
+            num_new = usage["completion_tokens"] - counted if usage else int(_has_text(event["choices"][0]))
+            if num_new > 0:
+                record.arrivals.append((now, num_new))
+                counted += num_new
+        if not done:
+            record.error = "the stream ended without [DONE]"
+        elif record.output_tokens == 0:
+            record.output_tokens = counted
+
+
+async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
+    """Wait until the server lists its models; returns the first model's name.
+
+    Raises:
+        EngineError: no answer within the time.
+    """
+    import asyncio
+
+    deadline = time.monotonic() + timeout_s
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as session:
+        while True:
+            try:
+                async with session.get(f"{url}/v1/models") as response:
+                    if response.status == 200:
+                        return str((await response.json())["data"][0]["id"])
+                    reason = f"HTTP {response.status}: {_error_text(await response.text())}"
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                reason = str(error) or type(error).__name__
+            except (ValueError, KeyError, IndexError, TypeError):
+                reason = "its /v1/models is not of OpenAI's form"
+            if time.monotonic() > deadline:
+                raise EngineError(f"no server is ready at {url} ({reason}); start one with 'engine serve' or check --url")
+            await asyncio.sleep(0.2)
+
+
+async def flush_cache(url: str, api_key: str | None) -> None:
+    """Empty the server's prefix cache.
+
+    Raises:
+        EngineError: the server has no such endpoint, or refuses.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(headers=headers) as session, session.post(f"{url}/flush_cache") as response:
+        if response.status != 200:
+            raise EngineError(f"POST {url}/flush_cache answered HTTP {response.status}; leave out --flush-cache")
+
+
+async def _sse_data(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async for line in response.content:
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
+
+
+def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
+    record.prompt_tokens = usage["prompt_tokens"]
+    record.output_tokens = usage["completion_tokens"]
+    record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _error_text(body: Any) -> str:
+    if isinstance(body, str):
+        try:
+            body = json.loads(body)
+        except ValueError:
+            return str(body)[:200]
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)[:200]

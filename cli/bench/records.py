@@ -1,0 +1,78 @@
+"""`BenchRequest` and `RequestRecord`: what a benchmark asks, and what it saw happen.
+
+All times are seconds on one monotonic clock, of the process that measures. A record keeps the arrival of every piece of
+output, so that each figure of the summary can be recomputed from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRequest:
+    """One request of a workload.
+
+    Attributes:
+        prompt: text, or token ids where the workload fixes the exact length.
+        prompt_len: tokens of the prompt, as the workload's maker counted them.
+        output_len: tokens to generate.
+        group: which shared prefix it belongs to, -1 for none.
+    """
+
+    prompt: str | list[int]
+    prompt_len: int
+    output_len: int
+    group: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """What happened to one request.
+
+    Attributes:
+        sent_s: when it was sent (after waiting for a free place under a concurrency limit).
+        due_s: when the arrival process wanted it sent; later sending shows a client or concurrency limit.
+        arrivals: (time, tokens in this piece), in order; the first is the first token.
+        end_s: when the answer was complete, or broke.
+        prompt_tokens, output_tokens, cached_tokens: as the server counts them.
+        error: why it failed; None for success.
+    """
+
+    sent_s: float
+    due_s: float
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    end_s: float = 0.0
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether a complete answer came."""
+        return self.error is None and bool(self.arrivals)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.arrivals[0][0] - self.sent_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Time from sending to the last piece of output."""
+        return self.arrivals[-1][0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None for a single token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.output_tokens - 1)
+
+    def itls_s(self) -> list[float]:
+        """Gaps between tokens. A piece of k tokens counts as k gaps of a k-th of its wait each."""
+        gaps: list[float] = []
+        for (before, _), (now, num_tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
+            gaps.extend([(now - before) / num_tokens] * num_tokens)
+        return gaps

@@ -1,0 +1,65 @@
+"""How a summary is printed: a table that fits 80 columns, and warnings in plain sentences below it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from .summary import Distribution, Summary
+
+
+def print_summary(console: Console, summary: Summary, title: str) -> None:
+    """Print every figure of a run."""
+    table = Table(title=title, show_header=False, title_justify="left", min_width=60)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    console.print(table)
+    latencies = Table(title="latency in milliseconds", title_justify="left", min_width=60)
+    for column in ("", "mean", "median", "P90", "P99", "max"):
+        latencies.add_column(column, justify="right" if column else "left")
+    for name, distribution in (
+        ("TTFT", summary.ttft_ms),
+        ("TPOT", summary.tpot_ms),
+        ("ITL", summary.itl_ms),
+        ("E2E", summary.e2e_ms),
+    ):
+        latencies.add_row(name, *_latency_cells(distribution))
+    console.print(latencies)
+    for reason, count in summary.failures.items():
+        console.print(f"failed {count}x: {reason}", style="red", highlight=False, markup=False)
+    for warning in summary.warnings:
+        console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    rows = [
+        ("requests completed / failed", f"{summary.completed} / {summary.failed}"),
+        ("duration", f"{summary.duration_s:.2f} s"),
+        ("prompt tokens", f"{summary.prompt_tokens:,}"),
+        ("  of these from the prefix cache", f"{summary.cached_tokens:,} ({summary.cached_share:.1%})"),
+        ("output tokens", f"{summary.output_tokens:,}"),
+        ("request throughput", f"{summary.request_rate:.2f} req/s"),
+        ("input throughput", f"{summary.input_tok_s:,.1f} tok/s"),
+        ("output throughput", f"{summary.output_tok_s:,.1f} tok/s"),
+        ("total throughput", f"{summary.total_tok_s:,.1f} tok/s"),
+        ("concurrency mean / peak", f"{summary.mean_concurrency:.1f} / {summary.peak_concurrency}"),
+    ]
+    if summary.steady is not None:
+        steady = summary.steady
+        rows.append(
+            (f"output, steady {steady.start_s:.1f}-{steady.end_s:.1f} s", f"{steady.output_tok_s:,.1f} tok/s")
+        )
+    if summary.goodput_rate is not None:
+        attained = ", ".join(f"{metric} {share:.1%}" for metric, share in summary.attainment.items())
+        rows.append(("goodput", f"{summary.goodput_rate:.2f} req/s ({attained})"))
+    rows.append(
+        ("client: CPU / event-loop lag P99", f"{summary.client_cpu_share:.2f} cores / {summary.client_lag_p99_ms:.1f} ms")
+    )
+    return rows
+
+
+def _latency_cells(distribution: Distribution) -> list[str]:
+    values = (distribution.mean, distribution.median, distribution.p90, distribution.p99, distribution.max)
+    return ["-" if value is None else f"{value:,.2f}" for value in values]

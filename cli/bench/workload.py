@@ -1,0 +1,149 @@
+"""`WorkloadSettings`: the flags that say what is asked and when, and from them requests and their schedule.
+
+Flag names are those of SGLang and vLLM where they mean the same, because people paste commands.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...runtime.errors import ConfigError
+from .arrivals import arrival_offsets
+from .datasets import LengthRange, random_requests, sharegpt_requests, shared_prefix_requests
+from .records import BenchRequest
+
+
+class DatasetName(enum.StrEnum):
+    """The workloads."""
+
+    RANDOM = "random"
+    SHARED_PREFIX = "generated-shared-prefix"
+    SHAREGPT = "sharegpt"
+
+
+class WorkloadTokenizer:
+    """The tokenizer that makes prompts; loaded from the model's files, without its weights."""
+
+    def __init__(self, model: str) -> None:
+        from ...runtime.model_files.source import resolve_source
+        from ...runtime.model_files.tokenizer import load_tokenizer
+
+        self._tokenizer = load_tokenizer(resolve_source(model))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without a beginning-of-sequence token."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def ordinary_token_ids(self) -> list[int]:
+        """Every token id that is not special."""
+        tokenizer = self._tokenizer
+        return [token_id for token_id in range(tokenizer.vocab_size) if not tokenizer.is_special(token_id)]
+
+
+def _workload(help_text: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel="Workload")
+
+
+def _load(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Load")
+
+
+def _gsp(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Workload: generated-shared-prefix")
+
+
+def _sharegpt(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Workload: sharegpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSettings:
+    """What is asked, and when; every field is an option of `engine bench`."""
+
+    dataset_name: Annotated[DatasetName, _workload("What is asked.")] = DatasetName.RANDOM
+    num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt).")] = 64
+    random_input_len: Annotated[str, _workload("Prompt tokens: 512, or a range 64:512.")] = "256"
+    random_output_len: Annotated[str, _workload("Output tokens: 128, or a range 64:256.")] = "64"
+    random_range_ratio: Annotated[float, _workload("r < 1 turns a plain length n into r*n..n, as in SGLang.")] = 1.0
+    seed: Annotated[int, _workload("Seed of prompts, lengths and arrival times.")] = 0
+    gsp_num_groups: Annotated[int, _gsp("Shared prefixes.")] = 4
+    gsp_prompts_per_group: Annotated[int, _gsp("Requests per shared prefix.")] = 16
+    gsp_system_prompt_len: Annotated[int, _gsp("Tokens of a shared prefix.")] = 512
+    gsp_question_len: Annotated[int, _gsp("Tokens of a request's own part.")] = 64
+    gsp_output_len: Annotated[int, _gsp("Output tokens of a request.")] = 64
+    dataset_path: Annotated[Path | None, _sharegpt("File of conversations (JSON); nothing is downloaded.")] = None
+    sharegpt_output_len: Annotated[int | None, _sharegpt("Output tokens (default: those of the recorded answer).")] = None
+    sharegpt_max_len: Annotated[int, _sharegpt("Leave out conversations with more tokens in all.")] = 2048
+    request_rate: Annotated[float, _load("Mean arrivals per second; inf sends all at once.")] = math.inf
+    burstiness: Annotated[float, _load("1: Poisson; below 1: burstier; above 1: more even.")] = 1.0
+    max_concurrency: Annotated[int | None, _load("Bound on requests in flight.")] = None
+    warmup_requests: Annotated[int, _load("Requests sent before the clock starts.")] = 1
+
+    def check(self) -> None:
+        """Check what can be checked before a model is touched.
+
+        Raises:
+            ConfigError: a value out of range.
+        """
+        if self.num_prompts < 1:
+            raise ConfigError(f"--num-prompts is {self.num_prompts}, but it must be at least 1")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"--max-concurrency is {self.max_concurrency}, but it must be at least 1")
+        if self.warmup_requests < 0:
+            raise ConfigError(f"--warmup-requests is {self.warmup_requests}, but it must be 0 or more")
+        if self.dataset_name is DatasetName.SHAREGPT and self.dataset_path is None:
+            raise ConfigError("--dataset-name sharegpt needs --dataset-path FILE; nothing is downloaded")
+        arrival_offsets(1, self.request_rate, self.burstiness, self.seed)
+        self._length_ranges()
+
+    def requests(self, tokenizer: WorkloadTokenizer) -> list[BenchRequest]:
+        """The workload, in the order of sending."""
+        match self.dataset_name:
+            case DatasetName.RANDOM:
+                input_len, output_len = self._length_ranges()
+                token_ids = tokenizer.ordinary_token_ids()
+                return random_requests(self.num_prompts, input_len, output_len, token_ids, self.seed)
+            case DatasetName.SHARED_PREFIX:
+                return shared_prefix_requests(
+                    num_groups=self.gsp_num_groups,
+                    prompts_per_group=self.gsp_prompts_per_group,
+                    system_prompt_len=self.gsp_system_prompt_len,
+                    question_len=self.gsp_question_len,
+                    output_len=self.gsp_output_len,
+                    token_ids=tokenizer.ordinary_token_ids(),
+                    seed=self.seed,
+                )
+            case DatasetName.SHAREGPT:
+                assert self.dataset_path is not None  # by `check`
+                return sharegpt_requests(
+                    self.dataset_path,
+                    self.num_prompts,
+                    tokenizer,
+                    max_total_len=self.sharegpt_max_len,
+                    output_len=self.sharegpt_output_len,
+                    seed=self.seed,
+                )
+
+    def warmup(self, tokenizer: WorkloadTokenizer) -> list[BenchRequest]:
+        """Requests that are sent before the clock starts; no prompt of the workload, so the cache learns nothing."""
+        token_ids = tokenizer.ordinary_token_ids()
+        short = LengthRange(32, 32)
+        return random_requests(self.warmup_requests, short, LengthRange(8, 8), token_ids, self.seed + 1)
+
+    def offsets_s(self, requests: Sequence[BenchRequest]) -> list[float]:
+        """When each request is due."""
+        return arrival_offsets(len(requests), self.request_rate, self.burstiness, self.seed)
+
+    def _length_ranges(self) -> tuple[LengthRange, LengthRange]:
+        ratio = self.random_range_ratio
+        return (
+            LengthRange.parse("--random-input-len", self.random_input_len, ratio),
+            LengthRange.parse("--random-output-len", self.random_output_len, ratio),
+        )

@@ -1,0 +1,84 @@
+"""Verdicts on runs whose true difference is known."""
+
+import msgspec
+import pytest
+from engine import ConfigError
+from engine.cli.bench.compare import compare, setting_differences
+from engine.cli.bench.compare_report import print_comparison
+from engine.cli.bench.result_file import SCHEMA, ResultFile, read_results, write_results
+
+
+def by_name(comparisons):
+    return {comparison.metric.name: comparison for comparison in comparisons}
+
+
+def test_equal_systems_are_not_different(make_run):
+    found = by_name(compare([make_run(seed=1)], [make_run(seed=2)]))
+
+    assert not found["TTFT mean"].different
+    assert "not different" in found["TPOT mean"].verdict()
+
+
+def test_a_slower_system_is_found_worse_by_about_its_slowness(make_run):
+    found = by_name(compare([make_run(seed=1)], [make_run(slowness=1.3, seed=2)]))
+
+    assert found["TTFT mean"].different
+    assert found["TTFT mean"].ratio == pytest.approx(1.3, rel=0.05)
+    assert "worse" in found["TTFT mean"].verdict()
+    assert not found["TTFT mean"].between_runs
+
+
+def test_three_runs_a_side_give_an_interval_between_runs(make_run):
+    a = [make_run(seed=seed) for seed in range(3)]
+    b = [make_run(slowness=0.5, seed=seed) for seed in range(3, 6)]
+    found = by_name(compare(a, b))["TPOT mean"]
+
+    assert found.between_runs
+    assert found.low < 0.5 < found.high
+    assert "better" in found.verdict()
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say(make_run):
+    held = sum(
+        not by_name(compare([make_run(seed=2 * i, num_requests=30)], [make_run(seed=2 * i + 1, num_requests=30)], seed=i))[
+            "TTFT mean"
+        ].different
+        for i in range(40)
+    )
+    assert held >= 33  # 95 % of 40 is 38; fewer than 33 would happen once in ten thousand
+
+
+def test_different_workloads_are_pointed_out(make_run):
+    a, b = make_run(), msgspec.structs.replace(make_run(), client={"seed": 1})
+
+    assert setting_differences(a, b) == ["seed: 0 / 1"]
+
+
+def test_result_files_round_trip_and_collect_runs(tmp_path, make_run, capsys):
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    write_results(a, make_run(seed=0), append=True)
+    write_results(a, make_run(seed=1), append=True)
+    write_results(b, make_run(seed=2), append=False)
+
+    print_comparison(a, b)
+
+    assert [len(read_results(path).runs) for path in (a, b)] == [2, 1]
+    assert "TTFT mean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"{}", msgspec.json.encode(ResultFile("other/9", [])), b"[1]"])
+def test_foreign_files_are_refused(tmp_path, content):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        read_results(path)
+
+
+def test_a_file_without_runs_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_bytes(msgspec.json.encode(ResultFile(SCHEMA, [])))
+
+    with pytest.raises(ConfigError, match="holds no run"):
+        read_results(path)

@@ -1,0 +1,144 @@
+"""The client against a server whose behaviour is known: counts, times, and every way to fail."""
+
+import asyncio
+import json
+import re
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from engine import EngineError
+from engine.cli.bench.load import run_load
+from engine.cli.bench.openai_target import OpenAITarget, RequestOptions, check_ready, flush_cache
+from engine.cli.bench.records import BenchRequest
+
+OPTIONS = RequestOptions(model="m", endpoint="completions", temperature=0.0, ignore_eos=True, stream=True, seed=0)
+
+
+class ScriptedServer:
+    """Streams what `pieces` says; remembers the bodies it got and how many requests were open at once."""
+
+    def __init__(self, pieces=("a", "b", "c"), *, usage=True, per_chunk_usage=False, status=200, ending="data: [DONE]\n\n"):
+        self.pieces, self.usage, self.per_chunk_usage = pieces, usage, per_chunk_usage
+        self.status, self.ending = status, ending
+        self.bodies, self.open, self.peak = [], 0, 0
+
+    async def completions(self, request):
+        self.bodies.append(await request.json())
+        if self.status != 200:
+            return web.json_response({"error": {"message": "out of cheese"}}, status=self.status)
+        self.open += 1
+        self.peak = max(self.peak, self.open)
+        await asyncio.sleep(0)  # lets others in, so that the peak shows
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for i, piece in enumerate(self.pieces):
+            event = {"choices": [{"index": 0, "text": piece}]}
+            if self.per_chunk_usage:
+                event["usage"] = self.usage_after(2 * (i + 1))
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        if self.usage:
+            num_tokens = len(self.pieces) * (2 if self.per_chunk_usage else 1)
+            event = {"choices": [], "usage": self.usage_after(num_tokens)}
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        await response.write(self.ending.encode())
+        self.open -= 1
+        return response
+
+    @staticmethod
+    def usage_after(num_tokens):
+        details = {"cached_tokens": 4}
+        return {"prompt_tokens": 9, "completion_tokens": num_tokens, "prompt_tokens_details": details}
+
+    async def models(self, _):
+        return web.json_response({"data": [{"id": "m"}]})
+
+    @asynccontextmanager
+    async def serving(self):
+        app = web.Application()
+        app.add_routes([web.post("/v1/completions", self.completions), web.get("/v1/models", self.models)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+def requests(count):
+    return [BenchRequest(prompt=[1, 2, 3], prompt_len=3, output_len=3) for _ in range(count)]
+
+
+def measure(server_of, count=1, max_concurrency=None):
+    """Run `count` requests against a new server; returns it and the records."""
+
+    async def go():
+        server = server_of()
+        async with server.serving() as url, OpenAITarget(url, "key", OPTIONS, 30.0) as target:
+            load = await run_load(target, requests(count), [0.0] * count, max_concurrency, lambda _: None)
+        return server, load.records
+
+    return asyncio.run(go())
+
+
+def test_tokens_and_usage_are_recorded():
+    server, (record,) = measure(ScriptedServer)
+
+    assert record.ok
+    assert [count for _, count in record.arrivals] == [1, 1, 1]
+    assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (9, 3, 4)
+    assert server.bodies[0]["prompt"] == [1, 2, 3]
+    assert server.bodies[0]["ignore_eos"] is True
+
+
+def test_usage_in_every_chunk_counts_tokens_without_text():
+    _, (record,) = measure(lambda: ScriptedServer(pieces=("a", "", "c"), per_chunk_usage=True))
+
+    assert [count for _, count in record.arrivals] == [2, 2, 2]
+    assert record.output_tokens == 6
+
+
+def test_a_server_without_usage_is_counted_by_chunks():
+    _, (record,) = measure(lambda: ScriptedServer(usage=False))
+
+    assert record.output_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        (lambda: ScriptedServer(status=429), "HTTP 429: out of cheese"),
+        (lambda: ScriptedServer(ending=""), r"without \[DONE\]"),
+        (lambda: ScriptedServer(ending='data: {"error": {"message": "died"}}\n\n'), "error event: died"),
+        (lambda: ScriptedServer(ending="data: {nonsense\n\n"), "not of OpenAI's form"),
+    ],
+)
+def test_every_failure_is_recorded_with_its_reason(server, reason):
+    _, (record,) = measure(server)
+
+    assert not record.ok
+    assert re.search(reason, record.error)
+
+
+def test_concurrency_is_bounded():
+    server, records = measure(ScriptedServer, count=12, max_concurrency=3)
+
+    assert server.peak == 3
+    assert len(records) == 12
+
+
+def test_a_missing_server_is_said_with_the_way_out():
+    with pytest.raises(EngineError, match="engine serve"):
+        asyncio.run(check_ready("http://127.0.0.1:9", None, timeout_s=0.0))
+
+
+def test_a_server_that_cannot_flush_is_named():
+    async def go():
+        async with ScriptedServer().serving() as url:
+            assert await check_ready(url, None, 5.0) == "m"
+            await flush_cache(url, None)
+
+    with pytest.raises(EngineError, match="leave out --flush-cache"):
+        asyncio.run(go())
