@@ -1,6 +1,7 @@
 """`Child`: a process as seen from inside: what the supervisor sent, and how to answer it.
 
-Every room that is a process has `process.py` with `main(child: Child) -> None`, and this as its `__main__.py`:
+Every room that is a process has `process.py` with `main(child: Child) -> None`, and as its
+`__main__.py`:
 
     from ..runtime.child import run_child
 
@@ -8,14 +9,16 @@ Every room that is a process has `process.py` with `main(child: Child) -> None`,
 
 Rules for a `main`:
 
-- `ready(...)` once, when the process can work. The tokenizer manager first calls `wait_for_peers()`, which returns once
-  the others can work; then it opens its port and is `ready(url=...)`.
-- `heartbeat()` in every pass of its loop, also when there is nothing to do (`keep_beating` in asyncio). Silence for
-  `watchdog_timeout` counts as hung. There is no watchdog before `ready`, only `startup_timeout`.
+- `ready(...)` once, when the process can work. The tokenizer manager first calls `wait_for_peers()`, which
+  returns once the others can work; then it opens its port and is `ready(url=...)`.
+- `heartbeat()` in every pass of its loop, also when there is nothing to do (`keep_beating` in asyncio).
+  Silence for `watchdog_timeout` counts as hung. There is no watchdog before `ready`, only
+  `startup_timeout`.
 - Do what the supervisor says: a plain loop polls `fileno()` beside its sockets (`ipc.Inbox` does) and asks
   `stop_requested()` in every pass; an asyncio process awaits `next_order()`. Then return from `main`.
-- Leave signals alone: SIGINT, SIGTERM and SIGHUP are ignored, because a terminal or a service manager sends them to all
-  processes at once, and only the supervisor knows in what order to stop. It passes them on as `Stop`.
+- Leave signals alone: SIGINT, SIGTERM and SIGHUP are ignored, because a terminal or a service manager sends
+  them to all processes at once, and only the supervisor knows in what order to stop. It passes them on as
+  `Stop`.
 - Let errors fly: `run_child` reports them. `ConfigError` is the user's to mend, anything else is a bug.
 """
 
@@ -110,7 +113,7 @@ class Child:
     # ------------------------------------------------------------ from the supervisor
 
     def fileno(self) -> int:
-        """Readable when the supervisor has said something, or is gone; a poller that watches it wakes up at once."""
+        """Readable when the supervisor has said something, or is gone: for a poller to watch."""
         return self._channel.fileno()
 
     def wait_for_peers(self) -> Capacity:
@@ -133,8 +136,8 @@ class Child:
     async def next_order(self) -> Stop | PeerDied:
         """What the supervisor says next (tokenizer manager).
 
-        `Stop(drain=True)` may be followed by `Stop(drain=False)`, when the user has lost patience, and both orders by
-        `PeerDied`: keep listening while draining. A supervisor that is gone reads as `Stop(drain=False)`.
+        `Stop(drain=True)` may be followed by `Stop(drain=False)`, when the time is up, and by `PeerDied`:
+        keep listening while draining. A supervisor that is gone reads as `Stop(drain=False)`.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -169,8 +172,8 @@ class Child:
 def run_child(room: str) -> NoReturn:
     """Be a child process: set it up, run `main` of `<room>.process`, report how it ended, exit.
 
-    `main` is imported here and not by the caller, so that an import that fails (no torch) is reported too, and the
-    process can already not outlive its supervisor while the imports take their seconds.
+    `main` is imported here and not by the caller, so that an import that fails (no torch) is reported too,
+    and the process can already not outlive its supervisor while the imports take their seconds.
 
     Args:
         room: package name, for example "engine.scheduler".
@@ -215,7 +218,7 @@ def _where(error: Exception) -> str:
 
 
 def _parse_argv(room: str) -> tuple[Role, int, int]:
-    """Role, descriptor of the control channel and process id of the supervisor: what `supervisor.py` passes."""
+    """Role, descriptor of the control channel and process id of the supervisor, as it passes them."""
     with contextlib.suppress(ValueError):
         role, control_fd, supervisor_pid = sys.argv[1:]
         return Role(role), int(control_fd), int(supervisor_pid)

@@ -2,8 +2,9 @@
 
     supervisor --Settings, PeersReady, PeerDied, Stop--> child --Ready, Failed, Heartbeat--> supervisor
 
-It is apart from the ZMQ sockets so that it works before those exist and after they are stuck, and because the kernel
-closes it with the process: end of file means that the other side is dead, at once and without a time-out.
+It is apart from the ZMQ sockets so that it works before those exist and after they are stuck, and because
+the kernel closes it with the process: end of file means that the other side is dead, at once and without a
+time-out.
 
 A frame is a length (uint32, little-endian) and a msgpack message. Both ends are non-blocking.
 """
@@ -76,7 +77,7 @@ class PeersReady(Message, frozen=True):
 
 
 class PeerDied(Message, frozen=True):
-    """To the tokenizer manager: another process is gone; tell the clients `message`, then exit within seconds."""
+    """To the tokenizer manager: another process is gone; tell the clients `message`, exit within seconds."""
 
     message: str
 

@@ -1,11 +1,11 @@
-"""Typed ZMQ sockets between the rooms: PUSH to PULL, one message union per arrow, over `ipc://` in a private directory.
+"""Typed ZMQ sockets between the rooms: PUSH to PULL over `ipc://`, one message union per arrow.
 
-The receiver binds its `Inbox` (or `AsyncInbox`, for asyncio) and senders connect an `Outbox`. Which union a socket
-carries is said once, where it is made; encoder and decoder are built there too.
+The receiver binds its `Inbox` (or `AsyncInbox`, for asyncio) and senders connect an `Outbox`. Which union a
+socket carries is said once, where it is made; encoder and decoder are built there too.
 
 - No high-water mark: a full socket would block the scheduler's step on a slow reader, and ZMQ cannot say how
-  full it is. What is under way is bounded elsewhere: the door counts the waiting requests, the watchdog limits
-  the silence of a reader.
+  full it is. What is under way is bounded elsewhere: the door counts the waiting requests, the watchdog
+  limits the silence of a reader.
 - No linger: nobody waits at exit for a peer that may be dead.
 - A message that does not parse is logged and dropped: it is one request's trouble, not everyone's.
 - Sockets are used by one thread, the one that made them.

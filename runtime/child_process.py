@@ -1,0 +1,121 @@
+"""`ChildProcess`: a process as seen from the supervisor: start it, talk to it, say how it ended, kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Final
+
+from .control import PeerDied, Ready, Role, Stop, ToSupervisor, supervisor_end
+from .messages import Message
+
+_EXIT_AFTER_EOF_S: Final = 2.0
+
+
+class ChildProcess:
+    """One started child.
+
+    The child leads a process group of its own. A terminal's Ctrl-C then reaches the supervisor alone, which
+    decides about order and drain; and whatever the child starts (a compiler) can be killed with it, as one
+    group, without touching the group of the shell or script that runs the supervisor.
+
+    Attributes:
+        role: which process it is.
+        ready: what it said when it became ready; None before.
+        stopping: it was told to end, so its end is no accident.
+        silent_s: seconds without a frame from it, as the supervisor's watchdog counts them.
+    """
+
+    def __init__(self, role: Role, module: str) -> None:
+        """Start `python -m module`. The calling thread must live as long as the child, which dies with it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # The same import path as ours, and with -P no current directory before it: the child imports
+            # the very package that runs here, installed or not, and no file that happens to lie where the
+            # user stands.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, role.value, str(theirs.fileno()), str(os.getpid())],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output belongs to the command line
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+        self.role = role
+        self.ready: Ready | None = None
+        self.stopping = False
+        self.silent_s = 0.0
+        self._channel = supervisor_end(ours)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when the child said something or died."""
+        return self._channel.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the child has closed its end of the channel, as death does."""
+        return self._channel.closed
+
+    def send(self, message: Message) -> None:
+        """Tell the child something; lost if it is dead or stuck, which `has_ended` or the watchdog show."""
+        self._channel.send(message)
+
+    def tell_to_stop(self, message: Stop | PeerDied) -> None:
+        """Tell the child to end; from now on an end with exit code 0 is no accident."""
+        self.stopping = True
+        self._channel.send(message)
+
+    def receive(self) -> list[ToSupervisor]:
+        """What the child said since the last call; resets `silent_s` if it said anything."""
+        messages = self._channel.receive()
+        if messages:
+            self.silent_s = 0.0
+        return messages
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone. Does not block for longer than a dying process needs."""
+        if self._channel.closed and self._process.poll() is None:
+            # The kernel closes the channel shortly before the exit status can be had.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_AFTER_EOF_S)
+        return self._process.poll() is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def describe_end(self) -> str:
+        """How the process ended, for the root cause: `scheduler was killed by SIGKILL`."""
+        code = self._process.poll()
+        if code is None:
+            return f"{self.role} closed its control channel"
+        if code >= 0:
+            return f"{self.role} exited with code {code} without saying why; its last lines are above"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        hint = " (by somebody, or by the kernel because memory ran out)" if -code == signal.SIGKILL else ""
+        return f"{self.role} was killed by {name}{hint}"
+
+    def abort(self) -> None:
+        """Ask for the tracebacks of all its threads (faulthandler prints them) and its end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGABRT)
+
+    def kill(self) -> None:
+        """Kill the process and all it has started, at once; collect its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
