@@ -1,0 +1,155 @@
+"""`ConfigField`: one setting of `EngineConfig` as the command line, the YAML file and `LLM(...)` need it.
+
+Read from the dataclasses once; nothing about a setting is written twice. A value arrives either as text (flag,
+environment: `parse`) or as a typed value (YAML, Python: `check`); both end in the type that the field declares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+from collections.abc import Iterable
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+from .config import EngineConfig
+from .errors import ConfigError
+
+AUTO = "auto"
+SECRETS = frozenset({"api_key"})  # never printed, never logged
+_TRUE, _FALSE = frozenset({"true", "yes", "on", "1"}), frozenset({"false", "no", "off", "0"})
+_KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigField:
+    """One setting.
+
+    Attributes:
+        name: the field's name, unique across groups.
+        group: the field of `EngineConfig` it lives in: `model`, `cache`, ...
+        help: one sentence for `--help`.
+        default: as in the dataclass.
+        kind: int, float, bool or str.
+        choices: the allowed words of a `Literal`; empty where any value of `kind` goes.
+        auto: the word "auto" is allowed besides values of `kind`.
+        optional: None is allowed.
+    """
+
+    name: str
+    group: str
+    help: str
+    default: object
+    kind: type
+    choices: tuple[str, ...] = ()
+    auto: bool = False
+    optional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The command line option, `--page-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def wants(self) -> str:
+        """What a value must be, in words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        return _KIND_WORDS[self.kind] + (" or 'auto'" if self.auto else "")
+
+    def parse(self, text: str) -> object:
+        """The value that `text` stands for.
+
+        Raises:
+            ConfigError: it stands for none; the message names value and rule, not where the text came from.
+        """
+        word = text.strip()
+        if self.auto and word == AUTO:
+            return AUTO
+        if self.kind is bool and word.lower() in _TRUE | _FALSE:
+            return word.lower() in _TRUE
+        if self.kind is str and (not self.choices or word in self.choices):
+            return word if self.choices else text
+        if self.kind in (int, float):
+            try:
+                return self.kind(word.replace("_", ""))
+            except ValueError:
+                pass
+        raise ConfigError(
+            f"{self.name} is {text!r}, but it must be {self.wants}{_suggestion(word, self.choices)}"
+        )
+
+    def check(self, value: object) -> object:
+        """`value` in the field's type, where it is of that type or loses nothing by becoming it.
+
+        Raises:
+            ConfigError: as for `parse`.
+        """
+        if value is None and self.optional:
+            return None
+        if isinstance(value, bool):  # before int, whose subclass it is
+            if self.kind is bool:
+                return value
+        elif isinstance(value, str):
+            return self.parse(value)
+        elif isinstance(value, self.kind):
+            return value
+        elif self.kind is float and isinstance(value, int):
+            return float(value)
+        hint = "; put it in quotes" if self.kind is str and value is not None and not self.choices else ""
+        raise ConfigError(f"{self.name} is {value!r}, but it must be {self.wants}{hint}")
+
+
+@functools.cache
+def config_fields() -> dict[str, ConfigField]:
+    """Every setting by name, in the order of the dataclasses."""
+    fields: dict[str, ConfigField] = {}
+    for group_name, group_type in get_type_hints(EngineConfig).items():
+        hints = get_type_hints(group_type, include_extras=True)
+        for field in dataclasses.fields(group_type):
+            if field.name in fields:
+                raise TypeError(f"setting {field.name} exists in two groups; flags need unique names")
+            fields[field.name] = _describe(group_name, field, hints[field.name])
+    return fields
+
+
+def find_field(key: str) -> ConfigField:
+    """The setting called `key`, with dashes or underscores.
+
+    Raises:
+        ConfigError: there is none; the message suggests the nearest name.
+    """
+    fields = config_fields()
+    name = key.replace("-", "_")
+    if name not in fields:
+        raise ConfigError(f"unknown setting {key!r}{_suggestion(name, fields)}")
+    return fields[name]
+
+
+def _describe(group: str, field: dataclasses.Field[object], annotation: object) -> ConfigField:
+    if get_origin(annotation) is not Annotated:
+        raise TypeError(f"setting {field.name} has no help; annotate it with Annotated[type, 'help']")
+    declared, help_text = get_args(annotation)
+    kind: type | None = None
+    choices: tuple[str, ...] = ()
+    auto = optional = False
+    for part in _parts(declared):
+        if part is type(None):
+            optional = True
+        elif get_origin(part) is Literal:
+            words = get_args(part)
+            auto = auto or AUTO in words
+            choices = words if len(words) > 1 else choices
+        elif isinstance(part, type):
+            kind = part
+    return ConfigField(field.name, group, help_text, field.default, kind or str, choices, auto, optional)
+
+
+def _parts(declared: object) -> tuple[object, ...]:
+    return get_args(declared) if get_origin(declared) in (Union, types.UnionType) else (declared,)
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

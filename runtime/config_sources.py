@@ -1,0 +1,181 @@
+"""From where a setting has its value: defaults < YAML file < environment < flags (or arguments of `LLM`).
+
+`merge` lays the layers over each other and keeps the origin of every value, so that `--print-config` can say it and an
+error can name the line or flag to change. The environment sets only secrets, which do not belong into a process list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+from .config import EngineConfig
+from .config_fields import ConfigField, config_fields, find_field
+from .errors import ConfigError
+
+ENV_VARS: Final = {"ENGINE_API_KEY": "api_key"}
+DEFAULT_ORIGIN: Final = "default"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """A value and where it was written: `engine.yaml:3`, `--port`, `$ENGINE_API_KEY`, `argument port`."""
+
+    value: object
+    origin: str
+
+
+Layer = Mapping[str, Value]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MergedConfig:
+    """A whole configuration, "auto" values not yet resolved.
+
+    Attributes:
+        config: the values.
+        origins: setting -> where its value was written; `default` for untouched ones.
+    """
+
+    config: EngineConfig
+    origins: Mapping[str, str]
+
+
+def merge(*layers: Layer) -> MergedConfig:
+    """Build the configuration; later layers win.
+
+    Raises:
+        ConfigError: a value out of range; the message ends with its origin.
+    """
+    merged: dict[str, Value] = {}
+    for layer in layers:
+        merged.update(layer)
+    origins = dict.fromkeys(config_fields(), DEFAULT_ORIGIN) | {
+        name: value.origin for name, value in merged.items()
+    }
+    groups: dict[str, Any] = {}
+    for group_name, group_type in get_type_hints(EngineConfig).items():
+        values = {f.name: merged[f.name].value for f in dataclasses.fields(group_type) if f.name in merged}
+        try:
+            groups[group_name] = group_type(**values)
+        except ConfigError as error:
+            raise _with_origin(error, origins) from None
+    return MergedConfig(EngineConfig(**groups), origins)
+
+
+def from_flags(given: Mapping[str, object]) -> dict[str, Value]:
+    """The layer of command line options: setting -> text or truth value, None where the option was not given."""
+    layer: dict[str, Value] = {}
+    for name, value in given.items():
+        field = config_fields()[name]
+        if value is not None:
+            try:
+                layer[name] = Value(field.check(value), field.flag)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace(field.name, field.flag, 1)) from None
+    return layer
+
+
+def from_arguments(arguments: Mapping[str, object]) -> dict[str, Value]:
+    """The layer of keyword arguments: `LLM(max_model_len=512)`."""
+    layer: dict[str, Value] = {}
+    for key, value in arguments.items():
+        field = find_field(key)
+        layer[field.name] = Value(field.check(value), f"argument {field.name}")
+    return layer
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Value]:
+    """The layer of environment variables; an empty one counts as not set."""
+    environ = os.environ if environ is None else environ
+    return {
+        name: Value(config_fields()[name].parse(environ[variable]), f"${variable}")
+        for variable, name in ENV_VARS.items()
+        if environ.get(variable)
+    }
+
+
+def from_yaml_file(path: Path) -> dict[str, Value]:
+    """The layer of a YAML file: `page_size: 16`, `page-size: 16`, or grouped, `cache: {page_size: 16}`.
+
+    Raises:
+        ConfigError: not readable, not YAML, an unknown or repeated key, a wrong type; with file and line.
+    """
+    import yaml  # here, because most starts have no file
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from None
+    layer: dict[str, Value] = {}
+    if root is None:
+        return layer
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}:1: must hold settings as `name: value` lines")
+    for key, node, line in _settings(loader, root, path):
+        origin = f"{path}:{line}"
+        try:
+            field = find_field(key)
+            if field.name in layer:
+                raise ConfigError(f"{key} is set a second time (first at {layer[field.name].origin})")
+            layer[field.name] = Value(field.check(_scalar(loader, node, field)), origin)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from None
+    return layer
+
+
+def _settings(loader: Any, root: Any, path: Path) -> Iterator[tuple[str, Any, int]]:
+    """(key, value node, line) of every setting; a group's mapping is opened, and its settings must belong to it."""
+    import yaml
+
+    groups = get_type_hints(EngineConfig)
+    for key_node, node in root.value:
+        key = str(key_node.value)
+        if not (key in groups and isinstance(node, yaml.MappingNode)):
+            yield key, node, key_node.start_mark.line + 1
+            continue
+        for inner_key, inner_node in node.value:
+            line = inner_key.start_mark.line + 1
+            name = str(inner_key.value)
+            field = config_fields().get(name.replace("-", "_"))
+            if field is not None and field.group != key:
+                raise ConfigError(
+                    f"{path}:{line}: {name} belongs to the group {field.group!r}, not to {key!r}"
+                )
+            yield name, inner_node, line
+
+
+def _scalar(loader: Any, node: Any, field: ConfigField) -> object:
+    """The node's value; plain scalars for text settings stay text where YAML would see a number or a truth value."""
+    import yaml
+
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(f"{field.name} is a list or a mapping, but it must be {field.wants}")
+    if field.choices and node.tag != "tag:yaml.org,2002:null":
+        return node.value
+    try:
+        return loader.construct_object(node)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(
+            f"{field.name} cannot be read: {getattr(error, 'problem', None) or error}"
+        ) from None
+
+
+def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
+    """Range errors start with the setting's name; say where the value was written, too."""
+    message = str(error)
+    origin = origins.get(message.split(" ", 1)[0], DEFAULT_ORIGIN)
+    return ConfigError(message if origin == DEFAULT_ORIGIN else f"{message} (set by {origin})")

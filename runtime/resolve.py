@@ -1,0 +1,276 @@
+"""`resolve`: replace every "auto" by a value, once, at start, and say in one line where each value came from.
+
+Pure arithmetic over the model's shape (`ModelSpec`) and the machine (`HostFacts`): no torch, no device, no clock. The
+same configuration on the same machine gives the same engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from .config import EngineConfig
+from .errors import ConfigError
+from .feasibility import pages_for
+from .host_facts import HostFacts, usable_threads
+from .memory_budget import GIB, MemoryBudget, plan_memory
+
+if TYPE_CHECKING:
+    from .model_files.model_spec import ModelSpec
+
+BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
+CPU_MEM_FRACTION: Final = 0.4  # other programs live in the same memory
+CUDA_MEM_FRACTION: Final = 0.88
+CPU_CHUNK_TOKENS: Final = 512
+CUDA_CHUNK_TOKENS: Final = ((35, 2048), (60, 4096), (100, 8192))  # (GPU with less than GiB, chunk)
+CUDA_LARGE_CHUNK_TOKENS: Final = 16384
+TOKENS_PER_REQUEST: Final = 1024  # what a usual conversation holds; decides how many may run at once
+MIN_USEFUL_LEN: Final = 256  # a context below it answers nothing
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration without "auto".
+
+    Attributes:
+        config: every value concrete; `resolve` leaves it as it is.
+        notes: setting -> why it has its value, for each setting that `resolve` filled in or changed.
+    """
+
+    config: EngineConfig
+    notes: Mapping[str, str]
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, host: HostFacts) -> Resolved:
+    """Fill in every "auto".
+
+    Raises:
+        ConfigError: the settings contradict the model or the machine (more context than the model knows, too little
+            memory for one useful sequence, CUDA without a GPU); the message holds the sums.
+    """
+    return _Resolver(config, spec, host).run()
+
+
+class _Resolver:
+    """One resolution: collects values and notes; each method decides one setting and uses those decided before."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, host: HostFacts) -> None:
+        self.config, self.spec, self.host = config, spec, host
+        self.notes: dict[str, str] = {}
+        self.page_size = config.cache.page_size
+
+    def run(self) -> Resolved:
+        device = self.device()
+        dtype = self.dtype(device)
+        num_threads = self.num_threads()
+        chunk = self.chunked_prefill_size(device)
+        fraction = self.mem_fraction(device)
+        wanted_len = self.wanted_len()
+        budget = self.budget(device, dtype, chunk, fraction, wanted_len)
+        pool = self.pool_by_memory(budget)
+        max_model_len = self.max_model_len(wanted_len, pool, budget)
+        max_running = self.max_running_requests(device, num_threads, pool)
+        max_total = self.max_total_tokens(pool, max_running, max_model_len, budget)
+        config = replace(
+            self.config,
+            model=replace(
+                self.config.model,
+                device=device,
+                dtype=dtype,
+                num_threads=num_threads,
+                max_model_len=max_model_len,
+            ),
+            cache=replace(self.config.cache, mem_fraction=fraction, max_total_tokens=max_total),
+            scheduler=replace(
+                self.config.scheduler, chunked_prefill_size=chunk, max_running_requests=max_running
+            ),
+        )
+        _assert_no_auto(config)
+        return Resolved(config, self.notes)
+
+    # ---------------------------------------------------------------- device and threads
+
+    def device(self) -> Any:
+        gpus, asked = self.host.gpus, self.config.model.device
+        if asked == "cuda":
+            if not gpus:
+                raise ConfigError("device is cuda, but no NVIDIA driver or GPU is visible; use --device cpu")
+            if not self.host.torch_has_cuda:
+                raise ConfigError(
+                    f"device is cuda, but the installed torch {self.host.torch_version or '(none)'} is not a CUDA "
+                    f"build; install the engine with its cuda extra or use --device cpu"
+                )
+        if asked != "auto":
+            return asked
+        if gpus and self.host.torch_has_cuda:
+            return self.note("device", "cuda", f"{gpus[0].name} is visible and torch is a CUDA build")
+        if gpus:
+            return self.note(
+                "device", "cpu", f"torch {self.host.torch_version} has no CUDA, though a GPU is visible"
+            )
+        return self.note("device", "cpu", "no NVIDIA GPU is visible")
+
+    def dtype(self, device: str) -> Any:
+        if self.config.model.dtype != "auto":
+            return self.config.model.dtype
+        if device == "cuda":
+            return self.note("dtype", "bfloat16", "native on GPUs since Ampere")
+        native = [flag for flag in BF16_FLAGS if flag in self.host.cpu_flags]
+        if native:
+            return self.note("dtype", "bfloat16", f"the CPU multiplies bfloat16 ({native[0]})")
+        return self.note("dtype", "float32", "the CPU has no bfloat16 instructions, emulating them is slower")
+
+    def num_threads(self) -> int:
+        if self.config.model.num_threads != "auto":
+            return self.config.model.num_threads
+        threads = usable_threads(self.host)
+        if threads < self.host.num_cores:
+            reason = f"the cgroup grants {self.host.cpu_quota:g} CPUs of {self.host.num_cores} cores"
+        else:
+            reason = f"{self.host.num_cores} physical cores in the affinity mask ({self.host.num_cpus} logical CPUs)"
+        return self.note("num_threads", threads, reason)
+
+    def chunked_prefill_size(self, device: str) -> int:
+        asked = self.config.scheduler.chunked_prefill_size
+        if asked == -1:
+            return -1
+        if asked != "auto":
+            chunk, reason = asked, ""
+        elif device == "cpu":
+            chunk, reason = (
+                CPU_CHUNK_TOKENS,
+                "keeps a CPU step well under a second, so running requests go on",
+            )
+        else:
+            gib = self.host.gpus[0].total_bytes / GIB
+            chunk = next((size for below, size in CUDA_CHUNK_TOKENS if gib < below), CUDA_LARGE_CHUNK_TOKENS)
+            reason = f"for a GPU with {gib:.0f} GiB"
+        rounded = max(self.page_size, chunk // self.page_size * self.page_size)
+        if rounded != chunk:
+            reason = f"{chunk} in whole pages of {self.page_size}" + (f"; {reason}" if reason else "")
+        return self.note("chunked_prefill_size", rounded, reason)
+
+    # ---------------------------------------------------------------- memory
+
+    def mem_fraction(self, device: str) -> float:
+        asked = self.config.cache.mem_fraction
+        if asked != "auto":
+            return asked
+        if device == "cuda":
+            return self.note("mem_fraction", CUDA_MEM_FRACTION, "leaves room for graphs and allocator slack")
+        return self.note("mem_fraction", CPU_MEM_FRACTION, "leaves memory to other programs on this machine")
+
+    def wanted_len(self) -> int:
+        """The context length before memory has its say."""
+        asked, known = self.config.model.max_model_len, self.spec.max_position_embeddings
+        if asked == "auto":
+            return known
+        if asked > known:
+            raise ConfigError(
+                f"max_model_len is {asked}, but the model knows positions up to {known} only; lower --max-model-len"
+            )
+        return asked
+
+    def budget(self, device: str, dtype: str, chunk: int, fraction: float, wanted_len: int) -> MemoryBudget:
+        asked_running = self.config.scheduler.max_running_requests
+        running = asked_running if asked_running != "auto" else 64
+        step_tokens = self.config.scheduler.max_prefill_tokens
+        if chunk != -1:
+            step_tokens = min(step_tokens, chunk)
+        return plan_memory(
+            self.spec,
+            usable_bytes=self.host.gpus[0].free_bytes if device == "cuda" else self.host.mem_usable_bytes,
+            dtype=dtype,
+            fraction=fraction,
+            step_tokens=min(step_tokens, wanted_len) + running,
+            max_model_len=wanted_len,
+            max_running_requests=running,
+        )
+
+    def pool_by_memory(self, budget: MemoryBudget) -> int:
+        """KV slots that memory pays for, or that the user asked for, in whole pages."""
+        asked = self.config.cache.max_total_tokens
+        if asked == "auto":
+            pool = budget.tokens
+        elif asked * budget.kv_token_bytes > budget.left_bytes:
+            raise ConfigError(
+                f"max_total_tokens is {asked}, which takes {asked * budget.kv_token_bytes / GIB:.1f} GiB, but memory "
+                f"holds {max(0, budget.left_bytes) // budget.kv_token_bytes} tokens: {replace(budget, fraction=1).sums}; "
+                f"lower --max-total-tokens"
+            )
+        else:
+            pool = asked
+        rounded = pool // self.page_size * self.page_size
+        if rounded == 0 and asked != "auto":
+            raise ConfigError(
+                f"max_total_tokens is {asked}, less than one page of {self.page_size} tokens; raise it"
+            )
+        return rounded
+
+    def max_model_len(self, wanted_len: int, pool: int, budget: MemoryBudget) -> int:
+        asked = self.config.model.max_model_len
+        pool_is_given = self.config.cache.max_total_tokens != "auto"
+        if asked != "auto":
+            if pool < asked - 1 and not pool_is_given:
+                raise ConfigError(
+                    f"max_model_len is {asked}, but memory holds {pool} tokens: {budget.sums}; lower --max-model-len "
+                    f"or raise --mem-fraction"
+                )
+            return asked
+        if pool >= wanted_len:
+            return self.note("max_model_len", wanted_len, "all positions the model knows")
+        if pool_is_given:
+            return self.note(
+                "max_model_len", max(2, pool), f"bounded by --max-total-tokens; the model knows {wanted_len}"
+            )
+        if pool < min(MIN_USEFUL_LEN, wanted_len):
+            raise ConfigError(
+                f"memory holds a context of {pool} tokens only: {budget.sums}; free memory, raise --mem-fraction "
+                f"(now {budget.fraction:g}) or lower --max-prefill-tokens and --max-running-requests"
+            )
+        return self.note(
+            "max_model_len", pool, f"bounded by memory, {budget.sums}; the model knows {wanted_len}"
+        )
+
+    def max_running_requests(self, device: str, num_threads: int, pool: int) -> int:
+        asked = self.config.scheduler.max_running_requests
+        if asked != "auto":
+            return asked
+        by_memory = max(1, pool // TOKENS_PER_REQUEST)
+        by_device = 256 if device == "cuda" else min(256, max(64, 16 * num_threads))
+        if by_memory < by_device:
+            reason = f"one per {TOKENS_PER_REQUEST} of {pool} KV tokens"
+        else:
+            reason = "enough to fill the GPU" if device == "cuda" else f"for {num_threads} CPU threads"
+        return self.note("max_running_requests", min(by_memory, by_device), reason)
+
+    def max_total_tokens(self, pool: int, max_running: int, max_model_len: int, budget: MemoryBudget) -> int:
+        asked = self.config.cache.max_total_tokens
+        if asked != "auto":
+            reason = f"{asked} in whole pages of {self.page_size}" if pool != asked else ""
+            return self.note("max_total_tokens", pool, reason)
+        useful = max_running * pages_for(max_model_len, self.page_size) * self.page_size
+        if useful <= pool:
+            return self.note(
+                "max_total_tokens",
+                useful,
+                f"{max_running} requests x {max_model_len} tokens; memory holds {pool}",
+            )
+        return self.note("max_total_tokens", pool, budget.sums)
+
+    def note(self, name: str, value: T, reason: str) -> T:
+        if reason:
+            self.notes[name] = reason
+        return value
+
+
+def _assert_no_auto(config: EngineConfig) -> None:
+    """A setting that may be "auto" and that nobody fills in is our bug; load_format is decided with the files."""
+    for group in dataclasses.fields(config):
+        values = getattr(config, group.name)
+        for field in dataclasses.fields(values):
+            assert getattr(values, field.name) != "auto" or field.name == "load_format", field.name
