@@ -1,0 +1,61 @@
+"""`IncrementalDecoder`: the text of one request, as its tokens arrive.
+
+Works on the exact bytes of tokens, so it never decodes anything twice, and the joined pieces are the
+decoded whole, whatever the pieces. A character whose bytes are spread over several tokens appears with the
+last of them.
+
+A generated text continues its prompt: the space with which SentencePiece models begin a word is part of the
+first token's bytes and stays. (Decoding the output on its own would drop it and glue the first word to the
+prompt.)
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Protocol
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenTable(Protocol):
+    """What must be known of each token; `runtime.model_files.tokenizer.Tokenizer` is one."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of a token; empty for an id without one."""
+        ...
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is a control token, which is no part of the visible text."""
+        ...
+
+
+class IncrementalDecoder:
+    """Turns token ids into text whose characters are complete."""
+
+    __slots__ = ("_skip_special_tokens", "_table", "_utf8")
+
+    def __init__(self, table: TokenTable, *, skip_special_tokens: bool) -> None:
+        """Start a text.
+
+        Args:
+            table: of the model's tokens.
+            skip_special_tokens: control tokens give no text.
+        """
+        self._table = table
+        self._skip_special_tokens = skip_special_tokens
+        # Bytes that can never become a character turn into U+FFFD; a beginning that still can is kept back.
+        self._utf8 = _Utf8Decoder("replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that is certain now and was not before these tokens."""
+        table = self._table
+        if self._skip_special_tokens:
+            data = b"".join([table.token_bytes(i) for i in token_ids if not table.is_special(i)])
+        else:
+            data = b"".join([table.token_bytes(i) for i in token_ids])
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What is left when no more tokens come: U+FFFD for a character that was cut, usually nothing."""
+        return self._utf8.decode(b"", final=True)

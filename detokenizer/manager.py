@@ -1,0 +1,190 @@
+"""`Detokenizer`: rows of token ids to rows of text, with the text state of every live request.
+
+Pure: messages in, messages out; `process.py` and `LLM` wire it to sockets or to a thread. A request's state
+is made by its first row and dropped with its last. The scheduler sends a finished row for every request, so
+nothing stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from ..runtime.messages import (
+    BatchTextOutput,
+    BatchTokenOutput,
+    DetokenizerInput,
+    Finish,
+    FinishKind,
+    FlushCacheDone,
+    Logprobs,
+    ManagerInput,
+    SchedulerReport,
+    TextOptions,
+    TextOutput,
+    TokenOutput,
+)
+from .incremental import IncrementalDecoder, TokenTable
+from .stop_strings import StopMatcher
+
+logger = logging.getLogger(__name__)
+
+_INT32_BYTES = 4
+
+
+class Detokenizer:
+    """The text states of one scheduler's requests.
+
+    Attributes:
+        num_live_reqs: requests that have a state here, for leak checks.
+    """
+
+    def __init__(self, table: TokenTable) -> None:
+        """Start without requests.
+
+        Args:
+            table: of the model's tokens.
+        """
+        self._table = table
+        self._texts: dict[str, _RequestText] = {}
+        self._answered: set[str] = set()  # finished here; the scheduler's finished row is still to come
+
+    @property
+    def num_live_reqs(self) -> int:
+        """Requests that have a state here."""
+        return len(self._texts) + len(self._answered)
+
+    def handle(self, message: DetokenizerInput) -> ManagerInput | None:
+        """What to send on for a message from the scheduler, if anything; all but rows pass unchanged."""
+        match message:
+            case BatchTokenOutput():
+                batch = self.process(message)
+                return batch if batch.outputs else None
+            case SchedulerReport() | FlushCacheDone():
+                return message
+            case _:
+                assert_never(message)
+
+    def process(self, batch: BatchTokenOutput) -> BatchTextOutput:
+        """One step's rows as text, in order, without those of requests already answered here."""
+        rows = [self._process_row(row) for row in batch.outputs]
+        return BatchTextOutput([row for row in rows if row is not None])
+
+    def _process_row(self, row: TokenOutput) -> TextOutput | None:
+        if row.rid in self._answered:
+            if row.finish is not None:
+                self._answered.remove(row.rid)
+            return None
+        try:
+            printed = self._text_of(row).print_row(row)
+        except Exception:  # one request's trouble must not end everyone's
+            logger.error("printing failed rid=%s", row.rid, exc_info=True)
+            printed = _failed_row(row)
+        if printed.finish is not None:
+            self._texts.pop(row.rid, None)
+            if row.finish is None:
+                self._answered.add(row.rid)
+        return printed
+
+    def _text_of(self, row: TokenOutput) -> _RequestText:
+        text = self._texts.get(row.rid)
+        if text is None:
+            if row.options is None and row.finish is None:
+                raise LookupError("a row came for a request without a first row")
+            # A request that ends before its first token may be told of in a finished row without options.
+            text = self._texts[row.rid] = _RequestText(self._table, row.options or TextOptions())
+        return text
+
+
+class _RequestText:
+    """The text of one request: decoder and stop strings with what they hold back."""
+
+    __slots__ = ("_decoder", "_stops")
+
+    def __init__(self, table: TokenTable, options: TextOptions) -> None:
+        self._decoder = IncrementalDecoder(table, skip_special_tokens=options.skip_special_tokens)
+        self._stops: StopMatcher | None = None
+        if options.stop:
+            self._stops = StopMatcher(options.stop, include_match=options.include_stop_str_in_output)
+
+    def print_row(self, row: TokenOutput) -> TextOutput:
+        """One row as text. It is a finished one if the scheduler's is, or if a stop string is complete."""
+        token_ids = struct.unpack(f"<{len(row.token_ids) // _INT32_BYTES}i", row.token_ids)
+        if _ends_with_stop_token(row.finish, token_ids):
+            token_ids = token_ids[:-1]  # it ends the text and is no part of it
+        if self._stops is None:
+            text = self._decoder.push(token_ids)
+            if row.finish is not None:
+                text += self._decoder.flush()
+            return _text_row(row, text)
+        return self._print_with_stops(row, token_ids, self._stops)
+
+    def _print_with_stops(
+        self, row: TokenOutput, token_ids: tuple[int, ...], stops: StopMatcher
+    ) -> TextOutput:
+        """Token by token, because the token that completes a stop string is the last one that counts."""
+        text = ""
+        for i, token_id in enumerate(token_ids):
+            released, matched = stops.push(self._decoder.push((token_id,)))
+            text += released
+            if matched is not None:
+                return _stopped_row(row, text, matched, num_tokens=i + 1)
+        if row.finish is not None:
+            released, matched = stops.push(self._decoder.flush())
+            text += released
+            if matched is not None:
+                return _stopped_row(row, text, matched, num_tokens=len(token_ids))
+            text += stops.flush()
+        return _text_row(row, text)
+
+
+def _ends_with_stop_token(finish: Finish | None, token_ids: tuple[int, ...]) -> bool:
+    return finish is not None and finish.kind is FinishKind.STOP and token_ids[-1:] == (finish.matched,)
+
+
+def _text_row(row: TokenOutput, text: str) -> TextOutput:
+    return TextOutput(
+        rid=row.rid,
+        text=text,
+        token_ids=row.token_ids,
+        usage=row.usage,
+        finish=row.finish,
+        logprobs=row.logprobs,
+        prompt_logprobs=row.prompt_logprobs,
+    )
+
+
+def _stopped_row(row: TokenOutput, text: str, matched: str, num_tokens: int) -> TextOutput:
+    """The row cut behind its first `num_tokens` tokens, the last of which completed a stop string."""
+    num_surplus = len(row.token_ids) // _INT32_BYTES - num_tokens
+    return TextOutput(
+        rid=row.rid,
+        text=text,
+        token_ids=row.token_ids[: num_tokens * _INT32_BYTES],
+        usage=replace(row.usage, completion_tokens=row.usage.completion_tokens - num_surplus),
+        finish=Finish(FinishKind.STOP, matched=matched),
+        logprobs=_first(row.logprobs, num_tokens),
+        prompt_logprobs=row.prompt_logprobs,
+    )
+
+
+def _failed_row(row: TokenOutput) -> TextOutput:
+    message = "the text of this request could not be made; see the server's log"
+    finish = Finish(FinishKind.ERROR, message=message)
+    return TextOutput(rid=row.rid, text="", token_ids=b"", usage=row.usage, finish=finish)
+
+
+def _first(logprobs: Logprobs | None, num_tokens: int) -> Logprobs | None:
+    """The entries of the first tokens; all arrays have 4-byte elements."""
+    if logprobs is None:
+        return None
+    row_bytes = _INT32_BYTES * logprobs.top_k
+    return replace(
+        logprobs,
+        token_logprobs=logprobs.token_logprobs[: num_tokens * _INT32_BYTES],
+        top_ids=logprobs.top_ids[: num_tokens * row_bytes],
+        top_logprobs=logprobs.top_logprobs[: num_tokens * row_bytes],
+    )

@@ -1,0 +1,27 @@
+"""The detokenizer process: rows come in from the scheduler, text goes out to the tokenizer manager."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..runtime.child import Child
+from ..runtime.ipc import Inbox, Outbox
+from ..runtime.messages import HEARTBEAT_INTERVAL_S, DetokenizerInput
+from ..runtime.model_files.tokenizer import load_tokenizer
+from .manager import Detokenizer
+
+
+def main(child: Child) -> None:
+    """Detokenize until the supervisor says stop."""
+    endpoints = child.settings.endpoints
+    decoder: msgspec.msgpack.Decoder[DetokenizerInput] = msgspec.msgpack.Decoder(DetokenizerInput)
+    inbox = Inbox(endpoints.detokenizer, decoder, wake=child)
+    outbox = Outbox(endpoints.tokenizer_manager)
+    detokenizer = Detokenizer(load_tokenizer(child.settings.source))
+    child.ready()
+    while not child.stop_requested():
+        for message in inbox.poll(HEARTBEAT_INTERVAL_S):
+            answer = detokenizer.handle(message)
+            if answer is not None:
+                outbox.send(answer)
+        child.heartbeat()
