@@ -79,8 +79,8 @@ def dequantize(raw: Bytes, ggml_type: GGMLType) -> Floats:
     """Convert rows of blocks to float32.
 
     Args:
-        raw: [..., row_bytes] uint8, C-contiguous in the last axis; any leading shape, also a slice of a
-        tensor's rows. ggml_type: the format of the blocks.
+        raw: [..., row_bytes] uint8; any leading shape, also a slice of a tensor's rows.
+        ggml_type: the format of the blocks.
 
     Returns:
         [..., row_len] float32, newly allocated.

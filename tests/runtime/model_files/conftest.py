@@ -10,24 +10,23 @@ import gguf
 import numpy as np
 import pytest
 
-MakeGGUF = Callable[..., Path]
+Tensor = np.ndarray | tuple[np.ndarray, gguf.GGMLQuantizationType]
 
 
-@pytest.fixture
-def make_gguf(tmp_path: Path) -> MakeGGUF:
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[..., Path]:
     """Write a GGUF file with the given metadata and tensors; the `gguf` package is the reference writer.
 
     Metadata values: bool, int (u32), float (f32), str, or a list of one of them. Tensors are float arrays,
     stored in the `gguf.GGMLQuantizationType` given with them (default F32).
     """
 
-    def make(
+    def write(
+        path: Path,
         metadata: Mapping[str, Any],
-        tensors: Mapping[str, np.ndarray | tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
-        name: str = "tiny.gguf",
+        tensors: Mapping[str, Tensor] | None = None,
         arch: str = "llama",
     ) -> Path:
-        path = tmp_path / name
         writer = gguf.GGUFWriter(path, arch)
         for key, value in metadata.items():
             if isinstance(value, bool):
@@ -40,13 +39,25 @@ def make_gguf(tmp_path: Path) -> MakeGGUF:
                 writer.add_string(key, value)
             else:
                 writer.add_array(key, value)
-        for tensor_name, tensor in (tensors or {}).items():
+        for name, tensor in (tensors or {}).items():
             data, kind = tensor if isinstance(tensor, tuple) else (tensor, gguf.GGMLQuantizationType.F32)
-            writer.add_tensor(tensor_name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
         return path
+
+    return write
+
+
+@pytest.fixture
+def make_gguf(write_gguf: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """`write_gguf` to tiny.gguf in the test's own folder."""
+
+    def make(
+        metadata: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None, arch: str = "llama"
+    ) -> Path:
+        return write_gguf(tmp_path / "tiny.gguf", metadata, tensors, arch)
 
     return make

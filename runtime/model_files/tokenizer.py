@@ -1,0 +1,288 @@
+"""Tokenizer: text to token ids and back, for one model.
+
+Used by the tokenizer manager (encode, chat template), the detokenizer (`token_bytes`) and `LLM`. Read from
+tokenizer.json in a model folder or from the vocabulary inside a GGUF file. An instance does not change after
+it is made, so threads may share it. Rendering chat templates is left to the tokenizer manager.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer as CoreTokenizer
+
+from ..errors import ConfigError, RequestError
+from .fields import Fields
+from .gguf import GGUFFile
+from .gguf_tokenizer import build_gguf_tokenizer
+from .json_file import read_json
+
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_GGUF_EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """GPT-2's byte-level alphabet backwards, for `str.translate`: character -> character of the byte.
+
+    Printable Latin-1 characters stand for themselves; the other 68 bytes are numbered from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {char: char for char in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR: Final = _byte_alphabet()
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    Attributes:
+        special_tokens: the named tokens a chat template may use ("bos_token", "eos_token", ...) and their
+        text. bos_token_id: the token a text begins with, or None. eos_token_ids: tokens that end a text or a
+        turn, as the tokenizer's files say; the model's configuration may
+            know more (`ModelSpec.eos_token_ids`).
+        chat_templates: Jinja sources by name; the usual one is "default".
+    """
+
+    def __init__(
+        self,
+        core: CoreTokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Sequence[int] = (),
+        bos_token_id: int | None = None,
+        chat_templates: Mapping[str, str],
+    ) -> None:
+        """Wrap a tokenizer of the `tokenizers` library.
+
+        Raises:
+            ConfigError: its decoder is of a kind whose tokens have no bytes of their own (WordPiece and
+                others).
+        """
+        self._core = core
+        # Files often carry the limits of the training script; here they would cut prompts silently.
+        core.no_truncation()
+        core.no_padding()
+        self.special_tokens = dict(special_tokens)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.bos_token_id = bos_token_id
+        self.chat_templates = dict(chat_templates)
+        added = core.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._decoder_types = frozenset(_decoder_types(core))
+        if not self._decoder_types & {"ByteLevel", "ByteFallback", "Metaspace"}:
+            found = ", ".join(sorted(self._decoder_types)) or "none"
+            raise ConfigError(
+                f"the tokenizer's decoder is of an unsupported kind ({found}); "
+                "supported are byte-level BPE and SentencePiece with byte fallback"
+            )
+        self._bytes_of = {token_id: token.content.encode() for token_id, token in added.items()}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face folder.
+
+        Whether BOS is added is what tokenizer.json says: transformers 5 ignores `add_bos_token` beside it,
+        too.
+
+        Raises:
+            ConfigError: a file is missing or broken; the message says which and what to do.
+        """
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ConfigError(_no_tokenizer(folder))
+        try:
+            core = CoreTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"{path}: not a valid tokenizer ({error}); download it again") from error
+        config_path = folder / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.exists() else {}
+        special_tokens = _named_tokens(config)
+        map_path = folder / "special_tokens_map.json"
+        if not special_tokens and map_path.exists():
+            special_tokens = _named_tokens(read_json(map_path))
+        eos = core.token_to_id(special_tokens.get("eos_token", ""))
+        try:
+            return cls(
+                core,
+                special_tokens=special_tokens,
+                eos_token_ids=() if eos is None else (eos,),
+                bos_token_id=core.token_to_id(special_tokens.get("bos_token", "")),
+                chat_templates=_folder_chat_templates(folder, Fields(config_path, config)),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> Tokenizer:
+        """Build the tokenizer from a GGUF file's vocabulary.
+
+        Raises:
+            ConfigError: the file has none, or one that is damaged or not supported.
+        """
+        core = build_gguf_tokenizer(file)
+        fields = Fields(file.path, file.metadata)
+        size = core.get_vocab_size()
+        named = {
+            name: fields.token_ids(f"tokenizer.ggml.{key}_token_id", size)
+            for name, key in zip(_NAMED_TOKENS, ("bos", "eos", "unknown", "padding"), strict=True)
+        }
+        eos = [i for key in _GGUF_EOS_KEYS for i in fields.token_ids(f"tokenizer.ggml.{key}", size)]
+        return cls(
+            core,
+            special_tokens={name: core.id_to_token(ids[0]) or "" for name, ids in named.items() if ids},
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+            bos_token_id=named["bos_token"][0] if named["bos_token"] else None,
+            chat_templates=_gguf_chat_templates(file.metadata),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; the model's logits may be wider (padding of the embedding)."""
+        return self._core.get_vocab_size()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the default chat template, or None for a model that has none."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens written in it are recognised.
+
+        Args:
+            text: any string that has a UTF-8 form.
+            add_special_tokens: put BOS before it (and EOS behind it) if this model wants that; False for a
+                rendered chat template, which has them in its text.
+
+        Raises:
+            RequestError: the text has a lone surrogate.
+        """
+        try:
+            return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            _check_unicode(text)
+            raise
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no valid UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+
+        Raises:
+            RequestError: an id is negative or beyond 32 bits.
+        """
+        try:
+            return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            raise RequestError("a token id is negative or beyond 32 bits") from None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one token: joined, those of a text's tokens are the text's UTF-8.
+
+        An id without a token (padding of the embedding) has none. The one exception is the space that
+        SentencePiece models put before a text: it is there, as the first byte of the first token.
+        """
+        known = self._bytes_of.get(token_id)
+        if known is None:
+            known = self._bytes_of[token_id] = self._encode_token(self._core.id_to_token(token_id) or "")
+        return known
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a control token, which is not part of the visible text."""
+        return token_id in self._special_ids
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token given as the vocabulary writes it, or None."""
+        return self._core.token_to_id(token)
+
+    def _encode_token(self, token: str) -> bytes:
+        if "ByteLevel" in self._decoder_types:
+            try:
+                return token.translate(_BYTE_OF_CHAR).encode("latin-1")
+            except UnicodeEncodeError:
+                return token.encode()  # not written in the byte alphabet: plain text
+        if "ByteFallback" in self._decoder_types and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token.replace("▁", " ").encode()
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has a lone surrogate at character {error.start}; send valid Unicode"
+        ) from None
+
+
+def _decoder_types(core: CoreTokenizer) -> Iterator[str]:
+    """The kinds of decoder this tokenizer chains; the library shows them only in its serialised form."""
+    if core.decoder is None:
+        return
+    stack = [json.loads(core.decoder.__getstate__())]
+    while stack:
+        decoder = stack.pop()
+        stack.extend(decoder.get("decoders", ()))
+        yield decoder["type"]
+
+
+def _no_tokenizer(folder: Path) -> str:
+    """Why a folder has no tokenizer we can read, and the way out."""
+    for name in ("tokenizer.model", "vocab.json", "spiece.model"):
+        if (folder / name).exists():
+            return (
+                f"{folder}: there is no tokenizer.json, only {name}; convert it once with transformers: "
+                f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            )
+    return f"{folder}: there is no tokenizer.json; copy it from the model's page into this folder"
+
+
+def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    """The named tokens of tokenizer_config.json: plain strings, or objects with their `content`."""
+    tokens: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _folder_chat_templates(folder: Path, config: Fields) -> dict[str, str]:
+    """Templates of a model folder; chat_template.jinja, the newer place, wins over tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        for entry in value:
+            if not isinstance(entry, Mapping):
+                raise config.error("chat_template", value, "expected a string or a list of named templates")
+            name, template = entry.get("name"), entry.get("template")
+            if not isinstance(name, str) or not isinstance(template, str):
+                raise config.error("chat_template", value, "expected a name and a template in each entry")
+            templates[name] = template
+    elif value is not None:
+        raise config.error("chat_template", value, "expected a string or a list of named templates")
+    path = folder / "chat_template.jinja"
+    try:
+        templates["default"] = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return templates
+
+
+def _gguf_chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
+    """`tokenizer.chat_template` is the default one, `tokenizer.chat_template.NAME` the others."""
+    key = "tokenizer.chat_template"
+    named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
+    templates = {name: value for name, value in named.items() if isinstance(value, str)}
+    default = metadata.get(key)
+    return templates | {"default": default} if isinstance(default, str) else templates
