@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import codecs
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.detokenizer.manager import Detokenizer
+from engine.runtime.messages import (
+    BatchTokenOutput,
+    Finish,
+    FinishKind,
+    FlushCacheDone,
+    Logprobs,
+    SchedulerReport,
+    TextOptions,
+    TextOutput,
+    TokenOutput,
+    Usage,
+)
+
+LENGTH = Finish(FinishKind.LENGTH)
+ABORT = Finish(FinishKind.ABORT, message="aborted")
+LETTERS = [bytes([ord("a") + i]) for i in range(26)]
+
+
+def spell(word: str) -> list[int]:
+    """Token ids of a word over `LETTERS`."""
+    return [ord(char) - ord("a") for char in word]
+
+
+class Request:
+    """One request: writes the scheduler's rows, keeps what the detokenizer makes of them."""
+
+    def __init__(self, detokenizer: Detokenizer, rid: str = "r1", **options: object) -> None:
+        self.rid = rid
+        self.rows: list[TextOutput] = []
+        self._detokenizer = detokenizer
+        self._options: TextOptions | None = TextOptions(**options)
+        self._num_tokens = 0
+
+    def row(self, ids: Iterable[int], finish: Finish | None = None, logprobs: Logprobs | None = None):
+        ids = list(ids)
+        self._num_tokens += len(ids)
+        options, self._options = self._options, None
+        return TokenOutput(
+            rid=self.rid,
+            token_ids=struct.pack(f"<{len(ids)}i", *ids),
+            usage=Usage(prompt_tokens=3, completion_tokens=self._num_tokens),
+            finish=finish,
+            options=options,
+            logprobs=logprobs,
+        )
+
+    def send(self, ids: Iterable[int], finish: Finish | None = None, logprobs: Logprobs | None = None):
+        """Send one row on its own; what came out."""
+        rows = self._detokenizer.process(BatchTokenOutput([self.row(ids, finish, logprobs)])).outputs
+        self.rows += rows
+        return rows
+
+    @property
+    def text(self) -> str:
+        return "".join(row.text for row in self.rows)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return np.frombuffer(b"".join(row.token_ids for row in self.rows), dtype="<i4").tolist()
+
+
+@pytest.fixture
+def detokenizer(make_tokens) -> Detokenizer:
+    """Token i is the i-th letter."""
+    return Detokenizer(make_tokens(LETTERS))
+
+
+def test_rows_become_text_and_the_state_goes_with_the_last(detokenizer):
+    request = Request(detokenizer)
+
+    request.send(spell("ab"))
+    assert detokenizer.num_live_reqs == 1
+    (last,) = request.send(spell("c"), LENGTH)
+
+    assert request.text == "abc"
+    assert (last.finish, last.usage.completion_tokens) == (LENGTH, 3)
+    assert detokenizer.num_live_reqs == 0
+
+
+def test_each_request_of_a_batch_has_its_own_options(make_tokens):
+    tokens = make_tokens(LETTERS)
+    detokenizer = Detokenizer(tokens)
+    plain = Request(detokenizer, "plain")
+    special = Request(detokenizer, "special", skip_special_tokens=False)
+    stopping = Request(detokenizer, "stopping", stop=("b",))
+    ids = [0, tokens.tool, 1]
+
+    batch = BatchTokenOutput([plain.row(ids), special.row(ids), stopping.row(ids)])
+    rows = detokenizer.process(batch).outputs
+
+    assert [(row.rid, row.text) for row in rows] == [
+        ("plain", "ab"),
+        ("special", "a<tool>b"),
+        ("stopping", "a"),
+    ]
+    assert [row.finish and row.finish.matched for row in rows] == [None, None, "b"]
+
+
+def test_the_stop_token_gives_no_text_even_if_special_tokens_do(make_tokens):
+    tokens = make_tokens(LETTERS)
+    request = Request(Detokenizer(tokens), skip_special_tokens=False)
+
+    request.send([*spell("ab"), tokens.eos], Finish(FinishKind.STOP, matched=tokens.eos))
+
+    assert request.text == "ab"
+    assert request.token_ids == [*spell("ab"), tokens.eos]
+
+
+def test_a_visible_stop_token_gives_no_text(detokenizer):
+    request = Request(detokenizer)
+
+    request.send(spell("abz"), Finish(FinishKind.STOP, matched=25))
+
+    assert request.text == "ab"
+
+
+@pytest.mark.parametrize("finish", [LENGTH, ABORT, Finish(FinishKind.STOP, matched=1000)])
+def test_held_back_text_is_flushed_when_the_request_ends(detokenizer, finish):
+    request = Request(detokenizer, stop=("stop",))
+
+    request.send(spell("ast"))
+    assert request.text == "a"
+    request.send(spell("o"), finish)
+
+    assert request.text == "asto"
+
+
+def test_a_character_that_was_cut_by_the_length_limit_is_marked(make_tokens):
+    request = Request(Detokenizer(make_tokens([b"a", b"\xf0\x9f"])))
+
+    request.send([0, 1])
+    assert request.text == "a"
+    request.send([], LENGTH)
+
+    assert request.text == "a\ufffd"
+
+
+def test_a_stop_string_cuts_tokens_logprobs_and_usage_behind_the_token_that_completes_it(detokenizer):
+    request = Request(detokenizer, stop=("cd",))
+    values = np.arange(5, dtype="<f4")
+    logprobs = Logprobs(
+        token_logprobs=values.tobytes(),
+        top_ids=np.arange(10, dtype="<i4").tobytes(),
+        top_logprobs=np.arange(10, dtype="<f4").tobytes(),
+        top_k=2,
+    )
+
+    (row,) = request.send(spell("bcdef"), logprobs=logprobs)
+
+    assert row.text == "b"
+    assert row.finish == Finish(FinishKind.STOP, matched="cd")
+    assert request.token_ids == spell("bcd")
+    assert row.usage == Usage(prompt_tokens=3, completion_tokens=3)
+    assert np.frombuffer(row.logprobs.token_logprobs, "<f4").tolist() == [0, 1, 2]
+    assert np.frombuffer(row.logprobs.top_ids, "<i4").tolist() == [0, 1, 2, 3, 4, 5]
+    assert np.frombuffer(row.logprobs.top_logprobs, "<f4").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_stop_string_may_begin_and_end_inside_tokens(make_tokens):
+    request = Request(Detokenizer(make_tokens([b"one E", b"ND two", b"three"])), stop=("END",))
+
+    request.send([0])
+    (row,) = request.send([1, 2])
+
+    assert request.text == "one "
+    assert request.token_ids == [0, 1]
+    assert row.usage.completion_tokens == 2
+
+
+def test_the_matched_string_stays_on_request(detokenizer):
+    request = Request(detokenizer, stop=("cd",), include_stop_str_in_output=True)
+
+    request.send(spell("bc"))
+    request.send(spell("de"))
+
+    assert request.text == "bcd"
+
+
+def test_a_stop_string_wins_over_the_length_limit_reached_with_the_same_token(detokenizer):
+    request = Request(detokenizer, stop=("cd",))
+
+    (row,) = request.send(spell("bcd"), LENGTH)
+
+    assert row.finish == Finish(FinishKind.STOP, matched="cd")
+    assert detokenizer.num_live_reqs == 0
+
+
+def test_rows_behind_an_own_stop_are_swallowed_until_the_scheduler_has_let_go(detokenizer):
+    request = Request(detokenizer, stop=("b",))
+
+    request.send(spell("ab"))
+    late = [*request.send(spell("c")), *request.send([], ABORT)]
+
+    assert late == []
+    assert request.text == "a"
+    assert detokenizer.num_live_reqs == 0
+
+
+def test_an_abort_leaves_no_state_behind(detokenizer):
+    queued, running = Request(detokenizer, "queued"), Request(detokenizer, "running")
+    running.send(spell("a"))
+
+    (ended,) = running.send([], ABORT)
+    unknown = TokenOutput("never seen", b"", Usage(3, 0), finish=ABORT)
+    rows = detokenizer.process(BatchTokenOutput([unknown])).outputs
+    queued.send([], ABORT)
+
+    assert ended.finish == ABORT
+    assert [row.finish for row in rows] == [ABORT]
+    assert detokenizer.num_live_reqs == 0
+
+
+def test_trouble_with_one_request_ends_only_that_one(make_tokens):
+    tokens = make_tokens(LETTERS)
+    detokenizer = Detokenizer(tokens)
+    tokens.bytes_of[7] = None  # joining it raises TypeError
+    bad, good = Request(detokenizer, "bad"), Request(detokenizer, "good")
+
+    rows = detokenizer.process(BatchTokenOutput([bad.row([7]), good.row(spell("a"))])).outputs
+
+    assert [row.rid for row in rows] == ["bad", "good"]
+    assert (rows[0].finish and rows[0].finish.kind, rows[1].text) == (FinishKind.ERROR, "a")
+    assert bad.send(spell("b")) == []
+    bad.send([], ABORT)
+    good.send([], LENGTH)
+    assert detokenizer.num_live_reqs == 0
+
+
+def test_a_row_of_an_unknown_request_is_answered_with_an_error(detokenizer):
+    row = TokenOutput("lost", struct.pack("<i", 1), Usage(3, 7))
+
+    (answer,) = detokenizer.process(BatchTokenOutput([row])).outputs
+
+    assert answer.finish is not None
+    assert answer.finish.kind is FinishKind.ERROR
+
+
+def test_reports_and_flush_answers_pass_unchanged(detokenizer):
+    report, done = SchedulerReport(sent_s=1.0), FlushCacheDone(1, 2, 3)
+
+    assert detokenizer.handle(report) is report
+    assert detokenizer.handle(done) is done
+
+
+def test_nothing_is_sent_for_a_batch_without_news(detokenizer):
+    request = Request(detokenizer, stop=("b",))
+    request.send(spell("b"))
+
+    assert detokenizer.handle(BatchTokenOutput([request.row(spell("c"))])) is None
+
+
+PIECES: Sequence[bytes] = [b"a", b"b", b"ab", b"ba", "é".encode(), b"\xf0\x9f", b"\x98\x80", b"\xff", b""]
+
+
+@given(
+    ids=st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=30),
+    stop=st.lists(st.text("abé😀", min_size=1, max_size=3), max_size=3),
+    cuts=st.lists(st.integers(0, 100), max_size=8),
+)
+def test_the_answer_does_not_depend_on_how_tokens_are_cut_into_rows(make_tokens, ids, stop, cuts):
+    """Deltas joined are the whole text up to the stop string; tokens end with the one that completes it."""
+    detokenizer = Detokenizer(make_tokens(PIECES))
+    request = Request(detokenizer, stop=tuple(stop))
+    bounds = [0, *sorted(cut % len(ids) for cut in cuts), len(ids)]
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        request.send(ids[start:end], LENGTH if end == len(ids) else None)
+
+    whole = b"".join(PIECES[i] for i in ids).decode(errors="replace")
+    found = [s for s in stop if s in whole]
+    last = request.rows[-1]
+    assert last.finish is not None
+    assert last.usage.completion_tokens == len(request.token_ids)
+    if not found:
+        assert (request.text, last.finish, request.token_ids) == (whole, LENGTH, ids)
+        return
+    end = min(whole.index(s) + len(s) for s in found)
+    matched = max((s for s in stop if whole[:end].endswith(s)), key=len)
+    assert last.finish == Finish(FinishKind.STOP, matched=matched)
+    assert request.text == whole[: end - len(matched)]
+    assert request.token_ids == ids[: len(request.token_ids)]
+    before = codecs.getincrementaldecoder("utf-8")("replace").decode(
+        b"".join(PIECES[i] for i in request.token_ids[:-1])
+    )
+    assert not any(s in before for s in stop)
