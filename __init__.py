@@ -30,7 +30,15 @@ _HOME_OF = {
     "SamplingParams": ".runtime.sampling_params",
 }
 
-__all__ = ["LLM", "ConfigError", "EngineConfig", "EngineDeadError", "EngineError", "RequestError", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "RequestError",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,13 +34,31 @@ WORKLOADS = (
     Workload(
         "W1",
         "one stream, 128 in / 256 out",
-        ("--num-prompts", "3", "--random-input-len", "128", "--random-output-len", "256", "--max-concurrency", "1"),
+        (
+            "--num-prompts",
+            "3",
+            "--random-input-len",
+            "128",
+            "--random-output-len",
+            "256",
+            "--max-concurrency",
+            "1",
+        ),
         (("tpot_ms.mean", "ms"), ("ttft_ms.median", "ms"), ("output_tok_s", "tok/s")),
     ),
     Workload(
         "W2",
         "fresh prompts of 1,900 tokens, 1 out, one at a time",
-        ("--num-prompts", "4", "--random-input-len", "1900", "--random-output-len", "1", "--max-concurrency", "1"),
+        (
+            "--num-prompts",
+            "4",
+            "--random-input-len",
+            "1900",
+            "--random-output-len",
+            "1",
+            "--max-concurrency",
+            "1",
+        ),
         (("input_tok_s", "tok/s"), ("ttft_ms.median", "ms")),
     ),
     Workload(
@@ -53,7 +71,14 @@ WORKLOADS = (
         "W4",
         "64 requests sharing 1,024 tokens + 32 own, 32 out",
         (
-            *("--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "1", "--gsp-prompts-per-group", "64"),
+            *(
+                "--dataset-name",
+                "generated-shared-prefix",
+                "--gsp-num-groups",
+                "1",
+                "--gsp-prompts-per-group",
+                "64",
+            ),
             *("--gsp-system-prompt-len", "1024", "--gsp-question-len", "32", "--gsp-output-len", "32"),
         ),
         (("duration_s", "s"), ("cached_share", "")),
@@ -81,7 +106,9 @@ def main() -> int:
             for name, url in arguments.servers:
                 summary = _measure(url, workload, seed=1000 * round_index + 7, tokenizer=arguments.tokenizer)
                 runs[workload.name][name].append(summary)
-                print(f"round {round_index + 1} {workload.name} {name}: {_brief(summary, workload)}", flush=True)
+                print(
+                    f"round {round_index + 1} {workload.name} {name}: {_brief(summary, workload)}", flush=True
+                )
     print()
     for line in _table(chosen, names, runs):
         print(line)
@@ -93,7 +120,17 @@ def main() -> int:
 def _measure(url: str, workload: Workload, seed: int, tokenizer: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "run.json"
-        command = [sys.executable, "-m", "engine.cli.main", "bench", "serve", "--url", url, "--seed", str(seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "engine.cli.main",
+            "bench",
+            "serve",
+            "--url",
+            url,
+            "--seed",
+            str(seed),
+        ]
         command += ["--tokenizer", tokenizer, "--output-file", str(result), *workload.flags]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -110,7 +147,9 @@ def _figure(summary: dict[str, Any], path: str) -> float:
 
 
 def _brief(summary: dict[str, Any], workload: Workload) -> str:
-    return ", ".join(f"{path} {_figure(summary, path):,.2f} {unit}".rstrip() for path, unit in workload.figures)
+    return ", ".join(
+        f"{path} {_figure(summary, path):,.2f} {unit}".rstrip() for path, unit in workload.figures
+    )
 
 
 def _table(
@@ -121,7 +160,9 @@ def _table(
     lines = [f"| workload | figure | {a} | {b} | {a} / {b} |", "|---|---|---|---|---|"]
     for workload in workloads:
         for path, unit in workload.figures:
-            values = {name: [_figure(summary, path) for summary in runs[workload.name][name]] for name in names}
+            values = {
+                name: [_figure(summary, path) for summary in runs[workload.name][name]] for name in names
+            }
             medians = {name: statistics.median(values[name]) for name in names}
             ratios = [x / y for x, y in zip(values[a], values[b], strict=True) if y]
             ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
@@ -131,7 +172,9 @@ def _table(
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--a", required=True, metavar="NAME=URL")
     parser.add_argument("--b", required=True, metavar="NAME=URL")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,8 +1,8 @@
 """`fits`: the one place that says whether a request can ever run here.
 
-Asked at the door (tokenizer manager, `LLM`), by the scheduler when a request arrives, and relied on by the PrefillAdder,
-which must admit whatever fits once nothing else runs. Two answers with different arithmetic would mean a request that
-is accepted and then waits for ever.
+Asked at the door (tokenizer manager, `LLM`), by the scheduler when a request arrives, and relied on by the
+PrefillAdder, which must admit whatever fits once nothing else runs. Two answers with different arithmetic would mean a
+request that is accepted and then waits for ever.
 """
 
 from __future__ import annotations

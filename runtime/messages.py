@@ -1,6 +1,7 @@
 """Every message between the processes: one tagged union per socket and direction.
 
-    tokenizer_manager --SchedulerInput--> scheduler --DetokenizerInput--> detokenizer --ManagerInput--> tokenizer_manager
+    tokenizer_manager --SchedulerInput--> scheduler --DetokenizerInput--> detokenizer --ManagerInput-->
+    tokenizer_manager
 
 Token ids travel as bytes (int32, little-endian): 8,192 of them decode in microseconds where a list takes most of a
 millisecond. What a process only hands on (`Usage`, `Logprobs`, `SchedulerReport`) is nested and passed untouched.
@@ -121,8 +122,9 @@ class GenerateRequest(Message, frozen=True):
 class AbortRequest(Message, frozen=True):
     """End a request wherever it is; idempotent, unknown and finished ids are ignored.
 
-    The client is gone, or asked for it, or the detokenizer found a stop string. The scheduler frees everything and sends
-    a finished row with ABORT, so that the detokenizer forgets the request too; who has answered already drops that row.
+    The client is gone, or asked for it, or the detokenizer found a stop string. The scheduler frees everything and
+    sends a finished row with ABORT, so that the detokenizer forgets the request too; who has answered already drops
+    that row.
     """
 
     rid: str

@@ -18,7 +18,9 @@ MAX_TOP_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_LOGIT_BIAS_ENTRIES: Final = 1024
-GREEDY_TEMPERATURE: Final = 1e-5  # below this, dividing logits by the temperature overflows bf16: exact argmax instead
+GREEDY_TEMPERATURE: Final = (
+    1e-5  # below this, dividing logits by the temperature overflows bf16: exact argmax instead
+)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -106,7 +108,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not self.logit_bias:
             return
         if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
-            raise _refused("logit_bias", len(self.logit_bias), f"has at most {MAX_LOGIT_BIAS_ENTRIES} entries")
+            raise _refused(
+                "logit_bias", len(self.logit_bias), f"has at most {MAX_LOGIT_BIAS_ENTRIES} entries"
+            )
         for token_id, bias in self.logit_bias.items():
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_range("logit_bias", bias, -100.0, 100.0)
@@ -116,11 +120,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise _refused("stop", len(self.stop), f"has at most {MAX_STOP_STRINGS} strings")
         for string in self.stop:
             if not string:
-                raise RequestError("stop contains an empty string, which would match everywhere", param="stop")
+                raise RequestError(
+                    "stop contains an empty string, which would match everywhere", param="stop"
+                )
             if len(string) > MAX_STOP_STRING_CHARS:
-                raise _refused("stop", len(string), f"has strings of at most {MAX_STOP_STRING_CHARS} characters")
+                raise _refused(
+                    "stop", len(string), f"has strings of at most {MAX_STOP_STRING_CHARS} characters"
+                )
         if len(self.stop_token_ids) > MAX_STOP_STRINGS:
-            raise _refused("stop_token_ids", len(self.stop_token_ids), f"has at most {MAX_STOP_STRINGS} entries")
+            raise _refused(
+                "stop_token_ids", len(self.stop_token_ids), f"has at most {MAX_STOP_STRINGS} entries"
+            )
         for token_id in self.stop_token_ids:
             _check_token_id("stop_token_ids", token_id, vocab_size)
 

@@ -1,1 +1,1 @@
-"""`engine bench`: honest numbers, in process or against any OpenAI-compatible server, and a plain verdict on two runs."""
+"""`engine bench`: honest numbers, in process or against any OpenAI-compatible server; a verdict on two runs."""

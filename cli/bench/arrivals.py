@@ -22,7 +22,9 @@ def arrival_offsets(num_requests: int, request_rate: float, burstiness: float, s
         ConfigError: rate or burstiness not above 0.
     """
     if not request_rate > 0:
-        raise ConfigError(f"--request-rate is {request_rate}, but it must be above 0 ('inf' sends all at once)")
+        raise ConfigError(
+            f"--request-rate is {request_rate}, but it must be above 0 ('inf' sends all at once)"
+        )
     if not (math.isfinite(burstiness) and burstiness > 0):
         raise ConfigError(f"--burstiness is {burstiness}, but it must be above 0; 1 is a Poisson process")
     if math.isinf(request_rate) or num_requests == 0:

@@ -1,4 +1,4 @@
-"""The `engine bench` commands: settings in, tables and result files out; the work is done by the modules beside this."""
+"""The `engine bench` commands: settings in, tables and files out; the modules beside this do the work."""
 
 from __future__ import annotations
 

@@ -77,7 +77,9 @@ class Comparison:
         if not self.different:
             return f"{self.metric.name}: not different ({change:+.1f} % ± {margin:.1f} %)"
         better = (self.ratio > 1.0) == self.metric.higher_is_better
-        return f"{self.metric.name}: B is {abs(change):.1f} % ± {margin:.1f} % {'better' if better else 'worse'}"
+        return (
+            f"{self.metric.name}: B is {abs(change):.1f} % ± {margin:.1f} % {'better' if better else 'worse'}"
+        )
 
 
 def _request_values(field: str) -> Callable[[Run], list[float]]:
@@ -111,7 +113,9 @@ METRICS = (
     Metric("E2E mean", False, lambda r: r.summary.e2e_ms.mean, _request_values("e2e_s"), _mean),
     Metric("E2E P99", False, lambda r: r.summary.e2e_ms.p99, _request_values("e2e_s"), _p99),
 )
-WHOLE_RUN_THROUGHPUT = Metric("output tok/s (whole run)", True, lambda r: r.summary.output_tok_s, lambda _: [], _mean)
+WHOLE_RUN_THROUGHPUT = Metric(
+    "output tok/s (whole run)", True, lambda r: r.summary.output_tok_s, lambda _: [], _mean
+)
 
 
 def compare(runs_a: Sequence[Run], runs_b: Sequence[Run], seed: int = 0) -> list[Comparison]:

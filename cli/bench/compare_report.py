@@ -20,12 +20,18 @@ def print_comparison(path_a: Path, path_b: Path) -> None:
     runs_a, runs_b = read_results(path_a).runs, read_results(path_b).runs
     comparisons = compare(runs_a, runs_b)
     console = Console()
-    table = Table(title=f"A = {path_a} ({len(runs_a)} runs), B = {path_b} ({len(runs_b)} runs)", title_justify="left")
+    table = Table(
+        title=f"A = {path_a} ({len(runs_a)} runs), B = {path_b} ({len(runs_b)} runs)", title_justify="left"
+    )
     for column in ("", "A", "B", "B / A", "95 % interval"):
         table.add_column(column, justify="right" if column else "left")
     for row in comparisons:
         table.add_row(
-            row.metric.name, f"{row.a:,.2f}", f"{row.b:,.2f}", f"{row.ratio:.3f}", f"{row.low:.3f} .. {row.high:.3f}"
+            row.metric.name,
+            f"{row.a:,.2f}",
+            f"{row.b:,.2f}",
+            f"{row.ratio:.3f}",
+            f"{row.low:.3f} .. {row.high:.3f}",
         )
     console.print(table)
     for row in comparisons:

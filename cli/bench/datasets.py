@@ -44,7 +44,9 @@ class LengthRange:
         try:
             low, high = int(low_text), int(high_text if colon else low_text)
         except ValueError:
-            raise ConfigError(f"{flag} is {text!r}, but it must be a length like 512 or a range like 64:512") from None
+            raise ConfigError(
+                f"{flag} is {text!r}, but it must be a length like 512 or a range like 64:512"
+            ) from None
         if not colon:
             if not 0.0 < range_ratio <= 1.0:
                 raise ConfigError(f"--random-range-ratio is {range_ratio}, but it must lie in (0, 1]")
@@ -105,7 +107,13 @@ def shared_prefix_requests(
 
 
 def sharegpt_requests(
-    path: Path, num_prompts: int, tokenizer: TextEncoder, *, max_total_len: int, output_len: int | None, seed: int
+    path: Path,
+    num_prompts: int,
+    tokenizer: TextEncoder,
+    *,
+    max_total_len: int,
+    output_len: int | None,
+    seed: int,
 ) -> list[BenchRequest]:
     """First questions of conversations in a ShareGPT file, each with the length of the recorded answer.
 

@@ -1,7 +1,7 @@
 """Drives a workload against a target: open loop on a schedule, optionally with a bound on requests in flight.
 
-The same driver serves `bench serve` (HTTP) and `bench offline` (in process): a target turns one request into one record.
-It also watches itself: a client whose event loop lags reports its own slowness as the server's.
+The same driver serves `bench serve` (HTTP) and `bench offline` (in process): a target turns one request into one
+record. It also watches itself: a client whose event loop lags reports its own slowness as the server's.
 """
 
 from __future__ import annotations

@@ -136,7 +136,9 @@ async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
             except (ValueError, KeyError, IndexError, TypeError):
                 reason = "its /v1/models is not of OpenAI's form"
             if time.monotonic() > deadline:
-                raise EngineError(f"no server is ready at {url} ({reason}); start one with 'engine serve' or check --url")
+                raise EngineError(
+                    f"no server is ready at {url} ({reason}); start one with 'engine serve' or check --url"
+                )
             await asyncio.sleep(0.2)
 
 
@@ -147,9 +149,14 @@ async def flush_cache(url: str, api_key: str | None) -> None:
         EngineError: the server has no such endpoint, or refuses.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with aiohttp.ClientSession(headers=headers) as session, session.post(f"{url}/flush_cache") as response:
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(f"{url}/flush_cache") as response,
+    ):
         if response.status != 200:
-            raise EngineError(f"POST {url}/flush_cache answered HTTP {response.status}; leave out --flush-cache")
+            raise EngineError(
+                f"POST {url}/flush_cache answered HTTP {response.status}; leave out --flush-cache"
+            )
 
 
 async def _sse_data(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -97,7 +97,9 @@ def read_results(path: Path) -> ResultFile:
 def write_results(path: Path, run: Run, append: bool) -> None:
     """Write one run, or add it to the runs of the file; the file is replaced in one step."""
     runs = [*read_results(path).runs, run] if append and path.exists() else [run]
-    body = msgspec.json.format(msgspec.json.encode(ResultFile(SCHEMA, runs)), indent=1 if len(runs) == 1 else 0)
+    body = msgspec.json.format(
+        msgspec.json.encode(ResultFile(SCHEMA, runs)), indent=1 if len(runs) == 1 else 0
+    )
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(body + b"\n")
     partial.replace(path)
@@ -106,7 +108,8 @@ def write_results(path: Path, run: Run, append: bool) -> None:
 def machine_facts() -> dict[str, Any]:
     """What the client's machine is."""
     model = next(
-        (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine()
+        (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")),
+        platform.machine(),
     )
     return {
         "cpu": model,

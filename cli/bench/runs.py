@@ -43,16 +43,22 @@ class ServerSettings:
     """Which server is measured, and how it is asked."""
 
     url: Annotated[str, _server("Server to measure.", "--url", "--base-url")] = "http://127.0.0.1:30000"
-    model: Annotated[str | None, _server("Model to ask for (default: the first that the server lists).")] = None
+    model: Annotated[str | None, _server("Model to ask for (default: the first that the server lists).")] = (
+        None
+    )
     endpoint: Annotated[
         Literal["completions", "chat"], _server("Endpoint to call; chat takes text prompts (sharegpt) only.")
     ] = "completions"
-    tokenizer: Annotated[str, _server("Model whose tokenizer makes the prompts: folder, .gguf file or name.")] = "default"
+    tokenizer: Annotated[
+        str, _server("Model whose tokenizer makes the prompts: folder, .gguf file or name.")
+    ] = "default"
     api_key: Annotated[str | None, _server("Bearer token.", envvar="ENGINE_API_KEY")] = None
     stream: Annotated[bool, _server("Stream the answers; without, there are no token times.")] = True
     timeout: Annotated[float, _server("Seconds that one request may take.")] = 3600.0
     ready_check_timeout_sec: Annotated[float, _server("Seconds to wait for the server.")] = 10.0
-    flush_cache: Annotated[bool, _server("Empty the server's prefix cache before the run.", "--flush-cache")] = False
+    flush_cache: Annotated[
+        bool, _server("Empty the server's prefix cache before the run.", "--flush-cache")
+    ] = False
 
     @property
     def base_url(self) -> str:
@@ -85,7 +91,9 @@ class OutputSettings:
         """
         parse_goodput(self.goodput)
         if self.output_file is not None and not self.output_file.parent.is_dir():
-            raise ConfigError(f"--output-file {self.output_file}: the folder {self.output_file.parent} does not exist")
+            raise ConfigError(
+                f"--output-file {self.output_file}: the folder {self.output_file.parent} does not exist"
+            )
 
 
 def run_serve(
@@ -100,7 +108,9 @@ def run_serve(
     workload.check()
     output.check()
     if server.endpoint == "chat" and workload.dataset_name is not DatasetName.SHAREGPT:
-        raise ConfigError("--endpoint chat needs text prompts: use --dataset-name sharegpt, or --endpoint completions")
+        raise ConfigError(
+            "--endpoint chat needs text prompts: use --dataset-name sharegpt, or --endpoint completions"
+        )
     tokenizer = WorkloadTokenizer(server.tokenizer)
     return asyncio.run(_measure_server(server, sampling, workload, output, tokenizer))
 

@@ -187,10 +187,13 @@ def _warnings(run: LoadRun, good: Sequence[RequestRecord], itls_s: Sequence[floa
     warnings = []
     if itls_s and run.client_lag_p99_s > 0.25 * float(np.median(itls_s)):
         warnings.append(
-            f"the client's event loop woke up to {run.client_lag_p99_s * 1e3:.1f} ms late (P99): part of the tail may be its own"
+            f"the client's event loop woke up to {run.client_lag_p99_s * 1e3:.1f} ms late (P99): "
+            "part of the tail may be its own"
         )
     if run.client_cpu_share > 0.5:
-        warnings.append(f"the client used {run.client_cpu_share:.2f} cores; latencies may include its own slowness")
+        warnings.append(
+            f"the client used {run.client_cpu_share:.2f} cores; latencies may include its own slowness"
+        )
     late = [record.sent_s - record.due_s for record in run.records]
     if late and max(late) > 1.0 and any(record.due_s > run.start_s for record in run.records):
         warnings.append(

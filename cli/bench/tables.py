@@ -55,7 +55,10 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         attained = ", ".join(f"{metric} {share:.1%}" for metric, share in summary.attainment.items())
         rows.append(("goodput", f"{summary.goodput_rate:.2f} req/s ({attained})"))
     rows.append(
-        ("client: CPU / event-loop lag P99", f"{summary.client_cpu_share:.2f} cores / {summary.client_lag_p99_ms:.1f} ms")
+        (
+            "client: CPU / event-loop lag P99",
+            f"{summary.client_cpu_share:.2f} cores / {summary.client_lag_p99_ms:.1f} ms",
+        )
     )
     return rows
 

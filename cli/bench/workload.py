@@ -16,7 +16,7 @@ import typer
 
 from ...runtime.errors import ConfigError
 from .arrivals import arrival_offsets
-from .datasets import LengthRange, random_requests, sharegpt_requests, shared_prefix_requests
+from .datasets import LengthRange, random_requests, shared_prefix_requests, sharegpt_requests
 from .records import BenchRequest
 
 
@@ -71,15 +71,21 @@ class WorkloadSettings:
     num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt).")] = 64
     random_input_len: Annotated[str, _workload("Prompt tokens: 512, or a range 64:512.")] = "256"
     random_output_len: Annotated[str, _workload("Output tokens: 128, or a range 64:256.")] = "64"
-    random_range_ratio: Annotated[float, _workload("r < 1 turns a plain length n into r*n..n, as in SGLang.")] = 1.0
+    random_range_ratio: Annotated[
+        float, _workload("r < 1 turns a plain length n into r*n..n, as in SGLang.")
+    ] = 1.0
     seed: Annotated[int, _workload("Seed of prompts, lengths and arrival times.")] = 0
     gsp_num_groups: Annotated[int, _gsp("Shared prefixes.")] = 4
     gsp_prompts_per_group: Annotated[int, _gsp("Requests per shared prefix.")] = 16
     gsp_system_prompt_len: Annotated[int, _gsp("Tokens of a shared prefix.")] = 512
     gsp_question_len: Annotated[int, _gsp("Tokens of a request's own part.")] = 64
     gsp_output_len: Annotated[int, _gsp("Output tokens of a request.")] = 64
-    dataset_path: Annotated[Path | None, _sharegpt("File of conversations (JSON); nothing is downloaded.")] = None
-    sharegpt_output_len: Annotated[int | None, _sharegpt("Output tokens (default: those of the recorded answer).")] = None
+    dataset_path: Annotated[
+        Path | None, _sharegpt("File of conversations (JSON); nothing is downloaded.")
+    ] = None
+    sharegpt_output_len: Annotated[
+        int | None, _sharegpt("Output tokens (default: those of the recorded answer).")
+    ] = None
     sharegpt_max_len: Annotated[int, _sharegpt("Leave out conversations with more tokens in all.")] = 2048
     request_rate: Annotated[float, _load("Mean arrivals per second; inf sends all at once.")] = math.inf
     burstiness: Annotated[float, _load("1: Poisson; below 1: burstier; above 1: more even.")] = 1.0

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from engine.cli.bench.load import LoadRun
 from engine.cli.bench.records import RequestRecord
 from engine.cli.bench.result_file import RequestRow, Run
@@ -15,7 +16,13 @@ def make_record():
     def make(sent=0.0, ttft=0.1, itl=0.01, tokens=5, **more):
         arrivals = [(sent + ttft + i * itl, 1) for i in range(tokens)]
         return RequestRecord(
-            sent_s=sent, due_s=sent, arrivals=arrivals, end_s=arrivals[-1][0], prompt_tokens=10, output_tokens=tokens, **more
+            sent_s=sent,
+            due_s=sent,
+            arrivals=arrivals,
+            end_s=arrivals[-1][0],
+            prompt_tokens=10,
+            output_tokens=tokens,
+            **more,
         )
 
     return make
@@ -40,12 +47,17 @@ def make_run(make_record, make_load_run):
         rng = np.random.default_rng(seed)
         records = [
             make_record(
-                sent=0.05 * i, ttft=slowness * rng.uniform(0.08, 0.12), itl=slowness * rng.uniform(0.009, 0.011), tokens=40
+                sent=0.05 * i,
+                ttft=slowness * rng.uniform(0.08, 0.12),
+                itl=slowness * rng.uniform(0.009, 0.011),
+                tokens=40,
             )
             for i in range(num_requests)
         ]
         load = make_load_run(records)
         rows = [RequestRow.of(record, 0.0, details=False) for record in records]
-        return Run("serve", "2026-01-01T00:00:00+00:00", {"seed": 0}, None, {}, None, summarise(load, {}), rows)
+        return Run(
+            "serve", "2026-01-01T00:00:00+00:00", {"seed": 0}, None, {}, None, summarise(load, {}), rows
+        )
 
     return make

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from engine import ConfigError
 from engine.cli.bench.arrivals import arrival_offsets
 
@@ -25,7 +26,9 @@ def test_equal_seeds_give_equal_schedules():
     assert arrival_offsets(50, 3.0, 1.0, seed=7) != arrival_offsets(50, 3.0, 1.0, seed=8)
 
 
-@pytest.mark.parametrize(("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)])
+@pytest.mark.parametrize(
+    ("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)]
+)
 def test_senseless_values_are_refused_by_name(rate, burstiness):
     with pytest.raises(ConfigError, match="--request-rate" if not rate > 0 else "--burstiness"):
         arrival_offsets(3, rate, burstiness, seed=0)

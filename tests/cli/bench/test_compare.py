@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+
 from engine import ConfigError
 from engine.cli.bench.compare import compare, setting_differences
 from engine.cli.bench.compare_report import print_comparison
@@ -40,9 +41,11 @@ def test_three_runs_a_side_give_an_interval_between_runs(make_run):
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say(make_run):
     held = sum(
-        not by_name(compare([make_run(seed=2 * i, num_requests=30)], [make_run(seed=2 * i + 1, num_requests=30)], seed=i))[
-            "TTFT mean"
-        ].different
+        not by_name(
+            compare(
+                [make_run(seed=2 * i, num_requests=30)], [make_run(seed=2 * i + 1, num_requests=30)], seed=i
+            )
+        )["TTFT mean"].different
         for i in range(40)
     )
     assert held >= 33  # 95 % of 40 is 38; fewer than 33 would happen once in ten thousand
@@ -66,7 +69,9 @@ def test_result_files_round_trip_and_collect_runs(tmp_path, make_run, capsys):
     assert "TTFT mean" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"{}", msgspec.json.encode(ResultFile("other/9", [])), b"[1]"])
+@pytest.mark.parametrize(
+    "content", [None, b"{", b"{}", msgspec.json.encode(ResultFile("other/9", [])), b"[1]"]
+)
 def test_foreign_files_are_refused(tmp_path, content):
     path = tmp_path / "x.json"
     if content is not None:

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+
 from engine import ConfigError
-from engine.cli.bench.datasets import LengthRange, random_requests, sharegpt_requests, shared_prefix_requests
+from engine.cli.bench.datasets import LengthRange, random_requests, shared_prefix_requests, sharegpt_requests
 
 TOKEN_IDS = range(100, 600)
 
@@ -18,7 +19,12 @@ class WordTokenizer:
 
 @pytest.mark.parametrize(
     ("text", "ratio", "expected"),
-    [("512", 1.0, (512, 512)), ("64:512", 1.0, (64, 512)), ("64:512", 0.5, (64, 512)), ("100", 0.25, (25, 100))],
+    [
+        ("512", 1.0, (512, 512)),
+        ("64:512", 1.0, (64, 512)),
+        ("64:512", 0.5, (64, 512)),
+        ("100", 0.25, (25, 100)),
+    ],
 )
 def test_length_ranges(text, ratio, expected):
     lengths = LengthRange.parse("--random-input-len", text, ratio)
@@ -44,7 +50,13 @@ def test_random_prompts_have_exact_lengths_within_the_range_and_follow_the_seed(
 
 def test_groups_share_their_prefix_and_nothing_else():
     requests = shared_prefix_requests(
-        num_groups=3, prompts_per_group=4, system_prompt_len=50, question_len=10, output_len=7, token_ids=TOKEN_IDS, seed=0
+        num_groups=3,
+        prompts_per_group=4,
+        system_prompt_len=50,
+        question_len=10,
+        output_len=7,
+        token_ids=TOKEN_IDS,
+        seed=0,
     )
 
     prefixes = {group: {tuple(r.prompt[:50]) for r in requests if r.group == group} for group in range(3)}
@@ -57,8 +69,18 @@ def test_groups_share_their_prefix_and_nothing_else():
 def test_sharegpt_takes_first_questions_and_answer_lengths(tmp_path):
     path = tmp_path / "chats.json"
     rows = [
-        {"conversations": [{"from": "human", "value": "a b c d e"}, {"from": "gpt", "value": "one two three four"}]},
-        {"conversations": [{"from": "human", "value": "too short"}, {"from": "gpt", "value": "one two three four"}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "a b c d e"},
+                {"from": "gpt", "value": "one two three four"},
+            ]
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "too short"},
+                {"from": "gpt", "value": "one two three four"},
+            ]
+        },
         {"conversations": [{"from": "human", "value": "no answer to this one"}]},
         {"conversations": [{"from": "human", "value": "w " * 900}, {"from": "gpt", "value": "w " * 900}]},
     ]
@@ -70,7 +92,8 @@ def test_sharegpt_takes_first_questions_and_answer_lengths(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(None, "cannot be read"), ("{", "not JSON"), ("{}", "JSON list"), ("[]", "no conversation")]
+    ("content", "reason"),
+    [(None, "cannot be read"), ("{", "not JSON"), ("{}", "JSON list"), ("[]", "no conversation")],
 )
 def test_a_bad_sharegpt_file_is_named(tmp_path, content, reason):
     path = tmp_path / "chats.json"

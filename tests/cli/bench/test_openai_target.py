@@ -7,18 +7,29 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
+
 from engine import EngineError
 from engine.cli.bench.load import run_load
 from engine.cli.bench.openai_target import OpenAITarget, RequestOptions, check_ready, flush_cache
 from engine.cli.bench.records import BenchRequest
 
-OPTIONS = RequestOptions(model="m", endpoint="completions", temperature=0.0, ignore_eos=True, stream=True, seed=0)
+OPTIONS = RequestOptions(
+    model="m", endpoint="completions", temperature=0.0, ignore_eos=True, stream=True, seed=0
+)
 
 
 class ScriptedServer:
     """Streams what `pieces` says; remembers the bodies it got and how many requests were open at once."""
 
-    def __init__(self, pieces=("a", "b", "c"), *, usage=True, per_chunk_usage=False, status=200, ending="data: [DONE]\n\n"):
+    def __init__(
+        self,
+        pieces=("a", "b", "c"),
+        *,
+        usage=True,
+        per_chunk_usage=False,
+        status=200,
+        ending="data: [DONE]\n\n",
+    ):
         self.pieces, self.usage, self.per_chunk_usage = pieces, usage, per_chunk_usage
         self.status, self.ending = status, ending
         self.bodies, self.open, self.peak = [], 0, 0

@@ -1,6 +1,7 @@
 """Figures computed by hand against those of `summarise`."""
 
 import pytest
+
 from engine import ConfigError
 from engine.cli.bench.records import RequestRecord
 from engine.cli.bench.summary import parse_goodput, summarise
@@ -33,7 +34,11 @@ def test_a_piece_of_several_tokens_counts_as_several_gaps():
 
 
 def test_failures_are_counted_by_reason_and_kept_out_of_latencies(make_record, make_load_run):
-    records = [make_record(ttft=0.1), make_record(ttft=9.0, error="HTTP 500: no"), make_record(error="HTTP 500: no")]
+    records = [
+        make_record(ttft=0.1),
+        make_record(ttft=9.0, error="HTTP 500: no"),
+        make_record(error="HTTP 500: no"),
+    ]
     summary = summarise(make_load_run(records), {})
 
     assert (summary.completed, summary.failed) == (1, 2)
@@ -42,7 +47,11 @@ def test_failures_are_counted_by_reason_and_kept_out_of_latencies(make_record, m
 
 
 def test_goodput_counts_requests_that_meet_every_limit(make_record, make_load_run):
-    records = [make_record(ttft=0.1, itl=0.01), make_record(ttft=0.6, itl=0.01), make_record(ttft=0.1, itl=0.2)]
+    records = [
+        make_record(ttft=0.1, itl=0.01),
+        make_record(ttft=0.6, itl=0.01),
+        make_record(ttft=0.1, itl=0.2),
+    ]
     load = make_load_run(records)
     summary = summarise(load, parse_goodput("ttft:500 tpot:50"))
 
@@ -71,7 +80,9 @@ def test_steady_window_leaves_out_ramp_up_and_tail(make_record, make_load_run):
 def test_a_slow_client_is_named(make_record, make_load_run):
     import dataclasses
 
-    load = dataclasses.replace(make_load_run([make_record(itl=0.01)]), client_lag_p99_s=0.02, client_cpu_share=0.9)
+    load = dataclasses.replace(
+        make_load_run([make_record(itl=0.01)]), client_lag_p99_s=0.02, client_cpu_share=0.9
+    )
     warnings = summarise(load, {}).warnings
 
     assert any("event loop" in warning for warning in warnings)
