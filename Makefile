@@ -1,0 +1,98 @@
+# `make` says what there is. Everything is installed into .venv; stamp files in it make a second run instant.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+# Added to every `pip install`, for example an index of one's own.
+PIP_ARGS ?=
+# Added to the command that a target runs: make serve ARGS="--port 1234", make test ARGS="tests/scheduler -x".
+ARGS ?=
+
+# Always by relative path and through the interpreter: works in a folder of any name, with spaces in its path too.
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+PYTEST := $(RUN) -m pytest
+
+.PHONY: help venv test-env dev-env serve test test-slow check lint typecheck package-check format clean
+
+help: ## this list
+	@echo 'Targets:'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@echo 'Variables: PYTHON=python3.12  ARGS="--port 1234"  PIP_ARGS="--extra-index-url URL"'
+
+serve: venv ## serve the default model on http://127.0.0.1:30000 (fetched once); ARGS are options of `engine serve`
+	@exec $(VENV)/bin/engine serve $(ARGS)
+
+test: test-env ## run the tests that need neither a model file nor a GPU
+	@$(PYTEST) -m "not slow and not model" $(ARGS)
+
+test-slow: test-env ## run the tests that take long or need the default model
+	@$(PYTEST) -m "slow or model" $(ARGS)
+
+check: lint typecheck package-check ## lint, format, strict types and packaging: what every commit must pass
+
+lint: dev-env
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+# The repository is the package `engine` whatever its folder is called. Links give it that name, so that mypy reads
+# relative imports and the tests' `import engine` as one package. Only folders with code are linked: a link to the root
+# would contain itself.
+typecheck: dev-env
+	@rm -rf build/typecheck && mkdir -p build/typecheck/engine
+	@for path in __init__.py py.typed $(filter-out tests/%,$(wildcard */__init__.py)); do \
+	  ln -s "../../../$${path%%/*}" "build/typecheck/engine/$${path%%/*}"; \
+	done
+	@ln -s ../../tests ../../benchmarks build/typecheck/
+	@cd build/typecheck && ../../$(RUN) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
+	  engine tests benchmarks | sed 's#^engine/##'
+
+package-check: test-env
+	@$(PYTEST) -q tests/test_packaging.py
+
+format: dev-env ## format the code and mend what ruff can mend
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+venv: $(VENV)/.engine ## make .venv with the engine and its pinned dependencies
+
+test-env: $(VENV)/.test
+dev-env: $(VENV)/.dev
+
+clean: ## remove what make made: .venv, build and caches
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each failure is one line that says what to do.
+$(VENV)/.created:
+	@command -v "$(PYTHON)" >/dev/null || \
+	  { echo 'make: there is no $(PYTHON); install Python 3.11 or newer, or name it: make PYTHON=/path/to/python' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $(PYTHON) is $$("$(PYTHON)" -V 2>&1); the engine needs 3.11 or newer: make PYTHON=python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo 'make: $(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+	@command -v c++ g++ clang++ >/dev/null || \
+	  echo 'make: no C++ compiler found; the engine will run on its slower portable kernels (apt install g++)' >&2
+	@"$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@
+
+# setuptools first, pinned like the rest: the editable build then needs no environment of its own.
+$(VENV)/.engine: $(VENV)/.created pyproject.toml constraints.txt
+	@echo 'Installing the engine into $(VENV) (once; torch makes it a few minutes) ...'
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.engine
+	@echo 'Installing what the tests need ...'
+	@$(PIP) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	@echo 'Installing ruff and mypy ...'
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
