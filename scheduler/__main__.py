@@ -1,0 +1,5 @@
+"""The scheduler as a process of its own: `python -m engine.scheduler`, started by the supervisor."""
+
+from ..runtime.child import run_child
+
+run_child(__package__)

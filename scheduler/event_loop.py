@@ -1,0 +1,87 @@
+"""`EventLoop`: the scheduler's process in motion: messages in, one step, outputs out, again and again.
+
+It is the only caller of `Scheduler` in the server and the only one that knows sockets and the clock. Here
+the device is waited for in each pass; overlapping its work with planning is another loop with the same
+parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ..runtime.child import Child
+from ..runtime.ipc import Inbox, Outbox
+from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
+from ..runtime.step_plan import Runner
+from .scheduler import Scheduler
+from .step_log import StepLog
+
+_PASSES_TO_IDLE: Final = 2
+"""A pass without a step may have ended the request that stood in others' way; two in a row mean idle."""
+
+
+class EventLoop:
+    """One scheduler, its runner, and its connections."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        inbox: Inbox[SchedulerInput],
+        outbox: Outbox,
+        child: Child,
+        step_log: StepLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the parts; `clock` is CLOCK_MONOTONIC, which all processes of the engine share."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._inbox = inbox
+        self._outbox = outbox
+        self._child = child
+        self._step_log = step_log
+        self._clock = clock
+        self._num_empty_passes = 0  # in a row
+        self._next_report_s = clock()
+
+    def run(self) -> None:
+        """Go round until the supervisor says stop."""
+        while not self._child.stop_requested():
+            self.step()
+
+    def step(self) -> None:
+        """One pass: take messages, run a step if there is one, send what came of it, show signs of life.
+
+        Without work it waits for a message, but not beyond the next report.
+        """
+        idle = self._num_empty_passes >= _PASSES_TO_IDLE
+        messages = self._inbox.poll(max(0.0, self._next_report_s - self._clock()) if idle else 0.0)
+        if messages:
+            self._num_empty_passes = 0
+        for message in messages:
+            self._scheduler.handle(message, self._clock())
+
+        batch = self._scheduler.next_batch(self._clock())
+        if batch is not None:
+            result = self._runner.launch(batch.plan).wait()
+            self._scheduler.settle(batch, result, self._clock())
+            self._num_empty_passes = 0
+        else:
+            self._num_empty_passes += 1
+            if self._num_empty_passes == _PASSES_TO_IDLE:
+                self._scheduler.on_idle()
+        for output in self._scheduler.take_outputs():
+            self._outbox.send(output)
+        self._show_signs_of_life()
+
+    def _show_signs_of_life(self) -> None:
+        """Heartbeat and report, on time also under load."""
+        self._child.heartbeat()
+        now_s = self._clock()
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + HEARTBEAT_INTERVAL_S
+            report = self._scheduler.report(now_s)
+            self._outbox.send(report)
+            self._step_log.note(report)
