@@ -1,0 +1,246 @@
+"""Attention in plain torch, on any device: gather a request's keys and values by the slot table, then SDPA.
+
+Extends run one by one, in blocks of queries; what a block cannot see is not computed. Decodes run together, padded to
+the longest of their group, and groups are made by length so that padding stays small.
+
+SDPA has no paged form, so keys and values are copied once per layer and step; that is the price of this backend.
+Grouped-query attention costs nothing extra: the query heads of a group become query rows (decode), or the group is a
+batch dimension in which keys and values have stride 0 (extend).
+"""
+
+# Shapes: T new tokens in the batch, Hq query heads, H KV heads, G = Hq // H, D head dim, n requests of a decode group,
+# P longest length in it.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..input_buffers import InputBuffers
+    from ..kv_pool import KVPool
+    from .backend import BatchLayout, Int64s, StepAttention
+
+_QUERY_BLOCK: Final = 256
+_MAX_PADDING: Final = 1024
+"""Padded slots that cost as much as starting one more group: about 50 us each way, two Zen 5 cores, D = 64, H = 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Extend:
+    """One request with several new tokens: `start`.. in the batch, behind `prefix_len` old ones.
+
+    Attributes:
+        slots: [prefix_len + extend_len] int32.
+    """
+
+    start: int
+    extend_len: int
+    prefix_len: int
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Requests with one new token and similar lengths.
+
+    Attributes:
+        tokens: where they are in the batch: a slice, or [n] int64.
+        slots: [n * P] int32; beyond its length a request repeats its last slot: padding reads its own numbers only.
+        mask: [n, 1, G, P], 0 or -inf; None without padding.
+    """
+
+    tokens: slice | Tensor
+    slots: Tensor
+    mask: Tensor | None
+
+
+class TorchNativeAttention:
+    """Plans steps; holds the mask that all extends share."""
+
+    name: ClassVar[str] = "torch_native"
+
+    @staticmethod
+    def reasons_against(spec: ModelSpec, device: torch.device) -> list[str]:
+        """Runs everywhere."""
+        return []
+
+    def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
+        self._kv_pool = kv_pool
+        self._req_to_token = req_to_token
+        self._buffers = buffers
+        self._num_kv_heads = spec.num_kv_heads
+        self._group_size = spec.num_heads // spec.num_kv_heads
+        self._causal = _CausalMask(kv_pool.k[0])
+
+    def plan_step(self, layout: BatchLayout, out_cache_loc: Tensor) -> StepAttention:
+        """See `AttentionBackend`."""
+        seq_lens = layout.prefix_lens + layout.extend_lens
+        starts = np.cumsum(layout.extend_lens) - layout.extend_lens
+        extends = []
+        for idx in range(layout.num_extends):
+            seq_len = int(seq_lens[idx])
+            extends.append(
+                _Extend(
+                    start=int(starts[idx]),
+                    extend_len=int(layout.extend_lens[idx]),
+                    prefix_len=int(layout.prefix_lens[idx]),
+                    slots=self._req_to_token[int(layout.rows[idx]), :seq_len],
+                )
+            )
+        first = layout.num_extends
+        groups = [
+            self._decode_group(layout.rows, starts, seq_lens, first + members)
+            for members in group_by_length(seq_lens[first:])
+        ]
+        return _Step(
+            self._kv_pool, out_cache_loc, extends, groups, self._num_kv_heads, self._group_size, self._causal
+        )
+
+    def _decode_group(self, rows: Int64s, starts: Int64s, seq_lens: Int64s, members: Int64s) -> _DecodeGroup:
+        lens = seq_lens[members]
+        padded_len = int(lens.max())
+        put = self._buffers.put
+        columns = np.minimum(np.arange(padded_len), lens[:, None] - 1)
+        flat = rows[members][:, None] * self._req_to_token.shape[1] + columns
+        slots = self._req_to_token.view(-1).index_select(0, put(flat.reshape(-1)))
+        mask = None
+        if int(lens.min()) < padded_len:
+            beyond = np.arange(padded_len) >= lens[:, None]
+            penalty = put(np.where(beyond, -np.inf, 0.0).astype(np.float32)).to(self._kv_pool.k[0].dtype)
+            # Contiguous: with a broadcast mask SDPA on the CPU leaves its fast path.
+            mask = penalty[:, None, None, :].expand(-1, 1, self._group_size, -1).contiguous()
+        first, last = int(members[0]), int(members[-1])
+        if last - first + 1 == len(members):
+            return _DecodeGroup(slice(int(starts[first]), int(starts[last]) + 1), slots, mask)
+        return _DecodeGroup(put(starts[members]), slots, mask)
+
+
+def group_by_length(seq_lens: Int64s) -> list[Int64s]:
+    """Split requests into groups of similar length, at most `_MAX_PADDING` padded slots in each.
+
+    Returns:
+        indices into `seq_lens` in ascending order, one array per group.
+    """
+    if len(seq_lens) == 0:
+        return []
+    padding = int(seq_lens.max()) * len(seq_lens) - int(seq_lens.sum())
+    if padding <= _MAX_PADDING:
+        return [np.arange(len(seq_lens))]
+    order = np.argsort(-seq_lens, kind="stable")
+    groups, first, padding = [], 0, 0
+    for idx, member in enumerate(order):
+        padding += int(seq_lens[order[first]] - seq_lens[member])
+        if padding > _MAX_PADDING:
+            groups.append(np.sort(order[first:idx]))
+            first, padding = idx, 0
+    groups.append(np.sort(order[first:]))
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    kv_pool: KVPool
+    out_cache_loc: Tensor
+    extends: list[_Extend]
+    groups: list[_DecodeGroup]
+    num_kv_heads: int
+    group_size: int
+    causal: _CausalMask
+
+    def forward(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        k_pool, v_pool = self.kv_pool.k[layer_id], self.kv_pool.v[layer_id]
+        ops.store_kv(k_pool, k, self.out_cache_loc)
+        ops.store_kv(v_pool, v, self.out_cache_loc)
+        if not self.extends and len(self.groups) == 1 and isinstance(self.groups[0].tokens, slice):
+            return self._decode(q, k_pool, v_pool, self.groups[0])
+        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+        for extend in self.extends:
+            self._extend(q, k_pool, v_pool, extend, out)
+        for group in self.groups:
+            out[group.tokens] = self._decode(q[group.tokens], k_pool, v_pool, group)
+        return out
+
+    def _decode(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _DecodeGroup) -> Tensor:
+        """[n, Hq, D] -> [n, Hq * D]."""
+        n, _, head_dim = q.shape
+        # Gathering rows of a 2-d view is 5 to 15 times as fast as indexing in three dimensions.
+        k = (
+            k_pool.flatten(1)
+            .index_select(0, group.slots)
+            .view(n, -1, self.num_kv_heads, head_dim)
+            .transpose(1, 2)
+        )
+        v = (
+            v_pool.flatten(1)
+            .index_select(0, group.slots)
+            .view(n, -1, self.num_kv_heads, head_dim)
+            .transpose(1, 2)
+        )
+        q = q.reshape(n, self.num_kv_heads, self.group_size, head_dim)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(n, -1)
+
+    def _extend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, extend: _Extend, out: Tensor) -> None:
+        """Fill rows start..start+extend_len-1 of `out`, [T, Hq * D]."""
+        head_dim = q.shape[2]
+        k = self._by_group(k_pool.flatten(1).index_select(0, extend.slots), head_dim)
+        v = self._by_group(v_pool.flatten(1).index_select(0, extend.slots), head_dim)
+        block = extend.extend_len if extend.prefix_len == 0 else _QUERY_BLOCK
+        for done in range(0, extend.extend_len, block):
+            num_queries = min(block, extend.extend_len - done)
+            start = extend.start + done
+            queries = q[start : start + num_queries].view(
+                num_queries, self.num_kv_heads, self.group_size, head_dim
+            )
+            visible = extend.prefix_len + done + num_queries
+            attended = F.scaled_dot_product_attention(
+                queries.permute(1, 2, 0, 3),
+                k[:, :, :visible],
+                v[:, :, :visible],
+                attn_mask=self.causal.get(num_queries, visible) if visible > num_queries else None,
+                is_causal=visible == num_queries,
+            )
+            out[start : start + num_queries].view(
+                num_queries, self.num_kv_heads, self.group_size, head_dim
+            ).copy_(attended.permute(2, 0, 1, 3))
+
+    def _by_group(self, gathered: Tensor, head_dim: int) -> Tensor:
+        """[len, H * D] -> [H, G, len, D], the same memory for all of a group."""
+        by_head = gathered.view(-1, self.num_kv_heads, head_dim).transpose(0, 1).unsqueeze(1)
+        return by_head.expand(-1, self.group_size, -1, -1)
+
+
+class _CausalMask:
+    """The mask of a block of queries at the end of what they may see; one buffer, views of it for every block.
+
+        keys: 0 .............. visible-1
+    query 0   0 0 0 0 0 0 0 | 0 - -        - is -inf
+    query 1   0 0 0 0 0 0 0 | 0 0 -
+    query 2   0 0 0 0 0 0 0 | 0 0 0
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._mask = _make_mask(0, like)
+
+    def get(self, num_queries: int, visible: int) -> Tensor:
+        """[num_queries, visible], for num_queries <= `_QUERY_BLOCK`."""
+        prefix_len = visible - num_queries
+        width = self._mask.shape[1] - _QUERY_BLOCK
+        if prefix_len > width:
+            width = max(prefix_len, 2 * width)
+            self._mask = _make_mask(width, self._mask)
+        return self._mask[:num_queries, width - prefix_len : width + num_queries]
+
+
+def _make_mask(width: int, like: Tensor) -> Tensor:
+    mask = like.new_full((_QUERY_BLOCK, width + _QUERY_BLOCK), -torch.inf)
+    return mask.triu_(width + 1)

@@ -1,0 +1,170 @@
+"""`BatchBuilder`: from a `StepPlan` to a `ForwardBatch`; owns the device's mirror of the slot table.
+
+All arithmetic is on whole arrays; only requests with prompt tokens in the step are visited one by one, to copy them.
+"""
+
+# Shapes: B requests, T new tokens in the batch, S requests that sample in this step.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .attention.backend import AttentionBackend, BatchLayout
+from .forward_batch import ForwardBatch, PromptSpan
+from .row_states import RowStates, SamplingFlag
+from .sampling_batch import plan_sampling
+
+if TYPE_CHECKING:
+    from ..runtime.step_plan import StepPlan
+    from .input_buffers import InputBuffers
+    from .token_counts import TokenCounts
+    from .token_relay import TokenRelay
+
+Int64s = npt.NDArray[np.int64]
+
+
+class BatchBuilder:
+    """Builds batches.
+
+    Attributes:
+        req_to_token: [rows, max_model_len] int32, device: the KV slot of each position of each row's request.
+    """
+
+    def __init__(
+        self,
+        *,
+        req_to_token: Tensor,
+        attention: AttentionBackend,
+        states: RowStates,
+        counts: TokenCounts,
+        relay: TokenRelay,
+        eos_token_ids: tuple[int, ...],
+        buffers: InputBuffers,
+    ) -> None:
+        self.req_to_token = req_to_token
+        self._attention = attention
+        self._states = states
+        self._counts = counts
+        self._relay = relay
+        self._eos_token_ids = eos_token_ids
+        self._buffers = buffers
+
+    def build(self, plan: StepPlan) -> ForwardBatch:
+        """Update the slot table by the plan and make its batch.
+
+        Args:
+            plan: with at least one token; its new requests are in `RowStates` already.
+        """
+        rows = _int64(plan.rows)
+        computed = _int64(plan.num_computed_tokens)
+        scheduled = _int64(plan.num_scheduled_tokens)
+        out_cache_loc = _int64(plan.out_cache_loc)
+        assert len(out_cache_loc) == scheduled.sum() == plan.total_num_scheduled_tokens, (
+            f"step {plan.step_id}"
+        )
+        starts = np.cumsum(scheduled) - scheduled
+        put = self._buffers.put
+
+        num_tokens = len(out_cache_loc)
+        if num_tokens == len(rows):
+            token_rows, positions = rows, computed
+        else:
+            token_rows = np.repeat(rows, scheduled)
+            positions = np.repeat(computed - starts, scheduled) + np.arange(num_tokens)
+        self._update_slots(plan, token_rows * self.req_to_token.shape[1] + positions, out_cache_loc)
+
+        longer = np.flatnonzero(scheduled > 1)
+        num_extends = int(longer[-1]) + 1 if len(longer) else 0
+        attention = self._attention.plan_step(
+            BatchLayout(rows, computed, scheduled, num_extends), put(out_cache_loc)
+        )
+        sampled = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8))
+        sample_rows = rows[sampled]
+        sampling = plan_sampling(
+            sample_rows,
+            (computed + scheduled)[sampled],
+            self._states,
+            self._counts,
+            self._eos_token_ids,
+            self._buffers,
+        )
+        return ForwardBatch(
+            mode=plan.mode,
+            input_ids=self._input_ids(rows, computed, scheduled, starts),
+            positions=put(positions),
+            attention=attention,
+            sample_indices=None if len(sampled) == num_tokens else put((starts + scheduled - 1)[sampled]),
+            sample_rows=put(sample_rows),
+            sampled_idx_np=sampled,
+            sampling=sampling,
+            prompt_spans=self._prompt_spans(rows, computed, scheduled, starts),
+        )
+
+    def _input_ids(self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s) -> Tensor:
+        """[T] int64: what the host knows from the host, tokens sampled since from the relay."""
+        input_ids = np.zeros(int(scheduled.sum()), dtype=np.int64)
+        known = self._states.known_len[rows]
+        for idx in np.flatnonzero(computed < known).tolist():
+            first, start = int(computed[idx]), int(starts[idx])
+            tokens = self._states[int(rows[idx])].input_ids[first : first + int(scheduled[idx])]
+            input_ids[start : start + len(tokens)] = tokens
+        result = self._buffers.put(input_ids)
+        sampled = np.flatnonzero(computed + scheduled > known)
+        if len(sampled):
+            put = self._buffers.put
+            self._relay.fill(result, put((starts + scheduled - 1)[sampled]), put(rows[sampled]))
+        return result
+
+    def _update_slots(self, plan: StepPlan, indices: Int64s, loc: Int64s) -> None:
+        """Write the plan's news into the slot table: cached prefixes, replaced slots, slots of the new tokens."""
+        if plan.new_reqs or plan.row_updates:
+            news = [(new.row, 0, _int64(new.prefix_loc)) for new in plan.new_reqs]
+            news += [(update.row, update.start, _int64(update.loc)) for update in plan.row_updates]
+            width = self.req_to_token.shape[1]
+            all_indices = [row * width + np.arange(start, start + len(slots)) for row, start, slots in news]
+            indices, loc = _last_wins(
+                np.concatenate([*all_indices, indices]),
+                np.concatenate([*(slots for _, _, slots in news), loc]),
+            )
+        put = self._buffers.put
+        self.req_to_token.view(-1).index_copy_(0, put(indices), put(loc.astype(np.int32)))
+
+    def _prompt_spans(
+        self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s
+    ) -> tuple[PromptSpan, ...]:
+        wanting = np.flatnonzero(self._states.flags[rows] & SamplingFlag.PROMPT_LOGPROBS)
+        spans = []
+        for idx in wanting.tolist():
+            state = self._states[int(rows[idx])]
+            first = int(computed[idx]) + 1
+            targets = state.input_ids[first : min(first + int(scheduled[idx]), state.prompt_len)]
+            if len(targets):
+                spans.append(
+                    PromptSpan(
+                        batch_idx=idx,
+                        start=int(starts[idx]),
+                        targets=self._buffers.put(targets.astype(np.int64)),
+                        top_k=state.sampling.prompt_logprobs or 0,
+                    )
+                )
+        return tuple(spans)
+
+
+def _int64(data: bytes) -> Int64s:
+    return np.frombuffer(data, dtype=np.int32).astype(np.int64)
+
+
+def _last_wins(indices: Int64s, values: Int64s) -> tuple[Int64s, Int64s]:
+    """Without repeated indices, each with its last value: torch leaves the order of writes open."""
+    unique, last = np.unique(indices[::-1], return_index=True)
+    return unique, values[::-1][last]
+
+
+def make_req_to_token(num_rows: int, max_model_len: int, device: torch.device) -> Tensor:
+    """An empty slot table; every entry is the dummy slot."""
+    return torch.zeros((num_rows, max_model_len), dtype=torch.int32, device=device)

@@ -1,0 +1,65 @@
+"""`ForwardBatch`: one step on the device, complete when constructed.
+
+An argument of everything that runs in the step, never a global. Made by `BatchBuilder`, read by models and layers.
+"""
+
+# Shapes: B requests, T new tokens in the batch, S requests that sample in this step.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..runtime.step_plan import ForwardMode
+from .attention.backend import StepAttention
+from .sampling_batch import SamplingBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Prompt tokens whose log-probabilities a chunk yields.
+
+    Attributes:
+        batch_idx: the request's index in the batch.
+        start: the token of the batch after which the first of them is predicted; the others follow one by one.
+        targets: [n] int64, the tokens, device.
+        top_k: how many likeliest tokens to report for each.
+    """
+
+    batch_idx: int
+    start: int
+    targets: Tensor
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step.
+
+    Attributes:
+        mode: see `ForwardMode`.
+        input_ids: [T] int64.
+        positions: [T] int64.
+        attention: where the tokens' keys and values go, and what each token may see.
+        sample_indices: [S] int64, the last token of each sampling request; None when these are all T tokens in order.
+        sample_rows: [S] int64, their pool rows.
+        sampled_idx_np: [S] their indices in the batch, on the host.
+        sampling: how to choose their next tokens.
+        prompt_spans: requests of the batch that want log-probabilities of their prompt.
+    """
+
+    mode: ForwardMode
+    input_ids: Tensor
+    positions: Tensor
+    attention: StepAttention
+    sample_indices: Tensor | None
+    sample_rows: Tensor
+    sampled_idx_np: npt.NDArray[np.int64]
+    sampling: SamplingBatch
+    prompt_spans: tuple[PromptSpan, ...]

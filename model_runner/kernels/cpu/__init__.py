@@ -1,0 +1,1 @@
+"""Kernels for the CPU, in C++. None yet: `ops` uses torch's own."""

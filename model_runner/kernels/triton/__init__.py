@@ -1,0 +1,1 @@
+"""Kernels for GPUs, in Triton. None yet: `ops` uses torch's own."""

@@ -1,0 +1,167 @@
+"""`ModelRunner`: executes `StepPlan`s, decides nothing. Called by the scheduler's process and by TP ranks.
+
+    runner.launch(plan)  -> PendingStep    host work and kernel launches; nothing in it waits for the device
+    pending.wait()       -> StepResult     the only place where tokens come to the host
+
+The parts: `RowStates` (requests, host), `BatchBuilder` (plan -> `ForwardBatch`), the model, `KVPool`, `Sampler`,
+`TokenRelay` (last tokens, device). The runner puts them in the order that the plan's contract promises.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from ..runtime.messages import Logprobs
+from ..runtime.step_plan import StepPlan, StepResult
+from .logprobs import TokenLogprobs, concatenate, token_logprobs
+from .row_states import SamplingFlag
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .batch_builder import BatchBuilder
+    from .forward_batch import ForwardBatch, PromptSpan
+    from .input_buffers import InputBuffers
+    from .kv_pool import KVPool
+    from .models.registry import CausalLM
+    from .row_states import RowStates
+    from .sampler import Sampled, Sampler
+    from .token_counts import TokenCounts
+    from .token_relay import TokenRelay
+
+NOT_FINITE: Final = (
+    "the model's output is not finite (NaN or infinity); its weights may be damaged, or try --dtype float32"
+)
+_PROMPT_LOGPROB_ROWS: Final = 256
+"""Prompt positions whose logits exist at the same time: 50 MB for a vocabulary of 49k."""
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of one request's prompt tokens of one chunk, and whether all their logits were numbers."""
+
+    span: PromptSpan
+    logprobs: TokenLogprobs
+    finite: Tensor
+
+
+class ModelRunner:
+    """Rank 0's runner, or the only one."""
+
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        kv_pool: KVPool,
+        states: RowStates,
+        counts: TokenCounts,
+        relay: TokenRelay,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        buffers: InputBuffers,
+    ) -> None:
+        self.model = model
+        self.kv_pool = kv_pool
+        self._states = states
+        self._counts = counts
+        self._relay = relay
+        self._builder = builder
+        self._sampler = sampler
+        self._buffers = buffers
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
+        started_s = time.perf_counter()
+        for row in np.frombuffer(plan.finished_rows, dtype=np.int32).tolist():
+            self._states.remove(row)
+            self._counts.remove(row)
+        for new in plan.new_reqs:
+            state = self._states.add(new)
+            if self._states.flags[new.row] & SamplingFlag.PENALTIES:
+                self._counts.add(
+                    new.row, state.input_ids[: new.prompt_len], state.input_ids[new.prompt_len :]
+                )
+        if plan.page_copies:
+            pages = np.frombuffer(plan.page_copies, dtype=np.int32).astype(np.int64).reshape(-1, 2).T.copy()
+            self.kv_pool.copy_pages(self._buffers.put(pages[0]), self._buffers.put(pages[1]))
+        if plan.total_num_scheduled_tokens == 0:
+            return PendingStep(plan.step_id, started_s)
+        return self._forward(plan.step_id, self._builder.build(plan), started_s)
+
+    def _forward(self, step_id: int, batch: ForwardBatch, started_s: float) -> PendingStep:
+        hidden = self.model.forward(batch)
+        sampled = None
+        if batch.sampling.num_rows:
+            last = hidden if batch.sample_indices is None else hidden.index_select(0, batch.sample_indices)
+            sampled = self._sampler.sample(self.model.logits(last), batch.sampling)
+            self._relay.store(batch.sample_rows, sampled.token_ids)
+        prompts = [self._prompt_logprobs(hidden, span) for span in batch.prompt_spans]
+        return PendingStep(step_id, started_s, batch, sampled, prompts)
+
+    def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan) -> PromptLogprobs:
+        parts, finite = [], []
+        for done in range(0, len(span.targets), _PROMPT_LOGPROB_ROWS):
+            targets = span.targets[done : done + _PROMPT_LOGPROB_ROWS]
+            start = span.start + done
+            logits = self.model.logits(hidden[start : start + len(targets)])
+            finite.append(logits.sum().isfinite())
+            parts.append(token_logprobs(logits, targets, span.top_k))
+        return PromptLogprobs(span, concatenate(parts), torch.stack(finite).all())
+
+
+class PendingStep:
+    """A step under way; `wait` may be called once."""
+
+    def __init__(
+        self,
+        step_id: int,
+        started_s: float,
+        batch: ForwardBatch | None = None,
+        sampled: Sampled | None = None,
+        prompts: list[PromptLogprobs] | None = None,
+    ) -> None:
+        self._step_id = step_id
+        self._started_s = started_s
+        self._batch = batch
+        self._sampled = sampled
+        self._prompts = prompts or []
+
+    def wait(self) -> StepResult:
+        """Bring the tokens to the host."""
+        token_ids, errors = b"", {}
+        logprobs: tuple[Logprobs | None, ...] = ()
+        if self._batch is not None and self._sampled is not None:
+            token_ids = self._sampled.token_ids.to(torch.int32).cpu().numpy().tobytes()
+            finite = self._sampled.finite.cpu().numpy()
+            errors = dict.fromkeys(self._batch.sampled_idx_np[~finite].tolist(), NOT_FINITE)
+            logprobs = _pack_logprobs(self._batch, self._sampled)
+        prompt_logprobs = {}
+        for prompt in self._prompts:
+            if bool(prompt.finite):
+                packed = prompt.logprobs.to_cpu().pack(0, len(prompt.span.targets), prompt.span.top_k)
+                prompt_logprobs[prompt.span.batch_idx] = packed
+            else:
+                errors[prompt.span.batch_idx] = NOT_FINITE
+        return StepResult(
+            step_id=self._step_id,
+            next_token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
+            forward_s=time.perf_counter() - self._started_s,
+        )
+
+
+def _pack_logprobs(batch: ForwardBatch, sampled: Sampled) -> tuple[Logprobs | None, ...]:
+    request = batch.sampling.logprobs
+    if request is None or sampled.logprobs is None:
+        return ()
+    host = sampled.logprobs.to_cpu()
+    packed: list[Logprobs | None] = [None] * batch.sampling.num_rows
+    for n, (idx, top_k) in enumerate(zip(request.sampled_idx, request.top_k, strict=True)):
+        packed[idx] = host.pack(n, n + 1, top_k)
+    return tuple(packed)

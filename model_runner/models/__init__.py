@@ -1,0 +1,1 @@
+"""Architectures, one file per Hugging Face `model_type`, written against `layers`."""

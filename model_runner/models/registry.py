@@ -1,0 +1,44 @@
+"""From a `model_type` to its implementation, imported on demand."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ...runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..forward_batch import ForwardBatch
+    from ..weights.reader import WeightReader
+
+_CLASS_OF: Final = {"llama": ("llama", "LlamaForCausalLM")}
+
+
+class CausalLM(Protocol):
+    """A decoder with a language-model head. The two halves are apart because few positions need logits."""
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """The batch's tokens through all layers: [T, hidden], before the final norm."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward`'s result to logits: [n, hidden] -> [n, vocab] float32."""
+        ...
+
+
+def build_model(spec: ModelSpec, weights: WeightReader, max_model_len: int, device: torch.device) -> CausalLM:
+    """Make the model with its weights.
+
+    Raises:
+        ConfigError: the architecture is unknown, or the checkpoint does not hold what it needs.
+    """
+    if spec.model_type not in _CLASS_OF:
+        raise ConfigError(f"no model for model_type {spec.model_type!r}; there are: {', '.join(_CLASS_OF)}")
+    module, name = _CLASS_OF[spec.model_type]
+    model_class: Any = getattr(import_module(f".{module}", __package__), name)
+    model: CausalLM = model_class(spec, weights, max_model_len, device)
+    return model

@@ -1,0 +1,76 @@
+"""Sampling noise that is a function of (seed, position, token) and of nothing else.
+
+Drawing from softmax(logits) is taking the argmax of logits plus Gumbel noise (the Gumbel-max trick). Here the noise of
+a token is a counter-based hash of the request's seed, the position it is sampled for and the token's id: there is no
+generator with a state, so the same request draws the same tokens alone, batched, chunked, after retraction, after a
+crash, or with the vocabulary spread over GPUs.
+
+The hash mixes 32-bit integers by multiply and xor-shift as in lowbias32 (C. Wellons, "hash-prospector"), keyed twice.
+Noise is bounded by ln(2**32) = 22.2, so tokens 1e-9 times as likely as the others together are never drawn.
+"""
+
+# Shapes: B requests, V tokens of the vocabulary.
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+_UNIT: Final = 2.0**-31 * (1 - 2.0**-23)  # maps 31 bits into (0, 1), the upper end open also after rounding
+
+
+def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Hash seed and position of each request, on the host: [B], [B] -> [B, 2] int32 keys for `gumbel_noise`."""
+    mixed = _splitmix64(_splitmix64(seeds) ^ positions.astype(np.uint64))
+    return mixed.view(np.int32).reshape(-1, 2)
+
+
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise for every token.
+
+    Args:
+        keys: [B, 2] int32, device, from `noise_keys`.
+
+    Returns:
+        [B, V] float32, in [-2.8, 22.2].
+    """
+    x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device).mul_(_signed(0x9E3779B1))
+    x = x.bitwise_xor(keys[:, :1])
+    shifted = torch.empty_like(x)
+    _xor_shift(x, 16, shifted)
+    x.mul_(0x7FEB352D)
+    _xor_shift(x, 15, shifted)
+    x.add_(keys[:, 1:])
+    x.mul_(_signed(0x846CA68B))
+    _xor_shift(x, 16, shifted)
+    x.mul_(0x7FEB352D)
+    _xor_shift(x, 15, shifted)
+    uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_UNIT)
+    # -log1p(-u) is the exponential variate; near u = 0, the tail that wins, float32 keeps its full precision.
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _xor_shift(x: Tensor, bits: int, scratch: Tensor) -> None:
+    """x ^= x >> bits, as unsigned: torch shifts int32 with its sign, so the copies of the sign are masked off."""
+    torch.bitwise_right_shift(x, bits, out=scratch)
+    x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def _signed(value: int) -> int:
+    """The int32 with the bits of an unsigned 32-bit number."""
+    return value - (1 << 32)
+
+
+def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele et al. 2014)."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,110 @@
+"""The one door to kernels: what a model's layers compute with, whoever computes it.
+
+Layers call these functions and never ask for a device. Today there are two makers: oneDNN through torch, with weights
+packed once for the CPU's caches, and plain torch everywhere else.
+
+Packing pays: all linears of SmolLM2-135M together take 6.0 ms instead of 9.0 (bf16, 1 token) and 117 instead of 157
+(512 tokens), in float32 7.8 instead of 24.8, on two Zen 5 cores.
+"""
+
+# Shapes: T tokens, N outputs, K inputs.
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_mkldnn: Final[Any] = torch.ops.mkldnn
+_has_onednn: Final[bool] = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+class LinearWeight:
+    """The weight of a linear layer in whatever layout its kernel wants; only `linear` looks inside.
+
+    Attributes:
+        out_features, in_features: N and K.
+        num_bytes: memory it takes.
+    """
+
+    __slots__ = ("_packed", "_plain", "in_features", "num_bytes", "out_features")
+
+    def __init__(self, weight: Tensor) -> None:
+        """Take over a weight.
+
+        Args:
+            weight: [N, K], contiguous. Packed weights are copies: the caller should drop his reference.
+        """
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = weight.numel() * weight.element_size()
+        self._plain: Tensor | None = weight
+        self._packed: Tensor | None = None
+        if can_pack(weight):
+            self._packed = _mkldnn._reorder_linear_weight(weight, None)
+            self._plain = None
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN has kernels for this weight on this machine."""
+    if weight.device.type != "cpu" or not _has_onednn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(_mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias; [T, K] -> [T, N] in x's dtype."""
+    if weight._packed is not None:
+        out: Tensor = _mkldnn._linear_pointwise(x, weight._packed, bias, "none", [], "")
+        return out
+    assert weight._plain is not None
+    return F.linear(x, weight._plain, bias)
+
+
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of `table`: [T] ids -> [T, K]."""
+    return F.embedding(token_ids, table)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis, computed in float32; [T, K] -> [T, K]."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and normalise it: (normalised, new residual). `residual` may be overwritten."""
+    residual = residual.add_(x)
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up; [T, 2N] with the gate in the first half -> [T, N]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head by its token's position (Su et al. 2021), halves paired as in Hugging Face's Llama.
+
+    Args:
+        x: [T, heads, D].
+        cos: [T, 1, D] both halves alike.
+        sin: [T, 1, D] the first half negated, so that x * cos + swapped(x) * sin is the rotation.
+    """
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+def store_kv(pool: Tensor, new: Tensor, loc: Tensor) -> None:
+    """Write keys or values of new tokens into their slots.
+
+    Args:
+        pool: [slots, H, D].
+        new: [T, H, D] in the pool's dtype.
+        loc: [T] int64, no slot twice except slot 0, which nobody reads.
+    """
+    pool.index_copy_(0, loc, new)

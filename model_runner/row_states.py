@@ -1,0 +1,126 @@
+"""`RowStates`: what the runner remembers of each request, on the host, by pool row.
+
+Written from the plan's `new_reqs` and `finished_rows` only. What every step looks up for every request lies in arrays
+indexed by row; what a few requests need lies in their `RowState`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..runtime.sampling_params import SamplingParams
+from ..runtime.step_plan import NewReq
+
+Int32s = npt.NDArray[np.int32]
+
+
+class SamplingFlag(enum.IntFlag):
+    """What a request asks of the sampler beyond the argmax; a batch's flags are the union over its rows."""
+
+    DRAW = 1
+    TOP_K = 2
+    TOP_P = 4
+    MIN_P = 8
+    PENALTIES = 16
+    LOGIT_BIAS = 32
+    MIN_NEW_TOKENS = 64
+    LOGPROBS = 128
+    PROMPT_LOGPROBS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """One request.
+
+    Attributes:
+        rid: for logs.
+        input_ids: [known_len] tokens the host had sent when the request was (re)started; later ones are sampled here.
+        prompt_len: how many of them are prompt.
+        sampling: its parameters.
+    """
+
+    rid: str
+    input_ids: Int32s
+    prompt_len: int
+    sampling: SamplingParams
+
+
+class RowStates:
+    """All rows. The arrays hold what was last written; only rows of live requests mean anything.
+
+    Attributes:
+        known_len: [rows] int64, length of `RowState.input_ids`.
+        prompt_len: [rows] int64.
+        flags: [rows] int32, `SamplingFlag`.
+        temperature, top_p, min_p: [rows] float32.
+        top_k: [rows] int64.
+        seed: [rows] uint64.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._states: list[RowState | None] = [None] * num_rows
+        self.known_len = np.zeros(num_rows, dtype=np.int64)
+        self.prompt_len = np.zeros(num_rows, dtype=np.int64)
+        self.flags = np.zeros(num_rows, dtype=np.int32)
+        self.temperature = np.ones(num_rows, dtype=np.float32)
+        self.top_k = np.zeros(num_rows, dtype=np.int64)
+        self.top_p = np.ones(num_rows, dtype=np.float32)
+        self.min_p = np.zeros(num_rows, dtype=np.float32)
+        self.seed = np.zeros(num_rows, dtype=np.uint64)
+
+    def __getitem__(self, row: int) -> RowState:
+        state = self._states[row]
+        assert state is not None, f"row {row} has no request"
+        return state
+
+    def add(self, new: NewReq) -> RowState:
+        """Start a request in its row, which must be free."""
+        assert self._states[new.row] is None, (
+            f"row {new.row} is taken by {self[new.row].rid}, not free for {new.rid}"
+        )
+        sampling = new.sampling
+        state = RowState(new.rid, np.frombuffer(new.input_ids, dtype=np.int32), new.prompt_len, sampling)
+        row = new.row
+        self._states[row] = state
+        self.known_len[row] = len(state.input_ids)
+        self.prompt_len[row] = new.prompt_len
+        self.flags[row] = flags_of(sampling, self._vocab_size)
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = min(sampling.top_k, self._vocab_size)
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed or 0
+        return state
+
+    def remove(self, row: int) -> None:
+        """Forget the row's request."""
+        self._states[row] = None
+
+
+def flags_of(sampling: SamplingParams, vocab_size: int) -> SamplingFlag:
+    """What these parameters need; settings that change nothing need nothing."""
+    flags = SamplingFlag(0)
+    if not sampling.greedy:
+        flags |= SamplingFlag.DRAW
+        if 0 < sampling.top_k < vocab_size:
+            flags |= SamplingFlag.TOP_K
+        if sampling.top_p < 1.0:
+            flags |= SamplingFlag.TOP_P
+        if sampling.min_p > 0.0:
+            flags |= SamplingFlag.MIN_P
+    if sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty:
+        flags |= SamplingFlag.PENALTIES
+    if sampling.logit_bias:
+        flags |= SamplingFlag.LOGIT_BIAS
+    if sampling.min_new_tokens > 0:
+        flags |= SamplingFlag.MIN_NEW_TOKENS
+    if sampling.logprobs is not None:
+        flags |= SamplingFlag.LOGPROBS
+    if sampling.prompt_logprobs is not None:
+        flags |= SamplingFlag.PROMPT_LOGPROBS
+    return flags

@@ -1,0 +1,1 @@
+"""Checkpoints: where tensors come from, and the checks that they are what the model needs."""

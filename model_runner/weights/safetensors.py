@@ -1,0 +1,154 @@
+"""Weights in safetensors files: one `model.safetensors`, or shards listed in `model.safetensors.index.json`.
+
+Written against the format's specification (huggingface/safetensors:README.md):
+
+    header length u64 | header JSON {name: {dtype, shape, data_offsets: [begin, end]}} | data, offsets relative to it
+
+Files are memory-mapped and every header is checked in full when opened; a file from the internet is not trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.errors import ConfigError
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+
+_MAX_HEADER_BYTES: Final = 100 << 20
+_DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
+"""Ends of names that old exports saved although they are not weights."""
+
+
+class _Entry(NamedTuple):
+    file: _File
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+
+class _File:
+    """One mapped file and its checked header."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                # Private and writable only because torch wants writable memory; nothing is ever written.
+                self.data = mmap.mmap(
+                    file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
+            raise ConfigError(f"{path}: cannot be read: {error}; download it again") from error
+        self.entries = self._read_header()
+
+    def _read_header(self) -> dict[str, _Entry]:
+        size = len(self.data)
+        header_bytes = int.from_bytes(self.data[:8], "little")
+        if size < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+            raise ConfigError(f"{self.path}: truncated, or not a safetensors file; download it again")
+        try:
+            header = json.loads(self.data[8 : 8 + header_bytes])
+            entries = {
+                name: self._entry(8 + header_bytes, value)
+                for name, value in header.items()
+                if name != "__metadata__"
+            }
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{self.path}: the header is damaged ({error!r}); download it again") from error
+        for name, entry in entries.items():
+            end = entry.offset + math.prod(entry.shape) * entry.dtype.itemsize
+            if end > size:
+                raise ConfigError(
+                    f"{self.path}: truncated: tensor {name!r} ends at byte {end}, the file has {size}; "
+                    "download it again"
+                )
+        return entries
+
+    def _entry(self, data_start: int, value: dict[str, Any]) -> _Entry:
+        begin, end = value["data_offsets"]
+        shape = tuple(value["shape"])
+        if value["dtype"] not in _DTYPES:
+            raise ConfigError(
+                f"{self.path}: dtype {value['dtype']} is not supported, only {', '.join(_DTYPES)}; "
+                "use the original weights or a GGUF file"
+            )
+        dtype = _DTYPES[value["dtype"]]
+        if any(not isinstance(dim, int) or dim < 0 for dim in shape) or not 0 <= begin <= end:
+            raise ValueError(f"impossible shape {shape} or offsets {begin}, {end}")
+        if math.prod(shape) * dtype.itemsize != end - begin:
+            raise ValueError(f"shape {shape} does not take {end - begin} bytes")
+        return _Entry(self, dtype, shape, data_start + begin)
+
+
+class SafetensorsStore:
+    """The tensors of all files of a model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the files.
+
+        Raises:
+            ConfigError: there are none, one is missing, truncated or damaged.
+        """
+        self._folder = folder
+        self._entries: dict[str, _Entry] = {}
+        for path in _files(folder):
+            for name, entry in _File(path).entries.items():
+                if name in self._entries:
+                    raise ConfigError(
+                        f"{path}: tensor {name!r} is also in {self._entries[name].file.path.name}; "
+                        "keep one of the files"
+                    )
+                self._entries[name] = entry
+
+    def names(self) -> set[str]:
+        """See `TensorStore`."""
+        return {name for name in self._entries if not name.endswith(_SAFE_TO_IGNORE)}
+
+    def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
+        """See `TensorStore`."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.shape
+
+    def read(self, name: str, out: Tensor) -> None:
+        """See `TensorStore`."""
+        entry = self._entries[name]
+        count = math.prod(entry.shape)
+        stored = torch.frombuffer(entry.file.data, dtype=entry.dtype, count=count, offset=entry.offset)
+        out.copy_(stored.view(entry.shape))
+
+    def describe(self, name: str) -> str:
+        """See `TensorStore`."""
+        entry = self._entries.get(name)
+        return str(self._folder if entry is None else entry.file.path)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if not index.exists():
+        if (folder / SINGLE_FILE).exists():
+            return [folder / SINGLE_FILE]
+        raise ConfigError(
+            f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; download the model again, "
+            "or use --load-format dummy for random weights"
+        )
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        paths = [folder / shard for shard in sorted(shards)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index}: damaged ({error!r}); download it again") from error
+    for path in paths:
+        if path.parent != folder or not path.exists():
+            raise ConfigError(f"{index}: names {path.name!r}, which is not in the folder; download it again")
+    return paths

@@ -1,0 +1,199 @@
+"""A small driver that plays the scheduler: lists of tokens in, `StepPlan`s to a real `ModelRunner`, tokens out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model_runner.load import load_model_runner
+from engine.runtime.config import CacheConfig, ModelConfig
+from engine.runtime.feasibility import Capacity, pages_for
+from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+def int32(values: Iterable[int]) -> bytes:
+    return np.fromiter(values, dtype=np.int32).tobytes()
+
+
+@dataclass
+class Request:
+    """One request as the driver sees it; `tokens` grows with every sampled token."""
+
+    row: int
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    prefix_len: int = 0
+    announced: bool = False
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
+class Driver:
+    """Hands out rows and randomly ordered pages, and makes plans."""
+
+    def __init__(self, runner: Any, capacity: Capacity, seed: int = 0) -> None:
+        self.runner, self.capacity = runner, capacity
+        self.random = random.Random(seed)
+        self.rows = list(range(capacity.max_running_requests))
+        self.pages = list(range(1, capacity.num_pages + 1))
+        self.finished: list[int] = []
+        self.step_id = 0
+
+    def slots(self, pages: Sequence[int], start: int, stop: int) -> list[int]:
+        size = self.capacity.page_size
+        return [pages[p // size] * size + p % size for p in range(start, stop)]
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        prompt_len: int | None = None,
+        prefix: tuple[Request, int] | None = None,
+    ) -> Request:
+        """A new request; `prefix`: share the pages of another one's first tokens (whole pages of them)."""
+        row = self.rows.pop(self.random.randrange(len(self.rows)))
+        req = Request(row, list(tokens), len(tokens) if prompt_len is None else prompt_len, sampling)
+        if prefix is not None:
+            donor, length = prefix
+            assert length % self.capacity.page_size == 0 and donor.computed >= length
+            assert donor.tokens[:length] == req.tokens[:length]
+            req.pages = donor.pages[: length // self.capacity.page_size]
+            req.computed = req.prefix_len = length
+        return req
+
+    def finish(self, req: Request, *, free: bool = True) -> None:
+        self.rows.append(req.row)
+        self.finished.append(req.row)
+        if free:
+            self.pages += req.pages[req.prefix_len // self.capacity.page_size :]
+
+    def plan(self, work: Sequence[tuple[Request, int]], row_updates: tuple[RowUpdate, ...] = ()) -> StepPlan:
+        """Compute so many more tokens of each request; extends must come first."""
+        self.step_id += 1
+        new_reqs, out_loc, samples = [], [], []
+        for req, count in work:
+            stop = req.computed + count
+            while len(req.pages) < pages_for(stop, self.capacity.page_size):
+                req.pages.append(self.pages.pop(self.random.randrange(len(self.pages))))
+            if not req.announced:
+                prefix_loc = int32(self.slots(req.pages, 0, req.prefix_len))
+                new_reqs.append(
+                    NewReq(
+                        f"r{req.row}", req.row, int32(req.tokens), req.prompt_len, prefix_loc, req.sampling
+                    )
+                )
+                req.announced = True
+            out_loc += self.slots(req.pages, req.computed, stop)
+            samples.append(stop == len(req.tokens))
+        counts = [count for _, count in work]
+        mode = ForwardMode.DECODE if all(count == 1 for count in counts) else ForwardMode.MIXED
+        plan = StepPlan(
+            step_id=self.step_id,
+            mode=mode if work else ForwardMode.IDLE,
+            rows=int32(req.row for req, _ in work),
+            num_computed_tokens=int32(req.computed for req, _ in work),
+            num_scheduled_tokens=int32(counts),
+            out_cache_loc=int32(out_loc),
+            samples=bytes(samples),
+            total_num_scheduled_tokens=sum(counts),
+            new_reqs=tuple(new_reqs),
+            row_updates=row_updates,
+            finished_rows=int32(self.finished),
+        )
+        self.finished = []
+        return plan
+
+    def step(self, work: Sequence[tuple[Request, int]], **options: Any) -> StepResult:
+        result = self.runner.launch(self.plan(work, **options)).wait()
+        sampled = iter(np.frombuffer(result.next_token_ids, dtype=np.int32).tolist())
+        for req, count in work:
+            req.computed += count
+            if req.computed == len(req.tokens):
+                req.tokens.append(next(sampled))
+        assert next(sampled, None) is None
+        return result
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        num: int,
+        chunk: int = 1 << 30,
+    ) -> list[list[int]]:
+        """All prompts in one batch, `num` tokens each."""
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        reqs = [self.start(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        while any(len(req.output) < num for req in reqs):
+            work = [
+                (req, min(chunk, len(req.tokens) - req.computed)) for req in reqs if len(req.output) < num
+            ]
+            self.step(sorted(work, key=lambda item: item[1] == 1))
+        for req in reqs:
+            self.finish(req)
+        return [req.output for req in reqs]
+
+
+@dataclass(frozen=True)
+class Source:
+    kind: str
+    path: str
+
+
+@pytest.fixture
+def make_driver() -> Callable[..., Driver]:
+    """A runner from a folder, a GGUF file or (path None) dummy weights, behind a driver."""
+
+    def make(
+        spec: ModelSpec,
+        path: Any = None,
+        *,
+        kind: str = "hf",
+        dtype: Any = "float32",
+        page_size: int = 4,
+        num_pages: int = 256,
+        max_model_len: int = 256,
+        rows: int = 40,
+        poison: bool = True,
+        seed: int = 0,
+        threads: int = 2,
+    ) -> Driver:
+        capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size)
+        config = ModelConfig(
+            dtype=dtype, device="cpu", num_threads=threads, load_format="auto" if path else "dummy", seed=1
+        )
+        source: Any = Source(kind, str(path or "dummy"))
+        runner = load_model_runner(config, CacheConfig(page_size=page_size), source, spec, capacity)
+        if poison:  # whoever reads a slot that nobody wrote gets NaN
+            for pool in (*runner.kv_pool.k, *runner.kv_pool.v):
+                pool.fill_(torch.nan)
+        return Driver(runner, capacity, seed)
+
+    return make
+
+
+@pytest.fixture
+def helpers() -> SimpleNamespace:
+    return SimpleNamespace(int32=int32, GREEDY=GREEDY, Driver=Driver, Source=Source)
