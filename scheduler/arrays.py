@@ -1,0 +1,15 @@
+"""Names for the array types of this room. Ids, lengths, pages and rows are int32: half the bytes of the default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+AnyIntArray = npt.NDArray[np.signedinteger[Any]]
+
+EMPTY: IntArray = np.empty(0, dtype=np.int32)
+EMPTY.setflags(write=False)

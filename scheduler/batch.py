@@ -1,0 +1,132 @@
+"""`ScheduleBatch`: the requests of one step and the `StepPlan` made of them. Complete when constructed, never changed.
+
+In batch order come first the extends (prompt chunks), then the decodes; that is `mix_with_running` of SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
+from .arrays import BoolArray, IntArray
+from .kv_memory import KVMemory
+from .prefill_adder import Chunk
+from .req import Req
+from .req_to_token_pool import ReqToTokenPool
+from .row_states import RowStates
+
+
+class ScheduleBatch:
+    """One step. B requests, the first E of them extends.
+
+    Attributes:
+        plan: what the runner gets.
+        reqs: [B].
+        num_extends: E.
+        rows: [B] the requests' rows when the step was planned.
+        epochs: [B] the rows' epochs then; see `still_here`.
+        end: [B] the number of tokens with KV after the step.
+        sampled: [S] batch indices of those that sample; `StepResult.next_token_ids` is in this order.
+    """
+
+    __slots__ = ("end", "epochs", "num_extends", "plan", "reqs", "rows", "sampled")
+
+    def __init__(
+        self,
+        step_id: int,
+        chunks: Sequence[Chunk],
+        decode_rows: IntArray,
+        decode_reqs: list[Req],
+        *,
+        states: RowStates,
+        pool: ReqToTokenPool,
+        kv: KVMemory,
+    ) -> None:
+        """Build the plan of a step and count its tokens as computed.
+
+        Rows and pages of all tokens are taken already; the pool's rows that left and the rows whose pages moved since
+        the last plan are collected here.
+        """
+        positions = states.num_computed[decode_rows]
+        ends = positions + np.int32(1)
+        states.num_computed[decode_rows] = ends
+        out_cache_loc = pool.slots_at(decode_rows, positions)
+        if chunks:
+            chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
+            starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+            chunk_ends = starts + np.array([chunk.length for chunk in chunks], dtype=np.int32)
+            states.num_computed[chunk_rows] = chunk_ends
+            chunk_slots = [
+                pool.slots(chunk.req.row, chunk.start, chunk.start + chunk.length) for chunk in chunks
+            ]
+            out_cache_loc = np.concatenate([*chunk_slots, out_cache_loc])
+            positions = np.concatenate([starts, positions])
+            ends = np.concatenate([chunk_ends, ends])
+            self.rows: IntArray = np.concatenate([chunk_rows, decode_rows])
+            self.reqs = [chunk.req for chunk in chunks] + decode_reqs
+            samples = np.ones(len(self.rows), dtype=np.uint8)
+            samples[: len(chunks)] = [chunk.is_last for chunk in chunks]
+            self.sampled: IntArray = np.flatnonzero(samples).astype(np.int32)
+        else:
+            self.rows = decode_rows
+            self.reqs = decode_reqs
+            samples = np.ones(len(decode_rows), dtype=np.uint8)
+            self.sampled = np.arange(len(decode_rows), dtype=np.int32)
+        self.num_extends = len(chunks)
+        self.epochs: IntArray = pool.epoch[self.rows]
+        self.end = ends
+        self.plan = StepPlan(
+            step_id=step_id,
+            mode=_mode(len(chunks), len(decode_rows)),
+            rows=self.rows.tobytes(),
+            num_computed_tokens=positions.tobytes(),
+            num_scheduled_tokens=(ends - positions).tobytes(),
+            out_cache_loc=out_cache_loc.tobytes(),
+            samples=samples.tobytes(),
+            total_num_scheduled_tokens=len(out_cache_loc),
+            new_reqs=tuple(_new_req(chunk, pool) for chunk in chunks if chunk.is_first),
+            row_updates=tuple(
+                RowUpdate(row, start, pool.slots(row, start, stop).tobytes())
+                for row, start, stop in kv.take_moved()
+            ),
+            finished_rows=np.array(pool.take_left_rows(), dtype=np.int32).tobytes(),
+        )
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def still_here(self, pool: ReqToTokenPool) -> BoolArray:
+        """[B] whether the request still has the row it had; False once it finished, was aborted or was retracted."""
+        result: BoolArray = pool.epoch[self.rows] == self.epochs
+        return result
+
+    @property
+    def extend_lens(self) -> list[int]:
+        """Tokens of each extend."""
+        start = np.frombuffer(self.plan.num_scheduled_tokens, dtype=np.int32)
+        return [int(length) for length in start[: self.num_extends]]
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that decode."""
+        return len(self.reqs) - self.num_extends
+
+
+def _mode(num_extends: int, num_decodes: int) -> ForwardMode:
+    if not num_extends:
+        return ForwardMode.DECODE if num_decodes else ForwardMode.IDLE
+    return ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND
+
+
+def _new_req(chunk: Chunk, pool: ReqToTokenPool) -> NewReq:
+    req = chunk.req
+    return NewReq(
+        rid=req.rid,
+        row=req.row,
+        input_ids=req.fill_ids,
+        prompt_len=req.prompt_len,
+        prefix_loc=pool.slots(req.row, 0, chunk.start).tobytes(),
+        sampling=req.sampling,
+    )

@@ -1,0 +1,86 @@
+"""`PrefillBudget`: how much prefill one pass may still admit, in KV memory and in computing."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+CLIP_MAX_NEW_TOKENS: Final = 4096
+"""At most so many future tokens are expected of one request: an estimate for admission, never a limit on the output."""
+
+UNLIMITED: Final = 1 << 60
+
+
+class BudgetState(NamedTuple):
+    """The four figures at one moment, for the decision log; tokens."""
+
+    rem_total_tokens: int
+    cur_rem_tokens: int
+    rem_input_tokens: int
+    rem_chunk_tokens: int
+
+
+class PrefillBudget:
+    """Tokens that may still be promised in this pass (sglang:mem_cache/prefill_budget.py).
+
+    Attributes:
+        rem_total_tokens: available KV memory less what the running requests are expected to generate.
+        cur_rem_tokens: available KV memory as it is now.
+        rem_input_tokens: prompt tokens the step may still compute.
+        rem_chunk_tokens: the same by the chunk size; `UNLIMITED` when prompts are never cut.
+        cuts_prompts: whether a prompt may be computed in several steps.
+
+    The pages of the decodes that ride along have been taken before the pass and are missing from the memory already;
+    SGLang subtracts them here. Of the computing budgets they leave at least a page, so that many running requests
+    cannot keep every prompt out.
+    """
+
+    __slots__ = (
+        "cur_rem_tokens",
+        "cuts_prompts",
+        "page_size",
+        "rem_chunk_tokens",
+        "rem_input_tokens",
+        "rem_total_tokens",
+    )
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        available_tokens: int,
+        expected_tokens: float,
+        max_prefill_tokens: int,
+        chunk_size: int | None,
+        num_decodes: int,
+    ) -> None:
+        self.page_size = page_size
+        self.cur_rem_tokens = available_tokens
+        self.rem_total_tokens = available_tokens - math.ceil(expected_tokens)
+        self.rem_input_tokens = max(max_prefill_tokens - num_decodes, page_size)
+        self.cuts_prompts = chunk_size is not None
+        self.rem_chunk_tokens = UNLIMITED if chunk_size is None else max(chunk_size - num_decodes, page_size)
+
+    def state(self) -> BudgetState:
+        """A copy of the figures."""
+        return BudgetState(
+            self.rem_total_tokens, self.cur_rem_tokens, self.rem_input_tokens, self.rem_chunk_tokens
+        )
+
+    @property
+    def rem_step_tokens(self) -> int:
+        """Tokens that this step may still compute."""
+        return min(self.rem_input_tokens, self.rem_chunk_tokens)
+
+    def pin(self, num_tokens: int) -> None:
+        """A cached prefix was locked: so many tokens stopped being evictable."""
+        self.rem_total_tokens -= num_tokens
+        self.cur_rem_tokens -= num_tokens
+
+    def reserve(self, extend_len: int, output_len: int) -> None:
+        """Count an admission: whole pages for what is computed, one page for rounding, the expected output."""
+        extend_tokens = -(-extend_len // self.page_size) * self.page_size
+        self.cur_rem_tokens -= extend_tokens + self.page_size
+        self.rem_total_tokens -= extend_tokens + self.page_size + output_len
+        self.rem_input_tokens -= extend_len
+        self.rem_chunk_tokens -= extend_len

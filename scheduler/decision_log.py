@@ -1,0 +1,111 @@
+"""`DecisionLog`: what each pass decided and why, for the last so many passes.
+
+In every pass every waiting request has exactly one verdict: its own where it was looked at, else the shared one of
+the rest. The rest is one count and one reason, so that a pass costs the same with ten waiting requests and with
+ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from ..runtime.step_plan import ForwardMode
+from .budget import BudgetState
+from .verdict import Reason, Verdict
+
+KEPT_PASSES: Final = 1024
+
+
+class PassRecord:
+    """One call of `Scheduler.next_batch`.
+
+    Attributes:
+        now_s: when.
+        step_id: of the plan that came out; 0 if none did.
+        mode: of that plan.
+        num_waiting: requests in the queue when admission began.
+        budget_before, budget_after: None where admission was not tried.
+        verdicts: about the waiting requests that were looked at, in order.
+        num_rest, rest_reason: how many were not, and why.
+        rest_behind: the request at which the pass ended; "" if none.
+        continued: about prompts in progress.
+        retracted: rids.
+        num_decodes: requests that decode in the step.
+        evicted_pages: taken from the prefix cache in this pass.
+    """
+
+    __slots__ = (
+        "budget_after",
+        "budget_before",
+        "continued",
+        "evicted_pages",
+        "mode",
+        "now_s",
+        "num_decodes",
+        "num_rest",
+        "num_waiting",
+        "rest_behind",
+        "rest_reason",
+        "retracted",
+        "step_id",
+        "verdicts",
+    )
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.step_id = 0
+        self.mode = ForwardMode.IDLE
+        self.num_waiting = 0
+        self.budget_before: BudgetState | None = None
+        self.budget_after: BudgetState | None = None
+        self.verdicts: list[Verdict] = []
+        self.num_rest = 0
+        self.rest_reason: Reason | None = None
+        self.rest_behind = ""
+        self.continued: list[Verdict] = []
+        self.retracted: list[str] = []
+        self.num_decodes = 0
+        self.evicted_pages = 0
+
+    def end(self, reason: Reason, behind: str = "") -> None:
+        """Give all waiting requests that have no verdict yet this one."""
+        self.num_rest = self.num_waiting - len(self.verdicts)
+        if self.num_rest:
+            self.rest_reason = reason
+            self.rest_behind = behind
+
+
+class DecisionLog:
+    """The last `KEPT_PASSES` records."""
+
+    __slots__ = ("_records",)
+
+    def __init__(self, kept_passes: int = KEPT_PASSES) -> None:
+        self._records: deque[PassRecord] = deque(maxlen=kept_passes)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[PassRecord]:
+        """Oldest first."""
+        return iter(self._records)
+
+    @property
+    def last(self) -> PassRecord:
+        """The newest record."""
+        return self._records[-1]
+
+    def append(self, record: PassRecord) -> None:
+        """Keep a record, and forget the oldest where there are too many."""
+        self._records.append(record)
+
+    def about(self, rid: str) -> list[tuple[PassRecord, Verdict]]:
+        """Every verdict of its own that is still kept about a request, oldest first."""
+        return [
+            (record, verdict)
+            for record in self._records
+            for verdict in (*record.verdicts, *record.continued)
+            if verdict.rid == rid
+        ]

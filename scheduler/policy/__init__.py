@@ -1,0 +1,1 @@
+"""Scheduling policies: in which order waiting requests are offered to the PrefillAdder. One file per policy."""

@@ -1,0 +1,154 @@
+"""`PrefixCache`: what the scheduler needs of a store of computed prefixes; `NoPrefixCache`: the one that keeps none.
+
+Ownership of pages is the whole point of this interface:
+
+- A request *leases* a prefix. Leased pages belong to the cache, cannot be evicted, and may be leased by many.
+- `extend` offers the request's own next pages to the cache. What it returns stands for those positions from now on.
+  Where that is the page offered, the cache owns the page now; where it is another one, somebody was faster, and the
+  request still owns its copy and has to free it. What is not returned stays the request's.
+- `release` ends the lease. The pages stay, unlocked, until `evict` hands them out.
+
+So each page has one owner at any time, and a request that ends frees exactly the pages beyond its lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from .arrays import EMPTY, AnyIntArray, IntArray
+
+
+class PrefixMatch(NamedTuple):
+    """A cached prefix of a request, found but not locked; good until the cache's `generation` changes.
+
+    Attributes:
+        num_pages: how long it is.
+        node: where it ends; only the cache looks at it.
+        pages_in_node: how many pages of `node` belong to it.
+    """
+
+    num_pages: int = 0
+    node: Any = None
+    pages_in_node: int = 0
+
+
+class Lease:
+    """A lock of one request on a cached prefix.
+
+    Attributes:
+        extra_key: the namespace.
+        num_pages: length of the prefix.
+        node: where it ends; only the cache looks at it.
+    """
+
+    __slots__ = ("extra_key", "node", "num_pages")
+
+    def __init__(self, extra_key: str, num_pages: int, node: Any) -> None:
+        self.extra_key = extra_key
+        self.num_pages = num_pages
+        self.node = node
+
+
+class PrefixCache(Protocol):
+    """A store of computed prefixes in whole pages, divided into namespaces.
+
+    Token ids come as int32 bytes; a trailing part that fills no page is ignored.
+    """
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever an earlier `PrefixMatch` may have become wrong or too short."""
+        ...
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages that `evict` could free."""
+        ...
+
+    @property
+    def locked_pages(self) -> int:
+        """Pages under a lease."""
+        ...
+
+    def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
+        """The longest cached prefix of at most `max_pages`. Changes nothing."""
+        ...
+
+    def unlocked_pages(self, match: PrefixMatch) -> int:
+        """How many pages of the match would stop being evictable if it were locked."""
+        ...
+
+    def lock(self, extra_key: str, match: PrefixMatch) -> Lease:
+        """Lease a match that is still good."""
+        ...
+
+    def pages_of(self, lease: Lease) -> IntArray:
+        """[lease.num_pages] the leased pages, first to last."""
+        ...
+
+    def extend(self, lease: Lease, token_ids: bytes, pages: AnyIntArray) -> AnyIntArray:
+        """Make the lease longer; see the module's text.
+
+        Args:
+            lease: grows by the pages returned.
+            token_ids: int32 bytes of the tokens that follow the leased ones.
+            pages: [n] the request's pages with their KV; `token_ids` has n pages.
+
+        Returns:
+            [n] or, if nothing is kept, [0]: the cache's pages for these tokens.
+        """
+        ...
+
+    def release(self, lease: Lease) -> None:
+        """End a lease."""
+        ...
+
+    def evict(self, num_pages: int) -> IntArray:
+        """Forget the least valuable unlocked pages, at most `num_pages`, and hand them over."""
+        ...
+
+    def verify(self, leases: Iterable[Lease]) -> list[str]:
+        """What is wrong inside: counters, locks without lease, leases without lock. Costs a walk over everything."""
+        ...
+
+    def all_pages(self) -> IntArray:
+        """Every page the cache owns; for checks."""
+        ...
+
+
+class NoPrefixCache:
+    """Keeps nothing: requests own all their pages and free them when they end."""
+
+    __slots__ = ()
+
+    generation = 0
+    evictable_pages = 0
+    locked_pages = 0
+
+    def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
+        return PrefixMatch()
+
+    def unlocked_pages(self, match: PrefixMatch) -> int:
+        return 0
+
+    def lock(self, extra_key: str, match: PrefixMatch) -> Lease:
+        return Lease(extra_key, 0, None)
+
+    def pages_of(self, lease: Lease) -> IntArray:
+        return EMPTY
+
+    def extend(self, lease: Lease, token_ids: bytes, pages: AnyIntArray) -> AnyIntArray:
+        return EMPTY
+
+    def release(self, lease: Lease) -> None:
+        pass
+
+    def evict(self, num_pages: int) -> IntArray:
+        return EMPTY
+
+    def verify(self, leases: Iterable[Lease]) -> list[str]:
+        return []
+
+    def all_pages(self) -> IntArray:
+        return EMPTY

@@ -1,0 +1,139 @@
+"""`Req`: one request, from its arrival at the scheduler to its finished row.
+
+Only what is read a few times in a request's life stands here. What every step reads or writes of every running request
+(lengths, token ids, pages) stands in arrays indexed by pool row: see `RowStates` and `ReqToTokenPool`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final
+
+from ..runtime.messages import GenerateRequest, Logprobs, Usage
+
+if TYPE_CHECKING:
+    from .prefix_cache import Lease, PrefixMatch
+
+TOKEN_ID_BYTES: Final = 4
+
+
+class ReqStatus(enum.Enum):
+    """Where a request is: WAITING and RETRACTED in the queue; PREFILL and DECODE with a row and pages."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RETRACTED = "retracted"
+    FINISHED = "finished"
+
+
+TRANSITIONS: Final[dict[ReqStatus, frozenset[ReqStatus]]] = {
+    ReqStatus.WAITING: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
+    ReqStatus.PREFILL: frozenset({ReqStatus.DECODE, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.DECODE: frozenset({ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.RETRACTED: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
+    ReqStatus.FINISHED: frozenset(),
+}
+
+
+class Req:
+    """One request.
+
+    Attributes:
+        rid, sampling, priority, extra_key, tenant: as in `GenerateRequest`.
+        seq: counts arrivals at the scheduler; the order of arrival, also between equal times.
+        prompt_len: tokens of the prompt.
+        max_new_tokens: `sampling.max_new_tokens`, known to be set.
+        fill_ids: int32 bytes to compute before sampling: the prompt and, after a retraction, the output so far.
+        output_len: tokens generated and settled.
+        status: see `ReqStatus`; changed by `enter` only.
+        entered_s: when each status was entered for the first time.
+        row: pool row while in PREFILL or DECODE, else -1.
+        lease: the request's lock in the prefix cache while it has a row.
+        match, match_generation: the last look-up in the prefix cache and the cache's generation then.
+        cached_tokens: prompt tokens the prefix cache had at first admission.
+        num_retractions: how often its memory was taken away.
+        num_overtaken: passes in which a later arrival was admitted and this one was not; see `MAX_OVERTAKEN`.
+        answered: whether a row was sent, so that the next one is not the first.
+        prompt_logprobs: parts so far, one per chunk.
+    """
+
+    __slots__ = (
+        "answered",
+        "cached_tokens",
+        "entered_s",
+        "extra_key",
+        "fill_ids",
+        "lease",
+        "match",
+        "match_generation",
+        "max_new_tokens",
+        "num_overtaken",
+        "num_retractions",
+        "output_len",
+        "priority",
+        "prompt_len",
+        "prompt_logprobs",
+        "queue_s",
+        "rid",
+        "row",
+        "sampling",
+        "seq",
+        "status",
+        "tenant",
+    )
+
+    def __init__(self, message: GenerateRequest, seq: int, now_s: float) -> None:
+        assert message.sampling.max_new_tokens is not None
+        self.rid = message.rid
+        self.sampling = message.sampling
+        self.priority = message.priority
+        self.extra_key = message.extra_key
+        self.tenant = message.tenant
+        self.seq = seq
+        self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
+        self.max_new_tokens: int = message.sampling.max_new_tokens
+        self.fill_ids = message.input_ids
+        self.output_len = 0
+        self.status = ReqStatus.WAITING
+        self.entered_s: dict[ReqStatus, float] = {ReqStatus.WAITING: now_s}
+        self.row = -1
+        self.lease: Lease | None = None
+        self.match: PrefixMatch | None = None
+        self.match_generation = -1
+        self.cached_tokens = 0
+        self.queue_s = 0.0
+        self.num_retractions = 0
+        self.num_overtaken = 0
+        self.answered = False
+        self.prompt_logprobs: list[Logprobs] = []
+
+    def enter(self, status: ReqStatus, now_s: float) -> None:
+        """Change the status; a change that `TRANSITIONS` does not list is a bug."""
+        assert status in TRANSITIONS[self.status], (
+            f"{self.rid}: {self.status} -> {status} is not a transition"
+        )
+        self.status = status
+        self.entered_s.setdefault(status, now_s)
+
+    @property
+    def fill_len(self) -> int:
+        """Tokens that must have KV before the next one can be sampled."""
+        return len(self.fill_ids) // TOKEN_ID_BYTES
+
+    @property
+    def max_kv_len(self) -> int:
+        """KV slots of the whole request at most; the last token is never fed back and needs none."""
+        return self.prompt_len + self.max_new_tokens - 1
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it stands in the queue."""
+        return self.status in (ReqStatus.WAITING, ReqStatus.RETRACTED)
+
+    def usage(self) -> Usage:
+        """What it has consumed so far."""
+        return Usage(self.prompt_len, self.output_len, self.cached_tokens, self.queue_s, self.num_retractions)
+
+    def __repr__(self) -> str:
+        return f"Req({self.rid!r}, {self.status.value}, prompt {self.prompt_len}, output {self.output_len})"

@@ -1,0 +1,17 @@
+"""`SchedulerStats`: totals since the start of the process; `Scheduler.report` adds the figures of the moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters that only grow; names as in `SchedulerReport`."""
+
+    retracted_reqs: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    num_steps: int = 0
+    step_s: float = 0.0

@@ -1,0 +1,56 @@
+"""`WaitingQueue`: the requests without a row, in order of arrival.
+
+Every operation is O(1) in the number of waiting requests, so that ten thousand of them cost a step nothing; policies
+that need another order make it themselves from the iteration.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from .req import Req
+
+
+class WaitingQueue:
+    """An ordered set of requests."""
+
+    __slots__ = ("_reqs",)
+
+    def __init__(self) -> None:
+        # An OrderedDict and not a dict: a dict that loses its first entries walks over the holes at each iteration.
+        self._reqs: OrderedDict[int, Req] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __iter__(self) -> Iterator[Req]:
+        """In order of arrival; do not change the queue meanwhile."""
+        return iter(self._reqs.values())
+
+    def __contains__(self, req: Req) -> bool:
+        return req.seq in self._reqs
+
+    def append(self, req: Req) -> None:
+        """Add a request that arrived after all others."""
+        self._reqs[req.seq] = req
+
+    def put_back(self, req: Req) -> None:
+        """Give a retracted request its old place.
+
+        SGLang sends it to the back, which makes it wait for everybody who came after it, and wait longest when the load
+        is highest. By arrival it is nearly always first: only requests that it had overtaken stand before it.
+        """
+        before: list[int] = []
+        for seq in self._reqs:
+            if seq > req.seq:
+                break
+            before.append(seq)
+        self._reqs[req.seq] = req
+        self._reqs.move_to_end(req.seq, last=False)
+        for seq in reversed(before):
+            self._reqs.move_to_end(seq, last=False)
+
+    def remove(self, req: Req) -> None:
+        """Take a request out, wherever it stands."""
+        del self._reqs[req.seq]

@@ -1,0 +1,204 @@
+"""`FakeRunner`: a model runner without a model, which checks that every token it reads from KV memory is the right one.
+
+Its model is a hash: the "KV" of a position is a hash of all tokens up to it, and the next token is a function of that.
+So what a request must generate is known in advance (`expected_output`), whatever the scheduler does to it meanwhile;
+and a page that holds other tokens than it should is seen at the first step that reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.runtime.messages import FinishKind, Logprobs
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import ForwardMode, StepPlan, StepResult
+
+MASK = (1 << 61) - 1
+
+
+def chain(previous: int, token: int) -> int:
+    """The hash of a sequence that is one token longer."""
+    return (previous * 1_000_003 + token + 1) & MASK
+
+
+def chains(tokens: list[int]) -> list[int]:
+    """The hash of each prefix of a sequence."""
+    result, value = [], 7
+    for token in tokens:
+        value = chain(value, token)
+        result.append(value)
+    return result
+
+
+def next_token(
+    state: int, sampling: SamplingParams, output_len: int, eos: frozenset[int], vocab_size: int
+) -> int:
+    """The token after a sequence; end and stop tokens are masked until `min_new_tokens` exist."""
+    token = (state >> 7) % vocab_size
+    if output_len < sampling.min_new_tokens:
+        masked = set(sampling.stop_token_ids) | eos
+        while token in masked:
+            token = (token + 1) % vocab_size
+    return token
+
+
+def expected_output(
+    prompt: list[int], sampling: SamplingParams, eos: frozenset[int], vocab_size: int
+) -> tuple[list[int], FinishKind]:
+    """What a request generates alone."""
+    state = chains(prompt)[-1]
+    output: list[int] = []
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos)
+    assert sampling.max_new_tokens is not None
+    while True:
+        token = next_token(state, sampling, len(output), eos, vocab_size)
+        output.append(token)
+        if token in stops and len(output) > sampling.min_new_tokens:
+            return output, FinishKind.STOP
+        if len(output) >= sampling.max_new_tokens:
+            return output, FinishKind.LENGTH
+        state = chain(state, token)
+
+
+@dataclass
+class Row:
+    """The runner's mirror of one row."""
+
+    sampling: SamplingParams
+    prompt_len: int
+    tokens: list[int]
+    slots: np.ndarray
+    sampled: int | None = None  # the token of the last step, when it is beyond `tokens`
+    states: list[int] = field(default_factory=list)
+
+
+class FakeRunner:
+    """See the module. Steps run at launch; results are handed out by `wait`, as with a device that keeps order."""
+
+    def __init__(
+        self, num_pages: int, page_size: int, max_model_len: int, eos: frozenset[int], vocab_size: int
+    ) -> None:
+        self.page_size = page_size
+        self.max_model_len = max_model_len
+        self.eos = eos
+        self.vocab_size = vocab_size
+        self.num_slots = (num_pages + 1) * page_size
+        self.kv = np.full(self.num_slots, -1, dtype=np.int64)
+        self.rows: dict[int, Row] = {}
+        self.fail_next: set[str] = set()  # rids whose next sampling step reports an error
+        self.rids: dict[int, str] = {}
+        self.steps = 0
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Apply a plan in the order that its docstring gives."""
+        self.steps += 1
+        assert plan.step_id == self.steps
+        for row in ints(plan.finished_rows):
+            del self.rows[row]
+        for new in plan.new_reqs:
+            assert new.row not in self.rows, f"row {new.row} is still taken"
+            slots = np.full(self.max_model_len, -1, dtype=np.int64)
+            prefix = np.frombuffer(new.prefix_loc, dtype=np.int32)
+            slots[: len(prefix)] = prefix
+            tokens = ints(new.input_ids)
+            assert len(prefix) < len(tokens)
+            self.rows[new.row] = Row(new.sampling, new.prompt_len, tokens, slots, states=chains(tokens))
+            self.rids[new.row] = new.rid
+            self.check_prefix(new.row, len(prefix))
+        for update in plan.row_updates:
+            loc = np.frombuffer(update.loc, dtype=np.int32)
+            mirror = self.rows[update.row].slots
+            assert (mirror[update.start : update.start + len(loc)] >= 0).all()
+            mirror[update.start : update.start + len(loc)] = loc
+            self.check_prefix(update.row, update.start + len(loc))
+        assert not plan.page_copies
+        return Launched(self.forward(plan))
+
+    def forward(self, plan: StepPlan) -> StepResult:
+        rows, starts = ints(plan.rows), ints(plan.num_computed_tokens)
+        lengths, out = ints(plan.num_scheduled_tokens), ints(plan.out_cache_loc)
+        samples = list(plan.samples)
+        assert len(rows) == len(starts) == len(lengths) == len(samples)
+        assert len(set(rows)) == len(rows), "a row twice in a step"
+        assert sum(lengths) == len(out) == plan.total_num_scheduled_tokens > 0
+        assert len(set(out)) == len(out), "a slot written twice in a step"
+        assert min(out) >= self.page_size and max(out) < self.num_slots, "the dummy page, or no page at all"
+        self.check_mode(plan.mode, rows, starts, lengths)
+        offset = 0
+        for row_id, start, length in zip(rows, starts, lengths, strict=True):
+            row = self.rows[row_id]
+            if start + length > len(row.tokens):
+                assert start == len(row.tokens) and length == 1 and row.sampled is not None, "no input token"
+                row.tokens.append(row.sampled)
+                row.states.append(chain(row.states[-1], row.sampled))
+                row.sampled = None
+            for position in range(start, start + length):
+                self.kv[out[offset]] = row.states[position]
+                row.slots[position] = out[offset]
+                offset += 1
+        next_ids, logprobs, errors, prompt_logprobs = [], [], {}, {}
+        for idx, (row_id, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
+            row = self.rows[row_id]
+            self.check_prefix(row_id, start + length)
+            if row.sampling.prompt_logprobs is not None:
+                count = min(start + length, row.prompt_len - 1) - start
+                if count > 0:
+                    values = np.arange(start + 1, start + 1 + count, dtype=np.float32)
+                    prompt_logprobs[idx] = Logprobs(values.tobytes())
+            if samples[idx]:
+                assert start + length == len(row.tokens), "samples before the end"
+                output_len = len(row.tokens) - row.prompt_len
+                row.sampled = next_token(row.states[-1], row.sampling, output_len, self.eos, self.vocab_size)
+                next_ids.append(row.sampled)
+                wants = row.sampling.logprobs is not None
+                logprobs.append(Logprobs(np.float32(len(row.tokens)).tobytes()) if wants else None)
+                if self.rids[row_id] in self.fail_next:
+                    self.fail_next.discard(self.rids[row_id])
+                    errors[idx] = "logits are not finite"
+        return StepResult(
+            plan.step_id,
+            np.array(next_ids, dtype=np.int32).tobytes(),
+            tuple(logprobs) if any(logprobs) else (),
+            prompt_logprobs,
+            errors,
+            forward_s=0.01,
+        )
+
+    def check_mode(self, mode: ForwardMode, rows: list[int], starts: list[int], lengths: list[int]) -> None:
+        """Extends first, then decodes."""
+        decodes = [start >= len(self.rows[row].tokens) for row, start in zip(rows, starts, strict=True)]
+        assert decodes == sorted(decodes)
+        expected = {
+            (True, False): ForwardMode.EXTEND,
+            (False, True): ForwardMode.DECODE,
+            (True, True): ForwardMode.MIXED,
+        }
+        assert mode is expected[(not all(decodes), any(decodes))]
+
+    def check_prefix(self, row_id: int, length: int) -> None:
+        """Everything attention would read must be this request's own tokens."""
+        row = self.rows[row_id]
+        slots = row.slots[:length]
+        assert (slots >= self.page_size).all()
+        found, wanted = self.kv[slots], np.array(row.states[:length], dtype=np.int64)
+        wrong = np.flatnonzero(found != wanted)
+        assert not wrong.size, (
+            f"row {row_id}: garbage at positions {wrong[:8].tolist()}, slots {slots[wrong[:8]]}"
+        )
+
+
+class Launched:
+    """A step whose result is there already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+def ints(data: bytes) -> list[int]:
+    """int32 bytes as a list."""
+    return [int(value) for value in np.frombuffer(data, dtype=np.int32)]

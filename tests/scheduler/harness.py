@@ -1,0 +1,213 @@
+"""`Harness`: a scheduler with a FakeRunner, driven step by step, every promise checked after each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import (
+    AbortRequest,
+    BatchTokenOutput,
+    Finish,
+    FinishKind,
+    FlushCache,
+    FlushCacheDone,
+    GenerateRequest,
+    TokenOutput,
+)
+from engine.runtime.sampling_params import SamplingParams
+from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.decision_log import PassRecord
+from engine.scheduler.scheduler import Scheduler
+
+from .fake_runner import FakeRunner, Launched, expected_output, ints
+
+VOCAB_SIZE = 97
+
+
+class Pages(NamedTuple):
+    """The terms of the page equation."""
+
+    free: int
+    cached: int
+    held: int
+
+
+class Answer:
+    """What came back for one request."""
+
+    def __init__(self, prompt: list[int], sampling: SamplingParams) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.rows: list[TokenOutput] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for row in self.rows for token in ints(row.token_ids)]
+
+    @property
+    def finish(self) -> Finish | None:
+        return self.rows[-1].finish if self.rows else None
+
+
+class Harness:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 4,
+        num_pages: int = 64,
+        max_model_len: int = 512,
+        max_running_requests: int = 8,
+        radix_cache: bool = True,
+        overlap: bool = False,
+        eos: Sequence[int] = (0,),
+        **config: Any,
+    ) -> None:
+        config.setdefault("chunked_prefill_size", 64)
+        self.capacity = Capacity(max_model_len, num_pages, page_size, max_running_requests, VOCAB_SIZE)
+        self.eos = frozenset(eos)
+        self.scheduler = Scheduler(
+            SchedulerConfig(**config), CacheConfig(radix_cache=radix_cache), self.capacity, self.eos
+        )
+        self.runner = FakeRunner(num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE)
+        self.overlap = overlap
+        self.in_flight: list[tuple[ScheduleBatch, Launched]] = []
+        self.answers: dict[str, Answer] = {}
+        self.flushes: list[FlushCacheDone] = []
+        self.now_s = 100.0
+        self.rng = np.random.default_rng(0)
+
+    # ------------------------------------------------------------ input
+
+    def submit(
+        self,
+        rid: str | None = None,
+        *,
+        prompt: list[int] | None = None,
+        prompt_len: int = 8,
+        extra_key: str = "",
+        ignore_eos: bool = True,
+        **sampling: Any,
+    ) -> str:
+        """Send a request; a random prompt unless one is given."""
+        rid = rid if rid is not None else f"r{len(self.answers)}"
+        if prompt is None:
+            prompt = [int(token) for token in self.rng.integers(1, VOCAB_SIZE, prompt_len)]
+        sampling.setdefault("max_new_tokens", 4)
+        params = SamplingParams(ignore_eos=ignore_eos, seed=1, **sampling)
+        self.answers[rid] = Answer(prompt, params)
+        ids = np.array(prompt, dtype=np.int32).tobytes()
+        self.scheduler.handle(GenerateRequest(rid, ids, params, extra_key=extra_key), self.now_s)
+        self.collect()
+        return rid
+
+    def abort(self, rid: str, reason: str = "aborted by request") -> None:
+        self.scheduler.handle(AbortRequest(rid, reason), self.now_s)
+        self.collect()
+        self.scheduler.audit()
+
+    def flush(self) -> FlushCacheDone:
+        self.scheduler.handle(FlushCache(len(self.flushes)), self.now_s)
+        self.collect()
+        self.scheduler.audit()
+        return self.flushes[-1]
+
+    # ------------------------------------------------------------ steps
+
+    def step(self) -> ScheduleBatch | None:
+        """One turn of an event loop; with overlap, the step before is settled after this one is launched."""
+        self.now_s += 0.01
+        queued = self.scheduler.report(self.now_s).num_queue_reqs
+        batch = self.scheduler.next_batch(self.now_s)
+        self.check_verdicts(self.last_pass, queued)
+        self.scheduler.audit()
+        if batch is not None:
+            self.in_flight.append((batch, self.runner.launch(batch.plan)))
+        if self.in_flight and (len(self.in_flight) > self.overlap or batch is None):
+            self.settle()
+        self.collect()
+        return batch
+
+    def settle(self) -> None:
+        """Settle the oldest step in flight."""
+        batch, launched = self.in_flight.pop(0)
+        self.scheduler.settle(batch, launched.wait(), self.now_s)
+        self.collect()
+        self.scheduler.audit()
+
+    def run_until_idle(self, max_steps: int = 10_000) -> list[ScheduleBatch]:
+        """Step until nothing is left, then check that nothing stays behind."""
+        batches = []
+        for _ in range(max_steps):
+            busy = bool(self.in_flight)
+            batch = self.step()
+            if batch is not None:
+                batches.append(batch)
+            elif not busy:
+                self.scheduler.on_idle()
+                self.check_answers()
+                return batches
+        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.report(self.now_s)}")
+
+    @property
+    def last_pass(self) -> PassRecord:
+        return self.scheduler.decisions.last
+
+    # ------------------------------------------------------------ output
+
+    def collect(self) -> None:
+        for message in self.scheduler.take_outputs():
+            if isinstance(message, FlushCacheDone):
+                self.flushes.append(message)
+                continue
+            assert isinstance(message, BatchTokenOutput)
+            assert len({row.rid for row in message.outputs}) == len(message.outputs), (
+                "two rows of one request"
+            )
+            for row in message.outputs:
+                answer = self.answers[row.rid]
+                assert answer.finish is None, f"{row.rid} was finished already"
+                assert (row.options is not None) == (not answer.rows), "options belong to the first row"
+                answer.rows.append(row)
+                assert row.usage.completion_tokens == len(answer.tokens)
+                assert row.usage.prompt_tokens == len(answer.prompt)
+
+    def pages(self) -> Pages:
+        report = self.scheduler.report(self.now_s)
+        held, cached = report.kv_used_tokens, report.kv_cached_tokens
+        free = report.kv_total_tokens - held - cached
+        return Pages(*(tokens // self.capacity.page_size for tokens in (free, cached, held)))
+
+    # ------------------------------------------------------------ promises
+
+    def check_verdicts(self, record: PassRecord, queued: int) -> None:
+        """Every waiting request has exactly one verdict."""
+        rids = [verdict.rid for verdict in record.verdicts]
+        assert len(set(rids)) == len(rids)
+        assert record.num_waiting in (queued, queued + len(record.retracted))
+        assert len(rids) + record.num_rest == record.num_waiting
+        assert (record.rest_reason is None) == (record.num_rest == 0)
+
+    def check_answers(self) -> None:
+        """Each request was answered once, with the tokens it gets when it runs alone."""
+        for rid, answer in self.answers.items():
+            assert answer.finish is not None, f"{rid} was never answered"
+            if answer.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
+                tokens, kind = expected_output(answer.prompt, answer.sampling, self.eos, VOCAB_SIZE)
+                assert (answer.tokens, answer.finish.kind) == (tokens, kind), (
+                    rid,
+                    answer.tokens,
+                    tokens,
+                    answer.finish,
+                    kind,
+                    answer.sampling,
+                )
+            elif answer.finish.kind is FinishKind.ABORT:
+                tokens, _ = expected_output(answer.prompt, answer.sampling, self.eos, VOCAB_SIZE)
+                assert answer.tokens == tokens[: len(answer.tokens)], rid
