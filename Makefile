@@ -21,10 +21,10 @@ PYTEST := $(RUN) -m pytest
 
 help: ## this list
 	@echo 'Targets:'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'Variables: PYTHON=python3.12  ARGS="--port 1234"  PIP_ARGS="--extra-index-url URL"'
 
-serve: venv ## serve the default model on http://127.0.0.1:30000 (fetched once); ARGS are options of `engine serve`
+serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fetched once); ARGS are options of `engine serve`
 	@exec $(VENV)/bin/engine serve $(ARGS)
 
 test: test-env ## run the tests that need neither a model file nor a GPU
@@ -59,6 +59,7 @@ format: dev-env ## format the code and mend what ruff can mend
 	@$(RUN) -m ruff format .
 
 venv: $(VENV)/.engine ## make .venv with the engine and its pinned dependencies
+	@echo '$(VENV) is ready; to use it in this shell: source $(VENV)/bin/activate'
 
 test-env: $(VENV)/.test
 dev-env: $(VENV)/.dev
