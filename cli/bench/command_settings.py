@@ -16,7 +16,9 @@ from typing import Any, get_type_hints
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Flatten a command's dataclass parameters into keyword parameters that typer understands."""
     groups: dict[str, type[Any]] = {
-        name: hint for name, hint in get_type_hints(command).items() if dataclasses.is_dataclass(hint)
+        name: hint
+        for name, hint in get_type_hints(command).items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
     }
     parameters = [
         parameter for name, parameter in inspect.signature(command).parameters.items() if name not in groups

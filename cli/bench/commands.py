@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
+from ..options import (
+    CONTEXT_SETTINGS,
+    ConfigFileOption,
+    ModelArgument,
+    Settings,
+    merge_options,
+    takes_config_options,
+)
 from .command_settings import takes_settings
-from .runs import OutputSettings, SamplingSettings, ServerSettings
+from .runs import OutputSettings, SamplingSettings
+from .serve_run import ServerSettings
 from .workload import WorkloadSettings
 
 app = typer.Typer(
@@ -18,19 +27,39 @@ app = typer.Typer(
 EXIT_SOME_FAILED = 1
 
 
-@app.command()
+@app.command(context_settings=CONTEXT_SETTINGS)
 @takes_settings
 def serve(
     server: ServerSettings, workload: WorkloadSettings, sampling: SamplingSettings, output: OutputSettings
 ) -> None:
     """Measure a running server; any OpenAI-compatible one will do."""
-    from .runs import run_serve
+    from .serve_run import run_serve
 
     if not run_serve(server, sampling, workload, output):
         raise typer.Exit(EXIT_SOME_FAILED)
 
 
-@app.command()
+@app.command(context_settings=CONTEXT_SETTINGS)
+@takes_settings
+@takes_config_options(("model", "cache", "scheduler"), exclude=("seed",))
+def offline(
+    model_argument: ModelArgument = None,
+    config_file: ConfigFileOption = None,
+    *,
+    settings: Settings,
+    workload: WorkloadSettings,
+    sampling: SamplingSettings,
+    output: OutputSettings,
+) -> None:
+    """Measure an engine in this process, without HTTP."""
+    from .offline_run import run_offline
+
+    merged = merge_options(settings, config_file=config_file, model=model_argument)
+    if not run_offline(merged, sampling, workload, output):
+        raise typer.Exit(EXIT_SOME_FAILED)
+
+
+@app.command(context_settings=CONTEXT_SETTINGS)
 def compare(
     a: Annotated[Path, typer.Argument(help="Result file of the first system (one or more runs).")],
     b: Annotated[Path, typer.Argument(help="Result file of the second.")],

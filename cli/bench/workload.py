@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from ...runtime.errors import ConfigError
 from .arrivals import arrival_offsets
 from .datasets import LengthRange, random_requests, shared_prefix_requests, sharegpt_requests
 from .records import BenchRequest
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.tokenizer import Tokenizer
 
 
 class DatasetName(enum.StrEnum):
@@ -29,13 +32,18 @@ class DatasetName(enum.StrEnum):
 
 
 class WorkloadTokenizer:
-    """The tokenizer that makes prompts; loaded from the model's files, without its weights."""
+    """The tokenizer that makes prompts."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, model: str) -> WorkloadTokenizer:
+        """The tokenizer of a model, without its weights."""
         from ...runtime.model_files.source import resolve_source
         from ...runtime.model_files.tokenizer import load_tokenizer
 
-        self._tokenizer = load_tokenizer(resolve_source(model))
+        return cls(load_tokenizer(resolve_source(model, need_weights=False)))
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without a beginning-of-sequence token."""

@@ -1,0 +1,146 @@
+"""`bench offline`: the engine in this process, without HTTP and sockets; what is left is scheduler and model runner."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from ...runtime.errors import EngineDeadError, RequestError
+from ...runtime.feasibility import reason_against
+from ...runtime.messages import GenerateRequest, TextOutput
+from ...runtime.sampling_params import SamplingParams
+from .records import BenchRequest, RequestRecord
+from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
+from .workload import WorkloadSettings, WorkloadTokenizer
+
+if TYPE_CHECKING:
+    from ...offline.engine import EngineThread, RowQueue
+    from ...runtime.config_sources import MergedConfig
+
+TOKEN_ID_BYTES = 4
+
+
+class OfflineTarget(AbstractAsyncContextManager["OfflineTarget"]):
+    """An engine thread as a load target.
+
+    A thread of its own takes the rows, so that arrival times do not wait for the event loop.
+    """
+
+    def __init__(
+        self, engine: EngineThread, tokenizer: WorkloadTokenizer, sampling: SamplingSettings
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._rows: RowQueue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[RequestRecord, asyncio.Future[None]]] = {}
+        self._num_requests = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reader = threading.Thread(target=self._read_rows, name="bench rows", daemon=True)
+
+    async def __aenter__(self) -> OfflineTarget:
+        self._loop = asyncio.get_running_loop()
+        self._reader.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._engine.close()
+
+    async def run(self, request: BenchRequest, record: RequestRecord) -> None:
+        """Answer one request; see `load.Target`."""
+        assert self._loop is not None
+        token_ids = (
+            self._tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        )
+        reason = reason_against(len(token_ids), request.output_len, self._engine.capacity)
+        if reason is not None:
+            record.error = reason
+            return
+        sampling = SamplingParams(
+            max_new_tokens=request.output_len,
+            temperature=self._sampling.temperature,
+            ignore_eos=self._sampling.ignore_eos,
+            seed=self._num_requests,
+        )
+        rid = f"bench-{self._num_requests}"
+        self._num_requests += 1
+        done: asyncio.Future[None] = self._loop.create_future()
+        with self._lock:
+            self._open[rid] = (record, done)
+        input_ids = np.asarray(token_ids, dtype="<i4").tobytes()
+        try:
+            self._engine.submit(
+                GenerateRequest(rid, input_ids, sampling, arrival_s=time.monotonic()), self._rows
+            )
+            await done
+        except (EngineDeadError, RequestError) as error:
+            record.error = str(error)
+
+    def _read_rows(self) -> None:
+        """Write every row into its record, until the engine is gone."""
+        assert self._loop is not None
+        while True:
+            row = self._rows.get()
+            now_s = time.monotonic()
+            if isinstance(row, EngineDeadError):
+                self._fail_all(row)
+                return
+            with self._lock:
+                record, done = self._open[row.rid]
+            if row.token_ids:
+                record.arrivals.append((now_s, len(row.token_ids) // TOKEN_ID_BYTES))
+            if row.finish is not None:
+                _take_totals(record, row)
+                self._loop.call_soon_threadsafe(done.set_result, None)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        assert self._loop is not None
+        with self._lock:
+            waiting = [done for _, done in self._open.values() if not done.done()]
+        for done in waiting:
+            self._loop.call_soon_threadsafe(done.set_exception, EngineDeadError(str(error)))
+
+
+def run_offline(
+    merged: MergedConfig, sampling: SamplingSettings, workload: WorkloadSettings, output: OutputSettings
+) -> bool:
+    """Start an engine in this process and measure it; returns whether every request succeeded.
+
+    Raises:
+        ConfigError: a bad setting or model.
+    """
+    from ...offline.build import start_engine
+    from ...runtime.prepare import prepare
+    from ..startup import StartupDisplay
+
+    workload.check()
+    output.check()
+    with StartupDisplay() as display:
+        prepared = prepare(merged, on_step=display.step, on_download=display.download)
+        engine, tokenizer = start_engine(prepared, on_step=display.step)
+    encoder = WorkloadTokenizer(tokenizer)
+    target = OfflineTarget(engine, encoder, sampling)
+    run = asyncio.run(measure(target, workload.requests(encoder), workload.warmup(encoder), workload))
+    config: dict[str, Any] = msgspec.to_builtins(prepared.config)
+    config["server"].pop("api_key", None)
+    client = {**plain_settings(sampling), **plain_settings(workload)}
+    return report(
+        run, "offline", f"{prepared.model_name} in this process", client, {"config": config}, output
+    )
+
+
+def _take_totals(record: RequestRecord, row: TextOutput) -> None:
+    assert row.finish is not None
+    record.prompt_tokens = row.usage.prompt_tokens
+    record.output_tokens = row.usage.completion_tokens
+    record.cached_tokens = row.usage.cached_tokens
+    if row.finish.kind not in ("stop", "length"):
+        record.error = row.finish.message or f"finished with {row.finish.kind}"
