@@ -6,7 +6,8 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
-# Added to every `pip install`, for example an index of one's own.
+# Added to every `pip install`. On Linux the default index has torch with CUDA, which is gigabytes; torch's own index of
+# CPU builds spares a machine without a GPU that: PIP_ARGS="--extra-index-url URL".
 PIP_ARGS ?=
 # Added to the command that a target runs: make serve ARGS="--port 1234", make test ARGS="tests/scheduler -x".
 ARGS ?=
@@ -30,7 +31,8 @@ serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fet
 test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
-test-slow: test-env ## run the tests that take long or need the default model
+test-slow: test-env ## run the tests that take long or need the default model, which is fetched once
+	@$(RUN) -c 'from engine.runtime.model_files.default_model import ensure_default_model; ensure_default_model()'
 	@$(PYTEST) -m "slow or model" $(ARGS)
 
 check: lint typecheck package-check ## lint, format, strict types and packaging: what every commit must pass

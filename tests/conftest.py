@@ -1,8 +1,13 @@
-"""What all tests share: tests marked `gpu` are skipped on a machine without a CUDA device."""
+"""What all tests share: no GPU test without a GPU, and no wall-clock limit on Hypothesis' single examples."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
+
+# The machine may be busy with other things; `timeout` in pyproject.toml ends what really hangs.
+hypothesis.settings.register_profile("engine", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("engine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
