@@ -36,7 +36,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from typing import Final, NoReturn
+from collections.abc import Sequence
+from typing import Final, NoReturn, assert_never
 
 import setproctitle
 
@@ -65,7 +66,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class StopRequested(Exception):
-    """Raised by `wait_for_peers` when the supervisor stops the child instead; `run_child` ends quietly."""
+    """The supervisor stops the child instead of answering, or is gone; `run_child` ends quietly."""
 
 
 class Child:
@@ -76,7 +77,13 @@ class Child:
         settings: what the supervisor sent: role, config, source, spec, endpoints.
     """
 
-    def __init__(self, channel: ControlChannel[ToChild], settings: Settings) -> None:
+    def __init__(self, channel: ControlChannel[ToChild]) -> None:
+        """Wait for the settings.
+
+        Raises:
+            StopRequested: the supervisor stops us instead, or is gone.
+        """
+        settings, *others = _wait_for_settings(channel)
         self.role = settings.role
         self.settings = settings
         self._channel = channel
@@ -84,6 +91,7 @@ class Child:
         self._stop: Stop | None = None
         self._orders: deque[Stop | PeerDied] = deque()
         self._last_heartbeat_s = -HEARTBEAT_INTERVAL_S
+        self._take(others)
 
     # ------------------------------------------------------------ to the supervisor
 
@@ -154,7 +162,12 @@ class Child:
                 loop.remove_reader(self.fileno())
 
     def _read(self) -> None:
-        for message in self._channel.receive():
+        self._take(self._channel.receive())
+        if self._channel.closed and self._stop is None:
+            self._stop = Stop(drain=False)
+
+    def _take(self, messages: Sequence[ToChild]) -> None:
+        for message in messages:
             match message:
                 case PeersReady(capacity=capacity):
                     self._capacity = capacity
@@ -165,8 +178,8 @@ class Child:
                     self._orders.append(message)
                 case Settings():
                     raise ValueError("the supervisor sent a second Settings")
-        if self._channel.closed and self._stop is None:
-            self._stop = Stop(drain=False)
+                case _:
+                    assert_never(message)
 
 
 def run_child(room: str) -> NoReturn:
@@ -185,14 +198,14 @@ def run_child(room: str) -> NoReturn:
     _die_with(supervisor_pid)
     setproctitle.setproctitle(f"engine: {role}")
     channel = child_end(control_fd)
-    settings = _wait_for_settings(channel)
-    configure_logging(settings.config.log, role)
-    sys.exit(_run(room, Child(channel, settings), channel))
+    sys.exit(_run(room, channel))
 
 
-def _run(room: str, child: Child, channel: ControlChannel[ToChild]) -> int:
+def _run(room: str, channel: ControlChannel[ToChild]) -> int:
     """Run the room's `main`; the exit code of the process."""
     try:
+        child = Child(channel)
+        configure_logging(child.settings.config.log, child.role)
         importlib.import_module(f"{room}.process").main(child)
     except StopRequested:
         return 0
@@ -201,7 +214,8 @@ def _run(room: str, child: Child, channel: ControlChannel[ToChild]) -> int:
         return 2
     except Exception as error:  # whatever it is, the supervisor has to hear of it
         logger.error("unexpected error, the process ends", exc_info=True)
-        message = traceback.format_exception_only(error)[-1].strip() + _where(error)
+        first_line = next(iter(str(error).splitlines()), "")
+        message = f"{type(error).__name__}: {first_line}{_where(error)}"
         trace = traceback.format_exc()[-MAX_TRACEBACK_CHARS:]
         channel.send(Failed(kind="bug", message=message, traceback=trace))
         return 1
@@ -225,13 +239,14 @@ def _parse_argv(room: str) -> tuple[Role, int, int]:
     sys.exit(f"{room} is a process of the engine and is started by `engine serve`, not by hand")
 
 
-def _wait_for_settings(channel: ControlChannel[ToChild]) -> Settings:
+def _wait_for_settings(channel: ControlChannel[ToChild]) -> tuple[Settings, *tuple[ToChild, ...]]:
+    """The settings, and what else has arrived: a quick supervisor may have said more by now."""
     while not channel.closed:
         channel.wait(None)
-        for message in channel.receive():
-            if isinstance(message, Settings):
-                return message
-    sys.exit(1)  # the supervisor is gone
+        match channel.receive():
+            case [Settings() as settings, *others]:
+                return settings, *others
+    raise StopRequested
 
 
 def _die_with(supervisor_pid: int) -> None:

@@ -39,8 +39,11 @@ class SocketDir:
         """
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            self._lock_fd = os.open(self.path / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            # Locked before it gets its name, so that no other engine ever sees it unlocked while we live.
+            new = self.path / "new"
+            self._lock_fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            new.rename(self.path / _LOCK_NAME)
         except OSError as error:
             raise ConfigError(
                 f"no directory for sockets can be made in {tempfile.gettempdir()}: {error}"

@@ -8,7 +8,7 @@ import time
 import msgspec
 import torch
 
-from ..model_runner.model_runner import load_model_runner
+from ..model_runner.load import load_model_runner
 from ..runtime.child import Child
 from ..runtime.config import EngineConfig
 from ..runtime.feasibility import Capacity

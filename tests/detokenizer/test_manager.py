@@ -3,6 +3,8 @@ from __future__ import annotations
 import codecs
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +38,7 @@ def spell(word: str) -> list[int]:
 class Request:
     """One request: writes the scheduler's rows, keeps what the detokenizer makes of them."""
 
-    def __init__(self, detokenizer: Detokenizer, rid: str = "r1", **options: object) -> None:
+    def __init__(self, detokenizer: Detokenizer, rid: str = "r1", **options: Any) -> None:
         self.rid = rid
         self.rows: list[TextOutput] = []
         self._detokenizer = detokenizer
@@ -68,7 +70,8 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        return np.frombuffer(b"".join(row.token_ids for row in self.rows), dtype="<i4").tolist()
+        data = b"".join(row.token_ids for row in self.rows)
+        return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
 @pytest.fixture
@@ -274,7 +277,7 @@ def test_the_answer_does_not_depend_on_how_tokens_are_cut_into_rows(make_tokens,
     detokenizer = Detokenizer(make_tokens(PIECES))
     request = Request(detokenizer, stop=tuple(stop))
     bounds = [0, *sorted(cut % len(ids) for cut in cuts), len(ids)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         request.send(ids[start:end], LENGTH if end == len(ids) else None)
 
     whole = b"".join(PIECES[i] for i in ids).decode(errors="replace")

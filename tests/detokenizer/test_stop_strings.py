@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ ALPHABET = "ab"  # few letters make many overlaps
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    return [text[i:j] for i, j in zip(bounds, bounds[1:], strict=False)]
+    return [text[i:j] for i, j in pairwise(bounds)]
 
 
 def expected(text: str, strings: list[str]) -> tuple[str, str | None]:

@@ -1,0 +1,126 @@
+"""Behaviours of fake children. Which child shows which is written in `served_model_name`: "scheduler=dies ...".
+
+They leave notes in $TMPDIR, where the tests look for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from engine.runtime.child import Child
+from engine.runtime.control import PeerDied, Role, Stop
+from engine.runtime.errors import ConfigError
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import HEARTBEAT_INTERVAL_S
+
+NOTES = Path(os.environ["TMPDIR"])
+CAPACITY = Capacity(max_model_len=64, num_pages=8, page_size=16, max_running_requests=4, vocab_size=100)
+
+
+def main(child: Child) -> None:
+    names = dict(pair.split("=") for pair in (child.settings.config.model.served_model_name or "").split())
+    behaviour = globals()[names.get(child.role, "works")]
+    behaviour(child)
+
+
+def works(child: Child) -> None:
+    """Do all that is asked."""
+    if child.role is Role.TOKENIZER_MANAGER:
+        capacity = child.wait_for_peers()
+        asyncio.run(_manage(child, capacity, finishes=True))
+        return
+    child.ready(capacity=CAPACITY if child.role is Role.SCHEDULER else None)
+    _loop(child)
+    if not (NOTES / "drained").exists():
+        (NOTES / f"{child.role}-stopped-before-the-drain").touch()
+
+
+def never_drains(child: Child) -> None:
+    """A tokenizer manager that takes for ever to finish what runs."""
+    asyncio.run(_manage(child, child.wait_for_peers(), finishes=False))
+
+
+def refuses_the_configuration(child: Child) -> None:
+    raise ConfigError("model.gguf is truncated; download it again")
+
+
+def raises_at_start(child: Child) -> None:
+    raise RuntimeError("the weights are odd")
+
+
+def raises_later(child: Child) -> None:
+    child.ready(capacity=CAPACITY)
+    raise RuntimeError("the books do not balance\nby two pages")
+
+
+def exits_at_start(child: Child) -> None:
+    os._exit(3)
+
+
+def exits_later(child: Child) -> None:
+    child.ready(capacity=CAPACITY)
+    os._exit(0)
+
+
+def crashes(child: Child) -> None:
+    child.ready(capacity=CAPACITY)
+    ctypes.string_at(0)
+
+
+def hangs_at_start(child: Child) -> None:
+    (NOTES / "hangs").touch()
+    threading.Event().wait()
+
+
+def hangs_later(child: Child) -> None:
+    child.ready(capacity=CAPACITY)
+    threading.Event().wait()
+
+
+def starts_a_grandchild(child: Child) -> None:
+    code = "import signal; signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    (NOTES / "grandchild").write_text(str(process.pid))
+    child.ready(capacity=CAPACITY)
+    _loop(child)
+
+
+def keeps_going(child: Child) -> None:
+    """Never reads what the supervisor says, and lives."""
+    child.ready(capacity=CAPACITY)
+    while True:
+        child.heartbeat()
+        select.select([], [], [], HEARTBEAT_INTERVAL_S)
+
+
+def _loop(child: Child) -> None:
+    while not child.stop_requested():
+        child.heartbeat()
+        select.select([child], [], [], HEARTBEAT_INTERVAL_S)
+
+
+async def _manage(child: Child, capacity: Capacity, *, finishes: bool) -> None:
+    beating = asyncio.create_task(child.keep_beating())
+    child.ready(url=f"http://localhost/{capacity.num_pages}", port="none")
+    while True:
+        match await child.next_order():
+            case PeerDied(message=message):
+                (NOTES / "clients-were-told").write_text(message)
+                break
+            case Stop(drain=drain):
+                (NOTES / "draining").touch()
+                if finishes or not drain:
+                    (NOTES / "drained").touch()
+                    break
+    beating.cancel()
+
+
+assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -1,0 +1,184 @@
+"""`Child` and the control channel over a real socket pair, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from engine.runtime.child import Child, StopRequested
+from engine.runtime.config import EngineConfig, ServerConfig
+from engine.runtime.control import (
+    ControlChannel,
+    Endpoints,
+    Failed,
+    Heartbeat,
+    PeerDied,
+    PeersReady,
+    Ready,
+    Role,
+    Settings,
+    Stop,
+    ToChild,
+    ToSupervisor,
+    child_end,
+    supervisor_end,
+)
+from engine.runtime.feasibility import Capacity
+from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.source import ModelSource
+
+CAPACITY = Capacity(max_model_len=64, num_pages=8, page_size=16, max_running_requests=4, vocab_size=100)
+SETTINGS = Settings(
+    role=Role.TOKENIZER_MANAGER,
+    config=EngineConfig(server=ServerConfig(port=0, watchdog_timeout=5.0)),
+    source=ModelSource("hf", "/models/tiny", "tiny"),
+    spec=ModelSpec(
+        model_type="llama",
+        vocab_size=100,
+        hidden_size=8,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        torch_dtype="float32",
+        eos_token_ids=(1, 2),
+    ),
+    endpoints=Endpoints("ipc://a", "ipc://b", "ipc://c"),
+)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[ControlChannel[ToSupervisor], ControlChannel[ToChild]]]:
+    """The supervisor's end and the child's."""
+    ours, theirs = socket.socketpair()
+    supervisor, channel = supervisor_end(ours), child_end(theirs.detach())
+    yield supervisor, channel
+    supervisor.close()
+    channel.close()
+
+
+@pytest.fixture
+def supervisor(pair):
+    return pair[0]
+
+
+@pytest.fixture
+def child(pair) -> Child:
+    supervisor, channel = pair
+    supervisor.send(SETTINGS)
+    return Child(channel)
+
+
+def test_settings_arrive_as_they_were_sent(child):
+    assert child.settings == SETTINGS
+    assert child.role is Role.TOKENIZER_MANAGER
+
+
+def test_what_came_along_with_the_settings_is_not_lost(pair):
+    supervisor, channel = pair
+    supervisor.send(SETTINGS)
+    supervisor.send(PeersReady(CAPACITY))
+
+    assert Child(channel).wait_for_peers() == CAPACITY
+
+
+def test_a_child_says_ready_and_then_beats_at_most_once_per_interval(child, supervisor):
+    child.ready(capacity=CAPACITY, load_s="1.5")
+    for _ in range(100):
+        child.heartbeat()
+
+    assert supervisor.receive() == [Ready(capacity=CAPACITY, details={"load_s": "1.5"}), Heartbeat()]
+
+
+def test_frames_may_arrive_in_pieces_and_be_larger_than_a_read():
+    ours, theirs = socket.socketpair()
+    supervisor, long = supervisor_end(ours), Failed(kind="bug", message="m", traceback="x" * 100_000)
+    sender = supervisor_end(theirs)
+    assert sender.send(long)
+    assert sender.send(Heartbeat())
+
+    messages: list[ToSupervisor] = []
+    while len(messages) < 2:
+        assert supervisor.wait(5.0)
+        messages += supervisor.receive()
+
+    assert messages == [long, Heartbeat()]
+    sender.close()
+    supervisor.close()
+
+
+def test_heartbeats_to_a_supervisor_that_does_not_read_never_block(pair):
+    supervisor, channel = pair
+    for _ in range(10_000):
+        channel.send_if_room(Heartbeat())
+
+    assert set(map(type, supervisor.receive())) == {Heartbeat}
+
+
+def test_a_message_before_the_end_of_file_is_still_received(pair):
+    supervisor, channel = pair
+    supervisor.send(SETTINGS)
+    supervisor.send(Stop(drain=True))
+    supervisor.close()
+    child = Child(channel)
+
+    assert child.stop_requested()
+    assert asyncio.run(child.next_order()) == Stop(drain=True)
+    assert asyncio.run(child.next_order()) == Stop(drain=False)
+
+
+def test_a_supervisor_that_is_gone_means_stop(child, supervisor):
+    assert not child.stop_requested()
+    supervisor.close()
+
+    assert child.stop_requested()
+    with pytest.raises(StopRequested):
+        child.wait_for_peers()
+
+
+def test_a_child_that_is_gone_reads_as_closed(pair):
+    supervisor, channel = pair
+    channel.close()
+
+    assert supervisor.wait(5.0)
+    assert supervisor.receive() == []
+    assert supervisor.closed
+    assert not supervisor.send(Stop(drain=False))
+
+
+def test_stop_while_waiting_for_peers_ends_the_wait(child, supervisor):
+    supervisor.send(Stop(drain=False))
+
+    with pytest.raises(StopRequested):
+        child.wait_for_peers()
+
+
+def test_orders_come_in_order_and_wake_an_asyncio_loop(child, supervisor):
+    async def scene() -> list[object]:
+        waiting = asyncio.create_task(child.next_order())
+        await asyncio.sleep(0)
+        supervisor.send(Stop(drain=True))
+        supervisor.send(PeerDied("scheduler was killed by SIGKILL"))
+        async with asyncio.timeout(10):
+            return [await waiting, await child.next_order()]
+
+    assert asyncio.run(scene()) == [Stop(drain=True), PeerDied("scheduler was killed by SIGKILL")]
+
+
+def test_an_asyncio_loop_beats_until_cancelled(child, supervisor):
+    async def scene() -> None:
+        beating = asyncio.create_task(child.keep_beating())
+        await asyncio.sleep(0)
+        beating.cancel()
+
+    asyncio.run(scene())
+
+    assert supervisor.receive() == [Heartbeat()]

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.socket_dir import SocketDir
+
+
+@pytest.fixture
+def tmp(monkeypatch):
+    """A short directory for temporary files."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield Path(path)
+
+
+def test_is_private_and_goes_away_with_its_sockets(tmp):
+    with SocketDir() as socket_dir:
+        assert stat.S_IMODE(socket_dir.path.stat().st_mode) == 0o700
+        assert socket_dir.endpoints().scheduler == f"ipc://{socket_dir.path}/scheduler.sock"
+        (socket_dir.path / "scheduler.sock").touch()
+
+    assert list(tmp.iterdir()) == []
+
+
+def test_sweeps_up_after_engines_that_were_killed_and_leaves_the_living_alone(tmp):
+    abandoned = tmp / "engine-killed"
+    abandoned.mkdir(mode=0o700)
+    (abandoned / "lock").touch()
+    strange = tmp / "engine-notes"
+    strange.mkdir(mode=0o700)
+
+    with SocketDir() as first, SocketDir() as second:
+        assert set(tmp.iterdir()) == {first.path, second.path, strange}
+
+
+def test_a_path_too_long_for_sockets_is_refused_with_the_way_out(tmp, monkeypatch):
+    deep = tmp / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter directory"):
+        SocketDir()
+
+    assert list(deep.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp / "absent"))
+
+    with pytest.raises(ConfigError, match="absent"):
+        SocketDir()

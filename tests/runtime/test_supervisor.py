@@ -1,0 +1,357 @@
+"""The supervisor with real processes: `supervised_engine.py` runs it, over the children of `fake_room`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+DEADLINE_S = 30.0  # for what takes a second on an idle machine
+pytestmark = pytest.mark.real_process
+SCRIPT = Path(__file__).parent / "supervised_engine.py"
+
+
+class Engine:
+    """A supervisor in a process of its own, seen from outside.
+
+    Attributes:
+        tmp: where its socket directory and the notes of its children are.
+    """
+
+    def __init__(self, tmp: Path, behaviours: str, server: dict[str, object]) -> None:
+        self.tmp = tmp
+        self._log = tmp / "log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), behaviours, json.dumps(server)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "TMPDIR": str(tmp), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+
+    def read(self) -> dict[str, object]:
+        """The next line it prints."""
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
+        assert readable, f"no line within {DEADLINE_S} s; log:\n{self.log}"
+        line = self.process.stdout.readline()
+        assert line, f"ended without a word; log:\n{self.log}"
+        values: dict[str, object] = json.loads(line)
+        return values
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end: exit code and message. Nothing is left behind then."""
+        while "exit_code" not in (last := self.read()):
+            pass  # it may have been ready before, if what ends it came later
+        code = self.process.wait(DEADLINE_S)
+        assert code == last["exit_code"]
+        self.assert_nothing_left()
+        return code, str(last["message"])
+
+    def assert_nothing_left(self) -> None:
+        assert [pid for pid in self.pids.values() if is_alive(pid)] == []
+        assert list(self.tmp.glob("engine-*")) == []
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The children's process ids, as the supervisor logs them."""
+        return {role: int(pid) for role, pid in re.findall(r"started child=(\w+) pid=(\d+)", self.log)}
+
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def start_engine() -> Iterator[StartEngine]:
+    """Starts an engine whose children behave as named, the others as they should."""
+    with contextlib.ExitStack() as stack:
+
+        def start(behaviours: str = "", **server: object) -> Engine:
+            # Not `tmp_path`: the paths of sockets must be short.
+            tmp = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+            engine = Engine(tmp, behaviours, server)
+            stack.callback(engine.process.wait)
+            stack.callback(engine.process.kill)
+            return engine
+
+        yield start
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(pid: int, timeout_s: float) -> bool:
+    """Whether the process, which need not be ours, ends in time."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], timeout_s)[0])
+    finally:
+        os.close(fd)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        select.select([], [], [], 0.01)
+
+
+# ---------------------------------------------------------------- a good life
+
+
+def test_starts_hands_on_the_capacity_and_stops_after_a_drain(start_engine):
+    engine = start_engine()
+
+    assert engine.read() == {"url": "http://localhost/8", "num_pages": 8, "details": {"port": "none"}}
+    (socket_dir,) = engine.tmp.glob("engine-*")
+    assert stat.S_IMODE(socket_dir.stat().st_mode) == 0o700
+    engine.process.send_signal(signal.SIGTERM)
+
+    assert engine.end() == (0, "stopped")
+    assert (engine.tmp / "drained").exists()
+    assert list(engine.tmp.glob("*-stopped-before-the-drain")) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_other_polite_signals_drain_too(start_engine, signum):
+    engine = start_engine()
+    engine.read()
+
+    engine.process.send_signal(signum)
+
+    assert engine.end() == (0, "stopped")
+    assert (engine.tmp / "drained").exists()
+
+
+def test_children_leave_it_to_the_supervisor_when_everybody_gets_the_signal(start_engine):
+    engine = start_engine()
+    engine.read()
+
+    for pid in engine.pids.values():
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGHUP)
+    engine.process.send_signal(signal.SIGTERM)
+
+    assert engine.end() == (0, "stopped")
+    assert (engine.tmp / "drained").exists()
+
+
+def test_children_have_telling_titles(start_engine):
+    engine = start_engine()
+    engine.read()
+
+    titles = {role: Path(f"/proc/{pid}/cmdline").read_text().strip("\0") for role, pid in engine.pids.items()}
+
+    assert titles == {role: f"engine: {role}" for role in ("scheduler", "detokenizer", "tokenizer_manager")}
+
+
+def test_a_second_signal_ends_the_drain_at_once(start_engine):
+    engine = start_engine("tokenizer_manager=never_drains", drain_timeout=1000.0)
+    engine.read()
+
+    engine.process.send_signal(signal.SIGINT)
+    wait_until((engine.tmp / "draining").exists)
+    engine.process.send_signal(signal.SIGINT)
+
+    assert engine.end() == (128 + signal.SIGINT, "stopped at once by SIGINT")
+    assert not (engine.tmp / "drained").exists()
+
+
+def test_a_drain_has_an_end(start_engine):
+    engine = start_engine("tokenizer_manager=never_drains", drain_timeout=0.1)
+    engine.read()
+
+    engine.process.send_signal(signal.SIGTERM)
+
+    assert engine.end() == (0, "stopped")
+
+
+def test_a_signal_while_starting_stops_at_once(start_engine):
+    engine = start_engine("scheduler=hangs_at_start")
+    wait_until((engine.tmp / "hangs").exists)
+
+    engine.process.send_signal(signal.SIGTERM)
+
+    assert engine.end() == (128 + signal.SIGTERM, "stopped at once by SIGTERM")
+
+
+def test_a_child_that_does_not_listen_is_killed(start_engine):
+    engine = start_engine("scheduler=keeps_going")
+    engine.read()
+
+    engine.process.send_signal(signal.SIGTERM)
+
+    assert engine.end() == (0, "stopped")
+    assert "killing children=scheduler" in engine.log
+
+
+# ---------------------------------------------------------------- failures at start
+
+
+def test_what_the_user_can_mend_is_said_in_its_own_words(start_engine):
+    engine = start_engine("scheduler=refuses_the_configuration")
+
+    assert engine.end() == (2, "model.gguf is truncated; download it again")
+    assert "Traceback" not in engine.log
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer", "tokenizer_manager"])
+def test_a_child_that_fails_at_start_ends_the_engine_with_its_error(start_engine, role):
+    engine = start_engine(f"{role}=raises_at_start")
+
+    code, message = engine.end()
+
+    assert code == 1
+    assert re.fullmatch(
+        rf"{role} failed: RuntimeError: the weights are odd "
+        r"\(fake_room/process\.py:\d+ in raises_at_start\)",
+        message,
+    )
+    assert engine.log.count("Traceback") == 1
+
+
+def test_a_child_that_vanishes_at_start_ends_the_engine(start_engine):
+    engine = start_engine("detokenizer=exits_at_start")
+
+    code, message = engine.end()
+
+    assert (code, message.partition(" without")[0]) == (1, "detokenizer exited with code 3")
+
+
+def test_a_room_that_cannot_be_imported_is_reported(start_engine):
+    engine = start_engine("scheduler=no_such_behaviour")
+
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith("scheduler failed: KeyError: 'no_such_behaviour'")
+
+
+def test_a_child_that_hangs_at_start_is_named_and_shows_where(start_engine):
+    engine = start_engine("scheduler=hangs_at_start", startup_timeout=3.0)
+
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith("scheduler not ready 3 s after the start")
+    assert "in hangs_at_start" in engine.log  # faulthandler's traceback
+
+
+# ---------------------------------------------------------------- failures later
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer", "tokenizer_manager"])
+def test_a_killed_child_stops_everything_with_its_name(start_engine, role):
+    engine = start_engine()
+    engine.read()
+
+    os.kill(engine.pids[role], signal.SIGKILL)
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith(f"{role} was killed by SIGKILL")
+    if role != "tokenizer_manager":
+        assert (engine.tmp / "clients-were-told").read_text() == message
+
+
+def test_a_crash_in_native_code_is_named_and_shows_where(start_engine):
+    engine = start_engine("scheduler=crashes")
+
+    code, message = engine.end()
+
+    assert (code, message) == (1, "scheduler was killed by SIGSEGV")
+    assert "in crashes" in engine.log
+
+
+def test_an_error_later_is_the_root_cause_on_one_line(start_engine):
+    engine = start_engine("scheduler=raises_later")
+
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith("scheduler failed: RuntimeError: the books do not balance")
+    assert "\n" not in message
+
+
+def test_a_child_that_just_leaves_is_no_success(start_engine):
+    engine = start_engine("scheduler=exits_later")
+
+    code, message = engine.end()
+
+    assert (code, message.partition(" without")[0]) == (1, "scheduler exited with code 0")
+
+
+def test_a_child_that_hangs_is_found_by_its_silence(start_engine):
+    engine = start_engine("detokenizer=hangs_later", watchdog_timeout=3.0)
+
+    assert engine.read()["url"]
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith("detokenizer hangs: no heartbeat for 3 s")
+    assert "in hangs_later" in engine.log
+    assert (engine.tmp / "clients-were-told").read_text() == message
+
+
+def test_a_stopped_child_is_killed(start_engine):
+    engine = start_engine(watchdog_timeout=3.0)
+    engine.read()
+
+    os.kill(engine.pids["scheduler"], signal.SIGSTOP)
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith("scheduler hangs")
+
+
+def test_what_a_child_has_started_ends_with_it(start_engine):
+    engine = start_engine("scheduler=starts_a_grandchild")
+    engine.read()
+    grandchild = int((engine.tmp / "grandchild").read_text())
+    assert is_alive(grandchild)
+
+    os.kill(engine.pids["scheduler"], signal.SIGKILL)
+    engine.end()
+
+    assert wait_for_end(grandchild, DEADLINE_S)
+
+
+@pytest.mark.parametrize("state", ["ready", "starting"])
+def test_children_are_gone_within_two_seconds_of_a_killed_supervisor(start_engine, state):
+    engine = start_engine("scheduler=hangs_at_start" if state == "starting" else "")
+    if state == "ready":
+        engine.read()
+    else:
+        wait_until((engine.tmp / "hangs").exists)
+    pids = list(engine.pids.values())
+    assert len(pids) == 3
+
+    engine.process.kill()
+    deadline_s = time.monotonic() + 2.0
+
+    assert all(wait_for_end(pid, deadline_s - time.monotonic()) for pid in pids)
