@@ -243,7 +243,9 @@ def _add_post_processor(core: CoreTokenizer, fields: Fields, tokens: Sequence[st
         ids = fields.token_ids(f"tokenizer.ggml.{name}_token_id", len(tokens))
         if not ids:
             raise ConfigError(f"{fields.path}: the field tokenizer.ggml.{name}_token_id is missing")
-        parts.insert(position, tokens[ids[0]])
-        used.append((tokens[ids[0]], ids[0]))
+        # Under a name of our own: the token's text could be taken for template syntax ("$B:0" crashes the
+        # library).
+        parts.insert(position, name)
+        used.append({"id": name, "ids": [ids[0]], "tokens": [tokens[ids[0]]]})
     if used:
         core.post_processor = processors.TemplateProcessing(single=parts, special_tokens=used)

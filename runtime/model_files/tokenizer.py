@@ -20,6 +20,7 @@ from .fields import Fields
 from .gguf import GGUFFile
 from .gguf_tokenizer import build_gguf_tokenizer
 from .json_file import read_json
+from .source import ModelSource
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -208,6 +209,17 @@ class Tokenizer:
         if "ByteFallback" in self._decoder_types and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return token.replace("▁", " ").encode()
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """Read the tokenizer from a model's files.
+
+    Raises:
+        ConfigError: there is none, or it is broken or not supported.
+    """
+    if source.kind == "gguf":
+        return Tokenizer.from_gguf(GGUFFile(source.path))
+    return Tokenizer.from_folder(Path(source.path))
 
 
 def _check_unicode(text: str) -> None:

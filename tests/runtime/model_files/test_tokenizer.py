@@ -175,6 +175,16 @@ def test_bos_and_eos_are_added_as_the_file_asks(make_gguf: MakeGGUF, smollm: Cor
     assert load(make_gguf, metadata, add_bos_token=..., pre="llama-bpe").encode("fox")[0] == 1
 
 
+@pytest.mark.parametrize("text", ["$A", "$B:0", "a:b", "bos", "eos"])
+def test_a_bos_token_that_looks_like_template_syntax(
+    make_gguf: MakeGGUF, smollm: CoreTokenizer, text: str
+) -> None:
+    metadata = gguf_metadata(smollm, "smollm")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokenizer = load(make_gguf, metadata, tokens=[tokens[0], text, *tokens[2:]], add_bos_token=True)
+    assert tokenizer.encode("fox") == [1, *tokenizer.encode("fox", add_special_tokens=False)]
+
+
 def test_partial_utf8_comes_out_as_bytes(make_gguf: MakeGGUF, smollm: CoreTokenizer) -> None:
     tokenizer = load(make_gguf, gguf_metadata(smollm, "smollm"))
     ids = tokenizer.encode("🦊")

