@@ -32,6 +32,7 @@ class PassRecord:
         rest_behind: the request at which the pass ended; "" if none.
         continued: about prompts in progress.
         retracted: rids.
+        gave_memory_back: whether running requests lost theirs, so that another pass may find what this one did not.
         num_decodes: requests that decode in the step.
         evicted_pages: taken from the prefix cache in this pass.
     """
@@ -41,6 +42,7 @@ class PassRecord:
         "budget_before",
         "continued",
         "evicted_pages",
+        "gave_memory_back",
         "mode",
         "now_s",
         "num_decodes",
@@ -66,6 +68,7 @@ class PassRecord:
         self.rest_behind = ""
         self.continued: list[Verdict] = []
         self.retracted: list[str] = []
+        self.gave_memory_back = False
         self.num_decodes = 0
         self.evicted_pages = 0
 

@@ -10,6 +10,7 @@ sockets and a model runner (`event_loop.py`), tests to a scripted one. Same call
 
 from __future__ import annotations
 
+import logging
 from typing import Final, assert_never
 
 import numpy as np
@@ -56,6 +57,8 @@ from .running_batch import RunningBatch
 from .stats import SchedulerStats
 from .verdict import AddReqResult, Reason
 from .waiting_queue import WaitingQueue
+
+logger = logging.getLogger(__name__)
 
 LOOK_AHEAD: Final = 16
 """How many requests behind one that lacks memory are tried in a pass; each costs a look into the prefix cache."""
@@ -149,6 +152,7 @@ class Scheduler:
         if reason is None and message.rid in self._reqs:
             reason = f"request id {message.rid!r} is in use"
         if reason is not None:
+            logger.info("refused rid=%s: %s", message.rid, reason)
             finish = Finish(FinishKind.ERROR, message=reason, status=400)
             usage = Usage(len(message.input_ids) // TOKEN_ID_BYTES, 0)
             row = TokenOutput(message.rid, b"", usage, finish, text_options(message.sampling))
@@ -173,6 +177,13 @@ class Scheduler:
         Mixed (the default): running requests decode, and prompt chunks share the step. Otherwise prompts go first,
         and the running decode when there are none to admit, or after so many prefill steps in a row.
         """
+        batch = self._plan_pass(now_s)
+        while batch is None and self.decisions.last.gave_memory_back:
+            batch = self._plan_pass(now_s)  # whoever stood in the way has left
+        return batch
+
+    def _plan_pass(self, now_s: float) -> ScheduleBatch | None:
+        """One pass: who decodes, whose prompts are computed, the batch made of them, and the record of it."""
         record = PassRecord(now_s)
         evicted_before = self._kv.evicted_pages_total
         if self._config.mixed_chunk:
@@ -215,6 +226,7 @@ class Scheduler:
                 self._outputs.append(BatchTokenOutput([self._starve(room.starved, now_s)]))
             self._forget_finished()
             record.retracted = [req.rid for req in room.retracted]
+            record.gave_memory_back = True
             self._raise_ratio()
         elif room.reqs:
             self._ratio.after_decode()
@@ -261,7 +273,7 @@ class Scheduler:
             if spent is None and num_ahead > LOOK_AHEAD:
                 spent = Reason.LOOK_AHEAD_SPENT
             if spent is not None:
-                record.end(spent, refused)
+                record.end(spent, behind=refused)
                 return
             verdict = adder.add(req)
             record.verdicts.append(verdict)
@@ -341,6 +353,7 @@ class Scheduler:
             f"KV memory ran out with one request left: it has {req.prompt_len + req.output_len} tokens and needs "
             f"another page, {available} of {total} can be had; lower max_tokens or raise --max-total-tokens"
         )
+        logger.warning("starved rid=%s: %s", req.rid, message)
         return self._end(req, Finish(FinishKind.ERROR, message=message), now_s)
 
     def _raise_ratio(self) -> None:
@@ -358,6 +371,7 @@ class Scheduler:
         the epoch of their row, and what the step made for them is dropped.
         """
         assert result.step_id == batch.plan.step_id, (result.step_id, batch.plan.step_id)
+        num_live = len(self._reqs)
         here = batch.still_here(self._pool)
         self._states.num_settled[batch.rows[here]] = batch.end[here]
         rows = self._settle_errors(batch, result, here, now_s)
@@ -366,6 +380,7 @@ class Scheduler:
         self._stats.step_s += result.forward_s
         if rows:
             self._outputs.append(BatchTokenOutput(rows))
+        if len(self._reqs) < num_live:
             self._forget_finished()
 
     def _settle_errors(
@@ -445,8 +460,9 @@ class Scheduler:
 
     def _forget_finished(self) -> None:
         """Take requests that finished or were retracted out of the sets of those that run."""
-        if any(req.status is not ReqStatus.DECODE for req in self._running.reqs):
-            self._running.keep(np.array([req.status is ReqStatus.DECODE for req in self._running.reqs]))
+        still_decode = [req.status is ReqStatus.DECODE for req in self._running.reqs]
+        if not all(still_decode):
+            self._running.keep(np.array(still_decode))
         self._partial = [req for req in self._partial if req.status is ReqStatus.PREFILL]
 
     # ------------------------------------------------------------ idle, and figures

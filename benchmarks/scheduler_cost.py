@@ -1,0 +1,204 @@
+"""What the scheduler costs: CPU time of planning and settling, without a model.
+
+    python benchmarks/scheduler_cost.py [--rounds 200]
+
+Prints one table: a decode step by number of running requests, an admission pass with many waiting, a look-up of a long
+prompt in a large prefix cache, and insertion and eviction by pages touched. Medians; time of this thread only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import GenerateRequest
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import StepResult
+from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.prefix_cache import PrefixMatch
+from engine.scheduler.radix_cache import RadixCache
+from engine.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE = 49_152
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Run all measurements."""
+    parser = argparse.ArgumentParser(description="CPU cost of the scheduler alone")
+    parser.add_argument("--rounds", type=int, default=200, help="steps per figure")
+    rounds = parser.parse_args().rounds
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    print(f"{'what':58} {'median':>10} {'p90':>10}")
+    for num_running in (1, 10, 64, 256, 1024):
+        plan, settle, total = decode_step(num_running, rounds)
+        show(f"decode step, {num_running} running: plan", plan)
+        show(f"decode step, {num_running} running: settle", settle)
+        show(f"decode step, {num_running} running: plan + settle", total)
+        print(f"{'    per generated token':58} {np.median(total) / num_running * 1e6:9.2f} us")
+    for num_waiting in (0, 100, 10_000):
+        show(
+            f"plan, 64 running, memory full, {num_waiting} waiting (fcfs)",
+            admission_pass(num_waiting, rounds),
+        )
+    show("admit one 1,024-token request, 10,000 waiting", admit_one(rounds))
+    for page_size in (1, 16):
+        match, insert, evict = prefix_cache(page_size, rounds)
+        show(f"match 32k of 1 M cached tokens, page size {page_size}", match)
+        show(f"insert 32k tokens, page size {page_size}", insert)
+        show(f"evict 32k tokens, page size {page_size}", evict)
+
+
+def show(what: str, samples: list[float]) -> None:
+    """One line."""
+    print(
+        f"{what:58} {np.median(samples) * 1e3:7.3f} ms {np.quantile(samples, 0.9) * 1e3:7.3f} ms", flush=True
+    )
+
+
+def timed(function: Callable[[], T], into: list[float]) -> T:
+    """Call a function and note the CPU time of this thread."""
+    start = time.thread_time()
+    result = function()
+    into.append(time.thread_time() - start)
+    return result
+
+
+def make(num_rows: int, num_pages: int, page_size: int = 16, max_model_len: int = 4096) -> Scheduler:
+    """A scheduler with room for everything that is asked of it here."""
+    config = SchedulerConfig(chunked_prefill_size=8192, max_prefill_tokens=16384)
+    capacity = Capacity(max_model_len, num_pages, page_size, num_rows, VOCAB_SIZE)
+    return Scheduler(config, CacheConfig(), capacity, frozenset({2}))
+
+
+def submit(
+    scheduler: Scheduler, rid: str, prompt_len: int, max_new_tokens: int, rng: np.random.Generator
+) -> None:
+    """Send a random prompt."""
+    ids = rng.integers(3, VOCAB_SIZE, prompt_len, dtype=np.int32).tobytes()
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=1, ignore_eos=True)
+    scheduler.handle(GenerateRequest(rid, ids, sampling), 0.0)
+
+
+def result_of(batch: ScheduleBatch) -> StepResult:
+    """A result with a token that ends nothing."""
+    return StepResult(batch.plan.step_id, np.full(len(batch.sampled), 7, dtype=np.int32).tobytes())
+
+
+def step(scheduler: Scheduler) -> ScheduleBatch | None:
+    """One step without timing."""
+    batch = scheduler.next_batch(0.0)
+    if batch is not None:
+        scheduler.settle(batch, result_of(batch), 0.0)
+        scheduler.take_outputs()
+    return batch
+
+
+def decode_step(num_running: int, rounds: int) -> tuple[list[float], list[float], list[float]]:
+    """Planning and settling when all decode and nobody waits."""
+    rng = np.random.default_rng(0)
+    scheduler = make(num_running, num_pages=num_running * 64)
+    for idx in range(num_running):
+        submit(scheduler, f"request-{idx:06d}", 64 + idx % 16, 600, rng)
+    while scheduler.report(0.0).num_queue_reqs:
+        step(scheduler)
+    step(scheduler)
+    plan: list[float] = []
+    settle: list[float] = []
+    for _ in range(min(rounds, 400)):
+        batch = timed(partial(scheduler.next_batch, 0.0), plan)
+        assert batch is not None and len(batch) == num_running
+        result = result_of(batch)
+        timed(partial(scheduler.settle, batch, result, 0.0), settle)
+        scheduler.take_outputs()
+    return plan, settle, [one + other for one, other in zip(plan, settle, strict=True)]
+
+
+def admission_pass(num_waiting: int, rounds: int) -> list[float]:
+    """Planning when 64 run, memory is spoken for, and many wait behind."""
+    rng = np.random.default_rng(0)
+    scheduler = make(1024, num_pages=64 * 78, max_model_len=8192)
+    for idx in range(64):
+        submit(scheduler, f"running-{idx:06d}", 512, 700, rng)
+    while scheduler.report(0.0).num_queue_reqs:
+        step(scheduler)
+    step(scheduler)
+    for idx in range(num_waiting):
+        submit(scheduler, f"waiting-{idx:06d}", 1024, 4000, rng)
+    samples: list[float] = []
+    for _ in range(rounds):
+        batch = timed(partial(scheduler.next_batch, 0.0), samples)
+        assert batch is not None and batch.num_extends == 0, batch.num_extends
+        scheduler.settle(batch, result_of(batch), 0.0)
+    return samples
+
+
+def admit_one(rounds: int) -> list[float]:
+    """Planning a step that admits one request of many, while 64 decode."""
+    rng = np.random.default_rng(0)
+    config = SchedulerConfig(chunked_prefill_size=8192, max_prefill_tokens=1024 + 64)
+    capacity = Capacity(8192, 1_000_000, 16, 8192, VOCAB_SIZE)
+    scheduler = Scheduler(config, CacheConfig(), capacity, frozenset({2}))
+    for idx in range(64):
+        submit(scheduler, f"running-{idx:06d}", 16, 4000, rng)
+    step(scheduler)
+    for idx in range(10_000):
+        submit(scheduler, f"waiting-{idx:06d}", 1024, 1, rng)
+    samples: list[float] = []
+    for _ in range(rounds):
+        batch = timed(partial(scheduler.next_batch, 0.0), samples)
+        assert batch is not None and 1 <= batch.num_extends <= 2
+        scheduler.settle(batch, result_of(batch), 0.0)
+    return samples
+
+
+def prefix_cache(page_size: int, rounds: int) -> tuple[list[float], list[float], list[float]]:
+    """A tree of 1 M tokens in 32 conversations of 32k that share their first 1k and came in chunks."""
+    rng = np.random.default_rng(0)
+    length, chunk = 32_768, 4096
+    cache = RadixCache(page_size)
+    shared = rng.integers(0, VOCAB_SIZE, 1024, dtype=np.int32)
+    prompts = [
+        np.concatenate([shared, rng.integers(0, VOCAB_SIZE, length - 1024, dtype=np.int32)]).tobytes()
+        for _ in range(33)
+    ]
+    next_page = 1
+
+    def insert(prompt: bytes) -> None:
+        nonlocal next_page
+        lease = cache.lock("", PrefixMatch())
+        for start in range(0, length, chunk):
+            pages = np.arange(next_page, next_page + chunk // page_size, dtype=np.int32)
+            next_page += len(pages)
+            cache.extend(lease, prompt[start * 4 : (start + chunk) * 4], pages)
+        cache.release(lease)
+
+    for prompt in prompts[:32]:
+        insert(prompt)
+    matches: list[float] = []
+    inserts: list[float] = []
+    evictions: list[float] = []
+    for k in range(rounds):
+        prompt = prompts[k % 32]
+        found = timed(
+            lambda prompt=prompt: cache.match("", prompt + prompt[:4], length // page_size), matches
+        )
+        assert isinstance(found, PrefixMatch)
+    for _ in range(max(rounds // 10, 5)):
+        timed(partial(insert, prompts[32]), inserts)
+        timed(partial(cache.evict, length // page_size), evictions)
+    return matches, inserts, evictions
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Properties of the whole scheduler under random arrivals, aborts, flushes, failures and tiny pools.
+
+The FakeRunner checks in each step that no slot is written twice and that every token read from KV memory is the right
+one; the harness checks after each step the books page by page, the locks and the verdicts, and at the end every answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from engine.runtime.feasibility import fits
+from engine.runtime.messages import FinishKind
+
+from .harness import VOCAB_SIZE, Harness
+
+BASE = [1 + (k * k + 3 * k) % (VOCAB_SIZE - 1) for k in range(80)]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Anything may happen at any time."""
+
+    harness: Harness
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 16]),
+        num_pages=st.integers(3, 40),
+        max_running_requests=st.integers(1, 6),
+        radix_cache=st.booleans(),
+        overlap=st.sampled_from([0, 0, 1, 2]),
+        mixed_chunk=st.booleans(),
+        schedule_policy=st.sampled_from(["fcfs", "lpm"]),
+        chunked_prefill_size=st.sampled_from([-1, 1, 8, 24]),
+        max_prefill_tokens=st.sampled_from([5, 32, 200]),
+        max_prefill_steps_in_a_row=st.integers(1, 3),
+        schedule_conservativeness=st.sampled_from([0.01, 0.3, 1.0]),
+    )
+    def make(self, **config: Any) -> None:
+        self.harness = Harness(max_model_len=120, **config)
+
+    @rule(
+        shared=st.integers(0, 80),
+        own=st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=10),
+        max_new_tokens=st.integers(1, 40),
+        min_new_tokens=st.integers(0, 4),
+        ignore_eos=st.booleans(),
+        extra_key=st.sampled_from(["", "", "salt"]),
+        logprobs=st.sampled_from([None, None, None, 0]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        stop_token_ids=st.sampled_from([(), (), (3, 5)]),
+    )
+    def submit(
+        self, shared: int, own: list[int], min_new_tokens: int, max_new_tokens: int, **options: Any
+    ) -> None:
+        prompt = BASE[:shared] + own or [1]
+        rid = self.harness.submit(
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(min_new_tokens, max_new_tokens),
+            **options,
+        )
+        refused = self.harness.answers[rid].finish is not None
+        assert refused == (not fits(len(prompt), max_new_tokens, self.harness.capacity))
+
+    @rule(which=st.integers(0, 60))
+    def abort(self, which: int) -> None:
+        rid = f"r{which}"
+        answer = self.harness.answers.get(rid)
+        was_live = answer is not None and answer.finish is None
+        self.harness.abort(rid)
+        if was_live:
+            assert answer is not None and answer.finish is not None and answer.finish.kind is FinishKind.ABORT
+
+    @rule(which=st.integers(0, 60))
+    def fail(self, which: int) -> None:
+        self.harness.runner.fail_next.add(f"r{which}")
+
+    @rule()
+    def flush(self) -> None:
+        before = self.harness.pages()
+        done = self.harness.flush()
+        assert done.flushed_tokens + done.kept_tokens == before.cached * self.harness.capacity.page_size
+        assert self.harness.pages().cached * self.harness.capacity.page_size == done.kept_tokens
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+
+    @rule()
+    def settle_early(self) -> None:
+        if self.harness.in_flight:
+            self.harness.settle()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.run_until_idle()
+            assert self.harness.pages().held == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("mixed_chunk", [True, False])
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(("page_size", "radix_cache"), [(1, True), (4, True), (4, False), (16, True)])
+def test_every_answer_is_the_one_it_gets_alone(
+    make_scheduler: Callable[..., Harness], mixed_chunk: bool, overlap: int, page_size: int, radix_cache: bool
+) -> None:
+    num_retracted = 0
+    for seed, policy, chunk in itertools.product(range(2), ("fcfs", "lpm"), (-1, 8)):
+        rng = random.Random(seed)
+        harness = make_scheduler(
+            page_size=page_size,
+            num_pages=96 // page_size,
+            max_model_len=96,
+            max_running_requests=rng.choice([5, 8]),
+            radix_cache=radix_cache,
+            overlap=overlap,
+            mixed_chunk=mixed_chunk,
+            schedule_policy=policy,
+            chunked_prefill_size=chunk,
+            max_prefill_tokens=rng.choice([16, 100]),
+            schedule_conservativeness=0.01,
+        )
+        for idx in range(20):
+            prompt = BASE[: rng.randrange(20)] + [
+                rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randrange(1, 12))
+            ]
+            harness.submit(prompt=prompt, max_new_tokens=rng.randrange(1, 60), ignore_eos=False)
+            if idx % 2:
+                harness.step()
+        harness.run_until_idle()
+        num_retracted += harness.scheduler.report(0.0).retracted_reqs_total
+    assert num_retracted, "the pool was never short: the test does not test what it should"
