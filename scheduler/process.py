@@ -6,7 +6,6 @@ import gc
 import time
 
 import msgspec
-import torch
 
 from ..model_runner.load import load_model_runner
 from ..runtime.child import Child
@@ -30,8 +29,6 @@ def main(child: Child) -> None:
 
     started_s = time.monotonic()
     capacity = capacity_of(config, spec)
-    assert isinstance(config.model.num_threads, int), "the configuration is not resolved"
-    torch.set_num_threads(config.model.num_threads)
     runner = load_model_runner(config.model, config.cache, settings.source, spec, capacity)
     scheduler = Scheduler(config.scheduler, config.cache, capacity, frozenset(spec.eos_token_ids))
     # What exists now stays; the collector need not look at it again in the middle of a step.

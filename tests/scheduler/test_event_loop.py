@@ -1,0 +1,203 @@
+"""The event loop with a clock, sockets and a control channel made of lists; scheduler real, runner fake."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from engine.runtime.child import Child
+from engine.runtime.ipc import Inbox, Outbox
+from engine.runtime.messages import (
+    HEARTBEAT_INTERVAL_S,
+    AbortRequest,
+    BatchTokenOutput,
+    FinishKind,
+    FlushCache,
+    FlushCacheDone,
+    GenerateRequest,
+    Message,
+    SchedulerInput,
+    SchedulerReport,
+)
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import StepPlan
+from engine.scheduler.event_loop import EventLoop
+from engine.scheduler.step_log import StepLog
+
+STEP_S = 0.125
+
+
+class World:
+    """Everything around the event loop. Time passes in polls that wait, and in steps of the runner."""
+
+    def __init__(self, harness: Any, log_interval_s: float = 10.0) -> None:
+        self.now_s = 50.0
+        self.arriving: list[SchedulerInput] = []
+        self.sent: list[Message] = []
+        self.waits_s: list[float] = []
+        self.num_heartbeats = 0
+        self.stops_after: int | None = None
+        self._runner = harness.runner
+        self.loop = EventLoop(
+            harness.scheduler,
+            self,
+            cast("Inbox[SchedulerInput]", self),
+            cast(Outbox, self),
+            cast(Child, self),
+            StepLog(log_interval_s),
+            clock=lambda: self.now_s,
+        )
+
+    def poll(self, timeout_s: float) -> list[SchedulerInput]:
+        self.waits_s.append(timeout_s)
+        messages, self.arriving = self.arriving, []
+        if not messages:
+            self.now_s += timeout_s
+        return messages
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.now_s += STEP_S
+        return self._runner.launch(plan)
+
+    def heartbeat(self) -> None:
+        self.num_heartbeats += 1
+
+    def stop_requested(self) -> bool:
+        return self.num_heartbeats == self.stops_after
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.loop.step()
+
+    def submit(self, rid: str, max_new_tokens: int) -> None:
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=1, ignore_eos=True)
+        ids = np.arange(1, 9, dtype=np.int32).tobytes()
+        self.arriving.append(GenerateRequest(rid, ids, sampling))
+
+    def sent_of(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    @property
+    def rows(self) -> list[Any]:
+        return [row for batch in self.sent_of(BatchTokenOutput) for row in batch.outputs]
+
+
+@pytest.fixture
+def world(make_scheduler) -> World:
+    return World(make_scheduler())
+
+
+def test_a_request_is_answered_token_by_token_and_once(world):
+    world.submit("r1", max_new_tokens=4)
+
+    world.steps(6)
+
+    assert [len(row.token_ids) // 4 for row in world.rows] == [1, 1, 1, 1]
+    assert [row.finish and row.finish.kind for row in world.rows] == [None, None, None, FinishKind.LENGTH]
+
+
+def test_messages_are_taken_between_steps(world):
+    world.submit("long", max_new_tokens=100)
+    world.steps(3)
+    world.submit("late", max_new_tokens=1)
+    world.steps(1)
+    world.arriving.append(AbortRequest("long", "client disconnected"))
+    world.steps(1)
+
+    assert [row.rid for row in world.rows] == ["long", "long", "long", "late", "long", "long"]
+    assert world.rows[-1].finish.kind is FinishKind.ABORT
+
+
+def test_a_flush_is_answered_while_idle(world):
+    world.arriving.append(FlushCache(7))
+
+    world.steps(1)
+
+    assert world.sent_of(FlushCacheDone) == [FlushCacheDone(7, 0, 0)]
+
+
+def test_idle_it_waits_for_messages_and_wakes_only_to_report(world):
+    world.steps(3)
+    started_s, world.waits_s = world.now_s, []
+
+    world.steps(20)
+
+    assert min(world.waits_s) > 0
+    assert world.now_s - started_s >= 19 * HEARTBEAT_INTERVAL_S
+
+
+def test_busy_it_never_waits(world):
+    world.submit("r1", max_new_tokens=10)
+
+    world.steps(10)
+
+    assert world.waits_s == [0.0] * 10
+
+
+@pytest.mark.parametrize("max_new_tokens", [100, 0], ids=["busy", "idle"])
+def test_reports_come_on_time(world, max_new_tokens):
+    if max_new_tokens:
+        world.submit("r1", max_new_tokens=max_new_tokens)
+
+    world.steps(60)
+
+    times_s = [report.sent_s for report in world.sent_of(SchedulerReport)]
+    assert len(times_s) > 10
+    assert max(np.diff(times_s)) <= HEARTBEAT_INTERVAL_S + STEP_S
+    assert world.num_heartbeats == 60
+
+
+def test_the_books_are_checked_once_when_work_is_done(make_scheduler, monkeypatch):
+    harness = make_scheduler()
+    checks = []
+    monkeypatch.setattr(harness.scheduler, "on_idle", lambda: checks.append(1))
+    world = World(harness)
+    world.steps(5)
+    at_start = len(checks)
+
+    world.submit("r1", max_new_tokens=3)
+    world.steps(10)
+
+    assert (at_start, len(checks)) == (1, 2)
+
+
+def test_a_bug_found_by_the_scheduler_ends_the_loop(make_scheduler, monkeypatch):
+    harness = make_scheduler()
+
+    def fail(*_args: object) -> None:
+        raise AssertionError("a page is missing")
+
+    monkeypatch.setattr(harness.scheduler, "on_idle", fail)
+
+    with pytest.raises(AssertionError, match="a page is missing"):
+        World(harness).loop.run()
+
+
+def test_runs_until_the_supervisor_says_stop(world):
+    world.stops_after = 7
+
+    world.loop.run()
+
+    assert world.num_heartbeats == 7
+
+
+def test_one_line_per_interval_and_none_without_work(make_scheduler, caplog):
+    caplog.set_level(logging.INFO, logger="engine.scheduler.step_log")
+    world = World(make_scheduler(), log_interval_s=2.0)
+    world.steps(20)
+    assert caplog.messages == []
+
+    world.submit("r1", max_new_tokens=40)
+    world.steps(60)
+
+    lines = caplog.messages
+    assert 2 <= len(lines) <= 4
+    assert all("running=" in line and "cache_hit=" in line for line in lines)
+    steps = [int(line.split()[0].removeprefix("steps=")) for line in lines]
+    assert sum(steps) == 40
