@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@torch.inference_mode()
 def load_model_runner(
     config: ModelConfig, cache: CacheConfig, source: ModelSource, spec: ModelSpec, capacity: Capacity
 ) -> ModelRunner:

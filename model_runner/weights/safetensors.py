@@ -24,7 +24,7 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
 _MAX_HEADER_BYTES: Final = 100 << 20
-_DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 """Ends of names that old exports saved although they are not weights."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,16 +15,14 @@ import torch
 from engine.model_runner.load import load_model_runner
 from engine.runtime.config import CacheConfig, ModelConfig
 from engine.runtime.feasibility import Capacity, pages_for
+from engine.runtime.messages import Logprobs
+from engine.runtime.model_files.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> None:
-    torch.set_num_threads(2)
 
 
 def int32(values: Iterable[int]) -> bytes:
@@ -89,7 +87,12 @@ class Driver:
         if free:
             self.pages += req.pages[req.prefix_len // self.capacity.page_size :]
 
-    def plan(self, work: Sequence[tuple[Request, int]], row_updates: tuple[RowUpdate, ...] = ()) -> StepPlan:
+    def plan(
+        self,
+        work: Sequence[tuple[Request, int]],
+        row_updates: tuple[RowUpdate, ...] = (),
+        page_copies: bytes = b"",
+    ) -> StepPlan:
         """Compute so many more tokens of each request; extends must come first."""
         self.step_id += 1
         new_reqs, out_loc, samples = [], [], []
@@ -120,6 +123,7 @@ class Driver:
             total_num_scheduled_tokens=sum(counts),
             new_reqs=tuple(new_reqs),
             row_updates=row_updates,
+            page_copies=page_copies,
             finished_rows=int32(self.finished),
         )
         self.finished = []
@@ -157,9 +161,61 @@ class Driver:
 
 
 @dataclass(frozen=True)
-class Source:
-    kind: str
-    path: str
+class TinyLlama:
+    """A random model of transformers, saved to a folder, and the facts our reader finds there."""
+
+    reference: Any
+    folder: Path
+    spec: ModelSpec
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities of what follows each token: [len, vocab] float32."""
+        logits = self.reference(torch.tensor([tokens])).logits[0].float()
+        return logits.log_softmax(-1)
+
+    @torch.inference_mode()
+    def greedy(self, tokens: Sequence[int], num: int) -> list[int]:
+        """Greedy continuation without any cache."""
+        out = list(tokens)
+        for _ in range(num):
+            out.append(int(self.reference(torch.tensor([out])).logits[0, -1].argmax()))
+        return out[len(tokens) :]
+
+
+@pytest.fixture
+def make_tiny_llama(tmp_path: Path) -> Callable[..., TinyLlama]:
+    """A tiny random Llama; keyword arguments are those of transformers' LlamaConfig."""
+
+    def make(*, dtype: str = "float32", max_shard_size: str = "1GB", seed: int = 0, **options: Any) -> TinyLlama:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        settings: dict[str, Any] = {
+            "vocab_size": 96,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        torch.manual_seed(seed)
+        reference = LlamaForCausalLM(LlamaConfig(**{**settings, **options})).eval()
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                else:  # large enough that logits differ clearly
+                    parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 1.5 / parameter.shape[-1] ** 0.5)
+        reference = reference.to(getattr(torch, dtype))
+        folder = tmp_path / f"llama{seed}"
+        reference.save_pretrained(folder, max_shard_size=max_shard_size)
+        return TinyLlama(reference, folder, read_hf_spec(folder))
+
+    return make
 
 
 @pytest.fixture
@@ -168,23 +224,26 @@ def make_driver() -> Callable[..., Driver]:
 
     def make(
         spec: ModelSpec,
-        path: Any = None,
+        path: Path | None = None,
         *,
-        kind: str = "hf",
-        dtype: Any = "float32",
+        kind: Literal["hf", "gguf"] = "hf",
+        dtype: Literal["bfloat16", "float32"] = "float32",
         page_size: int = 4,
-        num_pages: int = 256,
+        num_pages: int = 512,
         max_model_len: int = 256,
         rows: int = 40,
         poison: bool = True,
         seed: int = 0,
-        threads: int = 2,
     ) -> Driver:
         capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size)
         config = ModelConfig(
-            dtype=dtype, device="cpu", num_threads=threads, load_format="auto" if path else "dummy", seed=1
+            dtype=dtype,
+            device="cpu",
+            num_threads=torch.get_num_threads(),
+            load_format="auto" if path else "dummy",
+            seed=1,
         )
-        source: Any = Source(kind, str(path or "dummy"))
+        source = ModelSource(kind, str(path or "dummy"), "test")
         runner = load_model_runner(config, CacheConfig(page_size=page_size), source, spec, capacity)
         if poison:  # whoever reads a slot that nobody wrote gets NaN
             for pool in (*runner.kv_pool.k, *runner.kv_pool.v):
@@ -195,5 +254,20 @@ def make_driver() -> Callable[..., Driver]:
 
 
 @pytest.fixture
-def helpers() -> SimpleNamespace:
-    return SimpleNamespace(int32=int32, GREEDY=GREEDY, Driver=Driver, Source=Source)
+def driver(make_driver: Callable[..., Driver], make_tiny_llama: Callable[..., TinyLlama]) -> Driver:
+    """A tiny random model in float32 with poisoned KV memory."""
+    tiny = make_tiny_llama()
+    return make_driver(tiny.spec, tiny.folder)
+
+
+@pytest.fixture
+def unpack() -> Callable[[Logprobs], tuple[Any, Any, Any]]:
+    """`Logprobs` to arrays: token_logprobs [n], top_ids [n, k], top_logprobs [n, k]."""
+
+    def unpack_logprobs(packed: Logprobs) -> tuple[Any, Any, Any]:
+        token = np.frombuffer(packed.token_logprobs, dtype=np.float32)
+        top_ids = np.frombuffer(packed.top_ids, dtype=np.int32).reshape(len(token), packed.top_k)
+        top = np.frombuffer(packed.top_logprobs, dtype=np.float32).reshape(len(token), packed.top_k)
+        return token, top_ids, top
+
+    return unpack_logprobs
