@@ -197,9 +197,10 @@ class _Resolver:
         if asked == "auto":
             pool = budget.tokens
         elif asked * budget.kv_token_bytes > budget.left_bytes:
+            most = max(0, budget.left_bytes) // budget.kv_token_bytes
             raise ConfigError(
                 f"max_total_tokens is {asked}, which takes {asked * budget.kv_token_bytes / GIB:.1f} GiB, but memory "
-                f"holds {max(0, budget.left_bytes) // budget.kv_token_bytes} tokens: {replace(budget, fraction=1).sums}; "
+                f"holds {most} tokens: {replace(budget, fraction=1).sums}; "
                 f"lower --max-total-tokens"
             )
         else:

@@ -1,0 +1,126 @@
+"""`engine`: the entry point of the command line, and what its errors look like.
+
+Commands are imported when they run: `engine --help` shows them from the table below and loads nothing else. The exit
+code is 0 when all went well, 2 for a mistake of the user, 130 after Ctrl-C, otherwise 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from .. import __version__
+from ..runtime.errors import ConfigError, EngineError, RequestError
+from .options import CONTEXT_SETTINGS
+
+PROG_NAME: Final = "engine"
+COMMANDS: Final = {
+    "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
+    "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
+    "bench": (".bench.commands", "Measure throughput and latency."),
+}
+"""Command -> (module with the typer `app`, one line for `--help`)."""
+EXAMPLES: Final = """Examples:
+
+  engine serve                         the default model on 127.0.0.1:30000
+  engine serve ./my-model --port 80    a Hugging Face folder, or a .gguf file
+  engine serve --print-config          every setting, and where it came from
+  engine chat                          talk to the default model, in this process
+  engine chat "Why is the sky blue?"   one question; stdout is the answer
+
+Every command takes --help, and works without a model: the default is small."""
+EXIT_USER: Final = 2
+EXIT_FAILED: Final = 1
+EXIT_INTERRUPTED: Final = 130
+
+
+class LazyGroup(TyperGroup):
+    """The commands of `COMMANDS`; a command's module is imported only when the command is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, most used first."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        """A command as `--help` lists it: its name and its line."""
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Import the command that was asked for, or suggest one."""
+        name = args[0]
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
+            raise ConfigError(f"there is no command '{name}'; {hint}")
+        module = importlib.import_module(COMMANDS[name][0], __package__)
+        return name, get_command(module.app), args[1:]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The usual help, then examples."""
+        super().format_help(ctx, formatter)
+        formatter.write(f"\n{EXAMPLES}\n")
+
+
+app = typer.Typer(
+    cls=LazyGroup, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=CONTEXT_SETTINGS
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.")] = False,
+) -> None:
+    """An inference engine for large language models."""
+    if version:
+        typer.echo(f"{PROG_NAME} {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; a mistake of the user is one line, a bug is a traceback."""
+    sys.exit(run(argv))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        result = app(args=arguments, prog_name=PROG_NAME, standalone_mode=False)
+    except typer.TyperException as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", PROG_NAME)
+        return _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", EXIT_USER)
+    except (ConfigError, RequestError) as error:
+        return _fail(str(error), EXIT_USER)
+    except EngineError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`) has enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    typer.echo(f"{PROG_NAME}: {message}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

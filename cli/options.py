@@ -1,0 +1,163 @@
+"""The settings of `EngineConfig` as command line options, grouped in `--help`, and the layers merged into one config.
+
+Options are made from the dataclasses (see `runtime/config_fields.py`): a new setting appears here by itself. An option
+that is not given stays None, so that the YAML file below it can still have its say.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from ..runtime.config_fields import AUTO, ConfigField, config_fields
+from ..runtime.config_sources import Layer, MergedConfig, from_environment, from_flags, from_yaml_file, merge
+from ..runtime.errors import ConfigError
+
+GROUP_TITLES: Final = {
+    "model": "Model",
+    "cache": "KV cache",
+    "scheduler": "Scheduling",
+    "server": "Server",
+    "log": "Logging",
+}
+CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"]}
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+]
+ConfigFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="YAML file with settings, `page_size: 16`; flags win over it."
+    ),
+]
+PrintConfigOption = Annotated[
+    bool,
+    typer.Option("--print-config", help="Show every setting, its value and where it came from, and exit."),
+]
+
+GENERAL_TITLE: Final = "General"
+_NAME_COLUMNS: Final = 34
+
+Settings = dict[str, Any]
+"""The setting options of one command line: name -> text or truth value, None where not given."""
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose `--help` shows its options under titles, in plain text that fits 80 columns.
+
+    typer's own boxes cut long option names at that width. Needs `rich_markup_mode=None` in the `typer.Typer`.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write one section per title, general options last."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                title = "Arguments" if param.param_type_name == "argument" else GENERAL_TITLE
+                sections.setdefault(getattr(param, "rich_help_panel", None) or title, []).append(record)
+        if GENERAL_TITLE in sections:
+            sections[GENERAL_TITLE] = sections.pop(GENERAL_TITLE)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records, col_max=_NAME_COLUMNS)
+
+
+def takes_config_options(
+    groups: Collection[str] = tuple(GROUP_TITLES), *, exclude: Collection[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command one option per setting of these groups; it receives them together, as `settings: Settings`."""
+    fields = [f for f in config_fields().values() if f.group in groups and f.name not in exclude]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name])
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name != "settings"
+        ]
+        options = [_parameter(field) for field in fields]
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> Any:
+            settings = {field.name: values.pop(field.name) for field in fields}
+            return command(**values, settings=settings)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *options)]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return wrapper
+
+    return decorate
+
+
+def merge_options(
+    settings: Settings,
+    *,
+    config_file: Path | None = None,
+    model: str | None = None,
+    base: Layer | None = None,
+) -> MergedConfig:
+    """The configuration of a command line: base < file < environment < flags.
+
+    Args:
+        settings: from `takes_config_options`.
+        config_file: from `--config`.
+        model: the positional MODEL.
+        base: what the command itself prefers over the defaults.
+    """
+    flags: Mapping[str, Any] = settings
+    if model is not None:
+        if settings.get("model") not in (None, model):
+            raise ConfigError(
+                f"the model is given twice: {model!r} and --model {settings['model']!r}; drop one"
+            )
+        flags = {**settings, "model": model}
+    file_layer = from_yaml_file(config_file) if config_file is not None else {}
+    return merge(base or {}, file_layer, from_environment(), from_flags(flags))
+
+
+def _parameter(field: ConfigField) -> inspect.Parameter:
+    """The keyword parameter from which typer makes the option."""
+    option = typer.Option(
+        f"{field.flag}/--no-{field.flag[2:]}" if field.kind is bool else field.flag,
+        help=field.help + _default_text(field),
+        metavar=None if field.kind is bool else _metavar(field),
+        show_default=False,
+        rich_help_panel=GROUP_TITLES[field.group],
+        autocompletion=_completion(field) if field.kind is not bool else None,
+    )
+    annotation: Any = Annotated[bool | None if field.kind is bool else str | None, option]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _metavar(field: ConfigField) -> str:
+    if field.choices:
+        return "|".join(field.choices)
+    kind = {int: "INT", float: "NUMBER", str: "TEXT"}[field.kind]
+    return f"{kind}|{AUTO}" if field.auto else kind
+
+
+def _default_text(field: ConfigField) -> str:
+    """`  [default: auto]`; nothing where the help says what happens without the option."""
+    if field.default is None:
+        return ""
+    if field.kind is bool:
+        return f"  [default: {'' if field.default else 'no-'}{field.flag[2:]}]"
+    return f"  [default: {field.default}]"
+
+
+def _completion(field: ConfigField) -> Callable[[str], list[str]]:
+    words = field.choices or ((AUTO,) if field.auto else ())
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete

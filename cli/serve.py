@@ -1,0 +1,140 @@
+"""`engine serve`: check what can be checked at once, prepare, run the supervisor, say one clear thing at each turn.
+
+Standard output carries the block that says "ready" (and `--print-config`), standard error the log.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shlex
+import socket
+from typing import Any, Final
+
+import typer
+
+from ..runtime.config import EngineConfig, ServerConfig
+from ..runtime.errors import ConfigError
+from .options import (
+    CONTEXT_SETTINGS,
+    ConfigFileOption,
+    GroupedCommand,
+    ModelArgument,
+    PrintConfigOption,
+    Settings,
+    merge_options,
+    takes_config_options,
+)
+from .startup import StartupDisplay
+
+logger = logging.getLogger(__name__)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+_QUESTION: Final = "Say hello in three languages."
+
+
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
+@takes_config_options()
+def serve(
+    model_argument: ModelArgument = None,
+    config_file: ConfigFileOption = None,
+    print_config: PrintConfigOption = False,
+    *,
+    settings: Settings,
+) -> int:
+    """Serve a model over HTTP, compatible with the OpenAI API.
+
+    MODEL is a folder in Hugging Face layout, a .gguf file, a hub name, or 'default' (SmolLM2-135M-Instruct, fetched
+    once). Settings given as "auto" are computed for this machine; --print-config shows how.
+
+    Example: engine serve ./my-model --port 8000 --max-model-len 4096
+    """
+    merged = merge_options(settings, config_file=config_file, model=model_argument)
+    if print_config:
+        from ..runtime.prepare import prepare
+        from .print_config import render_config
+
+        with StartupDisplay() as display:
+            prepared = prepare(merged, on_step=display.step, on_download=display.download)
+        typer.echo(render_config(prepared.config, merged, prepared.notes))
+        return 0
+    check_port(merged.config.server)
+    return _run(merged)
+
+
+def _run(merged: Any) -> int:
+    from ..runtime.logs import configure_logging
+    from ..runtime.prepare import log_config, prepare
+    from ..runtime.supervisor import EngineReady, Supervisor
+
+    configure_logging(merged.config.log, "supervisor")
+    with StartupDisplay() as display:
+        prepared = prepare(merged, on_step=display.step, on_download=display.download)
+    log_config(prepared, merged.origins)
+
+    def on_ready(ready: EngineReady) -> None:
+        typer.echo(ready_text(prepared.config, ready))
+
+    outcome = Supervisor(prepared.config, prepared.source, prepared.spec, on_ready).run()
+    if outcome.exit_code != 0:
+        typer.echo(f"engine: {outcome.message}", err=True)
+    return outcome.exit_code
+
+
+def check_port(config: ServerConfig) -> None:
+    """Find out now, and not when the model is loaded, that nobody can listen there.
+
+    Raises:
+        ConfigError: the port is taken or not allowed, or the host is none of this machine's.
+    """
+    where = f"{config.host}:{config.port}"
+    try:
+        addresses = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"host {config.host!r} has no address ({error.strerror}); use --host 127.0.0.1"
+        ) from None
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # As the server does: connections of one that has just ended do not count as "in use".
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"{where} is in use, maybe by another engine; stop it, or use --port {config.port + 1} "
+                    f"(--port 0 takes a free one)"
+                ) from None
+            if error.errno == errno.EACCES:
+                raise ConfigError(
+                    f"ports below 1024 need privileges, not {where}; use --port 30000"
+                ) from None
+            raise ConfigError(f"cannot listen on {where}: {error.strerror}; see --host and --port") from None
+
+
+def ready_text(config: EngineConfig, ready: Any) -> str:
+    """The block that says: it runs, here is where, try this."""
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    name = str(model.served_model_name)
+    body = json.dumps(
+        {"model": name, "messages": [{"role": "user", "content": _QUESTION}]}, ensure_ascii=False
+    )
+    key = ' -H "Authorization: Bearer $ENGINE_API_KEY"' if config.server.api_key else ""
+    where = f"{model.device}, {model.num_threads} threads" if model.device == "cpu" else str(model.device)
+    return "\n".join(
+        [
+            "",
+            f"Ready after {ready.startup_s:.1f} s: {name} at {ready.url}",
+            f"  {model.dtype} on {where}; context {model.max_model_len} tokens, KV pool {cache.max_total_tokens} "
+            f"tokens, {scheduler.max_running_requests} requests at once",
+            "  Try:",
+            f"  curl {ready.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+            "  Stop with Ctrl-C.",
+            "",
+        ]
+    )

@@ -1,0 +1,92 @@
+"""`prepare`: from a merged configuration to all that an engine needs to start: files, facts, no "auto" left.
+
+Shared by `engine serve` (before the supervisor starts processes) and `LLM` (before the engine thread starts). Takes
+milliseconds once the model's files are on the disk; torch is not imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .config import EngineConfig
+from .config_fields import SECRETS, config_fields
+from .config_sources import MergedConfig
+from .host_facts import read_host_facts
+from .model_files.model_spec import ModelSpec, load_spec
+from .model_files.source import ModelSource, resolve_source
+from .resolve import resolve
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A start that should work.
+
+    Attributes:
+        config: every value concrete.
+        source: the model's files.
+        spec: the model's architecture.
+        notes: setting -> why it has its value, where that was computed.
+    """
+
+    config: EngineConfig
+    source: ModelSource
+    spec: ModelSpec
+    notes: Mapping[str, str]
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.config.model.served_model_name or self.source.name
+
+
+def prepare(
+    merged: MergedConfig,
+    *,
+    on_step: Callable[[str], None] | None = None,
+    on_download: Callable[[int, int], None] | None = None,
+) -> Prepared:
+    """Find the model, fetching it if need be, and resolve the configuration for it and for this machine.
+
+    Args:
+        merged: what the user wants.
+        on_step: told the name of each step as it begins.
+        on_download: told (bytes so far, bytes in all) while the default model is fetched.
+
+    Raises:
+        ConfigError: no such model, a broken one, or settings it cannot run with.
+    """
+    step = on_step or _no_step
+    config = merged.config
+    step("model files")
+    source = resolve_source(
+        config.model.model, need_weights=config.model.load_format != "dummy", progress=on_download
+    )
+    spec = load_spec(source)
+    resolved = resolve(config, spec, read_host_facts())
+    model, notes = resolved.config.model, dict(resolved.notes)
+    if model.served_model_name is None:
+        notes["served_model_name"] = "the model's own name"
+        model = dataclasses.replace(model, served_model_name=source.name)
+    if model.load_format == "auto":
+        notes["load_format"] = "what the model's files are"
+        model = dataclasses.replace(model, load_format="gguf" if source.kind == "gguf" else "safetensors")
+    return Prepared(dataclasses.replace(resolved.config, model=model), source, spec, notes)
+
+
+def log_config(prepared: Prepared, origins: Mapping[str, str]) -> None:
+    """Log each setting that is not a plain default, with its origin or its reason."""
+    for field in config_fields().values():
+        value = getattr(getattr(prepared.config, field.group), field.name)
+        reason = prepared.notes.get(field.name) or origins[field.name]
+        if value != field.default:
+            shown = "(hidden)" if field.name in SECRETS else value
+            logger.info("setting %s=%s reason=%r", field.name, shown, reason)
+
+
+def _no_step(_name: str) -> None:
+    return

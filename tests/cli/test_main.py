@@ -1,0 +1,112 @@
+"""The entry point: what it loads, what its errors look like, and its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from engine import __version__
+from engine.cli import main as cli
+from engine.runtime.errors import ConfigError, EngineDeadError, RequestError
+
+
+def failing(error):
+    def command(*_args, **_kwargs):
+        raise error
+
+    return command
+
+
+def test_alone_it_explains_itself_with_examples(capsys):
+    assert cli.run([]) == 0
+    out = capsys.readouterr().out
+    assert "engine serve ./my-model --port 80" in out
+    for name, (_module, line) in cli.COMMANDS.items():
+        assert name in out
+        assert line in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_version(capsys):
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"engine {__version__}\n"
+
+
+def test_help_loads_no_command_and_nothing_heavy():
+    code = (
+        "import sys; from engine.cli.main import run; run(['--help']); "
+        "print(*sorted(set(m.split('.')[0] for m in sys.modules)), file=sys.stderr); "
+        "print(*[m for m in sys.modules if m.startswith('engine.cli')], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    top, ours = done.stderr.strip().splitlines()
+    assert not {"torch", "numpy", "litestar", "tokenizers", "rich", "prompt_toolkit"} & set(top.split())
+    assert set(ours.split()) == {"engine.cli", "engine.cli.main", "engine.cli.options"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serv"], "engine: there is no command 'serv'; did you mean 'serve'?"),
+        (["frob"], "engine: there is no command 'frob'; the commands are serve, chat, bench"),
+        (["serve", "--prot", "1"], "engine: No such option: --prot"),
+        (["serve", "--port"], "engine: Option '--port' requires an argument"),
+        (["serve", "--port", "x"], "engine: --port is 'x', but it must be a whole number"),
+        (
+            ["serve", "--port", "70000"],
+            "engine: port is 70000, but it must lie in [0, 65535] (set by --port)",
+        ),
+        (
+            ["serve", "--dtype", "float3"],
+            "engine: --dtype is 'float3', but it must be one of auto, bfloat16, float32",
+        ),
+        (["serve", "--model", "a", "b"], "engine: the model is given twice: 'b' and --model 'a'; drop one"),
+        (
+            ["serve", "--config", "/nowhere.yaml"],
+            "engine: cannot read the configuration file /nowhere.yaml: No such",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
+    assert cli.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(message)
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("the reason"), 2),
+        (RequestError("the reason"), 2),
+        (EngineDeadError("the reason"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_exit_codes(capsys, monkeypatch, error, code):
+    monkeypatch.setattr(cli, "app", failing(error))
+    assert cli.run([]) == code
+    assert capsys.readouterr().err == ("" if code == 130 else "engine: the reason\n")
+
+
+def test_a_bug_is_a_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "app", failing(ZeroDivisionError("x")))
+    with pytest.raises(ZeroDivisionError):
+        cli.run([])
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    code = "from engine.cli.main import main; main(['--help'])"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'"{sys.executable}" -c "{code}" | true'],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stderr == ""
