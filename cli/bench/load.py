@@ -33,14 +33,14 @@ class LoadRun:
     Attributes:
         records: one per request, in workload order.
         start_s, end_s: first request due, last answer complete.
-        client_cpu_share: cores' worth of CPU that this process used meanwhile.
+        client_cpu_share: cores' worth of CPU that this process used meanwhile; None where the engine is in it.
         client_lag_p99_s: 99th percentile of how late the event loop woke up.
     """
 
     records: list[RequestRecord]
     start_s: float
     end_s: float
-    client_cpu_share: float
+    client_cpu_share: float | None
     client_lag_p99_s: float
 
 

@@ -118,6 +118,7 @@ def run_offline(
         ConfigError: a bad setting or model.
     """
     from ...offline.build import start_engine
+    from ...runtime.model_files.tokenizer import load_tokenizer
     from ...runtime.prepare import prepare
     from ..startup import StartupDisplay
 
@@ -125,7 +126,9 @@ def run_offline(
     output.check()
     with StartupDisplay() as display:
         prepared = prepare(merged, on_step=display.step, on_download=display.download)
-        engine, tokenizer = start_engine(prepared, on_step=display.step)
+        display.step("tokenizer")
+        tokenizer = load_tokenizer(prepared.source)
+        engine = start_engine(prepared, tokenizer, on_step=display.step)
     encoder = WorkloadTokenizer(tokenizer)
     target = OfflineTarget(engine, encoder, sampling)
     run = asyncio.run(measure(target, workload.requests(encoder), workload.warmup(encoder), workload))

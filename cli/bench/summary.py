@@ -83,7 +83,7 @@ class Summary(msgspec.Struct, frozen=True):
     steady: SteadyWindow | None
     goodput_rate: float | None
     attainment: dict[str, float]
-    client_cpu_share: float
+    client_cpu_share: float | None
     client_lag_p99_ms: float
     warnings: list[str]
 
@@ -190,7 +190,7 @@ def _warnings(run: LoadRun, good: Sequence[RequestRecord], itls_s: Sequence[floa
             f"the client's event loop woke up to {run.client_lag_p99_s * 1e3:.1f} ms late (P99): "
             "part of the tail may be its own"
         )
-    if run.client_cpu_share > 0.5:
+    if run.client_cpu_share is not None and run.client_cpu_share > 0.5:
         warnings.append(
             f"the client used {run.client_cpu_share:.2f} cores; latencies may include its own slowness"
         )
