@@ -1,4 +1,7 @@
-"""`python supervised_engine.py BEHAVIOURS SERVER_CONFIG`: an engine of fake rooms under a real supervisor.
+"""`python supervised_engine.py JSON`: an engine under a real supervisor, for tests.
+
+The argument has `server`, fields of `ServerConfig`, and either `behaviours` of fake rooms, or `model`, a folder with
+which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`.
 
 Prints one JSON line when ready and one at the end, and leaves with the supervisor's exit code.
 """
@@ -7,15 +10,23 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
-from engine.runtime.config import EngineConfig, LogConfig, ModelConfig, ServerConfig
+from engine.runtime.config import (
+    CacheConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from engine.runtime.control import Role
 from engine.runtime.logs import configure_logging
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.model_spec import ModelSpec, load_spec
 from engine.runtime.model_files.source import ModelSource
-from engine.runtime.supervisor import EngineReady, Supervisor
+from engine.runtime.supervisor import ROOMS, EngineReady, Supervisor
 
-SPEC = ModelSpec(
+FAKE_SPEC = ModelSpec(
     model_type="llama",
     vocab_size=100,
     hidden_size=8,
@@ -41,16 +52,42 @@ def on_ready(ready: EngineReady) -> None:
     tell({"url": ready.url, "num_pages": ready.capacity.num_pages, "details": ready.details})
 
 
-def main() -> None:
-    behaviours, server = sys.argv[1:]
-    configure_logging(LogConfig(), "supervisor")
+def fake_supervisor(behaviours: str, server: ServerConfig) -> Supervisor:
+    config = EngineConfig(model=ModelConfig(served_model_name=behaviours), server=server)
     # Children import from where this process does: this folder, where `fake_room` is, is on its path.
-    config = EngineConfig(
-        model=ModelConfig(served_model_name=behaviours), server=ServerConfig(**json.loads(server))
-    )
     rooms = dict.fromkeys(Role, "fake_room")
-    source = ModelSource("hf", "/nowhere", "fake")
-    outcome = Supervisor(config, source, SPEC, on_ready, rooms).run()
+    return Supervisor(config, ModelSource("hf", "/nowhere", "fake"), FAKE_SPEC, on_ready, rooms)
+
+
+def real_supervisor(folder: str, server: ServerConfig) -> Supervisor:
+    config = EngineConfig(
+        model=ModelConfig(
+            model=folder,
+            max_model_len=512,
+            dtype="float32",
+            load_format="dummy",
+            device="cpu",
+            num_threads=1,
+            seed=1,
+        ),
+        cache=CacheConfig(max_total_tokens=1024, mem_fraction=0.5),
+        scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=64),
+        server=server,
+    )
+    source = ModelSource("hf", folder, "tiny")
+    rooms = {**ROOMS, Role.TOKENIZER_MANAGER: "fake_client"}
+    return Supervisor(config, source, load_spec(source), on_ready, rooms)
+
+
+def main() -> None:
+    arguments: dict[str, Any] = json.loads(sys.argv[1])
+    configure_logging(LogConfig(), "supervisor")
+    server = ServerConfig(**arguments["server"])
+    if "model" in arguments:
+        supervisor = real_supervisor(arguments["model"], server)
+    else:
+        supervisor = fake_supervisor(arguments["behaviours"], server)
+    outcome = supervisor.run()
     tell(outcome._asdict())
     sys.exit(outcome.exit_code)
 

@@ -1,123 +1,17 @@
-"""The supervisor with real processes: `supervised_engine.py` runs it, over the children of `fake_room`."""
+"""The supervisor with real processes, whose children are those of `fake_room`."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import select
 import signal
 import stat
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-DEADLINE_S = 30.0  # for what takes a second on an idle machine
 pytestmark = pytest.mark.real_process
-SCRIPT = Path(__file__).parent / "supervised_engine.py"
-
-
-class Engine:
-    """A supervisor in a process of its own, seen from outside.
-
-    Attributes:
-        tmp: where its socket directory and the notes of its children are.
-    """
-
-    def __init__(self, tmp: Path, behaviours: str, server: dict[str, object]) -> None:
-        self.tmp = tmp
-        self._log = tmp / "log"
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), behaviours, json.dumps(server)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "TMPDIR": str(tmp), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-
-    def read(self) -> dict[str, object]:
-        """The next line it prints."""
-        assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
-        assert readable, f"no line within {DEADLINE_S} s; log:\n{self.log}"
-        line = self.process.stdout.readline()
-        assert line, f"ended without a word; log:\n{self.log}"
-        values: dict[str, object] = json.loads(line)
-        return values
-
-    def end(self) -> tuple[int, str]:
-        """Wait for its end: exit code and message. Nothing is left behind then."""
-        while "exit_code" not in (last := self.read()):
-            pass  # it may have been ready before, if what ends it came later
-        code = self.process.wait(DEADLINE_S)
-        assert code == last["exit_code"]
-        self.assert_nothing_left()
-        return code, str(last["message"])
-
-    def assert_nothing_left(self) -> None:
-        assert [pid for pid in self.pids.values() if is_alive(pid)] == []
-        assert list(self.tmp.glob("engine-*")) == []
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """The children's process ids, as the supervisor logs them."""
-        return {role: int(pid) for role, pid in re.findall(r"started child=(\w+) pid=(\d+)", self.log)}
-
-
-StartEngine = Callable[..., Engine]
-
-
-@pytest.fixture
-def start_engine() -> Iterator[StartEngine]:
-    """Starts an engine whose children behave as named, the others as they should."""
-    with contextlib.ExitStack() as stack:
-
-        def start(behaviours: str = "", **server: object) -> Engine:
-            # Not `tmp_path`: the paths of sockets must be short.
-            tmp = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
-            engine = Engine(tmp, behaviours, server)
-            stack.callback(engine.process.wait)
-            stack.callback(engine.process.kill)
-            return engine
-
-        yield start
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for_end(pid: int, timeout_s: float) -> bool:
-    """Whether the process, which need not be ours, ends in time."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout_s)[0])
-    finally:
-        os.close(fd)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        select.select([], [], [], 0.01)
 
 
 # ---------------------------------------------------------------- a good life
@@ -175,7 +69,7 @@ def test_a_second_signal_ends_the_drain_at_once(start_engine):
     engine.read()
 
     engine.process.send_signal(signal.SIGINT)
-    wait_until((engine.tmp / "draining").exists)
+    engine.wait_for_note("draining")
     engine.process.send_signal(signal.SIGINT)
 
     assert engine.end() == (128 + signal.SIGINT, "stopped at once by SIGINT")
@@ -193,7 +87,7 @@ def test_a_drain_has_an_end(start_engine):
 
 def test_a_signal_while_starting_stops_at_once(start_engine):
     engine = start_engine("scheduler=hangs_at_start")
-    wait_until((engine.tmp / "hangs").exists)
+    engine.wait_for_note("hangs")
 
     engine.process.send_signal(signal.SIGTERM)
 
@@ -332,13 +226,13 @@ def test_a_stopped_child_is_killed(start_engine):
 def test_what_a_child_has_started_ends_with_it(start_engine):
     engine = start_engine("scheduler=starts_a_grandchild")
     engine.read()
-    grandchild = int((engine.tmp / "grandchild").read_text())
-    assert is_alive(grandchild)
+    grandchild = int(engine.wait_for_note("grandchild"))
+    assert not engine.wait_for_end(grandchild, 0)
 
     os.kill(engine.pids["scheduler"], signal.SIGKILL)
     engine.end()
 
-    assert wait_for_end(grandchild, DEADLINE_S)
+    assert engine.wait_for_end(grandchild)
 
 
 @pytest.mark.parametrize("state", ["ready", "starting"])
@@ -347,11 +241,11 @@ def test_children_are_gone_within_two_seconds_of_a_killed_supervisor(start_engin
     if state == "ready":
         engine.read()
     else:
-        wait_until((engine.tmp / "hangs").exists)
+        engine.wait_for_note("hangs")
     pids = list(engine.pids.values())
     assert len(pids) == 3
 
     engine.process.kill()
     deadline_s = time.monotonic() + 2.0
 
-    assert all(wait_for_end(pid, deadline_s - time.monotonic()) for pid in pids)
+    assert all(engine.wait_for_end(pid, deadline_s - time.monotonic()) for pid in pids)
