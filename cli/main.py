@@ -33,7 +33,7 @@ EXAMPLES: Final = """Examples:
   engine serve                         the default model on 127.0.0.1:30000
   engine serve ./my-model --port 80    a Hugging Face folder, or a .gguf file
   engine serve --print-config          every setting, and where it came from
-  engine chat                          talk to the default model, in this process
+  engine chat                          chat with the default model, no server
   engine chat "Why is the sky blue?"   one question; stdout is the answer
 
 Every command takes --help, and works without a model: the default is small."""

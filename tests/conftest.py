@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import hypothesis
 import pytest
 
@@ -20,3 +23,72 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in Hugging Face layout: a random Llama of 60k weights over bytes, with a tokenizer and a chat template.
+
+    Its greedy text is noise, and the same in every run.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    folder.mkdir()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(
+        models.BPE(
+            {char: 3 + i for i, char in enumerate(alphabet)} | {s: i for i, s in enumerate(specials)}, []
+        )
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    core.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = {"eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+    hidden, inter, layers, heads, kv_heads, vocab = 32, 64, 2, 4, 2, 272
+    head_dim = hidden // heads
+    spec = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(spec))
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for i in range(layers):
+        layer = f"model.layers.{i}."
+        shapes |= {
+            f"{layer}input_layernorm.weight": (hidden,),
+            f"{layer}post_attention_layernorm.weight": (hidden,),
+            f"{layer}self_attn.q_proj.weight": (heads * head_dim, hidden),
+            f"{layer}self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+            f"{layer}self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+            f"{layer}self_attn.o_proj.weight": (hidden, heads * head_dim),
+            f"{layer}mlp.gate_proj.weight": (inter, hidden),
+            f"{layer}mlp.up_proj.weight": (inter, hidden),
+            f"{layer}mlp.down_proj.weight": (hidden, inter),
+        }
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,105 @@
+"""`Batch`: requests that one call submits together, and the rows that answer them."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..runtime.errors import EngineDeadError
+from ..runtime.messages import GenerateRequest
+from ..runtime.model_files.tokenizer import Tokenizer
+from ..runtime.sampling_params import SamplingParams
+from .engine import EngineThread, RowQueue
+from .outputs import GenerationChunk, GenerationOutput, OutputBuilder, encode_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A prompt that fits, with parameters that are verified; `max_new_tokens` and `seed` are set."""
+
+    rid: str
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+class Batch:
+    """Runs once, by `run` or by `chunks`; ended early (Ctrl-C, a closed iterator), it aborts what is not finished."""
+
+    def __init__(
+        self, engine: EngineThread, tokenizer: Tokenizer, requests: Sequence[CheckedRequest]
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._index_of = {request.rid: index for index, request in enumerate(requests)}
+        self._builders: list[OutputBuilder] = []
+        for request in requests:
+            assert request.sampling.seed is not None
+            self._builders.append(OutputBuilder(request.token_ids, request.sampling.seed, tokenizer))
+
+    def run(self, *, progress_bar: bool) -> list[GenerationOutput]:
+        """Generate everything; outputs in the order of the requests."""
+        with _progress(len(self._requests)) if progress_bar else contextlib.nullcontext(_ignore) as show:
+            for chunk in self.chunks():
+                show(chunk)
+        return [builder.build() for builder in self._builders]
+
+    def chunks(self) -> Iterator[GenerationChunk]:
+        """Generate, giving each row as it comes; requests start with the first `next`."""
+        rows: RowQueue = queue.SimpleQueue()
+        try:
+            for request in self._requests:
+                self._engine.submit(
+                    GenerateRequest(
+                        rid=request.rid,
+                        input_ids=encode_token_ids(request.token_ids),
+                        sampling=request.sampling,
+                        arrival_s=time.monotonic(),
+                    ),
+                    rows,
+                )
+            num_open = len(self._requests)
+            while num_open:
+                row = rows.get()
+                if isinstance(row, EngineDeadError):
+                    raise EngineDeadError(str(row)) from row
+                index = self._index_of[row.rid]
+                chunk = self._builders[index].add(row, index)
+                num_open -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            for request, builder in zip(self._requests, self._builders, strict=True):
+                if not builder.finished:
+                    self._engine.abort(request.rid, "the caller left")
+
+
+def _ignore(_chunk: GenerationChunk) -> None:
+    return
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[GenerationChunk], None]]:
+    """A bar of finished prompts on standard error, with the tokens per second so far."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    started_s, num_tokens = time.monotonic(), 0
+    columns = (
+        TextColumn("Prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[rate]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total, rate="")
+
+        def show(chunk: GenerationChunk) -> None:
+            nonlocal num_tokens
+            num_tokens += len(chunk.token_ids)
+            rate = f"{num_tokens / max(time.monotonic() - started_s, 1e-9):.1f} tok/s"
+            progress.update(task, advance=int(chunk.finish_reason is not None), rate=rate)
+
+        yield show

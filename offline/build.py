@@ -1,0 +1,43 @@
+"""`start_engine`: put scheduler, model runner and detokenizer together on an `EngineThread`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..detokenizer.manager import Detokenizer
+from ..runtime.prepare import Prepared
+from .engine import EngineParts, EngineThread
+
+if TYPE_CHECKING:
+    from ..runtime.model_files.tokenizer import Tokenizer
+
+
+def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[[str], None]) -> EngineThread:
+    """Load the model on a new engine thread; returns when it can generate.
+
+    Args:
+        prepared: the resolved configuration and the model's files.
+        tokenizer: of the model; shared with the engine thread.
+        on_step: told the name of each step, on the engine thread.
+
+    Raises:
+        ConfigError: the weights are incomplete, damaged, or of another architecture.
+    """
+    config, spec = prepared.config, prepared.spec
+
+    def build() -> EngineParts:
+        on_step("import torch")
+        from ..model_runner.load import load_model_runner
+        from ..scheduler.process import capacity_of
+        from ..scheduler.scheduler import Scheduler
+
+        on_step("load weights")
+        capacity = capacity_of(config, spec)
+        runner = load_model_runner(config.model, config.cache, prepared.source, spec, capacity)
+        scheduler = Scheduler(config.scheduler, config.cache, capacity, frozenset(spec.eos_token_ids))
+        gc.collect()  # loading leaves garbage in cycles; not in the middle of an answer
+        return EngineParts(scheduler, runner, Detokenizer(tokenizer), capacity)
+
+    return EngineThread(build)

@@ -1,0 +1,312 @@
+"""`LLM`: the engine as a Python object: `LLM().generate(prompts, params)`, batches, streams, chats.
+
+    with LLM() as llm:
+        print(llm.generate("The sky is", SamplingParams(max_new_tokens=16)).text)
+
+Everything is checked before anything runs: one bad prompt or parameter in a batch raises `RequestError`, and no request
+of the batch has started.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeGuard, overload
+
+import msgspec
+
+from ..runtime.config_sources import MergedConfig, from_arguments, merge
+from ..runtime.errors import ConfigError, RequestError
+from ..runtime.messages import FlushCacheDone
+from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from ..runtime.prepare import prepare
+from ..runtime.sampling_params import MAX_SEED, SamplingParams
+from ..tokenizer_manager.admission import resolve_length
+from ..tokenizer_manager.chat_template import ChatTemplate
+from .batch import Batch, CheckedRequest
+from .build import start_engine
+from .outputs import GenerationChunk, GenerationOutput
+
+Prompt = str | list[int]
+"""A text to tokenise, or token ids."""
+ChatMessage = Mapping[str, Any]
+"""`{"role": "user", "content": "..."}`."""
+
+
+class LLM:
+    """A model, ready to generate in this process.
+
+    Attributes:
+        config: the effective configuration, no "auto" left.
+        model_name: what the model calls itself.
+        max_model_len: tokens of prompt and answer together.
+        tokenizer: of the model.
+    """
+
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        on_step: Callable[[str], None] | None = None,
+        on_download: Callable[[int, int], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a model; takes seconds.
+
+        Args:
+            model: folder in Hugging Face layout, .gguf file, hub name, or 'default'.
+            on_step: called with the name of each step of the start, on whatever thread does it.
+            on_download: called with (bytes so far, bytes in all) while model files are fetched.
+            settings: any setting of the command line, with underscores: `max_model_len=4096`, `dtype="float32"`.
+
+        Raises:
+            ConfigError: an unknown setting, a bad value, a broken model, too little memory.
+        """
+        self._start(merge(from_arguments({"model": model, **settings})), on_step, on_download)
+
+    @classmethod
+    def from_config(
+        cls,
+        merged: MergedConfig,
+        *,
+        on_step: Callable[[str], None] | None = None,
+        on_download: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """Load a model with a configuration from elsewhere (the command line)."""
+        llm = cls.__new__(cls)
+        llm._start(merged, on_step, on_download)
+        return llm
+
+    def _start(
+        self,
+        merged: MergedConfig,
+        on_step: Callable[[str], None] | None,
+        on_download: Callable[[int, int], None] | None,
+    ) -> None:
+        step = on_step or (lambda _name: None)
+        prepared = prepare(merged, on_step=step, on_download=on_download)
+        self.config = prepared.config
+        self.model_name = prepared.model_name
+        self._request_numbers = itertools.count()
+        step("tokenizer")
+        self.tokenizer = load_tokenizer(prepared.source)
+        self._chat_template = _load_chat_template(prepared.config.model.chat_template, self.tokenizer)
+        self._engine = start_engine(prepared, self.tokenizer, on_step=step)
+        self.max_model_len = self._engine.capacity.max_model_len
+
+    # ------------------------------------------------------------ generating
+
+    @overload
+    def generate(
+        self,
+        prompts: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        progress_bar: bool = False,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]] | list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[False] = False,
+        progress_bar: bool = False,
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: str | list[int] | list[str] | list[list[int]] | list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[True],
+        progress_bar: bool = False,
+    ) -> Iterator[GenerationChunk]: ...
+
+    def generate(
+        self,
+        prompts: str | list[int] | list[str] | list[list[int]] | list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+        progress_bar: bool = False,
+    ) -> GenerationOutput | list[GenerationOutput] | Iterator[GenerationChunk]:
+        """Continue one or many prompts; many run together.
+
+        Args:
+            prompts: one prompt or a list of prompts, each a text or a list of token ids.
+            params: for all prompts, or one per prompt; None: the defaults.
+            stream: return an iterator of chunks instead; closing it ends what still runs.
+            progress_bar: show finished prompts and tokens per second on standard error.
+
+        Returns:
+            One output for one prompt, a list in the order of the prompts for a list. A request that failed on its own,
+            while others went on, has the finish reason `error` and the reason in `error`.
+
+        Raises:
+            RequestError: a prompt or parameter that cannot run; nothing has started then.
+            EngineDeadError: the engine has ended.
+        """
+        if _is_single(prompts):
+            batch = self._prepare([prompts], params, add_special_tokens=True)
+            return batch.chunks() if stream else batch.run(progress_bar=progress_bar)[0]
+        batch = self._prepare(list(prompts), params, add_special_tokens=True)  # type: ignore[arg-type]
+        return batch.chunks() if stream else batch.run(progress_bar=progress_bar)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+    ) -> GenerationOutput: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[ChatMessage], params: SamplingParams | None = None, *, stream: Literal[True]
+    ) -> Iterator[GenerationChunk]: ...
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+    ) -> GenerationOutput | Iterator[GenerationChunk]:
+        """Answer a conversation, rendered with the model's chat template.
+
+        Raises:
+            RequestError: a message the template refuses, or as for `generate`.
+        """
+        batch = self._prepare([self.render_chat(messages)], params, add_special_tokens=False)
+        return batch.chunks() if stream else batch.run(progress_bar=False)[0]
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins.
+
+        Raises:
+            RequestError: a message the template refuses.
+        """
+        if not messages:
+            raise RequestError("messages is empty; a chat has at least one message", param="messages")
+        for number, message in enumerate(messages):
+            _check_message(message, number)
+        if self._chat_template is None:
+            raise RequestError(
+                f"{self.model_name} has no chat template; use `generate`, or give a template with --chat-template",
+                param="messages",
+            )
+        return self.tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False)
+
+    def flush_cache(self) -> FlushCacheDone:
+        """Forget cached prefixes; for measurements."""
+        return self._engine.flush_cache()
+
+    # ------------------------------------------------------------ life
+
+    def close(self) -> None:
+        """End the engine and free its memory; what still runs raises `EngineDeadError`. Closing twice is fine."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        add_special_tokens: bool,
+    ) -> Batch:
+        """Tokenise and check everything; starts nothing."""
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        elif len(params) != len(prompts):
+            raise RequestError(
+                f"there are {len(prompts)} prompts and {len(params)} params; pass one for all or one per prompt",
+                param="params",
+            )
+        requests: list[CheckedRequest] = []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._prepare_one(prompt, own, add_special_tokens=add_special_tokens))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(
+                    f"prompt {index}: {error.message}",
+                    param=error.param,
+                    code=error.code,
+                    status=error.status,
+                ) from None
+        return Batch(self._engine, self.tokenizer, requests)
+
+    def _prepare_one(
+        self, prompt: Prompt, sampling: SamplingParams, *, add_special_tokens: bool
+    ) -> CheckedRequest:
+        capacity = self._engine.capacity
+        sampling.verify(capacity.vocab_size)
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            token_ids = _check_token_ids(prompt, capacity.vocab_size)
+        sampling = resolve_length(
+            sampling, len(token_ids), capacity, prompt_param="prompt", length_param="max_new_tokens"
+        )
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(
+                sampling, seed=self.config.model.seed or random.randint(0, MAX_SEED)
+            )
+        return CheckedRequest(f"llm-{next(self._request_numbers)}", token_ids, sampling)
+
+
+def _load_chat_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of `--chat-template`, else the model's own, else None."""
+    if path is None:
+        source = tokenizer.chat_template
+        return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+    try:
+        return ChatTemplate(Path(path).read_text(encoding="utf-8"), tokenizer.special_tokens, path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the chat template {path}: {reason}") from None
+
+
+def _check_message(message: object, number: int) -> None:
+    texts = isinstance(message, Mapping) and (message.get("role"), message.get("content"))
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise RequestError(
+            f"messages[{number}] must have a role and a content, both texts",
+            param=f"messages[{number}]",
+            code="invalid_value",
+        )
+
+
+def _is_single(prompts: str | list[Any]) -> TypeGuard[Prompt]:
+    """Whether this is one prompt: a text, or a list that holds token ids itself."""
+    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+
+
+def _check_token_ids(token_ids: Sequence[object], vocab_size: int) -> list[int]:
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"prompt holds {token_id!r}, but a prompt is a text or a list of token ids in [0, {vocab_size})",
+                param="prompt",
+                code="invalid_value",
+            )
+    return list(token_ids)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""`EngineThread` when things go wrong on its thread: every caller hears of it, nobody waits for ever."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from engine.detokenizer.manager import Detokenizer
+from engine.offline.engine import EngineParts, EngineThread
+from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.errors import ConfigError, EngineDeadError
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import FinishKind, GenerateRequest
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import StepPlan, StepResult
+from engine.scheduler.scheduler import Scheduler
+
+CAPACITY = Capacity(max_model_len=64, num_pages=16, page_size=4, max_running_requests=4, vocab_size=32)
+
+
+class Letters:
+    """Token i is the i-th letter."""
+
+    def token_bytes(self, token_id):
+        return bytes([97 + token_id])
+
+    def is_special(self, token_id):
+        return False
+
+
+class Done:
+    """A step that is over."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def wait(self):
+        return self.result
+
+
+class ScriptedRunner:
+    """Samples 0, 1, 2, ... for every row; `before_step` may fail or block."""
+
+    def __init__(self, before_step=lambda step_id: None):
+        self.before_step = before_step
+
+    def launch(self, plan: StepPlan):
+        self.before_step(plan.step_id)
+        num_sampled = int(np.frombuffer(plan.samples, dtype=np.uint8).sum())
+        tokens = np.full(num_sampled, (plan.step_id - 1) % 26, dtype=np.int32)
+        return Done(StepResult(plan.step_id, tokens.tobytes()))
+
+
+def make_engine(before_step=lambda step_id: None):
+    def build():
+        config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4)
+        scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
+        return EngineParts(scheduler, ScriptedRunner(before_step), Detokenizer(Letters()), CAPACITY)
+
+    return EngineThread(build)
+
+
+def request(rid, max_new_tokens=4, stop=()):
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, stop=stop)
+    return GenerateRequest(rid, np.arange(3, dtype=np.int32).tobytes(), sampling)
+
+
+def read(rows, count=1):
+    """Rows until `count` requests have finished."""
+    seen = []
+    while count:
+        seen.append(rows.get(timeout=30))
+        if isinstance(seen[-1], EngineDeadError) or seen[-1].finish is not None:
+            count -= 1
+    return seen
+
+
+def test_rows_come_in_order_and_the_last_one_finishes():
+    engine, rows = make_engine(), queue.SimpleQueue()
+    engine.submit(request("a"), rows)
+    seen = read(rows)
+    assert "".join(row.text for row in seen) == "abcd"
+    assert [row.finish is not None for row in seen] == [False, False, False, True]
+    engine.close()
+
+
+def test_a_failing_step_reaches_every_request_and_every_later_call():
+    submitted = threading.Event()
+
+    def fail(step_id):
+        assert submitted.wait(30)
+        if step_id == 3:
+            raise RuntimeError("device on\nfire")
+
+    engine, rows = make_engine(fail), queue.SimpleQueue()
+    for rid in "ab":
+        engine.submit(request(rid, max_new_tokens=50), rows)
+    submitted.set()
+    errors = [row for row in read(rows, count=2) if isinstance(row, EngineDeadError)]
+    message = "the engine stopped because of an error: RuntimeError: device on fire"
+    assert [str(error) for error in errors] == [message, message]
+    assert isinstance(errors[0].__cause__, RuntimeError)
+    with pytest.raises(EngineDeadError, match="RuntimeError: device on fire"):
+        engine.submit(request("c"), rows)
+    with pytest.raises(EngineDeadError, match="RuntimeError: device on fire"):
+        engine.flush_cache()
+    engine.abort("a", "too late")
+    engine.close()
+
+
+def test_errors_of_the_start_come_out_as_they_are():
+    def build():
+        raise ConfigError("no such weights")
+
+    with pytest.raises(ConfigError, match="^no such weights$"):
+        EngineThread(build)
+
+
+def test_closing_ends_what_runs():
+    started, gate = threading.Event(), threading.Event()
+
+    def hold(step_id):
+        started.set()
+        assert gate.wait(30)
+
+    engine, rows = make_engine(hold), queue.SimpleQueue()
+    engine.submit(request("a", max_new_tokens=50), rows)
+    assert started.wait(30)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.set()
+    (*_, last) = read(rows)
+    closing.join(30)
+    assert isinstance(last, EngineDeadError)
+    assert str(last) == "the engine has been closed"
+
+
+def test_an_abort_is_answered_with_a_finished_row():
+    engine, rows = make_engine(), queue.SimpleQueue()
+    engine.submit(request("a", max_new_tokens=50), rows)
+    rows.get(timeout=30)
+    engine.abort("a", "enough")
+    (*_, last) = read(rows)
+    assert (last.finish.kind, last.finish.message) in {(FinishKind.ABORT, "enough"), (FinishKind.LENGTH, "")}
+    assert engine.flush_cache().kept_tokens == 0
+    engine.close()
+
+
+def test_a_stop_string_frees_the_request_in_the_scheduler():
+    engine, rows = make_engine(), queue.SimpleQueue()
+    engine.submit(request("a", max_new_tokens=50, stop=("cd",)), rows)
+    seen = read(rows)
+    assert "".join(row.text for row in seen) == "ab"
+    assert seen[-1].finish.matched == "cd"
+    engine.submit(request("b", max_new_tokens=1), rows)
+    read(rows)
+    assert engine.flush_cache().kept_tokens == 0
+    assert rows.empty()
+    engine.close()

@@ -1,0 +1,253 @@
+"""`LLM` over the real parts and a tiny random model: batches, streams, aborts, errors, seeds."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+PROMPTS = ["one", "a longer prompt that has more tokens", "x", "the quick brown fox jumps over the lazy dog"]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    with LLM(str(tiny_model), dtype="float32", num_threads=1, max_running_requests=8, page_size=4) as llm:
+        yield llm
+
+
+def idle(llm):
+    """Wait until the scheduler has nothing left, by a request that it serves last."""
+    llm.generate("idle", SamplingParams(max_new_tokens=1))
+    return llm.flush_cache()
+
+
+def test_one_prompt_one_output(llm):
+    output = llm.generate("Hello", GREEDY)
+    assert output.prompt_token_ids == llm.tokenizer.encode("Hello")
+    assert len(output.token_ids) == 12
+    assert output.text == llm.tokenizer.decode(output.token_ids)
+    assert (output.finish_reason, output.stop, output.error) == ("length", None, None)
+    assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (5, 12)
+
+
+def test_a_batch_keeps_its_order_and_equals_single_runs(llm):
+    batch = llm.generate(PROMPTS, GREEDY)
+    assert [output.prompt_token_ids for output in batch] == [
+        llm.tokenizer.encode(prompt) for prompt in PROMPTS
+    ]
+    assert [output.token_ids for output in batch] == [llm.generate(p, GREEDY).token_ids for p in PROMPTS]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_more_prompts_than_may_run_at_once(llm):
+    params = [SamplingParams(temperature=0, max_new_tokens=1 + i % 7, ignore_eos=True) for i in range(40)]
+    outputs = llm.generate([f"prompt {i}" for i in range(40)], params)
+    assert [len(output.token_ids) for output in outputs] == [1 + i % 7 for i in range(40)]
+
+
+def test_token_ids_are_a_prompt_too(llm):
+    token_ids = llm.tokenizer.encode("Hello")
+    assert llm.generate(token_ids, GREEDY).token_ids == llm.generate("Hello", GREEDY).token_ids
+    assert [o.prompt_token_ids for o in llm.generate([token_ids, [7]], GREEDY)] == [token_ids, [7]]
+
+
+def test_a_stream_is_the_output_in_pieces(llm):
+    chunks = list(llm.generate(PROMPTS, GREEDY, stream=True))
+    whole = llm.generate(PROMPTS, GREEDY)
+    for index, output in enumerate(whole):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.text for chunk in own) == output.text
+        assert [token_id for chunk in own for token_id in chunk.token_ids] == output.token_ids
+        assert [chunk.finish_reason for chunk in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1].finish_reason == "length"
+
+
+def test_seeds_decide_and_are_reported(llm):
+    params = SamplingParams(temperature=1.0, max_new_tokens=16, ignore_eos=True)
+    drawn = llm.generate("Hello", params)
+    again = llm.generate(
+        "Hello", SamplingParams(temperature=1.0, max_new_tokens=16, ignore_eos=True, seed=drawn.seed)
+    )
+    other = llm.generate("Hello", params)
+    assert again.token_ids == drawn.token_ids
+    assert other.seed != drawn.seed
+    assert other.token_ids != drawn.token_ids
+
+
+def test_the_engines_seed_is_for_requests_without_one(tiny_model):
+    params = SamplingParams(temperature=1.0, max_new_tokens=16, ignore_eos=True)
+    with LLM(str(tiny_model), dtype="float32", num_threads=1, seed=5, max_total_tokens=512) as llm:
+        first, second = llm.generate("Hello", params), llm.generate("Hello", params)
+    assert first.seed == second.seed == 5
+    assert first.token_ids == second.token_ids
+
+
+def test_stop_strings_end_the_text_before_them(llm):
+    free = llm.generate("Hello", SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True))
+    stop = next(c for c in free.text[8:] if c.isascii() and c.isprintable())
+    cut = llm.generate(
+        "Hello", SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True, stop=(stop,))
+    )
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert (cut.finish_reason, cut.stop) == ("stop", stop)
+    assert idle(llm).kept_tokens == 0
+
+
+def test_logprobs_come_with_their_tokens(llm):
+    output = llm.generate(
+        "Hello",
+        SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=0),
+    )
+    assert output.logprobs is not None
+    assert [entry.token_id for entry in output.logprobs] == output.token_ids
+    for entry in output.logprobs:
+        assert max(entry.top, key=entry.top.__getitem__) == entry.token_id  # greedy
+        assert entry.logprob == pytest.approx(entry.top[entry.token_id])
+    assert output.prompt_logprobs is not None
+    assert [entry.token for entry in output.prompt_logprobs] == list("ello")
+
+
+def test_the_prefix_cache_serves_the_second_time(llm):
+    prompt = "a prompt of which whole pages stay in the cache"
+    llm.flush_cache()
+    assert llm.generate(prompt, GREEDY).usage.cached_tokens == 0
+    assert llm.generate(prompt, GREEDY).usage.cached_tokens == (len(prompt) - 1) // 4 * 4
+
+
+def test_chat_renders_the_template(llm):
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    output = llm.chat(messages, GREEDY)
+    prompt = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    assert (
+        prompt == "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "".join(chunk.text for chunk in llm.chat(messages, GREEDY, stream=True)) == output.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages is empty"),
+        ([{"role": "user"}], r"messages\[0\] must have a role and a content, both texts"),
+        ([{"role": "user", "content": 5}], r"messages\[0\] must have a role and a content, both texts"),
+        (["hi"], r"messages\[0\] must have a role and a content"),
+    ],
+)
+def test_bad_messages_are_refused(llm, messages, message):
+    with pytest.raises(RequestError, match=message):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("", None, "prompt has no tokens"),
+        (
+            [5, 1_000_000],
+            None,
+            r"prompt holds 1000000, but a prompt is a text or a list of token ids in \[0, 272\)",
+        ),
+        ([5, "x"], None, "prompt holds 'x'"),
+        ("x", SamplingParams(temperature=-1), "temperature is -1"),
+        ("x", SamplingParams(max_new_tokens=2000), "the context holds 1024"),
+        ("x" * 1024, None, "the prompt has 1024 tokens and the context holds 1024"),
+        (["fine", "x" * 2000], None, "prompt 1: the prompt has 2000 tokens"),
+        (["a", "b"], [SamplingParams()], "there are 2 prompts and 1 params"),
+        ("lone \ud800 surrogate", None, "lone surrogate"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(llm, prompts, params, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts, params)
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts, params, stream=True)
+
+
+def test_leaving_a_stream_aborts_it(llm):
+    stream = llm.generate(
+        "Hello", SamplingParams(temperature=0, max_new_tokens=1000, ignore_eos=True), stream=True
+    )
+    next(stream)
+    stream.close()
+    assert idle(llm).kept_tokens == 0  # nothing runs any more that would hold pages
+
+
+def test_an_interrupt_aborts_the_batch(llm, monkeypatch):
+    from engine.offline import batch as batch_module
+
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch_module.OutputBuilder, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, SamplingParams(max_new_tokens=500, ignore_eos=True))
+    monkeypatch.undo()
+    assert idle(llm).kept_tokens == 0
+
+
+def test_threads_share_one_engine(llm):
+    expected = {prompt: llm.generate(prompt, GREEDY).text for prompt in PROMPTS}
+    seen = {}
+
+    def ask(prompt):
+        seen[prompt] = llm.generate(prompt, GREEDY).text
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert seen == expected
+
+
+def test_a_closed_engine_says_so(tiny_model):
+    llm = LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512)
+    stream = llm.generate("Hello", SamplingParams(max_new_tokens=400, ignore_eos=True), stream=True)
+    next(stream)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="the engine has been closed"):
+        list(stream)
+    with pytest.raises(EngineDeadError, match="the engine has been closed"):
+        llm.generate("Hello")
+
+
+def test_a_forgotten_engine_ends_its_thread(tiny_model):
+    before = set(threading.enumerate())
+    llm = LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512)
+    (thread,) = (thread for thread in threading.enumerate() if thread not in before)
+    del llm
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_settings_are_checked(tiny_model, tmp_path):
+    with pytest.raises(ConfigError, match="unknown setting 'max_model_length'; did you mean 'max_model_len'"):
+        LLM(str(tiny_model), max_model_length=5)
+    with pytest.raises(ConfigError, match=r"page_size is 0, .* \(set by argument page_size\)"):
+        LLM(str(tiny_model), page_size=0)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        LLM(str(tmp_path / "missing"))
+
+
+def test_a_broken_model_raises_here_and_not_on_the_thread(tiny_model, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        data = file.read_bytes()
+        (broken / file.name).write_bytes(data[:100] if file.suffix == ".safetensors" else data)
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="safetensors"):
+        LLM(str(broken), num_threads=1)
+    assert threading.active_count() == before
+
+
+def test_the_steps_of_the_start_are_told(tiny_model):
+    steps = []
+    LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512, on_step=steps.append).close()
+    assert steps == ["model files", "tokenizer", "import torch", "load weights"]
