@@ -1,0 +1,268 @@
+"""What stands behind the manager in these tests: a scheduler and detokenizer that say what the test scripts.
+
+`FakeEngine` collects what the manager sends. With a `script` it answers every `GenerateRequest` by itself, on the event
+loop; without one the test answers, from any thread, with `say`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as CoreTokenizer
+
+from engine.runtime.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import (
+    AbortRequest,
+    BatchTextOutput,
+    Finish,
+    FinishKind,
+    FlushCache,
+    FlushCacheDone,
+    GenerateRequest,
+    Logprobs,
+    ManagerInput,
+    SchedulerInput,
+    SchedulerReport,
+    TextOutput,
+    Usage,
+)
+from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.tokenizer_manager.chat_template import ChatTemplate
+from engine.tokenizer_manager.http.app import App
+from engine.tokenizer_manager.http.services import Services
+from engine.tokenizer_manager.manager import TokenizerManager
+from engine.tokenizer_manager.metrics import Metrics
+from engine.tokenizer_manager.process import HttpServer
+from engine.tokenizer_manager.prompt_encoder import PromptEncoder
+
+WAIT_S = 10.0  # a bound for what must happen at once
+MODEL = "org/tiny"
+EOS = 257
+CAPACITY = Capacity(max_model_len=256, num_pages=64, page_size=4, max_running_requests=8, vocab_size=258)
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STOP = Finish(FinishKind.STOP, matched=EOS)
+LENGTH = Finish(FinishKind.LENGTH)
+
+Script = Callable[[GenerateRequest], Iterable[TextOutput]]
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token per byte, and two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = CoreTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
+    return Tokenizer(
+        core,
+        special_tokens={"eos_token": "<|im_end|>"},
+        eos_token_ids=(EOS,),
+        chat_templates={"default": TEMPLATE},
+    )
+
+
+TOKENIZER = make_tokenizer()
+
+
+def row(
+    request: GenerateRequest,
+    text: str,
+    *,
+    total: int | None = None,
+    finish: Finish | None = None,
+    token_ids: list[int] | None = None,
+    cached: int = 0,
+    logprobs: Logprobs | None = None,
+    prompt_logprobs: Logprobs | None = None,
+) -> TextOutput:
+    """A row for `request`: by default one token per byte of its text."""
+    ids = TOKENIZER.encode(text) if token_ids is None else token_ids
+    usage = Usage(
+        prompt_tokens=len(request.input_ids) // 4,
+        completion_tokens=len(ids) if total is None else total,
+        cached_tokens=cached,
+        queue_s=0.25,
+    )
+    return TextOutput(request.rid, text, array("i", ids).tobytes(), usage, finish, logprobs, prompt_logprobs)
+
+
+def say_all(*texts: str, finish: Finish = STOP, cached: int = 0) -> Script:
+    """Answers every request with these texts, a row each, the last one finished."""
+
+    def script(request: GenerateRequest) -> Iterable[TextOutput]:
+        total = 0
+        for i, text in enumerate(texts):
+            total += len(text.encode())
+            yield row(
+                request, text, total=total, cached=cached, finish=finish if i == len(texts) - 1 else None
+            )
+
+    return script
+
+
+def floats(*values: float) -> bytes:
+    """float32 as in messages."""
+    return array("f", values).tobytes()
+
+
+def ids_of(request: GenerateRequest) -> list[int]:
+    """The prompt's token ids."""
+    return memoryview(request.input_ids).cast("i").tolist()
+
+
+class FakeEngine:
+    """Scheduler and detokenizer, as the manager sees them.
+
+    Attributes:
+        generate, aborts: what arrived, for tests on any thread to take.
+        script: answers requests; None: the test does.
+    """
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.generate: queue.Queue[GenerateRequest] = queue.Queue()
+        self.aborts: queue.Queue[AbortRequest] = queue.Queue()
+        self.script = script
+        self.deliver: Callable[[ManagerInput], None] = lambda message: None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def receive(self, message: SchedulerInput) -> None:
+        """What the manager calls to send."""
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=SchedulerInput)
+        match message:
+            case GenerateRequest():
+                self.generate.put(message)
+                if self.script is not None:
+                    for output in self.script(message):
+                        self._later(BatchTextOutput([output]))
+            case AbortRequest():
+                self.aborts.put(message)
+            case FlushCache():
+                self._later(FlushCacheDone(message.flush_id, flushed_tokens=32, kept_tokens=8))
+
+    def next_request(self) -> GenerateRequest:
+        """The next request that arrived; waits for it."""
+        return self.generate.get(timeout=WAIT_S)
+
+    def next_abort(self) -> AbortRequest:
+        """The next abort that arrived; waits for it."""
+        return self.aborts.get(timeout=WAIT_S)
+
+    def say(self, *outputs: TextOutput) -> None:
+        """Send rows, from any thread."""
+        self.tell(BatchTextOutput(list(outputs)))
+
+    def tell(self, message: ManagerInput) -> None:
+        """Send a message, from any thread."""
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self.deliver, message)
+
+    def _later(self, message: ManagerInput) -> None:
+        asyncio.get_running_loop().call_soon(self.deliver, message)
+
+
+class FakeClock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_services(
+    engine: FakeEngine,
+    *,
+    clock: FakeClock | None = None,
+    chat_template: str | None = TEMPLATE,
+    capacity: Capacity = CAPACITY,
+    max_queued_requests: int = 16,
+    **server: Any,
+) -> Services:
+    """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
+    clock = clock or FakeClock()
+    encoder = PromptEncoder(TOKENIZER, capacity.vocab_size)
+    metrics = Metrics()
+    config = EngineConfig(
+        model=ModelConfig(served_model_name=MODEL, dtype="float32"),
+        scheduler=SchedulerConfig(max_queued_requests=max_queued_requests),
+        server=ServerConfig(**server),
+    )
+    manager = TokenizerManager(
+        encoder=encoder,
+        capacity=capacity,
+        max_queued_requests=max_queued_requests,
+        watchdog_timeout_s=config.server.watchdog_timeout,
+        send=engine.receive,
+        metrics=metrics,
+        draw_seed=lambda: 7,
+        clock=clock,
+    )
+    engine.deliver = manager.on_message
+    manager.on_message(SchedulerReport(sent_s=clock.now_s))
+    return Services(
+        manager=manager,
+        encoder=encoder,
+        chat_template=None
+        if chat_template is None
+        else ChatTemplate(chat_template, TOKENIZER.special_tokens),
+        metrics=metrics,
+        config=config,
+        spec=ModelSpec(
+            model_type="llama",
+            vocab_size=258,
+            hidden_size=16,
+            intermediate_size=32,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            torch_dtype="float32",
+        ),
+        served_model=MODEL,
+        created_s=1_700_000_000,
+        version="0.0.0",
+    )
+
+
+@contextlib.contextmanager
+def serving(services: Services, engine: FakeEngine) -> Iterator[str]:
+    """Serves over HTTP on a free port of the loopback, from a thread; gives the URL."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        server = HttpServer(App(services))
+        thread = threading.Thread(target=_run, args=(server, listener, engine), name="http")
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(WAIT_S)
+            services.encoder.close()
+        assert not thread.is_alive()
+
+
+def _run(server: uvicorn.Server, listener: socket.socket, engine: FakeEngine) -> None:
+    async def main() -> None:
+        engine.loop = asyncio.get_running_loop()
+        await server.serve(sockets=[listener])
+
+    asyncio.run(main())

@@ -1,0 +1,174 @@
+"""`ChatTemplate`: chat messages to prompt text, with the model's Jinja template in a sandbox.
+
+Templates come with model files, so they are other people's code. They run in Jinja's immutable sandbox, and the time
+and the output of one rendering are limited: where template code calls something, multiplies, or puts out a piece.
+A template is set up as Hugging Face does it, which is what template authors test against.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from ..runtime.errors import ConfigError, RequestError
+
+RESERVED_NAMES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+_MAX_RENDER_S: Final = 2.0
+_MAX_OUTPUT_CHARS: Final = 64 << 20
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Attributes:
+        source: its Jinja text.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], name: str = "the model's chat template"
+    ) -> None:
+        """Compile.
+
+        Args:
+            source: Jinja text.
+            special_tokens: bos_token, eos_token, ...: variables of the template.
+            name: how to call it in errors.
+
+        Raises:
+            ConfigError: the text is not a Jinja template.
+        """
+        self.source = source
+        self._name = name
+        self._environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+        )
+        self._environment.filters["tojson"] = _tojson
+        self._environment.globals |= {
+            **special_tokens,
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+        try:
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"{name} has a syntax error in line {error.lineno}: {error.message}; mend it or give another one with "
+                f"--chat-template"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat.
+
+        Args:
+            messages: with `role` and `content`, and what else the template may know.
+            add_generation_prompt: end with the beginning of an assistant message.
+            variables: more variables of the template.
+
+        Raises:
+            RequestError: the template refuses these messages, fails, or goes beyond a limit.
+        """
+        self._environment.start_clock()
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate(
+                {
+                    **(variables or {}),
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                }
+            ):
+                size += len(part)
+                if size > _MAX_OUTPUT_CHARS:
+                    raise _LimitError(f"it puts out more than {_MAX_OUTPUT_CHARS} characters")
+                self._environment.check_clock()
+                parts.append(part)
+        except Exception as error:  # template code may raise anything, and it is this request's own trouble
+            raise RequestError(
+                f"{self._name} cannot render these messages: {str(error) or type(error).__name__}; check their roles, "
+                f"order and contents",
+                param="messages",
+                code="chat_template_error",
+            ) from error
+        return "".join(parts)
+
+
+class _LimitError(Exception):
+    """Rendering took too long or made too much."""
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with a clock that is looked at wherever template code can spend time."""
+
+    intercepted_binops = frozenset({"*", "**"})
+    _deadline_s = 0.0
+
+    def start_clock(self) -> None:
+        self._deadline_s = time.monotonic() + _MAX_RENDER_S
+
+    def check_clock(self) -> None:
+        if time.monotonic() > self._deadline_s:
+            raise _LimitError(f"it takes longer than {_MAX_RENDER_S:g} s")
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_clock()
+        return super().call(*args, **kwargs)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        self.check_clock()
+        if operator == "**" or _product_size(left, right) > _MAX_OUTPUT_CHARS:
+            raise _LimitError(f"it uses {operator} for what could be a huge value")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`: marks the assistant's text for training; here its body is simply put out."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's interface)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _product_size(left: Any, right: Any) -> int:
+    sequence, count = (left, right) if hasattr(left, "__len__") else (right, left)
+    return len(sequence) * count if hasattr(sequence, "__len__") and isinstance(count, int) else 0
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; Jinja's own filter escapes HTML characters, which no model was trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,168 @@
+"""`GenerationRequest` and `Generation`: what a front end asks for, and the open stream that answers it.
+
+A request with p prompts and n answers each becomes p * n *choices*, numbered prompt by prompt; each is one request
+of the scheduler with an id of its own. The manager writes into a `Generation`, one HTTP handler reads from it.
+
+What a slow reader has not fetched yet is kept here; it is bounded by what its own request may generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import msgspec
+
+from ..runtime.messages import Finish, TextOutput, Usage
+from ..runtime.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+"""A text to tokenise, or token ids."""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front end wants generated, before tokenising.
+
+    Attributes:
+        prompts: at least one.
+        sampling: of all choices; with n > 1, choice i of a prompt gets seed + i.
+        n: answers per prompt.
+        id_prefix: first part of the request's id, which names the API it came by.
+        priority, extra_key, tenant: as in `GenerateRequest`.
+        add_special_tokens: whether tokenising puts BOS first; no for a rendered chat template.
+        prompt_param, length_param: the fields that errors shall name.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    n: int = 1
+    id_prefix: str = "gen"
+    priority: int = 0
+    extra_key: str = ""
+    tenant: str = ""
+    add_special_tokens: bool = True
+    prompt_param: str = "prompt"
+    length_param: str = "max_tokens"
+
+
+class Choice:
+    """One scheduler request of a generation; written by the manager.
+
+    Attributes:
+        rid: its id in every process.
+        index: position among the choices of the generation.
+        prompt_ids: [prompt_len] int32.
+        seed: of its sampling.
+        usage, finish: as of its latest row.
+        first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
+    """
+
+    __slots__ = ("finish", "first_token_s", "index", "last_token_s", "prompt_ids", "rid", "seed", "usage")
+
+    def __init__(self, rid: str, index: int, prompt_ids: array[int], seed: int) -> None:
+        self.rid = rid
+        self.index = index
+        self.prompt_ids = prompt_ids
+        self.seed = seed
+        self.usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=0)
+        self.finish: Finish | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+
+
+class Row(NamedTuple):
+    """News of one choice."""
+
+    choice: Choice
+    output: TextOutput
+
+
+class Generation:
+    """An open stream: iterate over it for lists of rows; leave its `with` block to abort what has not finished.
+
+    The iterator gives all rows that wait, so that a reader who was busy catches up in one go. It ends when every
+    choice has its finished row, and raises what `fail` was given after the rows that came before.
+    """
+
+    def __init__(
+        self,
+        generation_id: str,
+        choices: list[Choice],
+        n: int,
+        arrival_s: float,
+        on_close: Callable[[Generation], None],
+    ) -> None:
+        self.id = generation_id
+        self.choices = choices
+        self.n = n
+        self.arrival_s = arrival_s
+        self.failure: Exception | None = None
+        self._on_close = on_close
+        self._rows: list[Row] = []
+        self._num_open = len(choices)
+        self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def prompt_choices(self) -> list[Choice]:
+        """The first choice of each prompt."""
+        return self.choices[:: self.n]
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more rows will come."""
+        return self._num_open == 0 or self.failure is not None
+
+    # ------------------------------------------------------------ the manager's side
+
+    def put(self, choice: Choice, output: TextOutput) -> None:
+        """Add a row of one of the choices."""
+        choice.usage = output.usage
+        if output.finish is not None:
+            choice.finish = output.finish
+            self._num_open -= 1
+        self._rows.append(Row(choice, output))
+        self._wake_reader()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error; the first one counts."""
+        if not self.finished:
+            self.failure = error
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    # ------------------------------------------------------------ the reader's side
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Row]:
+        while not self._rows:
+            if self.failure is not None:
+                raise self.failure
+            if self._num_open == 0:
+                raise StopAsyncIteration
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        rows, self._rows = self._rows, []
+        return rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort the choices that have not finished. Idempotent."""
+        self._on_close(self)

@@ -1,0 +1,105 @@
+"""Chat messages as clients send them, checked one by one and made what templates expect."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ...runtime.errors import RequestError
+from .field_policy import FieldPolicy
+from .json_body import Body, convert, show
+
+MAX_MESSAGES: Final = 4096
+_ROLES: Final = ("system", "developer", "user", "assistant")
+_ROLES_OF_TOOLS: Final = ("tool", "function")
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class TextPart(msgspec.Struct, kw_only=True):
+    """A text part of a message's content, the only kind supported yet."""
+
+    type: Literal["text"]
+    text: str
+
+
+_MESSAGE_POLICY: Final = FieldPolicy(
+    ChatMessage,
+    {"audio": (), "function_call": (), "refusal": (), "tool_call_id": (), "tool_calls": ([],)},
+    no_effect={"annotations", "id"},
+)
+
+
+def template_messages(messages: list[Body], *, strict: bool) -> tuple[list[dict[str, str]], list[str]]:
+    """Messages for the template, and warnings for the response.
+
+    `developer` becomes `system`, its older name, which is the one templates know; text parts are joined by newlines.
+
+    Raises:
+        RequestError: a message is not understood, with its path.
+    """
+    if not messages:
+        raise RequestError(
+            "messages is empty; a chat has at least one message", param="messages", code="empty_prompt"
+        )
+    if len(messages) > MAX_MESSAGES:
+        text = f"messages has {len(messages)} messages, the limit is {MAX_MESSAGES}; shorten the chat"
+        raise RequestError(text, param="messages", code="invalid_value")
+    rendered: list[dict[str, str]] = []
+    warnings: list[str] = []
+    for i, raw in enumerate(messages):
+        at = f"messages[{i}]"
+        warnings += _MESSAGE_POLICY.check(raw, strict=strict, at=at)
+        message = convert(raw, ChatMessage, at)
+        fields = {"role": _checked_role(message.role, at), "content": _text_of(message, at)}
+        if message.name is not None:
+            fields["name"] = message.name
+        if message.reasoning_content is not None:
+            fields["reasoning_content"] = message.reasoning_content
+        rendered.append(fields)
+    return rendered, warnings
+
+
+def _checked_role(role: str, at: str) -> str:
+    if role in _ROLES:
+        return "system" if role == "developer" else role
+    reason = "is not supported yet" if role in _ROLES_OF_TOOLS else "is unknown"
+    raise RequestError(
+        f"{at}.role is {show(role)}, which {reason}; use one of {', '.join(_ROLES)}",
+        param=f"{at}.role",
+        code="invalid_value",
+    )
+
+
+def _text_of(message: ChatMessage, at: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role == "assistant":
+            return ""
+        raise RequestError(
+            f"{at}.content is missing; a {message.role} message must have it",
+            param=f"{at}.content",
+            code="missing_field",
+        )
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type")
+        if kind != "text":
+            where = f"{at}.content[{i}].type"
+            raise RequestError(
+                f'{where} is {show(kind)}, but only "text" is supported yet',
+                param=where,
+                code="unsupported_value",
+            )
+        texts.append(convert(part, TextPart, f"{at}.content[{i}]").text)
+    return "\n".join(texts)

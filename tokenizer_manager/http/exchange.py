@@ -1,0 +1,175 @@
+"""`Exchange`: one HTTP request and its response, on bare ASGI.
+
+It reads the body under a limit, answers in one piece or as a stream of server-sent events, and notices when the
+client goes away, which ASGI only tells to who keeps asking (`abort_on_disconnect`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from ...runtime.errors import RequestError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_JSON: Final = (b"content-type", b"application/json")
+_EVENT_STREAM: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+_encoder: Final = msgspec.json.Encoder()
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was read."""
+
+
+class Exchange:
+    """One request and its response.
+
+    Attributes:
+        method, path: of the request; the path is decoded but not normalised.
+        headers: the request's, names in lower case; of repeated ones the first.
+        request_id: the client's `X-Request-Id` if it is usable, else one of ours; a label, never an address.
+        status: of the response, 0 before it has begun.
+        streaming: the response is an event stream.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self.status = 0
+        self.streaming = False
+        wanted = self.headers.get(b"x-request-id", b"")
+        self.request_id = wanted.decode() if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+        self._receive = receive
+        self._send = send
+
+    # ------------------------------------------------------------ request
+
+    async def body(self, max_bytes: int) -> bytes:
+        """The whole body; one that is too large is refused before it is read, or as soon as it shows.
+
+        Raises:
+            RequestError: 413.
+            ClientGone: it ended early.
+        """
+        declared = self.headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared[:20]) > max_bytes:
+            raise _too_large(max_bytes)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def abort_on_disconnect(self) -> DisconnectScope:
+        """Cancels what runs inside when the client goes away. Only after the body has been read."""
+        return DisconnectScope(self._receive)
+
+    # ------------------------------------------------------------ response
+
+    async def send_json(
+        self, body: object, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
+        """Answer with `body`, a msgspec struct or plain data."""
+        await self.send_bytes(_encoder.encode(body), _JSON[1], status, headers)
+
+    async def send_bytes(
+        self,
+        body: bytes,
+        content_type: bytes,
+        status: int = 200,
+        headers: list[tuple[bytes, bytes]] | None = None,
+    ) -> None:
+        """Answer in one piece."""
+        about_body = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        await self._start(status, about_body + (headers or []))
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def start_events(self) -> None:
+        """Begin a response of server-sent events."""
+        self.streaming = True
+        await self._start(200, _EVENT_STREAM)
+
+    async def send_events(self, events: bytes) -> None:
+        """Send framed events; returns when the transport has taken them, which paces a fast producer."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_events(self, events: bytes = b"") -> None:
+        """Send the last events and end the response."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        all_headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
+
+
+class DisconnectScope:
+    """Async context manager: cancels its body when the client disconnects, and then ends quietly.
+
+    Works as `asyncio.timeout` does: the body's own task is cancelled and un-cancelled, so that a cancellation from
+    outside (the server stops) still goes through.
+
+    Attributes:
+        disconnected: the client is gone.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self.disconnected = False
+        self._receive = receive
+        self._task: asyncio.Task[Any] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._num_cancelling = 0
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancelling = self._task.cancelling()
+        self._watch = asyncio.create_task(self._wait_for_disconnect(self._task))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        assert self._watch is not None and self._task is not None
+        self._watch.cancel()
+        if not self.disconnected:
+            return False
+        outside = self._task.uncancel() > self._num_cancelling
+        return kind is asyncio.CancelledError and not outside
+
+    async def _wait_for_disconnect(self, task: asyncio.Task[Any]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        task.cancel()
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(
+        f"the body is larger than {max_bytes} bytes; send less or raise --max-body-mb",
+        code="request_too_large",
+        status=413,
+    )

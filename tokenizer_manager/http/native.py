@@ -1,0 +1,281 @@
+"""The engine's own API: `/generate` (text or token ids), `/tokenize`, `/detokenize`, `/abort_request`, `/flush_cache`.
+
+`/generate` speaks SGLang's dialect: `sampling_params` in an object of its own, `meta_info` beside the text, and chunks
+that hold all text so far. With `incremental` they hold what is new, which does not grow with the square of the length.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ...runtime.errors import RequestError
+from ...runtime.messages import Finish, FinishKind
+from ..generation import Choice, Generation, GenerationRequest, Row
+from .chat_messages import template_messages
+from .delivery import Collected, collect, event, stream
+from .exchange import Exchange
+from .field_policy import NO_EFFECT, SAMPLING_NOT_YET, FieldPolicy
+from .json_body import convert
+from .logprobs import TokenLogprob
+from .protocol import (
+    AbortBody,
+    DetokenizeRequest,
+    NativeRequest,
+    NativeSampling,
+    TokenizeRequest,
+    at_least_one,
+    checked_template_variables,
+    prompts_of,
+)
+from .services import Services
+
+_DEFAULT_MAX_NEW_TOKENS: Final = 128
+_POLICY: Final = FieldPolicy(
+    NativeRequest,
+    {
+        "audio_data": ([],),
+        "image_data": ([],),
+        "input_embeds": (),
+        "lora_path": (),
+        "return_hidden_states": (False,),
+        "return_text_in_logprobs": (False,),
+        "session_params": (),
+        "token_ids_logprob": (),
+        "video_data": ([],),
+    },
+    no_effect={"log_metrics", "rid"},  # ids are made by the server; this one would be a label nobody reads
+)
+_SAMPLING_POLICY: Final = FieldPolicy(NativeSampling, SAMPLING_NOT_YET)
+_PLAIN: Final[dict[type[msgspec.Struct], FieldPolicy]] = {
+    kind: FieldPolicy(kind, {}, no_effect=NO_EFFECT)
+    for kind in (TokenizeRequest, DetokenizeRequest, AbortBody)
+}
+
+LogprobRow = tuple[float | None, int, str]
+"""Log-probability, token id, token."""
+
+
+class MetaInfo(msgspec.Struct):
+    """About one answer."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    seed: int
+    queue_time: float
+    e2e_latency: float
+    input_token_logprobs: list[LogprobRow] | UnsetType = UNSET
+    input_top_logprobs: list[list[LogprobRow] | None] | UnsetType = UNSET
+    output_token_logprobs: list[LogprobRow] | UnsetType = UNSET
+    output_top_logprobs: list[list[LogprobRow]] | UnsetType = UNSET
+
+
+class GenerateBody(msgspec.Struct):
+    """One answer."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+async def generate(exchange: Exchange, services: Services) -> None:
+    """Generate from texts or token ids."""
+    body = await services.read_object(exchange)
+    strict = services.config.server.strict
+    warnings = _POLICY.check(body, strict=strict)
+    request = convert(body, NativeRequest)
+    fields = request.sampling_params or {}
+    warnings += _SAMPLING_POLICY.check(fields, strict=strict, at="sampling_params")
+    sampling = convert(fields, NativeSampling, "sampling_params")
+    if (request.text is None) == (request.input_ids is None):
+        raise RequestError("text and input_ids are two forms of the prompt; send exactly one", param="text")
+    param = "text" if request.input_ids is None else "input_ids"
+    value = request.text if request.input_ids is None else request.input_ids
+    top = (request.top_logprobs_num or 0) if request.return_logprob else None
+    max_new_tokens = at_least_one(sampling.max_new_tokens, "sampling_params.max_new_tokens")
+    wants_prompt = request.logprob_start_len is not None and request.logprob_start_len >= 0
+    if wants_prompt and request.logprob_start_len != 0:
+        raise RequestError(
+            f"logprob_start_len is {request.logprob_start_len}, but only 0 (the whole prompt) and -1 (none of it) are "
+            f"supported",
+            param="logprob_start_len",
+            code="unsupported_value",
+        )
+    generation_request = GenerationRequest(
+        prompts=prompts_of(value, param),
+        sampling=sampling.sampling(
+            max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens,
+            keep_stop=sampling.no_stop_trim,
+            logprobs=top,
+            prompt_logprobs=top if wants_prompt else None,
+        ),
+        n=sampling.num_choices(),
+        id_prefix="gen",
+        priority=request.priority or 0,
+        extra_key=request.cache_salt or "",
+        prompt_param=param,
+        length_param="sampling_params.max_new_tokens",
+    )
+    async with exchange.abort_on_disconnect():
+        with await services.manager.start(generation_request) as generation:
+            if request.stream:
+                answer = _NativeStream(
+                    services, generation, incremental=bool(request.incremental), warnings=warnings
+                )
+                await stream(exchange, generation, answer)
+                return
+            answers = [
+                _body(services, generation, choice, answer)
+                for choice, answer in zip(generation.choices, await collect(generation), strict=True)
+            ]
+            answers[0].warnings = warnings or UNSET
+            single = len(answers) == 1 and not _is_batch(value)
+            await exchange.send_json(answers[0] if single else answers)
+
+
+async def tokenize(exchange: Exchange, services: Services) -> None:
+    """Token ids of a prompt or of a rendered chat, with the text that was tokenised."""
+    body = await services.read_object(exchange)
+    strict = services.config.server.strict
+    warnings = _PLAIN[TokenizeRequest].check(body, strict=strict)
+    request = convert(body, TokenizeRequest)
+    services.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("prompt and messages are two forms of the input; send exactly one", param="prompt")
+    if request.messages is not None:
+        messages, more_warnings = template_messages(request.messages, strict=strict)
+        warnings += more_warnings
+        text = services.require_chat_template().render(
+            messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            variables=checked_template_variables(request.chat_template_kwargs),
+        )
+        add_special_tokens = bool(request.add_special_tokens)
+    else:
+        text = request.prompt or ""
+        add_special_tokens = request.add_special_tokens is not False
+    ids = await services.encoder.encode(text, add_special_tokens=add_special_tokens, param="prompt")
+    answer: dict[str, object] = {
+        "tokens": ids.tolist(),
+        "count": len(ids),
+        "max_model_len": services.manager.capacity.max_model_len,
+        "prompt": text,
+    }
+    await exchange.send_json(answer | ({"warnings": warnings} if warnings else {}))
+
+
+async def detokenize(exchange: Exchange, services: Services) -> None:
+    """Text of token ids; under both names that clients of other engines look for."""
+    body = await services.read_object(exchange)
+    _PLAIN[DetokenizeRequest].check(body, strict=services.config.server.strict)
+    request = convert(body, DetokenizeRequest)
+    services.check_model(request.model)
+    ids = await services.encoder.encode(request.tokens, add_special_tokens=False, param="tokens")
+    text = services.tokenizer.decode(ids.tolist(), skip_special_tokens=bool(request.skip_special_tokens))
+    await exchange.send_json({"text": text, "prompt": text})
+
+
+async def abort_request(exchange: Exchange, services: Services) -> None:
+    """End running requests; their clients get what there is, with `finish_reason` abort. Unknown ids are no error."""
+    body = await services.read_object(exchange)
+    _PLAIN[AbortBody].check(body, strict=services.config.server.strict)
+    request = convert(body, AbortBody)
+    if not request.rid and not request.abort_all:
+        raise RequestError("rid is missing; send the id of an answer, or abort_all: true", param="rid")
+    num_aborted = services.manager.abort(None if request.abort_all else request.rid, "aborted by request")
+    await exchange.send_json({"aborted": num_aborted})
+
+
+async def flush_cache(exchange: Exchange, services: Services) -> None:
+    """Empty the prefix cache."""
+    done = await services.manager.flush_cache()
+    await exchange.send_json({"flushed_tokens": done.flushed_tokens, "kept_tokens": done.kept_tokens})
+
+
+class _NativeStream:
+    """Writes one event per row."""
+
+    def __init__(
+        self, services: Services, generation: Generation, *, incremental: bool, warnings: list[str]
+    ) -> None:
+        self._services = services
+        self._generation = generation
+        self._incremental = incremental
+        self._warnings = warnings
+        self._so_far = [Collected() for _ in generation.choices]
+
+    def events(self, row: Row) -> bytes:
+        """The event for one row."""
+        choice = row.choice
+        if self._incremental:
+            self._so_far[choice.index] = Collected()
+        collected = self._so_far[choice.index]
+        collected.add(row.output, choice.prompt_ids)
+        body = _body(self._services, self._generation, choice, collected)
+        if len(self._so_far) > 1:
+            body.index = choice.index
+        if self._warnings:
+            body.warnings, self._warnings = self._warnings, []
+        return event(body)
+
+    def closing(self) -> bytes:
+        """Nothing: the last row says all."""
+        return b""
+
+
+def _body(services: Services, generation: Generation, choice: Choice, collected: Collected) -> GenerateBody:
+    usage = choice.usage
+    meta = MetaInfo(
+        id=generation.id,
+        finish_reason=_finish_reason(choice.finish),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        seed=choice.seed,
+        queue_time=usage.queue_s,
+        e2e_latency=(choice.last_token_s or generation.arrival_s) - generation.arrival_s,
+    )
+    if collected.prompt_logprobs:
+        entries = collected.prompt_logprobs
+        first: LogprobRow = (None, *_named(services, choice.prompt_ids[0]))
+        meta.input_token_logprobs = [first, *_own(services, entries)]
+        meta.input_top_logprobs = [None, *_top(services, entries)]
+    if collected.logprobs:
+        meta.output_token_logprobs = _own(services, collected.logprobs)
+        meta.output_top_logprobs = _top(services, collected.logprobs)
+    return GenerateBody(collected.text, collected.token_ids.tolist(), meta)
+
+
+def _finish_reason(finish: Finish | None) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    reason: dict[str, Any] = {"type": finish.kind.value}
+    if finish.kind is FinishKind.STOP:
+        reason["matched"] = finish.matched
+    if finish.message:
+        reason["message"] = finish.message
+    return reason
+
+
+def _own(services: Services, entries: list[TokenLogprob]) -> list[LogprobRow]:
+    return [(entry.logprob, *_named(services, entry.token_id)) for entry in entries]
+
+
+def _top(services: Services, entries: list[TokenLogprob]) -> list[list[LogprobRow]]:
+    return [[(value, *_named(services, token_id)) for token_id, value in entry.top] for entry in entries]
+
+
+def _named(services: Services, token_id: int) -> tuple[int, str]:
+    return token_id, services.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _is_batch(value: object) -> bool:
+    return isinstance(value, list) and isinstance(value[0], str | list)

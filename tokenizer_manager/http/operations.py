@@ -1,0 +1,104 @@
+"""What operators ask: `/health`, `/health_generate`, `/server_info`, `/metrics`, and the list of models."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+
+from ...runtime.errors import RequestError
+from ...runtime.sampling_params import SamplingParams
+from ..generation import GenerationRequest
+from ..metrics import CONTENT_TYPE
+from .chat_messages import MAX_MESSAGES
+from .delivery import collect
+from .exchange import Exchange
+from .protocol import MAX_N, MAX_PROMPTS
+from .services import Services, unknown_model
+
+MODELS_PATH: Final = "/v1/models"
+_HEALTH_GENERATE_TIMEOUT_S: Final = 30.0
+
+
+async def health(exchange: Exchange, services: Services) -> None:
+    """200 if requests sent now can be expected to work; cheap, no generation."""
+    _check_healthy(services)
+    await exchange.send_json({"status": "ok"})
+
+
+async def health_generate(exchange: Exchange, services: Services) -> None:
+    """200 if one token could be generated just now."""
+    _check_healthy(services)
+    request = GenerationRequest(
+        prompts=[[0]],
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        id_prefix="health",
+        priority=2**31,
+    )
+    try:
+        async with exchange.abort_on_disconnect(), asyncio.timeout(_HEALTH_GENERATE_TIMEOUT_S):
+            with await services.manager.start(request) as generation:
+                await collect(generation)
+            await exchange.send_json({"status": "ok"})
+    except TimeoutError:
+        raise _unhealthy(f"no token came within {_HEALTH_GENERATE_TIMEOUT_S:g} s") from None
+
+
+async def metrics(exchange: Exchange, services: Services) -> None:
+    """Prometheus' text format."""
+    page = services.metrics.render(services.manager.report)
+    await exchange.send_bytes(page.encode(), CONTENT_TYPE.encode())
+
+
+async def server_info(exchange: Exchange, services: Services) -> None:
+    """Settings (without the key), capacity, model facts, limits, and the scheduler's latest report."""
+    config: dict[str, Any] = msgspec.to_builtins(services.config)
+    if config["server"]["api_key"] is not None:
+        config["server"]["api_key"] = "(set)"
+    report = services.manager.report
+    await exchange.send_json(
+        {
+            "version": services.version,
+            "model": services.served_model,
+            "config": config,
+            "capacity": msgspec.structs.asdict(services.manager.capacity),
+            "model_spec": services.spec,
+            "limits": {"max_n": MAX_N, "max_prompts": MAX_PROMPTS, "max_messages": MAX_MESSAGES},
+            "num_live_requests": len(services.manager.request_log),
+            "scheduler": None if report is None else msgspec.structs.asdict(report),
+        }
+    )
+
+
+async def models(exchange: Exchange, services: Services) -> None:
+    """The one model."""
+    await exchange.send_json({"object": "list", "data": [_model(services)]})
+
+
+async def model(exchange: Exchange, services: Services) -> None:
+    """One model by name; names may hold slashes, so all of the path behind `/v1/models/` is the name."""
+    name = exchange.path.removeprefix(f"{MODELS_PATH}/")
+    if name != services.served_model:
+        raise unknown_model(name, services.served_model)
+    await exchange.send_json(_model(services))
+
+
+def _model(services: Services) -> dict[str, object]:
+    return {
+        "id": services.served_model,
+        "object": "model",
+        "created": services.created_s,
+        "owned_by": "engine",
+        "max_model_len": services.manager.capacity.max_model_len,
+    }
+
+
+def _check_healthy(services: Services) -> None:
+    reason = services.manager.unhealthy_reason()
+    if reason is not None:
+        raise _unhealthy(reason)
+
+
+def _unhealthy(reason: str) -> RequestError:
+    return RequestError(f"unhealthy: {reason}", code="unhealthy", status=503)

@@ -1,0 +1,333 @@
+"""The requests of all endpoints as typed structs; a field is optional where OpenAI's is, and null means absent.
+
+Only types are checked here: ranges by `SamplingParams.verify`, lengths by admission. What a struct does not list is
+`field_policy`'s matter.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from ...runtime.errors import RequestError
+from ...runtime.sampling_params import SamplingParams
+from ..chat_template import RESERVED_NAMES
+from .json_body import convert, show
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What fits into a message; larger ones would fail on their way to the scheduler."""
+
+MAX_N: Final = 128
+MAX_PROMPTS: Final = 2048
+
+V = TypeVar("V")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream shall hold besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers: no effect on the answer
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The sampling fields that have the same name everywhere."""
+
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+
+    def num_choices(self) -> int:
+        """Answers per prompt.
+
+        Raises:
+            RequestError: out of range.
+        """
+        if self.n is not None and not 1 <= self.n <= MAX_N:
+            raise RequestError(
+                f"n is {self.n}, but it must lie in [1, {MAX_N}]", param="n", code="invalid_value"
+            )
+        return _or(self.n, 1)
+
+    def sampling(
+        self,
+        *,
+        max_new_tokens: int | None,
+        min_new_tokens: int | None,
+        keep_stop: bool | None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """The sampling parameters; ranges are not checked yet.
+
+        Raises:
+            RequestError: a bad key in `logit_bias`.
+        """
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=_or(min_new_tokens, 0),
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=_or(self.top_k, -1),
+            min_p=_or(self.min_p, 0.0),
+            seed=self.seed,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            logit_bias=_logit_bias(self.logit_bias),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=_or(self.skip_special_tokens, True),
+            include_stop_str_in_output=bool(keep_stop),
+        )
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What chat completions and completions have in common: OpenAI's fields, and those of other open engines."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+    def events(self) -> StreamOptions | None:
+        """How to stream, or None to answer in one piece.
+
+        Raises:
+            RequestError: `stream_options` without `stream`.
+        """
+        if self.stream:
+            return self.stream_options or StreamOptions()
+        if self.stream_options is not None:
+            raise RequestError(
+                "stream_options is set, but stream is not true; leave it out or stream",
+                param="stream_options",
+                code="invalid_value",
+            )
+        return None
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """Body of `POST /v1/chat/completions`; `messages` is checked one by one in `chat_messages`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def max_new_tokens(self) -> tuple[int | None, str]:
+        """The length asked for, and the field that asks.
+
+        Raises:
+            RequestError: two fields disagree, or it is below 1.
+        """
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}, "
+                f"but they mean the same; send one",
+                param="max_tokens",
+            )
+        if self.max_completion_tokens is not None:
+            name, value = "max_completion_tokens", self.max_completion_tokens
+            return at_least_one(value, name), name
+        return at_least_one(self.max_tokens, "max_tokens"), "max_tokens"
+
+    def num_top_logprobs(self) -> int | None:
+        """k, or None if no log-probabilities are wanted.
+
+        Raises:
+            RequestError: `top_logprobs` without `logprobs`.
+        """
+        if self.logprobs:
+            return _or(self.top_logprobs, 0)
+        if self.top_logprobs:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}, but logprobs is not true; set it or leave both out",
+                param="top_logprobs",
+            )
+        return None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """Body of `POST /v1/completions`; `prompt` may take four forms, see `prompts_of`."""
+
+    prompt: Any
+    best_of: Int | None = None
+    echo: bool | None = None
+    logprobs: Int | None = None
+    add_special_tokens: bool | None = None
+
+    def num_choices(self) -> int:
+        n = super().num_choices()
+        if self.best_of is not None and self.best_of != n:
+            raise RequestError(
+                f"best_of is {self.best_of} and n is {n}, but only equal values are supported; leave best_of out",
+                param="best_of",
+                code="unsupported_value",
+            )
+        return n
+
+
+class NativeSampling(SamplingFields, kw_only=True):
+    """`sampling_params` of `POST /generate`."""
+
+    max_new_tokens: Int | None = None
+    min_new_tokens: Int | None = None
+    no_stop_trim: bool | None = None
+
+
+class NativeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /generate`: a text or a list of them, or token ids or a list of those."""
+
+    text: Any = None
+    input_ids: Any = None
+    sampling_params: dict[str, Any] | None = None
+    stream: bool | None = None
+    incremental: bool | None = None  # chunks hold what is new, not all so far
+    return_logprob: bool | None = None
+    top_logprobs_num: Int | None = None
+    logprob_start_len: Int | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /tokenize`: a prompt, or chat messages, which are rendered first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    tokens: list[Int]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """Body of `POST /abort_request`: the `id` of an answer, as the server gave it, or all."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+# ---------------------------------------------------------------- shared readings
+
+
+def prompts_of(value: object, param: str) -> list[str | list[int]]:
+    """The prompts in a field that is a string, a list of strings, token ids, or a list of token ids.
+
+    Raises:
+        RequestError: anything else, or nothing in it.
+    """
+    match value:
+        case None:
+            raise RequestError(
+                f"{param} is missing; the request must have it", param=param, code="missing_field"
+            )
+        case "" | []:
+            raise RequestError(
+                f"{param} is empty; a prompt has at least one token", param=param, code="empty_prompt"
+            )
+        case str():
+            return [value]
+        case [str(), *_]:
+            prompts: list[str | list[int]] = [*convert(value, list[str], param)]
+        case [list(), *_]:
+            prompts = [*convert(value, list[list[Int]], param)]
+        case list():
+            return [convert(value, list[Int], param)]
+        case _:
+            raise RequestError(
+                f"{param} is {show(value)}, but it must be a string, a list of strings, a list of token ids or a list "
+                f"of such lists",
+                param=param,
+                code="invalid_type",
+            )
+    if len(prompts) > MAX_PROMPTS:
+        message = f"{param} has {len(prompts)} prompts, the limit is {MAX_PROMPTS}; send several requests"
+        raise RequestError(message, param=param, code="invalid_value")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            at = f"{param}[{i}]"
+            raise RequestError(
+                f"{at} is empty; a prompt has at least one token", param=at, code="empty_prompt"
+            )
+    return prompts
+
+
+def at_least_one(value: int | None, param: str) -> int | None:
+    """`value`, checked under the name the client used.
+
+    Raises:
+        RequestError: it is below 1.
+    """
+    if value is not None and value < 1:
+        raise RequestError(
+            f"{param} is {value}, but it must be at least 1", param=param, code="invalid_value"
+        )
+    return value
+
+
+def checked_template_variables(variables: dict[str, Any] | None) -> dict[str, Any]:
+    """`chat_template_kwargs`, which must not replace what the server sets.
+
+    Raises:
+        RequestError: it would.
+    """
+    taken = sorted(RESERVED_NAMES & (variables or {}).keys())
+    if taken:
+        raise RequestError(
+            f"chat_template_kwargs has {show(taken[0])}, which the server sets; leave it out",
+            param="chat_template_kwargs",
+            code="invalid_value",
+        )
+    return variables or {}
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    by_id: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 16):
+            message = f"logit_bias has the key {show(key)}, but keys must be token ids"
+            raise RequestError(message, param="logit_bias", code="invalid_value")
+        by_id[int(key)] = value
+    return by_id
+
+
+def _or(value: V | None, default: V) -> V:
+    return default if value is None else value

@@ -1,0 +1,51 @@
+"""The route table: every path, what it takes, and who handles it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from . import native, operations
+from .exchange import Exchange
+from .openai_chat import chat_completions
+from .openai_completions import completions
+from .protocol import (
+    AbortBody,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    NativeRequest,
+    TokenizeRequest,
+)
+from .services import Services
+
+Handler = Callable[[Exchange, Services], Awaitable[None]]
+
+
+class Route(NamedTuple):
+    """One method of one path; `{...}` at the end of a path stands for all that follows."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    request: type[msgspec.Struct] | None = None
+
+
+ROUTES: Final = (
+    Route("POST", "/v1/chat/completions", chat_completions, "Answer a chat (OpenAI).", ChatRequest),
+    Route("POST", "/v1/completions", completions, "Continue prompts (OpenAI).", CompletionRequest),
+    Route("GET", operations.MODELS_PATH, operations.models, "The served model (OpenAI)."),
+    Route("GET", f"{operations.MODELS_PATH}/{{model}}", operations.model, "One model by name (OpenAI)."),
+    Route("POST", "/generate", native.generate, "Generate from texts or token ids.", NativeRequest),
+    Route("POST", "/tokenize", native.tokenize, "Token ids of a text or a chat.", TokenizeRequest),
+    Route("POST", "/detokenize", native.detokenize, "Text of token ids.", DetokenizeRequest),
+    Route("POST", "/abort_request", native.abort_request, "End running requests.", AbortBody),
+    Route("POST", "/flush_cache", native.flush_cache, "Empty the prefix cache."),
+    Route("GET", "/health", operations.health, "Whether requests can be expected to work; needs no key."),
+    Route("GET", "/health_generate", operations.health_generate, "Whether a token can be generated."),
+    Route("GET", "/server_info", operations.server_info, "Settings, capacity and state."),
+    Route("GET", "/metrics", operations.metrics, "Prometheus metrics."),
+)

@@ -1,0 +1,95 @@
+"""`Services`: what the handlers work with; made once by `process.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...runtime.config import EngineConfig
+from ...runtime.errors import RequestError
+from ...runtime.model_files.model_spec import ModelSpec
+from ...runtime.model_files.tokenizer import Tokenizer
+from ..chat_template import ChatTemplate
+from ..manager import TokenizerManager
+from ..metrics import Metrics
+from ..prompt_encoder import PromptEncoder
+from .exchange import Exchange
+from .json_body import Body, parse_object, show
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """One engine, as its HTTP side sees it.
+
+    Attributes:
+        manager: runs generations.
+        encoder: tokenises.
+        chat_template: None for a model that has none.
+        metrics: what `/metrics` shows.
+        config: resolved settings.
+        spec: facts about the model.
+        served_model: the name clients use for it.
+        created_s: Unix time when serving began.
+        version: of the engine.
+    """
+
+    manager: TokenizerManager
+    encoder: PromptEncoder
+    chat_template: ChatTemplate | None
+    metrics: Metrics
+    config: EngineConfig
+    spec: ModelSpec
+    served_model: str
+    created_s: int
+    version: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.encoder.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when the same seed may give another text."""
+        return f"engine-{self.version}-{self.config.model.dtype}"
+
+    async def read_object(self, exchange: Exchange) -> Body:
+        """The request's JSON object.
+
+        Raises:
+            RequestError: it is too large, or not one.
+        """
+        return parse_object(await exchange.body(int(self.config.server.max_body_mb * 2**20)))
+
+    def check_model(self, model: str | None) -> None:
+        """Accept the served model's name, or none.
+
+        Raises:
+            RequestError: 404 for any other.
+        """
+        if model is not None and model != self.served_model:
+            raise unknown_model(model, self.served_model)
+
+    def require_chat_template(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            RequestError: the model has none.
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                f"the model {self.served_model} has no chat template; use /v1/completions, or start the server with "
+                f"--chat-template",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.chat_template
+
+
+def unknown_model(model: str, served: str) -> RequestError:
+    """The refusal of a model that is not served."""
+    return RequestError(
+        f"the model {show(model)} is not served here; use {show(served)}",
+        param="model",
+        code="model_not_found",
+        status=404,
+    )

@@ -1,0 +1,160 @@
+"""`Metrics`: what `/metrics` shows, in Prometheus' text format.
+
+The scheduler's numbers arrive as totals in its reports and are shown as they are; what only this process can see
+(latencies as clients get them, refusals) is counted here.
+
+Written by hand because it is this little: prometheus_client takes 55 ms to import (it brings an HTTP server), counts
+under a lock, and wants to own counters that are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ..runtime.messages import SchedulerReport
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_BUCKETS_S: Final = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
+_ITL_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_E2E_BUCKETS_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_QUEUE_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+_GAUGES: Final = (
+    ("num_running_reqs", "Requests that run."),
+    ("num_queue_reqs", "Requests that wait."),
+    ("kv_used_tokens", "KV slots held by requests."),
+    ("kv_cached_tokens", "KV slots in the prefix cache, in use or not."),
+    ("kv_total_tokens", "KV slots of the pool."),
+    ("new_token_ratio", "Share of its max_tokens that a request is expected to generate."),
+)
+_TOTALS: Final = (
+    ("retracted_reqs_total", "Times a request lost its KV memory to others and was computed again."),
+    ("prompt_tokens_total", "Prompt tokens of admitted requests, cached or computed."),
+    ("generation_tokens_total", "Tokens generated."),
+    ("cached_tokens_total", "Prompt tokens taken from the prefix cache."),
+    ("evicted_tokens_total", "Tokens dropped from the prefix cache to make room."),
+)
+
+
+class Histogram:
+    """Counts observations by bucket."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `value` so many times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def lines(self) -> Iterator[str]:
+        """Its lines of the text format; buckets are cumulative."""
+        yield from _head(self._name, self._text, "histogram")
+        total = 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            label = "+Inf" if bound == float("inf") else f"{bound:g}"
+            yield f'engine:{self._name}_bucket{{le="{label}"}} {total}'
+        yield f"engine:{self._name}_sum {self._sum!r}"
+        yield f"engine:{self._name}_count {total}"
+
+
+class LabelledCounter:
+    """A counter with one label, of few values."""
+
+    def __init__(self, name: str, text: str, label: str) -> None:
+        self._name = name
+        self._text = text
+        self._label = label
+        self._counts: dict[str, int] = {}
+
+    def add(self, value: str) -> None:
+        """Count one of this label value."""
+        self._counts[value] = self._counts.get(value, 0) + 1
+
+    def lines(self) -> Iterator[str]:
+        """Its lines of the text format."""
+        yield from _head(self._name, self._text, "counter")
+        for value, count in sorted(self._counts.items()):
+            yield f'engine:{self._name}{{{self._label}="{value}"}} {count}'
+
+
+class Metrics:
+    """Everything that is measured; one per process.
+
+    Attributes:
+        time_to_first_token, inter_token_latency, e2e_request_latency, queue_time: in seconds, per request, as this
+            process sees them; the inter-token latency of a row with several tokens is shared out evenly.
+        finished_reqs: by finish reason.
+        http_responses: by status.
+    """
+
+    def __init__(self) -> None:
+        self.time_to_first_token = Histogram(
+            "time_to_first_token_seconds", "Arrival of a request to its first token.", _TTFT_BUCKETS_S
+        )
+        self.inter_token_latency = Histogram(
+            "inter_token_latency_seconds", "Time between tokens of a request.", _ITL_BUCKETS_S
+        )
+        self.e2e_request_latency = Histogram(
+            "e2e_request_latency_seconds", "Arrival of a request to its end.", _E2E_BUCKETS_S
+        )
+        self.queue_time = Histogram(
+            "queue_time_seconds", "Arrival at the scheduler to first admission.", _QUEUE_BUCKETS_S
+        )
+        self.finished_reqs = LabelledCounter(
+            "finished_reqs_total", "Requests that ended, by reason.", "reason"
+        )
+        self.http_responses = LabelledCounter("http_responses_total", "HTTP responses, by status.", "status")
+
+    def render(self, report: SchedulerReport | None) -> str:
+        """The page, from the latest report and what was counted here."""
+        shown = report if report is not None else SchedulerReport(sent_s=0.0)
+        lines: list[str] = []
+        for name, text in _GAUGES:
+            lines += (*_head(name, text, "gauge"), f"engine:{name} {getattr(shown, name)!r}")
+        for name, text in _TOTALS:
+            lines += (*_head(name, text, "counter"), f"engine:{name} {getattr(shown, name)!r}")
+        hit_rate = shown.cached_tokens_total / max(shown.prompt_tokens_total, 1)
+        lines += _head(
+            "cache_hit_rate", "Share of all prompt tokens so far that the prefix cache had.", "gauge"
+        )
+        lines.append(f"engine:cache_hit_rate {hit_rate!r}")
+        own = (
+            self.time_to_first_token,
+            self.inter_token_latency,
+            self.e2e_request_latency,
+            self.queue_time,
+            self.finished_reqs,
+            self.http_responses,
+        )
+        for metric in own:
+            lines += metric.lines()
+        return "\n".join(lines) + "\n"
+
+
+def _head(name: str, text: str, kind: str) -> tuple[str, str]:
+    return f"# HELP engine:{name} {text}", f"# TYPE engine:{name} {kind}"

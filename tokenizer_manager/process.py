@@ -1,0 +1,232 @@
+"""The tokenizer manager process: HTTP on one side, the engine's sockets on the other, one event loop between.
+
+The port is bound first, so that one that is taken is said at once; the process listens, and is ready, once the other
+processes are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, assert_never
+
+import msgspec
+import uvicorn
+import uvloop
+
+from .. import __version__
+from ..runtime.child import Child
+from ..runtime.config import EngineConfig
+from ..runtime.control import PeerDied, Stop
+from ..runtime.errors import ConfigError
+from ..runtime.feasibility import Capacity
+from ..runtime.ipc import AsyncInbox, Outbox
+from ..runtime.messages import ManagerInput
+from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from .chat_template import ChatTemplate
+from .http.app import App
+from .http.services import Services
+from .manager import TokenizerManager
+from .metrics import Metrics
+from .prompt_encoder import PromptEncoder
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG: Final = 2048
+_KEEP_ALIVE_S: Final = 75
+_LAST_WORDS_S: Final = 2  # for connections to take their error events after the end
+
+
+def main(child: Child) -> None:
+    """Serve HTTP until the supervisor says stop."""
+    config = child.settings.config
+    with bind(config.server.host, config.server.port) as listener:
+        tokenizer = load_tokenizer(child.settings.source)
+        chat_template = load_chat_template(config.model.chat_template, tokenizer)
+        capacity = child.wait_for_peers()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(child, listener, tokenizer, chat_template, capacity))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not listening yet.
+
+    Raises:
+        ConfigError: the address is taken or not ours.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on host {host}: {error}; give another one with --host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; give another one with --port, or 0 for a free one"
+        ) from error
+    return listener
+
+
+def load_chat_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template in the file `path`, else the model's own, else None.
+
+    Raises:
+        ConfigError: there is no such file, or it is no template.
+    """
+    if path is None:
+        source = tokenizer.chat_template
+        return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the chat template cannot be read: {error}") from error
+    return ChatTemplate(source, tokenizer.special_tokens, f"the chat template {path}")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn that leaves signals alone: the supervisor decides when to stop, and in what order."""
+
+    def __init__(self, app: App) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+            )
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+async def _serve(
+    child: Child,
+    listener: socket.socket,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    capacity: Capacity,
+) -> None:
+    settings = child.settings
+    decoder: msgspec.msgpack.Decoder[ManagerInput] = msgspec.msgpack.Decoder(ManagerInput)
+    inbox = AsyncInbox(settings.endpoints.tokenizer_manager, decoder)
+    outbox = Outbox(settings.endpoints.scheduler)
+    encoder = PromptEncoder(tokenizer, capacity.vocab_size)
+    metrics = Metrics()
+    manager = TokenizerManager(
+        encoder=encoder,
+        capacity=capacity,
+        max_queued_requests=settings.config.scheduler.max_queued_requests,
+        watchdog_timeout_s=settings.config.server.watchdog_timeout,
+        send=outbox.send,
+        metrics=metrics,
+        draw_seed=seed_source(settings.config),
+    )
+    services = Services(
+        manager=manager,
+        encoder=encoder,
+        chat_template=chat_template,
+        metrics=metrics,
+        config=settings.config,
+        spec=settings.spec,
+        served_model=settings.config.model.served_model_name or settings.source.name,
+        created_s=int(time.time()),
+        version=__version__,
+    )
+    server = HttpServer(App(services))
+    listener.listen(_BACKLOG)  # from here on clients may connect; they are served a moment later
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    duties = [
+        http,
+        asyncio.create_task(_pump(inbox, manager)),
+        asyncio.create_task(child.keep_beating()),
+        asyncio.create_task(_obey(child, manager, settings.config.server.drain_timeout)),
+    ]
+    child.ready(url=_url(settings.config.server.host, listener.getsockname()[1]))
+    try:
+        done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # only `_obey` ends without an error
+        server.should_exit = True
+        await http
+    finally:
+        for task in duties:
+            task.cancel()
+        await asyncio.gather(*duties, return_exceptions=True)
+        encoder.close()
+        inbox.close()
+        outbox.close()
+
+
+def seed_source(config: EngineConfig) -> Callable[[], int]:
+    """Where requests that bring no seed get theirs: always the configured one, or a new one each."""
+    fixed = config.model.seed
+    return (lambda: fixed) if fixed else (lambda: secrets.randbits(63))
+
+
+async def _pump(inbox: AsyncInbox[ManagerInput], manager: TokenizerManager) -> None:
+    """Hand everything that arrives to the manager."""
+    while True:
+        for message in await inbox.receive():
+            manager.on_message(message)
+
+
+async def _obey(child: Child, manager: TokenizerManager, drain_timeout_s: float) -> None:
+    """Return when the process shall end, with every stream ended."""
+    drained: asyncio.Task[None] | None = None
+    while True:
+        order = asyncio.create_task(child.next_order())
+        waiting: set[asyncio.Task[object]] = {order} if drained is None else {order, drained}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not order.done():  # drained
+            order.cancel()
+            break
+        match order.result():
+            case Stop(drain=True):
+                logger.info(
+                    "draining live_requests=%d timeout_s=%g", len(manager.request_log), drain_timeout_s
+                )
+                manager.drain()
+                drained = drained or asyncio.create_task(_wait_drained(manager, drain_timeout_s))
+            case Stop():
+                break
+            case PeerDied(message=message):
+                manager.engine_died(message)
+                break
+            case other:
+                assert_never(other)
+    if drained is not None:
+        drained.cancel()
+    manager.drain()
+    manager.abort_all("the server stopped before the answer was complete; send the request again")
+
+
+async def _wait_drained(manager: TokenizerManager, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await manager.wait_idle()
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
