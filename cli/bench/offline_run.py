@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import threading
 import time
@@ -135,6 +136,7 @@ def run_offline(
     config: dict[str, Any] = msgspec.to_builtins(prepared.config)
     config["server"].pop("api_key", None)
     client = {**plain_settings(sampling), **plain_settings(workload)}
+    run = dataclasses.replace(run, client_cpu_share=None)  # the engine's own work is in it
     return report(
         run, "offline", f"{prepared.model_name} in this process", client, {"config": config}, output
     )
