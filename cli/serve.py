@@ -10,11 +10,13 @@ import json
 import logging
 import shlex
 import socket
-from typing import Any, Final
+import time
+from typing import Final
 
 import typer
 
 from ..runtime.config import EngineConfig, ServerConfig
+from ..runtime.config_sources import MergedConfig
 from ..runtime.errors import ConfigError
 from .options import (
     CONTEXT_SETTINGS,
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
+_STARTED_S: Final = time.monotonic()  # of this import; the interpreter has run for 0.1 s by then
 _QUESTION: Final = "Say hello in three languages."
 
 
@@ -64,7 +67,7 @@ def serve(
     return _run(merged)
 
 
-def _run(merged: Any) -> int:
+def _run(merged: MergedConfig) -> int:
     from ..runtime.logs import configure_logging
     from ..runtime.prepare import log_config, prepare
     from ..runtime.supervisor import EngineReady, Supervisor
@@ -75,7 +78,7 @@ def _run(merged: Any) -> int:
     log_config(prepared, merged.origins)
 
     def on_ready(ready: EngineReady) -> None:
-        typer.echo(ready_text(prepared.config, ready))
+        typer.echo(ready_text(prepared.config, ready.url))
 
     outcome = Supervisor(prepared.config, prepared.source, prepared.spec, on_ready).run()
     if outcome.exit_code != 0:
@@ -117,7 +120,7 @@ def check_port(config: ServerConfig) -> None:
             raise ConfigError(f"cannot listen on {where}: {error.strerror}; see --host and --port") from None
 
 
-def ready_text(config: EngineConfig, ready: Any) -> str:
+def ready_text(config: EngineConfig, url: str) -> str:
     """The block that says: it runs, here is where, try this."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     name = str(model.served_model_name)
@@ -129,11 +132,11 @@ def ready_text(config: EngineConfig, ready: Any) -> str:
     return "\n".join(
         [
             "",
-            f"Ready after {ready.startup_s:.1f} s: {name} at {ready.url}",
+            f"Ready after {time.monotonic() - _STARTED_S:.1f} s: {name} at {url}",
             f"  {model.dtype} on {where}; context {model.max_model_len} tokens, KV pool {cache.max_total_tokens} "
             f"tokens, {scheduler.max_running_requests} requests at once",
             "  Try:",
-            f"  curl {ready.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
             "  Stop with Ctrl-C.",
             "",
         ]

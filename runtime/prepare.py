@@ -79,13 +79,16 @@ def prepare(
 
 
 def log_config(prepared: Prepared, origins: Mapping[str, str]) -> None:
-    """Log each setting that is not a plain default, with its origin or its reason."""
+    """Log the settings that are not plain defaults in one line; at DEBUG, where each comes from."""
+    effective = {}
     for field in config_fields().values():
         value = getattr(getattr(prepared.config, field.group), field.name)
-        reason = prepared.notes.get(field.name) or origins[field.name]
         if value != field.default:
-            shown = "(hidden)" if field.name in SECRETS else value
-            logger.info("setting %s=%s reason=%r", field.name, shown, reason)
+            effective[field.name] = "(hidden)" if field.name in SECRETS else value
+            logger.debug(
+                "setting=%s reason=%r", field.name, prepared.notes.get(field.name, origins[field.name])
+            )
+    logger.info("resolved %s", " ".join(f"{name}={value}" for name, value in effective.items()))
 
 
 def _no_step(_name: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.detokenizer.manager import Detokenizer
-from engine.offline.engine import EngineParts, EngineThread
+from engine.offline.engine import EngineParts, EngineThread, RowQueue
 from engine.runtime.config import CacheConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError, EngineDeadError
 from engine.runtime.feasibility import Capacity
@@ -63,6 +63,10 @@ def make_engine(before_step=lambda step_id: None):
     return EngineThread(build)
 
 
+def row_queue() -> RowQueue:
+    return queue.SimpleQueue()
+
+
 def request(rid, max_new_tokens=4, stop=()):
     sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, stop=stop)
     return GenerateRequest(rid, np.arange(3, dtype=np.int32).tobytes(), sampling)
@@ -79,7 +83,7 @@ def read(rows, count=1):
 
 
 def test_rows_come_in_order_and_the_last_one_finishes():
-    engine, rows = make_engine(), queue.SimpleQueue()
+    engine, rows = make_engine(), row_queue()
     engine.submit(request("a"), rows)
     seen = read(rows)
     assert "".join(row.text for row in seen) == "abcd"
@@ -95,7 +99,7 @@ def test_a_failing_step_reaches_every_request_and_every_later_call():
         if step_id == 3:
             raise RuntimeError("device on\nfire")
 
-    engine, rows = make_engine(fail), queue.SimpleQueue()
+    engine, rows = make_engine(fail), row_queue()
     for rid in "ab":
         engine.submit(request(rid, max_new_tokens=50), rows)
     submitted.set()
@@ -126,7 +130,7 @@ def test_closing_ends_what_runs():
         started.set()
         assert gate.wait(30)
 
-    engine, rows = make_engine(hold), queue.SimpleQueue()
+    engine, rows = make_engine(hold), row_queue()
     engine.submit(request("a", max_new_tokens=50), rows)
     assert started.wait(30)
     closing = threading.Thread(target=engine.close)
@@ -139,7 +143,7 @@ def test_closing_ends_what_runs():
 
 
 def test_an_abort_is_answered_with_a_finished_row():
-    engine, rows = make_engine(), queue.SimpleQueue()
+    engine, rows = make_engine(), row_queue()
     engine.submit(request("a", max_new_tokens=50), rows)
     rows.get(timeout=30)
     engine.abort("a", "enough")
@@ -150,7 +154,7 @@ def test_an_abort_is_answered_with_a_finished_row():
 
 
 def test_a_stop_string_frees_the_request_in_the_scheduler():
-    engine, rows = make_engine(), queue.SimpleQueue()
+    engine, rows = make_engine(), row_queue()
     engine.submit(request("a", max_new_tokens=50, stop=("cd",)), rows)
     seen = read(rows)
     assert "".join(row.text for row in seen) == "ab"

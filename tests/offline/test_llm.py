@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
+from engine.offline.outputs import OutputBuilder
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 PROMPTS = ["one", "a longer prompt that has more tokens", "x", "the quick brown fox jumps over the lazy dog"]
@@ -177,12 +178,10 @@ def test_leaving_a_stream_aborts_it(llm):
 
 
 def test_an_interrupt_aborts_the_batch(llm, monkeypatch):
-    from engine.offline import batch as batch_module
-
     def interrupted(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(batch_module.OutputBuilder, "add", interrupted)
+    monkeypatch.setattr(OutputBuilder, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, SamplingParams(max_new_tokens=500, ignore_eos=True))
     monkeypatch.undo()
@@ -248,6 +247,6 @@ def test_a_broken_model_raises_here_and_not_on_the_thread(tiny_model, tmp_path):
 
 
 def test_the_steps_of_the_start_are_told(tiny_model):
-    steps = []
+    steps: list[str] = []
     LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512, on_step=steps.append).close()
     assert steps == ["model files", "tokenizer", "import torch", "load weights"]

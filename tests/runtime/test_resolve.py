@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from engine.runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.runtime.config import EngineConfig
+from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
 from engine.runtime.host_facts import GpuFacts, HostFacts
 from engine.runtime.memory_budget import RUNTIME_BYTES, plan_memory
@@ -45,11 +46,12 @@ GPU_HOST = dataclasses.replace(HOST, gpus=(GPU,), torch_version="2.9.0")
 
 def config(**settings) -> EngineConfig:
     """A configuration with some settings, each put into its group."""
-    groups = {}
-    for name, group in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
-        names = {field.name for field in dataclasses.fields(group)}
-        groups[name] = group(**{key: value for key, value in settings.items() if key in names})
-    return EngineConfig(**groups)
+    return merge(from_arguments(settings)).config
+
+
+def pool_of(config: EngineConfig) -> int:
+    assert isinstance(config.cache.max_total_tokens, int)
+    return config.cache.max_total_tokens
 
 
 def host(**facts) -> HostFacts:
@@ -133,7 +135,7 @@ def test_threads_follow_affinity_and_quota(facts, threads):
 def test_the_cgroup_limit_counts_and_not_only_the_machine():
     roomy = resolve(EngineConfig(), SPEC, HOST).config
     tight = resolve(EngineConfig(), SPEC, host(cgroup_free_bytes=3 * GIB)).config
-    assert tight.cache.max_total_tokens < roomy.cache.max_total_tokens / 4
+    assert pool_of(tight) < pool_of(roomy) / 4
     assert tight == resolve(EngineConfig(), SPEC, host(mem_available_bytes=3 * GIB)).config
 
 
@@ -145,11 +147,11 @@ def test_the_pool_is_no_larger_than_what_may_run_at_once():
 
 def test_little_memory_shortens_the_context_and_says_so():
     resolved = resolve(EngineConfig(), SPEC, host(mem_available_bytes=int(1.25 * GIB)))
-    length = resolved.config.model.max_model_len
+    length = pool_of(resolved.config)
     assert 256 <= length < 8192
-    assert resolved.config.cache.max_total_tokens == length
+    assert resolved.config.model.max_model_len == length
     assert resolved.notes["max_model_len"].startswith("bounded by memory, (1.2 GiB free - ")
-    assert resolved.config.scheduler.max_running_requests < 8
+    assert resolved.config.scheduler.max_running_requests == length // 1024
 
 
 def test_no_memory_is_an_error_with_the_sums():

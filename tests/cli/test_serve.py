@@ -1,0 +1,166 @@
+"""`engine serve`: early checks, the block that says ready, and a whole life as a real process."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from engine.cli import main as cli
+from engine.cli.serve import check_port, ready_text
+from engine.runtime.config import EngineConfig, ServerConfig
+from engine.runtime.config_sources import from_arguments, merge
+from engine.runtime.errors import ConfigError
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def ready_config() -> EngineConfig:
+    settings = {"served_model_name": "it's", "dtype": "float32", "device": "cpu", "num_threads": 2}
+    return merge(from_arguments(settings)).config
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded(capsys, taken_port):
+    assert cli.run(["serve", "/no/such/model", "--port", str(taken_port)]) == 2
+    assert capsys.readouterr().err == (
+        f"engine: 127.0.0.1:{taken_port} is in use, maybe by another engine; stop it, or use --port {taken_port + 1} "
+        f"(--port 0 takes a free one)\n"
+    )
+
+
+def test_a_free_port_stays_free():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    check_port(ServerConfig(port=port))
+    check_port(ServerConfig(port=port))
+    check_port(ServerConfig(port=0))
+
+
+def test_an_address_that_is_not_ours_is_said():
+    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:30000: .*; see --host and --port"):
+        check_port(ServerConfig(host="192.0.2.1"))
+
+
+def test_a_host_without_an_address_is_said(monkeypatch):
+    def unknown(*_args, **_kwargs):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigError, match="host 'nowhere' has no address .* use --host 127.0.0.1"):
+        check_port(ServerConfig(host="nowhere"))
+
+
+def test_the_curl_line_can_be_pasted():
+    text = ready_text(ready_config(), "http://127.0.0.1:1")
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("curl "))
+    command = shlex.split(line)
+    assert command[1] == "http://127.0.0.1:1/v1/chat/completions"
+    assert json.loads(command[command.index("-d") + 1])["model"] == "it's"
+    assert "Authorization" not in text
+
+
+def test_with_an_api_key_the_curl_line_names_the_variable_and_not_the_key():
+    config = merge(from_arguments({"api_key": "s3cret", "served_model_name": "m"})).config
+    text = ready_text(config, "http://127.0.0.1:1")
+    assert '-H "Authorization: Bearer $ENGINE_API_KEY"' in text
+    assert "s3cret" not in text
+
+
+def test_print_config_resolves_for_the_model_and_starts_nothing(capsys, tiny_model, tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text("page_size: 8\n")
+    arguments = [
+        "serve",
+        str(tiny_model),
+        "--config",
+        str(path),
+        "--max-total-tokens",
+        "300",
+        "--print-config",
+    ]
+    assert cli.run(arguments) == 0
+    captured = capsys.readouterr()
+    lines = {line.split(":")[0].strip(): line for line in captured.out.splitlines()}
+    assert captured.err == ""
+    assert re.search(r"page_size: 8 +# .*engine\.yaml:1$", lines["page_size"])
+    assert re.search(
+        r"max_total_tokens: 296 +# --max-total-tokens, 300 in whole pages of 8$", lines["max_total_tokens"]
+    )
+    assert re.search(r"max_model_len: 296 +# auto: bounded by --max-total-tokens", lines["max_model_len"])
+    assert "auto" not in {line.split("#")[0].split(":")[-1].strip() for line in lines.values()}
+
+
+def test_a_broken_model_is_one_line(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    assert cli.run(["serve", str(tmp_path), "--port", "0", "--print-config"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"engine: {tmp_path}")
+    assert error.count("\n") == 1
+
+
+def start_serve(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "engine.cli.main", "serve", "--port", "0", "--num-threads", "1", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.real_process
+def test_serve_says_ready_answers_and_stops_on_ctrl_c(tiny_model):
+    process = start_serve(str(tiny_model), "--max-total-tokens", "512")
+    try:
+        assert process.stdout is not None
+        ready = ""
+        while "Stop with Ctrl-C" not in ready:
+            line = process.stdout.readline()
+            assert line, process.communicate(timeout=30)[1]
+            ready += line
+        match = re.search(
+            r"^Ready after [\d.]+ s: tiny-llama at (http://127\.0\.0\.1:\d+)$", ready, re.MULTILINE
+        )
+        assert match
+        (curl,) = (line for line in ready.splitlines() if line.strip().startswith("curl "))
+        body = json.loads(shlex.split(curl)[-1]) | {"max_tokens": 4}
+        request = urllib.request.Request(
+            f"{match[1]}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["usage"]["completion_tokens"] <= 4
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+@pytest.mark.real_process
+def test_serve_ends_with_one_root_cause_line_when_the_weights_are_broken(tiny_model, tmp_path):
+    for file in tiny_model.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[:100] if file.suffix == ".safetensors" else data)
+    process = start_serve(str(tmp_path))
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert out == ""
+    causes = [line for line in err.splitlines() if line.startswith("engine: ")]
+    assert len(causes) == 1
+    assert "model.safetensors" in causes[0]
+    assert "Traceback" not in err
