@@ -192,7 +192,8 @@ def run_child(room: str) -> NoReturn:
         room: package name, for example "engine.scheduler".
     """
     faulthandler.enable()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # The last one: a background process group must be able to write to its terminal.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(signum, signal.SIG_IGN)
     role, control_fd, supervisor_pid = _parse_argv(room)
     _die_with(supervisor_pid)

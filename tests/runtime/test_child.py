@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import uvloop
 
 from engine.runtime.child import Child, StopRequested
 from engine.runtime.config import EngineConfig, ServerConfig
@@ -161,7 +162,8 @@ def test_stop_while_waiting_for_peers_ends_the_wait(child, supervisor):
         child.wait_for_peers()
 
 
-def test_orders_come_in_order_and_wake_an_asyncio_loop(child, supervisor):
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_orders_come_in_order_and_wake_an_asyncio_loop(child, supervisor, loop_factory):
     async def scene() -> list[object]:
         waiting = asyncio.create_task(child.next_order())
         await asyncio.sleep(0)
@@ -170,7 +172,8 @@ def test_orders_come_in_order_and_wake_an_asyncio_loop(child, supervisor):
         async with asyncio.timeout(10):
             return [await waiting, await child.next_order()]
 
-    assert asyncio.run(scene()) == [Stop(drain=True), PeerDied("scheduler was killed by SIGKILL")]
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        assert runner.run(scene()) == [Stop(drain=True), PeerDied("scheduler was killed by SIGKILL")]
 
 
 def test_an_asyncio_loop_beats_until_cancelled(child, supervisor):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import uvloop
 import zmq
 
 from engine.runtime.ipc import MAX_MESSAGE_BYTES, AsyncInbox, Inbox, Outbox
@@ -117,7 +118,8 @@ def test_poll_wakes_when_the_control_channel_has_news(endpoint):
     wake.close()
 
 
-def test_asyncio_receives_what_plain_code_sends(endpoint, outbox):
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_asyncio_receives_what_plain_code_sends(endpoint, outbox, loop_factory):
     async def scene() -> list[SchedulerInput]:
         inbox = AsyncInbox(endpoint, DECODER)
         received: list[SchedulerInput] = []
@@ -131,7 +133,8 @@ def test_asyncio_receives_what_plain_code_sends(endpoint, outbox):
         inbox.close()
         return received
 
-    assert asyncio.run(scene()) == [FlushCache(i) for i in range(2000)]
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        assert runner.run(scene()) == [FlushCache(i) for i in range(2000)]
 
 
 def test_asyncio_survives_a_malformed_message(endpoint, outbox):
