@@ -138,7 +138,7 @@ def admission_pass(num_waiting: int, rounds: int) -> list[float]:
     samples: list[float] = []
     for _ in range(rounds):
         batch = timed(partial(scheduler.next_batch, 0.0), samples)
-        assert batch is not None and batch.num_extends == 0, batch.num_extends
+        assert batch is not None and batch.num_extends == 0
         scheduler.settle(batch, result_of(batch), 0.0)
     return samples
 
@@ -190,10 +190,8 @@ def prefix_cache(page_size: int, rounds: int) -> tuple[list[float], list[float],
     evictions: list[float] = []
     for k in range(rounds):
         prompt = prompts[k % 32]
-        found = timed(
-            lambda prompt=prompt: cache.match("", prompt + prompt[:4], length // page_size), matches
-        )
-        assert isinstance(found, PrefixMatch)
+        found = timed(partial(cache.match, "", prompt + prompt[:4], length // page_size), matches)
+        assert found.num_pages == length // page_size
     for _ in range(max(rounds // 10, 5)):
         timed(partial(insert, prompts[32]), inserts)
         timed(partial(cache.evict, length // page_size), evictions)
