@@ -49,15 +49,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice:
-    """One scheduler request of a generation; written by the manager.
+    """One scheduler request of a generation.
 
     Attributes:
         rid: its id in every process.
         index: position among the choices of the generation.
         prompt_ids: [prompt_len] int32.
         seed: of its sampling.
-        usage, finish: as of its latest row.
         first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
+        usage, finish: as of the latest row that the reader has taken in with `read`.
     """
 
     __slots__ = ("finish", "first_token_s", "index", "last_token_s", "prompt_ids", "rid", "seed", "usage")
@@ -67,10 +67,16 @@ class Choice:
         self.index = index
         self.prompt_ids = prompt_ids
         self.seed = seed
-        self.usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=0)
-        self.finish: Finish | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=0)
+        self.finish: Finish | None = None
+
+    def read(self, output: TextOutput) -> None:
+        """Take in a row, on the reader's side: rows may wait while later ones arrive."""
+        self.usage = output.usage
+        if output.finish is not None:
+            self.finish = output.finish
 
 
 class Row(NamedTuple):
@@ -119,9 +125,7 @@ class Generation:
 
     def put(self, choice: Choice, output: TextOutput) -> None:
         """Add a row of one of the choices."""
-        choice.usage = output.usage
         if output.finish is not None:
-            choice.finish = output.finish
             self._num_open -= 1
         self._rows.append(Row(choice, output))
         self._wake_reader()

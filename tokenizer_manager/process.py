@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, assert_never
+from typing import Final, Protocol, assert_never
 
 import msgspec
 import uvicorn
@@ -161,13 +161,13 @@ async def _serve(
         http,
         asyncio.create_task(_pump(inbox, manager)),
         asyncio.create_task(child.keep_beating()),
-        asyncio.create_task(_obey(child, manager, settings.config.server.drain_timeout)),
+        asyncio.create_task(obey(child, manager, settings.config.server.drain_timeout)),
     ]
     child.ready(url=_url(settings.config.server.host, listener.getsockname()[1]))
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()  # only `_obey` ends without an error
+            task.result()  # only `obey` ends without an error
         server.should_exit = True
         await http
     finally:
@@ -192,11 +192,19 @@ async def _pump(inbox: AsyncInbox[ManagerInput], manager: TokenizerManager) -> N
             manager.on_message(message)
 
 
-async def _obey(child: Child, manager: TokenizerManager, drain_timeout_s: float) -> None:
+class Orders(Protocol):
+    """Where the supervisor's orders come from: `Child`."""
+
+    async def next_order(self) -> Stop | PeerDied:
+        """The next one; waits for it."""
+        ...
+
+
+async def obey(orders: Orders, manager: TokenizerManager, drain_timeout_s: float) -> None:
     """Return when the process shall end, with every stream ended."""
     drained: asyncio.Task[None] | None = None
     while True:
-        order = asyncio.create_task(child.next_order())
+        order = asyncio.create_task(orders.next_order())
         waiting: set[asyncio.Task[object]] = {order} if drained is None else {order, drained}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not order.done():  # drained

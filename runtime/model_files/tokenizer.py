@@ -165,7 +165,9 @@ class Tokenizer:
             RequestError: the text has a lone surrogate.
         """
         try:
-            return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one lets go of the GIL where `encode` holds it, 0.4 s for a MB of text; and without offsets
+            # ("fast") it takes four fifths of the time.
+            return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             _check_unicode(text)
             raise

@@ -7,16 +7,14 @@ loop; without one the test answers, from any thread, with `say`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 import socket
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
@@ -244,25 +242,35 @@ def make_services(
     )
 
 
-@contextlib.contextmanager
-def serving(services: Services, engine: FakeEngine) -> Iterator[str]:
-    """Serves over HTTP on a free port of the loopback, from a thread; gives the URL."""
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        server = HttpServer(App(services))
-        thread = threading.Thread(target=_run, args=(server, listener, engine), name="http")
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(WAIT_S)
-            services.encoder.close()
-        assert not thread.is_alive()
+class ServerThread:
+    """Serves over HTTP on a free port of the loopback, from a thread.
 
+    Attributes:
+        url: where.
+    """
 
-def _run(server: uvicorn.Server, listener: socket.socket, engine: FakeEngine) -> None:
-    async def main() -> None:
-        engine.loop = asyncio.get_running_loop()
-        await server.serve(sockets=[listener])
+    def __init__(self, services: Services, engine: FakeEngine) -> None:
+        self._services = services
+        self._engine = engine
+        self._listener = socket.create_server(
+            ("127.0.0.1", 0), backlog=128
+        )  # clients may connect from here on
+        self._server = HttpServer(App(services))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), name="http")
+        self._thread.start()
 
-    asyncio.run(main())
+    def stop(self) -> None:
+        """Let it end; does not wait."""
+        self._server.should_exit = True
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        self._engine.loop = asyncio.get_running_loop()
+        with self._listener:
+            await self._server.serve(sockets=[self._listener])
+        self._services.encoder.close()

@@ -54,7 +54,10 @@ async def stream(exchange: Exchange, generation: Generation, answer: Answer) -> 
     async for rows in generation:
         if not exchange.streaming:
             await exchange.start_events()
-        events = b"".join([answer.events(row) for row in rows])
+        events = b""
+        for row in rows:
+            row.choice.read(row.output)
+            events += answer.events(row)
         if events:
             await exchange.send_events(events)
     await exchange.end_events(answer.closing() + DONE)
@@ -94,5 +97,6 @@ async def collect(generation: Generation) -> list[Collected]:
     collected = [Collected() for _ in generation.choices]
     async for rows in generation:
         for row in rows:
+            row.choice.read(row.output)
             collected[row.choice.index].add(row.output, row.choice.prompt_ids)
     return collected

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from ...runtime.errors import RequestError
 from ...runtime.messages import Finish, FinishKind
+from ...runtime.sampling_params import SamplingParams
 from ..generation import Choice, Generation, GenerationRequest, Row
 from .chat_messages import template_messages
 from .delivery import Collected, collect, event, stream
@@ -53,6 +54,14 @@ _PLAIN: Final[dict[type[msgspec.Struct], FieldPolicy]] = {
     kind: FieldPolicy(kind, {}, no_effect=NO_EFFECT)
     for kind in (TokenizeRequest, DetokenizeRequest, AbortBody)
 }
+
+_OUR_NAMES: Final = {
+    **{name: f"sampling_params.{name}" for name in SamplingParams.__struct_fields__},
+    "min_tokens": "sampling_params.min_new_tokens",
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+}
+"""What `SamplingParams.verify` calls a field -> where it stands in `NativeRequest`."""
 
 LogprobRow = tuple[float | None, int, str]
 """Log-probability, token id, token."""
@@ -125,7 +134,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
         length_param="sampling_params.max_new_tokens",
     )
     async with exchange.abort_on_disconnect():
-        with await services.manager.start(generation_request) as generation:
+        with await _start(services, generation_request) as generation:
             if request.stream:
                 answer = _NativeStream(
                     services, generation, incremental=bool(request.incremental), warnings=warnings
@@ -198,6 +207,16 @@ async def flush_cache(exchange: Exchange, services: Services) -> None:
     """Empty the prefix cache."""
     done = await services.manager.flush_cache()
     await exchange.send_json({"flushed_tokens": done.flushed_tokens, "kept_tokens": done.kept_tokens})
+
+
+async def _start(services: Services, request: GenerationRequest) -> Generation:
+    """Start, and say in errors what the fields are called here."""
+    try:
+        return await services.manager.start(request)
+    except RequestError as error:
+        if error.param is not None:
+            error.param = _OUR_NAMES.get(error.param, error.param)
+        raise
 
 
 class _NativeStream:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from ...runtime.errors import RequestError
-from ...runtime.sampling_params import SamplingParams
+from ...runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from ..chat_template import RESERVED_NAMES
 from .json_body import convert, show
 
@@ -162,10 +162,14 @@ class ChatRequest(GenerationFields, kw_only=True):
         """k, or None if no log-probabilities are wanted.
 
         Raises:
-            RequestError: `top_logprobs` without `logprobs`.
+            RequestError: `top_logprobs` without `logprobs`, or out of range.
         """
         if self.logprobs:
-            return _or(self.top_logprobs, 0)
+            count = _or(self.top_logprobs, 0)
+            if not 0 <= count <= MAX_TOP_LOGPROBS:
+                message = f"top_logprobs is {count}, but it must lie in [0, {MAX_TOP_LOGPROBS}]"
+                raise RequestError(message, param="top_logprobs", code="invalid_value")
+            return count
         if self.top_logprobs:
             raise RequestError(
                 f"top_logprobs is {self.top_logprobs}, but logprobs is not true; set it or leave both out",

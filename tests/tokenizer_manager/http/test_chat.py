@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.runtime.messages import Logprobs
+from engine.runtime.sampling_params import SamplingParams
+
+from ..conftest import Serve
+from ..fake_engine import LENGTH, MODEL, TOKENIZER, WAIT_S, floats, ids_of, row, say_all
+
+PATH = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def events(text: str) -> list[Any]:
+    """The data of a stream's events; checks framing and the end."""
+    blocks = text.split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks[:-1])
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
+
+
+def test_an_answer_in_one_piece(serve: Serve):
+    served = serve(say_all("Hel", "lo", cached=16))
+    reply = served.client.post(PATH, json=HI)
+    body = reply.json()
+
+    assert reply.status_code == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert ids_of(served.engine.next_request()) == TOKENIZER.encode(RENDERED)
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 1_700_000_000
+    assert set(body.pop("timings")) >= {"cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"}
+    assert body == {
+        "object": "chat.completion",
+        "model": MODEL,
+        "system_fingerprint": "engine-0.0.0-float32",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 21,
+            "completion_tokens": 5,
+            "total_tokens": 26,
+            "prompt_tokens_details": {"cached_tokens": 16},
+        },
+    }
+
+
+def test_a_stream_is_role_deltas_finish_done(serve: Serve):
+    served = serve(say_all("Hel", "", "lo"))
+    reply = served.client.post(PATH, json=HI | {"stream": True})
+    chunks = events(reply.text)
+
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert reply.headers["cache-control"] == "no-cache"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == len({chunk["created"] for chunk in chunks}) == 1
+    assert [chunk["choices"] for chunk in chunks] == [
+        [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]
+        for delta, finish in [
+            ({"role": "assistant", "content": "", "refusal": None}, None),
+            ({"content": "Hel"}, None),
+            ({"content": "lo"}, None),
+            ({}, "stop"),
+        ]
+    ]
+    assert all("usage" not in chunk for chunk in chunks)
+    assert ["timings" in chunk for chunk in chunks] == [False, False, False, True]
+
+
+def test_text_in_the_last_row_comes_before_the_finish_chunk(serve: Serve):
+    served = serve(say_all("Hello", finish=LENGTH))
+    chunks = events(served.client.post(PATH, json=HI | {"stream": True}).text)
+
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "Hello", None]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_usage_chunk_has_no_choices_and_all_others_have_null(serve: Serve):
+    served = serve(say_all("a", "b"))
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(served.client.post(PATH, json=HI | options).text)
+
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 4
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 2
+    assert "timings" in chunks[-1]
+
+
+def test_usage_in_every_chunk_on_demand(serve: Serve):
+    served = serve(say_all("a", "b"))
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    chunks = events(served.client.post(PATH, json=HI | options).text)
+
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 2]
+
+
+def test_n_answers_are_interleaved_by_index(serve: Serve):
+    served = serve()
+    body = HI | {"stream": True, "n": 2, "seed": 5}
+    reply = served.post_later(PATH, json=body)
+    first, second = served.engine.next_request(), served.engine.next_request()
+    served.engine.say(row(second, "x"), row(first, "a"))
+    served.engine.say(row(second, "y", total=2, finish=LENGTH))
+    served.engine.say(row(first, "b", total=2, finish=LENGTH))
+    chunks = events(reply.result(WAIT_S).text)
+
+    seen = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"].get("content")) for chunk in chunks]
+    assert seen == [(1, ""), (1, "x"), (0, ""), (0, "a"), (1, "y"), (1, None), (0, "b"), (0, None)]
+    assert [first.sampling.seed, second.sampling.seed] == [5, 6]
+
+
+def test_n_answers_in_one_piece_count_the_prompt_once(serve: Serve):
+    served = serve(say_all("ab", cached=4))
+    body = served.client.post(PATH, json=HI | {"n": 3}).json()
+
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert body["usage"] == {
+        "prompt_tokens": 21,
+        "completion_tokens": 6,
+        "total_tokens": 27,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_every_sampling_field_reaches_the_scheduler(serve: Serve):
+    served = serve(say_all("x"))
+    fields = {
+        "max_completion_tokens": 12.0,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "seed": 3,
+        "stop": ["a", "b"],
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "frequency_penalty": 0.25,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"7": 2},
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "priority": 4,
+        "cache_salt": "s",
+        "user": "u",
+        "n": 1,
+    }
+    served.client.post(PATH, json=HI | fields)
+    request = served.engine.next_request()
+
+    assert request.sampling == SamplingParams(
+        max_new_tokens=12,
+        min_new_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=3,
+        stop=("a", "b"),
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        frequency_penalty=0.25,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={7: 2.0},
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        logprobs=3,
+    )
+    assert (request.priority, request.extra_key, request.tenant) == (4, "s", "u")
+
+
+def test_nulls_mean_absent(serve: Serve):
+    served = serve(say_all("x"))
+    fields = [
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "seed",
+        "stop",
+        "n",
+        "logprobs",
+        "stream",
+        "stream_options",
+        "tools",
+    ]
+    reply = served.client.post(PATH, json=HI | dict.fromkeys(fields))
+
+    assert reply.status_code == 200
+    assert served.engine.next_request().sampling == SamplingParams(max_new_tokens=235, seed=7)
+    assert "warnings" not in reply.json()
+
+
+def test_logprobs_name_the_bytes_of_each_token(serve: Serve):
+    first, second = TOKENIZER.encode("é")  # one character, two tokens
+    logprobs = Logprobs(
+        floats(-0.5, float("-inf")),
+        memoryview(b"").tobytes() + b"".join(i.to_bytes(4, "little") for i in (first, 64, second, 65)),
+        floats(-0.5, -1.5, -0.25, float("nan")),
+        2,
+    )
+
+    def script(request):
+        yield row(request, "é", token_ids=[first, second], logprobs=logprobs, finish=LENGTH)
+
+    served = serve(script)
+    fields = {"logprobs": True, "top_logprobs": 2}
+    whole = served.client.post(PATH, json=HI | fields).json()["choices"][0]["logprobs"]
+    chunks = events(served.client.post(PATH, json=HI | fields | {"stream": True}).text)
+
+    assert whole == {
+        "content": [
+            {
+                "token": "\ufffd",
+                "logprob": -0.5,
+                "bytes": [0xC3],
+                "top_logprobs": [
+                    {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]},
+                    {"token": "a", "logprob": -1.5, "bytes": [97]},
+                ],
+            },
+            {
+                "token": "\ufffd",
+                "logprob": -9999.0,
+                "bytes": [0xA9],
+                "top_logprobs": [
+                    {"token": "\ufffd", "logprob": -0.25, "bytes": [0xA9]},
+                    {"token": "b", "logprob": -9999.0, "bytes": [98]},
+                ],
+            },
+        ],
+        "refusal": None,
+    }
+    assert [chunk["choices"][0]["logprobs"] for chunk in chunks] == [None, whole, None]
+
+
+def test_text_parts_are_joined_and_developers_are_the_system(serve: Serve):
+    served = serve(say_all("x"))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
+    served.client.post(PATH, json={"messages": messages, "add_generation_prompt": False})
+
+    text = TOKENIZER.decode(ids_of(served.engine.next_request()), skip_special_tokens=False)
+    assert text == "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+
+
+def test_unknown_fields_are_warned_of_in_both_forms(serve: Serve):
+    served = serve(say_all("x"))
+    messages = [{"role": "user", "content": "hi", "mood": "good"}]
+    body = {"messages": messages, "temprature": 1}
+    warnings = ["unknown field temprature was ignored", "unknown field messages[0].mood was ignored"]
+    chunks = events(served.client.post(PATH, json=body | {"stream": True}).text)
+
+    assert served.client.post(PATH, json=body).json()["warnings"] == warnings
+    assert chunks[0]["warnings"] == warnings
+    assert all("warnings" not in chunk for chunk in chunks[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"), [("abc-1", True), ("x" * 129, False), ("a b", False), ("", False)]
+)
+def test_a_request_id_is_echoed_if_it_is_usable(serve: Serve, given: str, echoed: bool):
+    served = serve(say_all("x"))
+    for body in (HI, HI | {"stream": True}, {}):
+        reply = served.client.post(PATH, json=body, headers={"X-Request-Id": given})
+        assert (reply.headers["x-request-id"] == given) is echoed
+        assert reply.headers["x-request-id"]

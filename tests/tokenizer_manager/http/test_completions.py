@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.runtime.messages import Finish, FinishKind, GenerateRequest, Logprobs
+
+from ..conftest import Serve
+from ..fake_engine import LENGTH, TOKENIZER, floats, ids_of, row, say_all
+from .test_chat import events
+
+PATH = "/v1/completions"
+
+
+def test_an_answer_in_one_piece(serve: Serve):
+    served = serve(say_all("lo", " you"))
+    body = served.client.post(PATH, json={"model": "org/tiny", "prompt": "hel"}).json()
+
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": "lo you", "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert served.engine.next_request().sampling.max_new_tokens == 16
+
+
+def test_a_stream_is_texts_and_a_finish_chunk(serve: Serve):
+    served = serve(say_all("lo", "", " you"))
+    body = {"prompt": "hel", "stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(served.client.post(PATH, json=body).text)
+
+    assert [(chunk["choices"] or [{}])[0].get("text") for chunk in chunks] == ["lo", " you", "", None]
+    assert [(chunk["choices"] or [{}])[0].get("finish_reason") for chunk in chunks] == [
+        None,
+        None,
+        "stop",
+        None,
+    ]
+    assert [chunk["usage"] is None for chunk in chunks] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("hi", [[71, 72]]),
+        (["hi", "ho"], [[71, 72], [71, 78]]),
+        ([1, 2.0], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_all_forms_of_a_prompt(serve: Serve, prompt, ids):
+    served = serve(say_all("x"))
+    body = served.client.post(PATH, json={"prompt": prompt, "n": 2}).json()
+
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(ids)))
+    assert [ids_of(served.engine.next_request()) for _ in body["choices"]] == [
+        p for p in ids for _ in range(2)
+    ]
+
+
+def test_echo_puts_the_prompt_before_each_answer(serve: Serve):
+    served = serve(say_all("!", "?"))
+    prompts = {"prompt": ["hi", "ho"], "echo": True, "n": 2}
+    body = served.client.post(PATH, json=prompts).json()
+    chunks = events(served.client.post(PATH, json=prompts | {"stream": True}).text)
+    streamed = [""] * 4
+    for chunk in chunks:
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+
+    assert [choice["text"] for choice in body["choices"]] == ["hi!?", "hi!?", "ho!?", "ho!?"]
+    assert streamed == ["hi!?", "hi!?", "ho!?", "ho!?"]
+
+
+def test_echo_of_token_ids_is_their_text(serve: Serve):
+    served = serve(say_all("!"))
+    body = served.client.post(PATH, json={"prompt": TOKENIZER.encode("hé"), "echo": True}).json()
+
+    assert body["choices"][0]["text"] == "hé!"
+
+
+def with_logprobs(request: GenerateRequest):
+    """Two rows after the prompt "hé" (three tokens), with the two likeliest of each token."""
+    _, e1, e2 = TOKENIZER.encode("hé")
+    a, b = TOKENIZER.encode("ab")
+
+    def pack(*ids: int) -> bytes:
+        return b"".join(i.to_bytes(4, "little") for i in ids)
+
+    prompt = Logprobs(floats(-1, -2), pack(e1, a, b, a), floats(-1, -3, -0.5, -0.75), 2)
+    yield row(
+        request,
+        "a",
+        token_ids=[a],
+        logprobs=Logprobs(floats(-0.5), pack(a, b), floats(-0.5, -1), 2),
+        prompt_logprobs=prompt,
+    )
+    yield row(request, "", token_ids=[b], logprobs=Logprobs(floats(-4), pack(a, e2), floats(-0.5, -1), 2))
+    yield row(request, "b", token_ids=[], total=2, finish=LENGTH)
+
+
+def test_logprobs_are_parallel_lists_with_offsets_into_the_text(serve: Serve):
+    served = serve(with_logprobs)
+    body = {"prompt": "hé", "echo": True, "logprobs": 2, "max_tokens": 2}
+    choice = served.client.post(PATH, json=body).json()["choices"][0]
+    request = served.engine.next_request()
+
+    assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (2, 2)
+    assert choice["text"] == "héab"
+    assert choice["logprobs"] == {
+        "tokens": ["h", "bytes:\\xc3", "bytes:\\xa9", "a", "b"],
+        "token_logprobs": [None, -1.0, -2.0, -0.5, -4.0],
+        "top_logprobs": [
+            None,
+            {"bytes:\\xc3": -1.0, "a": -3.0},
+            {"b": -0.5, "a": -0.75, "bytes:\\xa9": -2.0},
+            {"a": -0.5, "b": -1.0},
+            {"a": -0.5, "bytes:\\xa9": -1.0, "b": -4.0},
+        ],
+        "text_offset": [0, 1, 1, 2, 3],
+    }
+
+
+def test_streamed_logprobs_are_the_same_in_parts(serve: Serve):
+    served = serve(with_logprobs)
+    body = {"prompt": "hé", "echo": True, "logprobs": 2, "max_tokens": 2}
+    whole = served.client.post(PATH, json=body).json()["choices"][0]
+    chunks = events(served.client.post(PATH, json=body | {"stream": True}).text)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for field, values in whole["logprobs"].items():
+        assert [value for part in logprobs for value in part[field]] == values
+
+
+def test_logprobs_zero_gives_no_alternatives(serve: Serve):
+    def script(request):
+        yield row(request, "a", logprobs=Logprobs(floats(-0.5)), finish=LENGTH)
+
+    served = serve(script)
+    choice = served.client.post(PATH, json={"prompt": "x", "logprobs": 0}).json()["choices"][0]
+
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert choice["logprobs"]["token_logprobs"] == [-0.5]
+
+
+def test_a_stop_string_ends_the_answer_and_frees_the_scheduler(serve: Serve):
+    served = serve(say_all("some", " text", finish=Finish(FinishKind.STOP, matched="END")))
+    choice = served.client.post(PATH, json={"prompt": "x", "stop": "END"}).json()["choices"][0]
+
+    assert (choice["text"], choice["finish_reason"]) == ("some text", "stop")
+    assert served.engine.next_request().sampling.stop == ("END",)
+    assert served.engine.next_abort().reason == "stop string"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 2, "n": 2}, {"best_of": 1}, {"best_of": None}, {"suffix": None}, {"suffix": ""}]
+)
+def test_fields_with_neutral_values_pass(serve: Serve, fields):
+    served = serve(say_all("x"))
+
+    assert served.client.post(PATH, json={"prompt": "x"} | fields).status_code == 200

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from engine.runtime.messages import Finish, FinishKind, Logprobs
+from engine.runtime.sampling_params import SamplingParams
+
+from ..conftest import Serve
+from ..fake_engine import EOS, LENGTH, TOKENIZER, WAIT_S, floats, row, say_all
+from .test_chat import events
+
+
+def test_generate_from_text(serve: Serve):
+    served = serve(say_all("Hel", "lo"))
+    sampling = {
+        "max_new_tokens": 8,
+        "min_new_tokens": 1,
+        "temperature": 0,
+        "sampling_seed": None,
+        "no_stop_trim": True,
+    }
+    body = served.client.post(
+        "/generate", json={"text": "hi", "sampling_params": sampling | {"seed": 4}}
+    ).json()
+    request = served.engine.next_request()
+
+    assert request.sampling == SamplingParams(
+        max_new_tokens=8, min_new_tokens=1, temperature=0.0, seed=4, include_stop_str_in_output=True
+    )
+    assert body["text"] == "Hello"
+    assert body["output_ids"] == TOKENIZER.encode("Hello")
+    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert body["meta_info"]["seed"] == 4
+    assert body["meta_info"]["prompt_tokens"] == 2
+    assert "warnings" in body  # sampling_seed
+
+
+def test_generate_from_ids_and_in_batches(serve: Serve):
+    served = serve(say_all("x"))
+    assert served.client.post("/generate", json={"input_ids": [1, 2]}).json()["text"] == "x"
+    assert served.engine.next_request().sampling.max_new_tokens == 128
+    for batch, num_answers in [({"input_ids": [[1], [2]]}, 2), ({"text": ["a"]}, 1)]:
+        assert len(served.client.post("/generate", json=batch).json()) == num_answers
+    assert len(served.client.post("/generate", json={"text": "a", "sampling_params": {"n": 2}}).json()) == 2
+
+
+def test_a_stream_holds_all_so_far_or_what_is_new(serve: Serve):
+    served = serve(say_all("Hel", "lo"))
+    for incremental, texts in [(False, ["Hel", "Hello"]), (True, ["Hel", "lo"])]:
+        body = {"text": "hi", "stream": True, "incremental": incremental}
+        chunks = events(served.client.post("/generate", json=body).text)
+        assert [chunk["text"] for chunk in chunks] == texts
+        assert [chunk["output_ids"] for chunk in chunks] == [TOKENIZER.encode(text) for text in texts]
+        assert [chunk["meta_info"]["finish_reason"] is None for chunk in chunks] == [True, False]
+
+
+def test_logprobs(serve: Serve):
+    def script(request):
+        yield row(
+            request,
+            "a",
+            logprobs=Logprobs(floats(-0.5), (64).to_bytes(4, "little"), floats(-0.5), 1),
+            prompt_logprobs=Logprobs(floats(-2), (65).to_bytes(4, "little"), floats(-1), 1),
+            finish=LENGTH,
+        )
+
+    served = serve(script)
+    fields = {"text": "hi", "return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": 0}
+    meta = served.client.post("/generate", json=fields).json()["meta_info"]
+
+    assert meta["input_token_logprobs"] == [[None, 71, "h"], [-2.0, 72, "i"]]
+    assert meta["input_top_logprobs"] == [None, [[-1.0, 65, "b"]]]
+    assert meta["output_token_logprobs"] == [[-0.5, 64, "a"]]
+    assert meta["output_top_logprobs"] == [[[-0.5, 64, "a"]]]
+
+
+def test_errors_name_the_field_inside_sampling_params(serve: Serve):
+    served = serve(say_all("x"))
+    for sampling, param in [
+        ({"max_new_tokens": 0}, "sampling_params.max_new_tokens"),
+        ({"max_new_tokens": "x"}, "sampling_params.max_new_tokens"),
+        ({"regex": "a+"}, "sampling_params.regex"),
+        ({"top_p": 0}, "sampling_params.top_p"),
+        ({"max_new_tokens": 1000}, "sampling_params.max_new_tokens"),
+    ]:
+        reply = served.client.post("/generate", json={"text": "hi", "sampling_params": sampling})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert served.client.post("/generate", json={}).json()["error"]["param"] == "text"
+
+
+def test_tokenize_and_detokenize_are_inverse(serve: Serve):
+    served = serve()
+    body = served.client.post("/tokenize", json={"prompt": "hé<|im_end|>"}).json()
+
+    ids = TOKENIZER.encode("hé<|im_end|>")
+    assert body == {"tokens": ids, "count": 4, "max_model_len": 256, "prompt": "hé<|im_end|>"}
+    assert served.client.post("/detokenize", json={"tokens": ids}).json()["text"] == "hé<|im_end|>"
+    visible = {"tokens": ids, "skip_special_tokens": True}
+    assert served.client.post("/detokenize", json=visible).json()["text"] == "hé"
+    assert served.client.post("/detokenize", json={"tokens": [999]}).status_code == 400
+    assert served.client.post("/tokenize", json={}).status_code == 400
+
+
+def test_tokenize_shows_the_rendered_chat(serve: Serve):
+    served = serve()
+    body = served.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+
+    assert body["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert body["count"] == len(body["tokens"]) == 21
+
+
+def test_abort_request_ends_the_answer(serve: Serve):
+    served = serve()
+    reply = served.post_later("/v1/completions", json={"prompt": "hi"})
+    request = served.engine.next_request()
+    answer_id = request.rid.rpartition("-")[0]
+    assert served.client.post("/abort_request", json={"rid": answer_id[:-1]}).json() == {"aborted": 0}
+    assert served.client.post("/abort_request", json={"rid": answer_id}).json() == {"aborted": 1}
+    assert served.engine.next_abort().rid == request.rid
+    served.engine.say(row(request, "part", finish=Finish(FinishKind.ABORT)))
+    body = reply.result(WAIT_S).json()
+
+    assert body["id"] == answer_id
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("part", "abort")
+    assert served.client.post("/abort_request", json={}).status_code == 400
+    assert served.client.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
+
+
+def test_flush_cache(serve: Serve):
+    assert serve().client.post("/flush_cache").json() == {"flushed_tokens": 32, "kept_tokens": 8}

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import re
+
+import msgspec
+
+from engine.runtime.messages import SchedulerReport
+from engine.tokenizer_manager.http.routes import ROUTES
+
+from ..conftest import Serve
+from ..fake_engine import LENGTH, MODEL, WAIT_S, FakeClock, row, say_all
+
+
+def test_models(serve: Serve):
+    client = serve().client
+    model = {
+        "id": MODEL,
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "engine",
+        "max_model_len": 256,
+    }
+
+    assert client.get("/v1/models").json() == {"object": "list", "data": [model]}
+    assert client.get(f"/v1/models/{MODEL}").json() == model
+    assert client.get("/v1/models/org%2Ftiny").json() == model
+    missing = client.get("/v1/models/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_health_is_the_schedulers_heartbeat(serve: Serve):
+    clock = FakeClock()
+    served = serve(clock=clock, watchdog_timeout=5.0)
+    assert served.client.get("/health").status_code == 200
+    clock.now_s += 6.0
+    reply = served.client.get("/health")
+    assert reply.status_code == 503
+    assert "heartbeat is 6.0 s old" in reply.json()["error"]["message"]
+    served.engine.tell(SchedulerReport(sent_s=clock.now_s))
+    assert served.client.get("/health").status_code == 200
+
+
+def test_health_generate_runs_one_token(serve: Serve):
+    served = serve()
+    reply = served.threads.submit(served.client.get, "/health_generate")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "x"))
+    served.engine.say(row(request, "", total=1, finish=LENGTH))
+
+    assert reply.result(WAIT_S).status_code == 200
+    assert request.sampling.max_new_tokens == 1
+
+
+def test_server_info_has_settings_capacity_model_and_report(serve: Serve):
+    info = serve(max_queued_requests=5).client.get("/server_info").json()
+
+    assert info["model"] == MODEL
+    assert info["capacity"]["max_model_len"] == 256
+    assert info["config"]["scheduler"]["max_queued_requests"] == 5
+    assert info["model_spec"]["num_layers"] == 2
+    assert info["limits"]["max_n"] == 128
+    assert info["scheduler"]["num_running_reqs"] == 0
+
+
+def test_metrics_count_requests_and_never_show_prompts(serve: Serve):
+    served = serve(say_all("secret answer"))
+    served.client.post("/v1/completions", json={"prompt": "secret question", "user": "secret user"})
+    served.client.post("/v1/completions", json={})
+    reply = served.client.get("/metrics")
+
+    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'engine:finished_reqs_total{reason="stop"} 1\n' in reply.text
+    assert 'engine:http_responses_total{status="200"} 1\n' in reply.text
+    assert 'engine:http_responses_total{status="400"} 1\n' in reply.text
+    assert "secret" not in reply.text
+
+
+def test_openapi_lists_every_route_and_every_reference_resolves(serve: Serve):
+    client = serve().client
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+
+    assert {(method.upper(), path) for path, item in document["paths"].items() for method in item} == {
+        (route.method, route.path) for route in ROUTES
+    }
+    for name in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
+        assert name in schemas
+    for route in ROUTES:
+        if route.request is not None:
+            fields = {field.encode_name for field in msgspec.structs.fields(route.request)}
+            assert schemas[route.request.__name__]["properties"].keys() == fields
+
+
+def test_the_docs_page_lists_every_route_and_loads_nothing_from_elsewhere(serve: Serve):
+    reply = serve().client.get("/docs")
+
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert all(route.path in reply.text for route in ROUTES)
+    assert not re.search(r"https?://|<script|<link", reply.text)

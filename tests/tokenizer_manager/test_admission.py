@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.runtime.errors import RequestError
+from engine.runtime.feasibility import Capacity, fits
+from engine.runtime.messages import SchedulerReport
+from engine.runtime.sampling_params import SamplingParams
+from engine.tokenizer_manager.admission import QueueFullError, QueueGate, resolve_length
+
+CAPACITY = Capacity(max_model_len=100, num_pages=20, page_size=4, max_running_requests=8, vocab_size=258)
+
+
+def resolve(prompt_len: int, max_new_tokens: int | None, *, min_new_tokens: int = 0) -> int | None:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens)
+    resolved = resolve_length(
+        sampling, prompt_len, CAPACITY, prompt_param="prompt", length_param="max_tokens"
+    )
+    return resolved.max_new_tokens
+
+
+def test_without_a_length_the_answer_may_be_as_long_as_fits():
+    longest = resolve(10, None)
+
+    assert longest == 71  # 80 slots, and the last token needs none
+    assert fits(10, 71, CAPACITY)
+    assert not fits(10, 72, CAPACITY)
+
+
+@pytest.mark.parametrize("prompt_len", range(1, 100))
+@pytest.mark.parametrize("asked", [1, 2, 30, 99])
+def test_what_is_accepted_is_exactly_what_fits(prompt_len, asked):
+    if fits(prompt_len, asked, CAPACITY):
+        assert resolve(prompt_len, asked) == asked
+    else:
+        with pytest.raises(RequestError) as caught:
+            resolve(prompt_len, asked)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_the_field_at_fault_is_named():
+    with pytest.raises(RequestError, match="lower max_tokens") as too_long_an_answer:
+        resolve(10, 95)
+    with pytest.raises(RequestError, match="81 tokens") as too_long_a_prompt:
+        resolve(81, None)
+    with pytest.raises(RequestError, match="100 tokens") as too_long_for_any_answer:
+        resolve(100, 5)
+    with pytest.raises(RequestError, match="has no tokens") as empty:
+        resolve(0, 5)
+
+    assert too_long_an_answer.value.param == "max_tokens"
+    assert too_long_a_prompt.value.param == "prompt"
+    assert too_long_for_any_answer.value.param == "prompt"
+    assert empty.value.param == "prompt"
+
+
+def test_min_tokens_beyond_what_can_be_generated_is_refused():
+    with pytest.raises(RequestError, match="min_tokens is 72, but only 71") as caught:
+        resolve(10, None, min_new_tokens=72)
+
+    assert caught.value.param == "min_tokens"
+
+
+def test_the_gate_takes_what_runs_and_what_may_wait():
+    gate = QueueGate(max_queued_requests=2, max_running_requests=3)
+    for num_live in range(5):
+        gate.check(1, num_live, 0.0)
+        gate.sent(0.0)
+
+    with pytest.raises(QueueFullError, match="the limit is 2"):
+        gate.check(1, 5, 0.0)
+
+
+def test_the_gate_counts_free_rows_only_when_nobody_waits_for_memory():
+    gate = QueueGate(max_queued_requests=2, max_running_requests=8)
+    gate.reported(SchedulerReport(sent_s=1.0, num_running_reqs=1, num_queue_reqs=2))  # memory is full
+
+    with pytest.raises(QueueFullError):
+        gate.check(1, 3, 1.0)
+
+
+def test_the_gate_forgets_what_the_report_has_seen():
+    gate = QueueGate(max_queued_requests=1, max_running_requests=1)
+    gate.sent(1.0)
+    gate.sent(1.0)
+    gate.reported(SchedulerReport(sent_s=2.0, num_running_reqs=1, num_queue_reqs=0))
+
+    gate.check(1, 1, 2.0)  # one runs, one has finished
+
+
+def test_requests_one_after_another_are_never_refused_between_two_reports():
+    gate = QueueGate(max_queued_requests=1, max_running_requests=1)
+    for _ in range(50):
+        gate.check(1, 0, 1.0)
+        gate.sent(1.0)
+        gate.finished(1.0)
+
+
+def test_more_at_once_than_the_gate_could_ever_take_is_not_told_to_retry():
+    gate = QueueGate(max_queued_requests=2, max_running_requests=3)
+
+    with pytest.raises(RequestError, match="6 answers") as caught:
+        gate.check(6, 0, 0.0)
+
+    assert caught.value.status == 400
+
+
+def test_retry_after_follows_the_rate_at_which_requests_finish():
+    gate = QueueGate(max_queued_requests=1, max_running_requests=1)
+    for second in range(11):
+        gate.finished(float(second))  # one per second
+    gate.reported(SchedulerReport(sent_s=10.0, num_running_reqs=1, num_queue_reqs=8))
+
+    with pytest.raises(QueueFullError) as caught:
+        gate.check(1, 9, 10.0)
+
+    assert 7 <= caught.value.retry_after_s <= 8

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from engine.runtime.config import EngineConfig, ModelConfig
+from engine.runtime.control import PeerDied, Stop
+from engine.runtime.errors import ConfigError
+from engine.runtime.sampling_params import SamplingParams
+from engine.tokenizer_manager.generation import GenerationRequest
+from engine.tokenizer_manager.process import bind, load_chat_template, obey, seed_source
+
+from .fake_engine import TEMPLATE, TOKENIZER, WAIT_S, FakeEngine, make_services
+
+
+def test_a_port_that_is_taken_is_refused_with_a_way_out():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1 port {port}: .* --port"):
+            bind("127.0.0.1", port)
+
+
+def test_a_host_that_is_not_ours_is_refused():
+    with pytest.raises(ConfigError, match="203.0.113.1"):
+        bind("203.0.113.1", 0)
+
+
+def test_binding_does_not_listen_yet():
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname(), timeout=WAIT_S)
+
+
+def test_the_template_is_the_models_or_that_of_a_file(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("custom")
+    own, custom = load_chat_template(None, TOKENIZER), load_chat_template(str(path), TOKENIZER)
+
+    assert own is not None
+    assert custom is not None
+    assert (own.source, custom.source) == (TEMPLATE, "custom")
+    with pytest.raises(ConfigError, match=r"nothing.jinja: the chat template cannot be read"):
+        load_chat_template(str(tmp_path / "nothing.jinja"), TOKENIZER)
+    path.write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"template.jinja has a syntax error in line 1"):
+        load_chat_template(str(path), TOKENIZER)
+
+
+def test_a_configured_seed_is_everyones_and_others_differ():
+    fixed = seed_source(EngineConfig(model=ModelConfig(seed=5)))
+    drawn = seed_source(EngineConfig())
+
+    assert [fixed(), fixed()] == [5, 5]
+    assert len({drawn() for _ in range(8)}) == 8
+
+
+class Orders:
+    """The supervisor's orders, as `Child.next_order` gives them."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Stop | PeerDied] = asyncio.Queue()
+
+    async def next_order(self) -> Stop | PeerDied:
+        return await self.queue.get()
+
+
+def obeying(
+    *orders: Stop | PeerDied, live: bool, drain_timeout_s: float = WAIT_S
+) -> tuple[bool, str | None, int]:
+    """Whether it ended, what a stream was told, and how many aborts were sent, after these orders."""
+
+    async def main() -> tuple[bool, str | None, int]:
+
+        engine, source = FakeEngine(), Orders()
+        manager = make_services(engine).manager
+        generation = None
+        if live:
+            generation = await manager.start(GenerationRequest(prompts=["hi"], sampling=SamplingParams()))
+        for order in orders:
+            source.queue.put_nowait(order)
+        task = asyncio.create_task(obey(source, manager, drain_timeout_s))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if drain_timeout_s < 1:
+            async with asyncio.timeout(WAIT_S):
+                await task
+        ended = task.done()
+        task.cancel()
+        failure = None if generation is None or generation.failure is None else str(generation.failure)
+        return ended, failure, engine.aborts.qsize()
+
+    return asyncio.run(main())
+
+
+def test_draining_ends_at_once_when_nothing_runs():
+    assert obeying(Stop(drain=True), live=False) == (True, None, 0)
+
+
+def test_draining_waits_for_what_runs():
+    assert obeying(Stop(drain=True), live=True) == (False, None, 0)
+
+
+def test_draining_ends_with_errors_when_time_is_up():
+    ended, failure, num_aborts = obeying(Stop(drain=True), live=True, drain_timeout_s=0.01)
+
+    assert (ended, num_aborts) == (True, 1)
+    assert "the server stopped before the answer was complete" in str(failure)
+
+
+@pytest.mark.parametrize("orders", [[Stop(drain=False)], [Stop(drain=True), Stop(drain=False)]])
+def test_a_stop_without_drain_ends_at_once(orders):
+    ended, failure, num_aborts = obeying(*orders, live=True)
+
+    assert (ended, num_aborts) == (True, 1)
+    assert "the server stopped" in str(failure)
+
+
+@pytest.mark.parametrize("before", [[], [Stop(drain=True)]])
+def test_a_dead_peer_is_the_root_cause_that_clients_hear(before):
+    ended, failure, _ = obeying(*before, PeerDied("scheduler died: SIGKILL"), live=True)
+
+    assert (ended, failure) == (True, "scheduler died: SIGKILL")
