@@ -60,9 +60,13 @@ class GroupedCommand(TyperCommand):
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
-                title = "Arguments" if param.param_type_name == "argument" else GENERAL_TITLE
-                sections.setdefault(getattr(param, "rich_help_panel", None) or title, []).append(record)
+            if record is None:
+                continue
+            if param.param_type_name == "argument":  # typer puts the Python type behind the name
+                sections.setdefault("Arguments", []).append((record[0].partition(" ")[0], record[1]))
+            else:
+                title = getattr(param, "rich_help_panel", None) or GENERAL_TITLE
+                sections.setdefault(title, []).append(record)
         if GENERAL_TITLE in sections:
             sections[GENERAL_TITLE] = sections.pop(GENERAL_TITLE)
         for title, records in sections.items():

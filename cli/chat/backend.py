@@ -1,0 +1,61 @@
+"""`Backend`: who answers the chat, and what one piece of an answer is."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .session import Message
+from .settings import ChatSettings
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUsage:
+    """Tokens of one answer: the prompt's, those of them that came from the prefix cache, and the generated ones."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerChunk:
+    """A piece of an answer; usage and finish reason come with the last pieces, where the backend knows them."""
+
+    text: str
+    usage: AnswerUsage | None = None
+    finish_reason: str | None = None
+
+
+class Backend(Protocol):
+    """A model that answers.
+
+    Attributes:
+        model: its name.
+        where: in which process or at which address it runs.
+        max_context: tokens of prompt and answer together; None where it does not say.
+    """
+
+    model: str
+    where: str
+    max_context: int | None
+
+    def answer(
+        self, messages: Sequence[Message], settings: ChatSettings
+    ) -> Generator[AnswerChunk, None, None]:
+        """Stream the answer; closing the generator stops it, in the engine too.
+
+        Raises:
+            RequestError: this conversation or these settings cannot be answered.
+            EngineError: the engine or the server failed.
+        """
+        ...
+
+    def count_tokens(self, messages: Sequence[Message]) -> int | None:
+        """Tokens of the rendered conversation; None where the backend cannot say."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...

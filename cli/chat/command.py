@@ -1,0 +1,186 @@
+"""`engine chat`: options in, then one answer or a conversation."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from ...runtime.config_fields import config_fields
+from ...runtime.errors import ConfigError, EngineError, RequestError
+from ..options import (
+    CONTEXT_SETTINGS,
+    ConfigFileOption,
+    GroupedCommand,
+    Settings,
+    merge_options,
+    takes_config_options,
+)
+from ..startup import StartupDisplay
+from .backend import Backend
+from .one_shot import ask_once, interactive_terminal, read_question
+from .screen import Screen, wants_colour
+from .session import ChatSession
+from .settings import ChatSettings
+
+EXIT_SERVER: Final = 3
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def _option(title: str, text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=title, show_default=False)
+
+
+def _chat(text: str, *names: str, metavar: str | None = None) -> Any:
+    return _option("Chat", text, *names, metavar=metavar)
+
+
+def _sampling(text: str, *names: str, metavar: str) -> Any:
+    return _option("Sampling", text, *names, metavar=metavar)
+
+
+Text = str | None
+Question = typer.Argument(
+    metavar="QUESTION", help="Ask this, print the answer, and exit.", show_default=False
+)
+
+
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
+@takes_config_options(("model", "cache"), exclude=("served_model_name",))
+def chat(
+    question: Annotated[list[str] | None, Question] = None,
+    config_file: ConfigFileOption = None,
+    url: Annotated[
+        Text, _chat("Talk to this server instead of loading a model.", "--url", metavar="URL")
+    ] = None,
+    api_key: Annotated[
+        Text, _chat("For that server (or set ENGINE_API_KEY).", "--api-key", metavar="TEXT")
+    ] = None,
+    system: Annotated[Text, _chat("The system prompt.", "--system", "-s", metavar="TEXT")] = None,
+    load: Annotated[
+        Path | None, _chat("Go on with a conversation saved by /save.", "--load", metavar="FILE")
+    ] = None,
+    as_json: Annotated[bool, _chat("One answer as a JSON object, with its figures.", "--json")] = False,
+    stats: Annotated[
+        bool | None,
+        _chat("Figures after each answer, on stderr  [default: on a terminal]", "--stats/--no-stats"),
+    ] = None,
+    quiet: Annotated[bool, _chat("Nothing but answers and errors.", "--quiet", "-q")] = False,
+    history: Annotated[
+        bool, _chat("Remember typed lines  [default: history]", "--history/--no-history")
+    ] = True,
+    temperature: Annotated[
+        Text, _sampling("0: always the likeliest  [default: 0.3]", "--temperature", "-t", metavar="NUMBER")
+    ] = None,
+    top_p: Annotated[
+        Text, _sampling("Likeliest tokens of this mass  [default: 0.9]", "--top-p", metavar="NUMBER")
+    ] = None,
+    top_k: Annotated[
+        Text, _sampling("So many likeliest tokens  [default: all]", "--top-k", metavar="INT")
+    ] = None,
+    min_p: Annotated[
+        Text, _sampling("Tokens with this share of the likeliest one's", "--min-p", metavar="NUMBER")
+    ] = None,
+    max_tokens: Annotated[
+        Text, _sampling("Length of an answer  [default: what fits]", "--max-tokens", metavar="INT")
+    ] = None,
+    stop: Annotated[Text, _sampling("A text that ends an answer.", "--stop", metavar="TEXT")] = None,
+    *,
+    settings: Settings,
+) -> int:
+    """Chat with a model in the terminal, or ask one question.
+
+    Without --url the model is loaded into this process. Piped input is the question, or stands below it:
+    `engine chat "Summarise this:" < notes.txt`. Standard output has the answer only; exit codes are 0, 2 for a wrong
+    option, 3 when the engine or the server failed, 130 after Ctrl-C.
+    """
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "stop": stop}
+    session = ChatSession(
+        system, _chat_settings(sampling | {"max_tokens": max_tokens, "seed": settings["seed"]})
+    )
+    if load is not None:
+        session.load(load)
+        session.system = system or session.system
+    one_question = read_question(question or [], sys.stdin)
+    if one_question is None and (as_json or not interactive_terminal()):
+        raise RequestError(
+            'there is no question and no terminal to hold a conversation; try: engine chat "Hello"'
+        )
+    try:
+        with StartupDisplay(quiet=quiet) as display:
+            backend = _connect(url, api_key, settings) if url else _start(settings, config_file, display)
+        try:
+            if one_question is not None:
+                shows = stats if stats is not None else sys.stderr.isatty() and not (quiet or as_json)
+                screen = Screen(sys.stdout, sys.stderr)
+                return ask_once(session, backend, screen, one_question, as_json=as_json, shows_stats=shows)
+            return _converse(
+                session, backend, display, shows_stats=stats is not False, quiet=quiet, history=history
+            )
+        finally:
+            backend.close()
+    except (ConfigError, RequestError):
+        raise
+    except EngineError as error:
+        typer.echo(f"engine: {error}", err=True)
+        return EXIT_SERVER
+
+
+def _converse(
+    session: ChatSession,
+    backend: Backend,
+    display: StartupDisplay,
+    *,
+    shows_stats: bool,
+    quiet: bool,
+    history: bool,
+) -> int:
+    from .conversation import Conversation
+    from .line_editor import LineEditor, default_history_path
+    from .repl import run_repl
+
+    screen = Screen.for_conversation(sys.stdout)
+    if not quiet:
+        context = f", context of {backend.max_context} tokens" if backend.max_context else ""
+        screen.heading(f"{backend.model} in {backend.where}{context}")
+        screen.note(
+            f"{display.summary()}. /help lists the commands, Ctrl-D leaves."
+            if display.steps
+            else "/help helps."
+        )
+    editor = LineEditor(default_history_path() if history else None, colours=wants_colour(sys.stdout))
+    return run_repl(Conversation(session, backend, screen, shows_stats=shows_stats and not quiet), editor)
+
+
+def _start(settings: Settings, config_file: Path | None, display: StartupDisplay) -> Backend:
+    from .in_process import BASE_SETTINGS, InProcessBackend
+
+    return InProcessBackend.start(
+        merge_options(settings, config_file=config_file, base=BASE_SETTINGS), display
+    )
+
+
+def _connect(url: str, api_key: str | None, settings: Settings) -> Backend:
+    """Attach to a server; settings of an engine that is not ours to start are a mistake."""
+    from .http import HttpBackend
+
+    useless = [
+        name for name, value in settings.items() if value is not None and name not in ("model", "seed")
+    ]
+    if useless:
+        raise RequestError(
+            f"{config_fields()[useless[0]].flag} has no effect on a server that runs already; drop it"
+        )
+    return HttpBackend(url, api_key=api_key or os.environ.get("ENGINE_API_KEY"), model=settings["model"])
+
+
+def _chat_settings(given: dict[str, str | None]) -> ChatSettings:
+    settings = ChatSettings()
+    for name, text in given.items():
+        if text is not None:
+            settings = settings.changed(name, text)
+    return settings

@@ -1,0 +1,185 @@
+"""`HttpBackend`: a server that speaks the OpenAI API: ours, or another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import httpx
+
+from ...runtime.errors import EngineError, RequestError
+from .backend import AnswerChunk, AnswerUsage
+from .session import Message
+from .settings import ChatSettings
+
+_TIMEOUT: Final = httpx.Timeout(10.0, read=None)  # an answer may wait in the server's queue for any time
+_QUICK_TIMEOUT_S: Final = 10.0
+
+
+class HttpBackend:
+    """A backend over `POST /v1/chat/completions`."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None) -> None:
+        """Connect, and find out which model is served.
+
+        Args:
+            url: of the server, with or without `/v1`.
+            api_key: bearer token.
+            model: the name to ask for; None takes the first the server lists.
+
+        Raises:
+            RequestError: not a URL, or no such model there.
+            EngineError: no server, or one that refuses.
+        """
+        self._base = _base_url(url)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT)
+        self.where = self._base
+        entry = self._find_model(model)
+        self.model = str(entry["id"])
+        length = entry.get("max_model_len")
+        self.max_context = length if isinstance(length, int) else None
+        self._counts_tokens = True
+
+    def answer(
+        self, messages: Sequence[Message], settings: ChatSettings
+    ) -> Generator[AnswerChunk, None, None]:
+        """See `Backend`."""
+        body = {
+            **settings.body(),
+            "model": self.model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        try:
+            with self._client.stream("POST", f"{self._base}/v1/chat/completions", json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                    raise _error_of(response)
+                finished = False
+                for event in _events(response):
+                    chunk = _chunk_of(event)
+                    finished = finished or chunk.finish_reason is not None
+                    yield chunk
+                if not finished:
+                    raise EngineError(f"{self._base}: the stream broke off before the answer was complete")
+        except httpx.HTTPError as error:
+            raise EngineError(_no_connection(self._base, error)) from None
+
+    def count_tokens(self, messages: Sequence[Message]) -> int | None:
+        """See `Backend`; servers without `/tokenize` are asked once."""
+        if not self._counts_tokens:
+            return None
+        body = {"model": self.model, "messages": list(messages)}
+        try:
+            response = self._client.post(f"{self._base}/tokenize", json=body, timeout=_QUICK_TIMEOUT_S)
+            count = response.json().get("count") if response.status_code == httpx.codes.OK else None
+        except (httpx.HTTPError, ValueError, AttributeError):
+            count = None
+        self._counts_tokens = isinstance(count, int)
+        return count if isinstance(count, int) else None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _find_model(self, model: str | None) -> Mapping[str, Any]:
+        try:
+            response = self._client.get(f"{self._base}/v1/models", timeout=_QUICK_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise EngineError(_no_connection(self._base, error)) from None
+        if response.status_code != httpx.codes.OK:
+            raise _error_of(response)
+        try:
+            entries = {str(entry["id"]): entry for entry in response.json()["data"]}
+        except (ValueError, KeyError, TypeError):
+            raise EngineError(f"{self._base}/v1/models does not speak the OpenAI API; check --url") from None
+        if not entries:
+            raise EngineError(f"{self._base} serves no model")
+        if model is not None and model not in entries:
+            raise RequestError(
+                f"{self._base} has no model {model!r}; it serves {', '.join(entries)}", param="model"
+            )
+        return entries[model] if model is not None else next(iter(entries.values()))
+
+
+def _base_url(url: str) -> str:
+    """`host:port`, `http://host:port` and `http://host:port/v1` all name the same server."""
+    if "://" not in url:
+        url = f"http://{url}"
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise RequestError(f"--url is {url!r}, which is no URL: {error}", param="url") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise RequestError(f"--url is {url!r}, but it must look like http://127.0.0.1:30000", param="url")
+    return str(parsed).rstrip("/").removesuffix("/v1")
+
+
+def _events(response: httpx.Response) -> Iterator[Mapping[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to `[DONE]`."""
+    data: list[str] = []
+    for line in response.iter_lines():
+        if line.startswith("data:"):
+            data.append(line.removeprefix("data:").removeprefix(" "))
+        elif not line and data:
+            text, data = "\n".join(data), []
+            if text == "[DONE]":
+                return
+            try:
+                event = json.loads(text)
+            except ValueError:
+                raise EngineError("the server sent an event that is not JSON") from None
+            if isinstance(event, Mapping):
+                yield event
+
+
+def _chunk_of(event: Mapping[str, Any]) -> AnswerChunk:
+    if "error" in event:
+        raise _error_from(event["error"], status=500)
+    choices = event.get("choices") or [{}]
+    delta = choices[0].get("delta") or {}
+    return AnswerChunk(
+        delta.get("content") or "", _usage_of(event.get("usage")), choices[0].get("finish_reason")
+    )
+
+
+def _usage_of(usage: Mapping[str, Any] | None) -> AnswerUsage | None:
+    if not usage:
+        return None
+    details = usage.get("prompt_tokens_details") or {}
+    return AnswerUsage(
+        int(usage.get("prompt_tokens") or 0),
+        int(usage.get("completion_tokens") or 0),
+        int(details.get("cached_tokens") or 0),
+    )
+
+
+def _error_of(response: httpx.Response) -> EngineError:
+    """The error that a refused request stands for: 4xx is ours to mend, the rest is the server's."""
+    try:
+        error = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        error = response.text.strip()[:200] or response.reason_phrase
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        return EngineError("the server wants an API key; pass --api-key or set ENGINE_API_KEY")
+    return _error_from(error, status=response.status_code)
+
+
+def _error_from(error: object, *, status: int) -> EngineError:
+    fields = error if isinstance(error, Mapping) else {"message": error}
+    message, param, code = (
+        str(fields[key]) if fields.get(key) else None for key in ("message", "param", "code")
+    )
+    message = message or f"status {status} without a message"
+    if 400 <= status < 500:
+        return RequestError(message, param=param, code=code, status=status)
+    return EngineError(f"the server failed: {message}")
+
+
+def _no_connection(base: str, error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return f"no server answers at {base}; start one with `engine serve`, or leave out --url to run in this process"
+    return f"the connection to {base} broke: {str(error) or type(error).__name__}"

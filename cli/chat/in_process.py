@@ -1,0 +1,63 @@
+"""`InProcessBackend`: the engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from ...runtime.config_sources import MergedConfig, from_arguments
+from ...runtime.errors import EngineError
+from ..startup import StartupDisplay
+from .backend import AnswerChunk, AnswerUsage
+from .session import Message
+from .settings import ChatSettings
+
+if TYPE_CHECKING:
+    from ...offline.llm import LLM
+
+# One conversation at a time; the second sequence's worth of KV keeps what was said before a /clear or a /regen.
+BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
+
+
+class InProcessBackend:
+    """A backend over `LLM`."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.model = llm.model_name
+        self.where = "this process"
+        self.max_context: int | None = llm.max_model_len
+
+    @classmethod
+    def start(cls, merged: MergedConfig, display: StartupDisplay) -> InProcessBackend:
+        """Load the model.
+
+        Raises:
+            ConfigError: it cannot run here.
+        """
+        display.step("import the engine")
+        from ...offline.llm import LLM
+
+        return cls(LLM.from_config(merged, on_step=display.step, on_download=display.download))
+
+    def answer(
+        self, messages: Sequence[Message], settings: ChatSettings
+    ) -> Generator[AnswerChunk, None, None]:
+        """See `Backend`."""
+        for chunk in self._llm.chat(messages, settings.sampling(), stream=True):
+            if chunk.error is not None:
+                raise EngineError(chunk.error)
+            usage = chunk.usage
+            yield AnswerChunk(
+                chunk.text,
+                AnswerUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+                chunk.finish_reason,
+            )
+
+    def count_tokens(self, messages: Sequence[Message]) -> int | None:
+        """See `Backend`."""
+        return len(self._llm.render_chat(messages))
+
+    def close(self) -> None:
+        """End the engine."""
+        self._llm.close()

@@ -1,0 +1,150 @@
+"""`LineEditor`: reads what the user types: history, completion, several lines. The only module with prompt_toolkit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import EditingMode
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import ColorDepth, Output
+
+from .slash_commands import COMMANDS, PATH, is_command
+
+QUOTES: Final = '"""'
+_PROMPT: Final = ">>> "
+_CONTINUATION: Final = "... "
+
+
+class LineEditor:
+    """Reads one message at a time from the terminal."""
+
+    def __init__(
+        self,
+        history_path: Path | None,
+        *,
+        colours: bool = True,
+        terminal_input: Input | None = None,
+        terminal_output: Output | None = None,
+    ) -> None:
+        """Set up the terminal's line.
+
+        Args:
+            history_path: where lines are remembered; None: only in memory.
+            colours: escape sequences for colours are welcome.
+            terminal_input, terminal_output: other than this process's terminal.
+        """
+        self._session: PromptSession[str] = PromptSession(
+            message=_PROMPT,
+            multiline=True,
+            prompt_continuation=_CONTINUATION,
+            history=_history(history_path),
+            completer=SlashCompleter(),
+            complete_while_typing=False,
+            enable_open_in_editor=True,  # Ctrl-X Ctrl-E
+            editing_mode=EditingMode.EMACS,
+            key_bindings=_key_bindings(),
+            color_depth=None if colours else ColorDepth.DEPTH_1_BIT,
+            input=terminal_input,
+            output=terminal_output,
+        )
+
+    def read(self, default: str = "") -> str:
+        """The next message, unwrapped.
+
+        Raises:
+            EOFError: Ctrl-D on an empty line.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        return unwrap(self._session.prompt(default=default))
+
+
+class SlashCompleter(Completer):
+    """Completes commands, and what some of them take."""
+
+    def __init__(self) -> None:
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """Candidates for what stands before the cursor."""
+        line = document.text_before_cursor
+        if not is_command(line) or "\n" in line:
+            return
+        name, space, argument = line[1:].partition(" ")
+        if not space:
+            for command in COMMANDS.values():
+                if command.name.startswith(name):
+                    yield Completion(f"/{command.name}", -len(line), display_meta=command.help)
+            return
+        words = COMMANDS[name].words if name in COMMANDS else ()
+        if words == PATH:
+            rest = Document(argument, len(argument))
+            yield from self._paths.get_completions(rest, complete_event)
+            return
+        for word in words:
+            if word.startswith(argument):
+                yield Completion(word, -len(argument))
+
+
+def is_complete(text: str) -> bool:
+    """Whether Enter sends this text: no quotes are open and the last line does not end with a backslash."""
+    stripped = text.strip()
+    if stripped.startswith(QUOTES):
+        return len(stripped) >= 2 * len(QUOTES) and stripped.endswith(QUOTES)
+    return not text.endswith("\\")
+
+
+def unwrap(text: str) -> str:
+    """The message without the marks that made it several lines; what stood in quotes is never a command."""
+    stripped = text.strip()
+    if stripped.startswith(QUOTES) and stripped.endswith(QUOTES) and len(stripped) >= 2 * len(QUOTES):
+        quoted = stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
+        return f"/{quoted}" if quoted.startswith("/") else quoted
+    return text.replace("\\\n", "\n").strip()
+
+
+def default_history_path() -> Path | None:
+    """$XDG_STATE_HOME/engine/chat_history or ~/.local/state/engine/chat_history; None without a home folder."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+    return folder / "engine" / "chat_history"
+
+
+def _history(path: Path | None) -> History:
+    """The file's history; in memory where the file cannot be written (a read-only home is no reason not to chat)."""
+    if path is None:
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))  # questions are private
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(path))
+
+
+def _key_bindings() -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_complete(buffer.text):
+            buffer.validate_and_handle()
+        else:
+            buffer.insert_text("\n")
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings

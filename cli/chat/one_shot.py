@@ -1,0 +1,102 @@
+"""`ask_once`: one question, one answer on standard output and nothing else there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import sys
+import time
+from typing import Any, Final, TextIO
+
+from ...runtime.errors import RequestError
+from .backend import Backend
+from .conversation import AnswerStats
+from .screen import Screen
+from .session import ChatSession
+
+EXIT_DONE: Final = 0
+EXIT_INTERRUPTED: Final = 130
+
+
+def ask_once(
+    session: ChatSession, backend: Backend, screen: Screen, question: str, *, as_json: bool, shows_stats: bool
+) -> int:
+    """Stream the answer, or with `as_json` write one JSON object at the end.
+
+    Returns:
+        The exit code: 0, or 130 when Ctrl-C stopped the answer (what had come is written).
+    """
+    stats = AnswerStats(time.monotonic())
+    parts: list[str] = []
+    code = EXIT_DONE
+    try:
+        with contextlib.closing(backend.answer(session.messages(question), session.settings)) as chunks:
+            for chunk in chunks:
+                if chunk.text:
+                    stats.last_s = time.monotonic()
+                    stats.first_s = stats.last_s if stats.first_s is None else stats.first_s
+                    parts.append(chunk.text)
+                    if not as_json:
+                        screen.answer(chunk.text)
+                stats.usage = chunk.usage or stats.usage
+                stats.finish_reason = chunk.finish_reason or stats.finish_reason
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if as_json:
+        screen.answer(json.dumps(_document(backend, stats, "".join(parts)), ensure_ascii=False))
+    screen.end_answer()
+    if shows_stats:
+        screen.note(stats.footer(backend.max_context))
+    return code
+
+
+def read_question(words: list[str], stdin: TextIO) -> str | None:
+    """The question from the command line, with what is piped in below it; None if there is neither.
+
+    Standard input counts only where it is a pipe or a file: a program that runs us without giving it any thought may
+    leave a terminal, a socket or nothing there.
+
+    Raises:
+        RequestError: the input is not text, or empty.
+    """
+    question = " ".join(words).strip()
+    piped = ""
+    mode = _mode_of(stdin)
+    if stat.S_ISFIFO(mode) or stat.S_ISREG(mode):
+        try:
+            piped = stdin.read().strip()
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"standard input is not UTF-8 text: {error.reason} at byte {error.start}"
+            ) from None
+        if not (question or piped):
+            raise RequestError("there is no question: standard input is empty")
+    return "\n\n".join(part for part in (question, piped) if part) or None
+
+
+def _mode_of(stream: TextIO) -> int:
+    try:
+        return os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or no real file
+        return 0
+
+
+def _document(backend: Backend, stats: AnswerStats, text: str) -> dict[str, Any]:
+    usage = stats.usage
+    return {
+        "model": backend.model,
+        "answer": text,
+        "finish_reason": stats.finish_reason,
+        "prompt_tokens": usage.prompt_tokens if usage else None,
+        "cached_tokens": usage.cached_tokens if usage else None,
+        "completion_tokens": usage.completion_tokens if usage else None,
+        "ttft_s": stats.ttft_s,
+        "tokens_per_s": stats.tokens_per_s,
+    }
+
+
+def interactive_terminal() -> bool:
+    """Whether a conversation can be held: somebody types, and somebody reads."""
+    return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,0 +1,142 @@
+"""`ChatSession`: one conversation: system prompt, messages, settings; on disk a JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from ...runtime.errors import RequestError
+from .settings import PARAMETERS, ChatSettings
+
+FILE_VERSION: Final = 1
+
+Message = dict[str, str]
+"""`{"role": "user" | "assistant", "content": text}`."""
+
+
+class ChatSession:
+    """What has been said.
+
+    The messages alternate: user, assistant, user, ...; between `ask` and `answer` the last one is the user's.
+    """
+
+    def __init__(self, system: str | None = None, settings: ChatSettings | None = None) -> None:
+        self.system = system
+        self.settings = settings or ChatSettings()
+        self._messages: list[Message] = []
+
+    @property
+    def num_exchanges(self) -> int:
+        """Questions asked so far."""
+        return sum(message["role"] == "user" for message in self._messages)
+
+    @property
+    def last_question(self) -> str | None:
+        """The newest message of the user."""
+        return next((m["content"] for m in reversed(self._messages) if m["role"] == "user"), None)
+
+    def messages(self, question: str | None = None) -> list[Message]:
+        """What the model is to see, with the system prompt, and with `question` at the end."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        tail = [{"role": "user", "content": question}] if question is not None else []
+        return [*head, *self._messages, *tail]
+
+    def add(self, question: str, answer: str) -> None:
+        """Keep one exchange; an answer that was stopped is kept as far as it came."""
+        self._messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def take_back(self) -> str | None:
+        """Forget the last exchange; returns its question, None if there is none."""
+        question = self.last_question
+        while self._messages and self._messages.pop()["role"] != "user":
+            pass
+        return question
+
+    def drop_oldest(self, count: int) -> int:
+        """Forget the oldest exchanges; returns how many were there to forget."""
+        dropped = 0
+        while self._messages and dropped < count:
+            del self._messages[0]
+            while self._messages and self._messages[0]["role"] != "user":
+                del self._messages[0]
+            dropped += 1
+        return dropped
+
+    def clear(self) -> None:
+        """Forget every message; the system prompt and the settings stay."""
+        self._messages.clear()
+
+    # ------------------------------------------------------------ files
+
+    def save(self, path: Path, model: str) -> None:
+        """Write the conversation; an existing file is replaced in one go.
+
+        Raises:
+            RequestError: it cannot be written.
+        """
+        document = {
+            "version": FILE_VERSION,
+            "model": model,
+            "system": self.system,
+            "settings": {k: v for k, v in dataclasses.asdict(self.settings).items() if v is not None},
+            "messages": self._messages,
+        }
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            partial.write_text(json.dumps(document, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, path)
+        except (OSError, UnicodeEncodeError) as error:
+            raise RequestError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+    def load(self, path: Path) -> None:
+        """Replace this conversation by one from a file; nothing changes if the file is not one of ours.
+
+        Raises:
+            RequestError: it cannot be read.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RequestError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError:
+            raise RequestError(f"{path} is not a saved chat: it is not JSON") from None
+        system, settings, messages = _check_document(document, path)
+        self.system, self.settings, self._messages = system, settings, messages
+
+
+def _check_document(document: Any, path: Path) -> tuple[str | None, ChatSettings, list[Message]]:
+    if not isinstance(document, dict) or not isinstance(document.get("messages"), list):
+        raise RequestError(f"{path} is not a saved chat: it has no list of messages")
+    if document.get("version") != FILE_VERSION:
+        raise RequestError(
+            f"{path} has version {document.get('version')!r}, this engine reads {FILE_VERSION}"
+        )
+    messages: list[Message] = []
+    for number, entry in enumerate(document["messages"]):
+        role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
+        expected = "assistant" if number % 2 else "user"
+        if role != expected or not isinstance(content, str):
+            raise RequestError(f"{path}: message {number} is not a text of the {expected}")
+        messages.append({"role": role, "content": content})
+    system = document.get("system")
+    if system is not None and not isinstance(system, str):
+        raise RequestError(f"{path}: the system prompt is no text")
+    return system, _check_settings(document.get("settings", {}), path), messages
+
+
+def _check_settings(values: Any, path: Path) -> ChatSettings:
+    if not isinstance(values, dict):
+        raise RequestError(f"{path}: the settings are no object")
+    unknown = values.keys() - PARAMETERS
+    if unknown:
+        raise RequestError(f"{path}: unknown settings {', '.join(sorted(unknown))}")
+    for name, value in values.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        if not (texts if name == "stop" else number):
+            raise RequestError(f"{path}: {name} is {value!r}, which it cannot be")
+    checked: dict[str, Any] = {k: tuple(value) if k == "stop" else value for k, value in values.items()}
+    return ChatSettings(**checked)

@@ -1,0 +1,95 @@
+"""`ChatSettings`: how answers are sampled; what `/set` and the sampling flags of `engine chat` change."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...runtime.errors import RequestError
+from ...runtime.sampling_params import SamplingParams
+
+_ANY_VOCABULARY: Final = 1 << 31
+_NONE_WORDS: Final = frozenset({"none", "auto", "default", "off"})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """Sampling parameters by the names of the OpenAI API; None leaves one to the engine."""
+
+    temperature: float = 0.3  # small models, as the default one, wander off above it
+    top_p: float = 0.9
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.sampling().verify(_ANY_VOCABULARY)
+
+    def sampling(self) -> SamplingParams:
+        """As the engine wants them."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=-1 if self.top_k is None else self.top_k,
+            min_p=self.min_p or 0.0,
+            max_new_tokens=self.max_tokens,
+            seed=self.seed,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            stop=self.stop,
+        )
+
+    def body(self) -> dict[str, Any]:
+        """As fields of a request to `/v1/chat/completions`; only what is set, since servers differ."""
+        values = {name: getattr(self, name) for name in PARAMETERS}
+        return {name: list(v) if name == "stop" else v for name, v in values.items() if v not in (None, ())}
+
+    def changed(self, name: str, text: str) -> ChatSettings:
+        """A copy with one parameter set from text; `none` takes it back to its default.
+
+        Raises:
+            RequestError: no such parameter, or a value it cannot have.
+        """
+        if name not in PARAMETERS:
+            near = difflib.get_close_matches(name, PARAMETERS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PARAMETERS)}"
+            raise RequestError(f"unknown parameter {name!r}; {hint}", param=name)
+        if text.lower() in _NONE_WORDS:
+            value = getattr(DEFAULTS, name)
+        else:
+            try:
+                value = PARAMETERS[name](text)
+            except ValueError:
+                wants = "a whole number" if PARAMETERS[name] is int else "a number"
+                raise RequestError(f"{name} is {text!r}, but it must be {wants}", param=name) from None
+        return dataclasses.replace(self, **{name: value})
+
+
+def _stop_strings(text: str) -> tuple[str, ...]:
+    """`/set stop END` sets one stop string; backslash-n in it is a line break."""
+    return (text.replace("\\n", "\n"),)
+
+
+PARAMETERS: Final[dict[str, Callable[[str], Any]]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "max_tokens": int,
+    "seed": int,
+    "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "stop": _stop_strings,
+}
+"""Parameter -> how its value is read from text."""
+DEFAULTS: Final = ChatSettings()

@@ -1,0 +1,250 @@
+"""The commands of the chat, `/help` to `/exit`: a table, and what each of them does."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ...runtime.errors import RequestError
+from .conversation import Conversation
+from .settings import DEFAULTS, PARAMETERS
+
+
+class LeaveChat(Exception):
+    """`/exit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlashCommand:
+    """One command.
+
+    Attributes:
+        name: without the slash.
+        arguments: how `/help` shows them.
+        help: one line.
+        run: gets the conversation and the text behind the name.
+        words: what completes its first argument; `PATH` for file names.
+    """
+
+    name: str
+    arguments: str
+    help: str
+    run: Callable[[Conversation, str], None]
+    words: tuple[str, ...] = ()
+
+
+PATH: Final = ("PATH",)
+_ON_OFF: Final = ("on", "off")
+
+
+def is_command(line: str) -> bool:
+    """Whether a line is a command; `//` at its start is an escaped slash of a message."""
+    return line.startswith("/") and not line.startswith("//")
+
+
+def message_of(line: str) -> str:
+    """The message that a line which is no command stands for."""
+    return line[1:] if line.startswith("//") else line
+
+
+def find_command(name: str) -> SlashCommand:
+    """The command with this name, or the only one that begins with it.
+
+    Raises:
+        RequestError: none, or several; the message helps on.
+    """
+    name = _ALIASES.get(name, name)
+    if name in COMMANDS:
+        return COMMANDS[name]
+    matches = [known for known in COMMANDS if name and known.startswith(name)]
+    if len(matches) == 1:
+        return COMMANDS[matches[0]]
+    if matches:
+        raise RequestError(f"/{name} could be {', '.join('/' + match for match in matches)}")
+    near = difflib.get_close_matches(name, [*COMMANDS, *_ALIASES], n=1)
+    hint = f"did you mean /{near[0]}?" if near else "/help lists them"
+    raise RequestError(f"there is no command /{name}; {hint} (a message that begins with a slash: //{name})")
+
+
+def run_command(chat: Conversation, line: str) -> None:
+    """Run a command line; mistakes are shown.
+
+    Raises:
+        LeaveChat: the user wants to leave.
+    """
+    name, _, argument = line[1:].partition(" ")
+    try:
+        find_command(name).run(chat, argument.strip())
+    except RequestError as error:
+        chat.screen.error(str(error))
+
+
+# ---------------------------------------------------------------- what they do
+
+
+def _help(chat: Conversation, argument: str) -> None:
+    if argument:
+        command = find_command(argument.removeprefix("/"))
+        chat.screen.line(f"/{command.name} {command.arguments}".rstrip() + f": {command.help}")
+        return
+    for command in COMMANDS.values():
+        chat.screen.line(f"  {f'/{command.name} {command.arguments}':<22}{command.help}")
+    chat.screen.note("Names may be shortened. Ctrl-C stops an answer; Ctrl-D leaves.")
+    chat.screen.note('Several lines: """ around them, \\ at the end of a line, Alt-Enter, or a paste.')
+
+
+def _set(chat: Conversation, argument: str) -> None:
+    name, _, value = argument.replace("=", " ", 1).partition(" ")
+    if not name:
+        _show(chat, "")
+        return
+    name = name.replace("-", "_")
+    if name in PARAMETERS and not value.strip():
+        chat.screen.line(f"{name} = {_value(getattr(chat.session.settings, name))}")
+        return
+    chat.session.settings = chat.session.settings.changed(name, value.strip())
+    chat.screen.note(f"{name} = {_value(getattr(chat.session.settings, name))}")
+
+
+def _show(chat: Conversation, _argument: str) -> None:
+    chat.screen.line(f"  {'model':<20}{chat.backend.model} ({chat.backend.where})")
+    chat.screen.line(f"  {'system':<20}{chat.session.system or '-'}")
+    for name in PARAMETERS:
+        value = getattr(chat.session.settings, name)
+        mark = "" if value == getattr(DEFAULTS, name) else "  (set)"
+        chat.screen.line(f"  {name:<20}{_value(value)}{mark}")
+
+
+def _system(chat: Conversation, argument: str) -> None:
+    if not argument:
+        chat.screen.line(chat.session.system or "There is no system prompt; /system TEXT sets one.")
+        return
+    chat.session.system = None if argument.lower() == "none" else argument
+    chat.screen.note("The system prompt holds from the next answer on.")
+
+
+def _clear(chat: Conversation, _argument: str) -> None:
+    chat.session.clear()
+    chat.screen.note("Forgot the conversation; system prompt and settings stay.")
+
+
+def _regen(chat: Conversation, _argument: str) -> None:
+    question = _take_back(chat)
+    chat.ask(question)
+
+
+def _undo(chat: Conversation, _argument: str) -> None:
+    question = _take_back(chat)
+    chat.screen.note(f"Forgot: {_shortened(question)}")
+
+
+def _edit(chat: Conversation, _argument: str) -> None:
+    chat.pending = _take_back(chat)
+
+
+def _drop(chat: Conversation, argument: str) -> None:
+    count = _count(argument or "1")
+    dropped = chat.session.drop_oldest(count)
+    chat.screen.note(f"Forgot the {dropped} oldest of {dropped + chat.session.num_exchanges} exchanges.")
+
+
+def _save(chat: Conversation, argument: str) -> None:
+    path = _path(argument, "/save FILE")
+    chat.session.save(path, chat.backend.model)
+    chat.screen.note(f"Saved {chat.session.num_exchanges} exchanges to {path}.")
+
+
+def _load(chat: Conversation, argument: str) -> None:
+    path = _path(argument, "/load FILE")
+    chat.session.load(path)
+    chat.screen.note(f"Loaded {chat.session.num_exchanges} exchanges from {path}.")
+
+
+def _stats(chat: Conversation, argument: str) -> None:
+    if argument in _ON_OFF:
+        chat.shows_stats = argument == "on"
+        chat.screen.note(f"A footer follows each answer: {argument}.")
+        return
+    if argument:
+        raise RequestError(f"/stats takes on or off, not {argument!r}")
+    if chat.last is not None:
+        chat.screen.line(f"  last answer  {chat.last.footer(chat.backend.max_context) or 'nothing came'}")
+    chat.screen.line(f"  this chat    {chat.num_answers} answers, {chat.num_tokens} tokens")
+
+
+def _tokens(chat: Conversation, _argument: str) -> None:
+    used, limit = chat.used_tokens(), chat.backend.max_context
+    if used is None:
+        raise RequestError("this server cannot count tokens; the footer of an answer has its numbers")
+    if limit is None:
+        chat.screen.line(f"The conversation has {used} tokens.")
+    else:
+        chat.screen.line(f"The conversation has {used} of {limit} tokens ({used / limit:.0%}).")
+
+
+def _model(chat: Conversation, _argument: str) -> None:
+    context = f", context of {chat.backend.max_context} tokens" if chat.backend.max_context else ""
+    chat.screen.line(f"{chat.backend.model} in {chat.backend.where}{context}")
+
+
+def _exit(_chat: Conversation, _argument: str) -> None:
+    raise LeaveChat
+
+
+def _take_back(chat: Conversation) -> str:
+    question = chat.session.take_back()
+    if question is None:
+        raise RequestError("there is no question yet")
+    return question
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise RequestError(f"{text!r} is no count; give a number from 1")
+    return int(text)
+
+
+def _path(text: str, usage: str) -> Path:
+    if not text:
+        raise RequestError(f"which file? {usage}")
+    return Path(text).expanduser()
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return ", ".join(map(repr, value)) or "none"
+    return str(value)
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+_TABLE: Final = (
+    SlashCommand("help", "[COMMAND]", "this list", _help),
+    SlashCommand(
+        "set", "[NAME [VALUE]]", "a sampling parameter: /set temperature 0.2", _set, tuple(PARAMETERS)
+    ),
+    SlashCommand("show", "", "model, system prompt and sampling parameters", _show),
+    SlashCommand("system", "[TEXT|none]", "the system prompt", _system),
+    SlashCommand("clear", "", "forget the conversation", _clear),
+    SlashCommand("regen", "", "answer the last question again", _regen),
+    SlashCommand("undo", "", "forget the last question and its answer", _undo),
+    SlashCommand("edit", "", "take the last question back onto the input line", _edit),
+    SlashCommand("drop", "[COUNT]", "forget the oldest exchanges, to make room", _drop),
+    SlashCommand("save", "FILE", "write the conversation to a JSON file", _save, PATH),
+    SlashCommand("load", "FILE", "go on with a saved conversation", _load, PATH),
+    SlashCommand("stats", "[on|off]", "figures of this chat; the footer on or off", _stats, _ON_OFF),
+    SlashCommand("tokens", "", "how full the context is", _tokens),
+    SlashCommand("model", "", "which model answers, and where", _model),
+    SlashCommand("exit", "", "leave", _exit),
+)
+COMMANDS: Final = {command.name: command for command in _TABLE}
+"""Every command by name, in the order of `/help`."""
+_ALIASES: Final = {"quit": "exit", "bye": "exit", "q": "exit", "?": "help"}

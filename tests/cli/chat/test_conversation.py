@@ -1,0 +1,120 @@
+"""Asking: what is shown and kept, when it is stopped, when it fails, and when the context is full."""
+
+from __future__ import annotations
+
+import io
+
+from engine.cli.chat.screen import Screen
+from engine.runtime.errors import EngineDeadError, RequestError
+
+
+def test_an_answer_is_shown_kept_and_followed_by_its_figures(make_chat):
+    chat = make_chat()
+    chat.conversation.ask("one two three")
+    assert chat.written() == "Hello there\nTTFT 500 ms · 2.0 tok/s · 3 in (2 cached) · 2 out · ctx 5/100\n"
+    chat.conversation.ask("more")
+    assert [m["content"] for m in chat.backend.seen[1]] == ["one two three", "Hello there", "more"]
+
+
+def test_without_stats_there_is_the_answer_alone(make_chat):
+    chat = make_chat(script=["Hi\n"])
+    chat.conversation.shows_stats = False
+    chat.conversation.ask("x")
+    assert chat.written() == "Hi\n"
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_what_came(make_chat):
+    chat = make_chat(script=["Hello", KeyboardInterrupt()])
+    chat.conversation.ask("x")
+    assert chat.backend.num_closed == 1
+    assert chat.written().splitlines()[:2] == ["Hello", "[stopped]"]
+    assert [m["content"] for m in chat.session.messages()] == ["x", "Hello"]
+    assert chat.conversation.pending is None
+
+
+def test_an_interrupt_before_the_first_word_takes_the_question_back(make_chat):
+    chat = make_chat(script=[KeyboardInterrupt()])
+    chat.conversation.ask("x")
+    assert chat.session.messages() == []
+    assert chat.conversation.pending == "x"
+
+
+def test_an_error_is_shown_and_the_question_comes_back(make_chat):
+    chat = make_chat(script=["Hel", EngineDeadError("the engine stopped")])
+    chat.conversation.ask("x")
+    assert chat.written() == "Hel\nthe engine stopped\n"
+    assert chat.session.messages() == []
+    assert chat.conversation.pending == "x"
+
+
+def test_a_full_context_is_said_with_choices_and_nothing_is_sent(make_chat):
+    chat = make_chat(max_context=4)
+    chat.conversation.ask("one two three four")
+    assert chat.backend.seen == []
+    assert chat.session.messages() == []
+    assert chat.conversation.pending == "one two three four"
+    text = chat.written()
+    assert "The context is full: with this question the conversation has 4 tokens, scripted reads 4" in text
+    assert "/drop forgets the oldest exchange, /clear all of them" in text
+
+
+def test_a_full_context_that_only_the_server_sees_is_said_with_choices(make_chat):
+    full = RequestError("too long", code="context_length_exceeded")
+    chat = make_chat(script=[full], counts=False)
+    chat.conversation.ask("x")
+    assert (
+        chat.written()
+        == "too long\nNothing was cut: /drop forgets the oldest exchange, /clear all of them.\n"
+    )
+    assert chat.conversation.pending == "x"
+
+
+def test_an_answer_that_fills_the_context_is_said(make_chat):
+    chat = make_chat(script=["a", "b", "c"], max_context=5, finish_reason="length")
+    chat.conversation.ask("one two")
+    assert "The answer ends here: the context of 5 tokens is full." in chat.written()
+
+
+def test_an_answer_cut_by_max_tokens_is_said(make_chat):
+    chat = make_chat(finish_reason="length")
+    chat.conversation.ask("x")
+    assert "[stopped at max_tokens; /set max_tokens none for no limit]" in chat.written()
+
+
+def test_a_context_above_80_percent_is_a_warning(make_chat):
+    chat = make_chat(max_context=10)
+    chat.conversation.ask("1 2 3 4 5 6")
+    assert "The context is 80% full; /drop" in chat.written()
+    chat = make_chat(max_context=10)
+    chat.conversation.ask("1 2 3 4 5")
+    assert "full" not in chat.written()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_model_cannot_write_escape_sequences_to_a_terminal():
+    terminal, file = Terminal(), io.StringIO()
+    Screen.for_conversation(terminal).answer("a\x1b[2Jb\x9bc\td\r\n")
+    Screen.for_conversation(file).answer("a\x1b[2Jb")
+    assert (
+        terminal.getvalue()
+        == "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}c\td\N{REPLACEMENT CHARACTER}\n"
+    )
+    assert file.getvalue() == "a\x1b[2Jb"
+
+
+def test_colours_only_on_a_terminal_and_not_under_no_color(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, file = Terminal(), io.StringIO()
+    Screen.for_conversation(terminal).note("x")
+    Screen.for_conversation(file).note("x")
+    assert "\x1b[" in terminal.getvalue()
+    assert file.getvalue() == "x\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    Screen.for_conversation(plain).error("x")
+    assert plain.getvalue() == "x\n"

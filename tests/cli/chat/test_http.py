@@ -1,0 +1,206 @@
+"""`HttpBackend` against a scripted server on the loopback interface."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from engine.cli.chat.backend import AnswerUsage
+from engine.cli.chat.http import HttpBackend
+from engine.cli.chat.settings import ChatSettings
+from engine.runtime.errors import EngineError, RequestError
+
+QUESTION = [{"role": "user", "content": "hi"}]
+
+
+@dataclass
+class ScriptedServer:
+    """Answers each path with a status and a body; keeps what it was sent."""
+
+    replies: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    url: str = ""
+
+    def say(self, path: str, document: object, status: int = 200) -> None:
+        self.replies[path] = (status, json.dumps(document).encode())
+
+    def stream(self, *events: object, done: bool = True) -> None:
+        data = [event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n" for event in events]
+        text = "".join(data) + ("data: [DONE]\n\n" if done else "")
+        self.replies["/v1/chat/completions"] = (200, text.encode())
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    script = ScriptedServer()
+    script.say("/v1/models", {"data": [{"id": "first", "max_model_len": 77}, {"id": "second"}]})
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            length = int(self.headers.get("content-length") or 0)
+            if length:
+                script.bodies.append(json.loads(self.rfile.read(length)))
+            script.keys.append(self.headers.get("authorization"))
+            status, body = script.replies.get(self.path, (404, b"not here"))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer  # noqa: N815
+
+        def log_message(self, *_args: object) -> None:
+            return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
+        script.url = f"http://127.0.0.1:{listening.server_address[1]}"
+        yield script
+        listening.shutdown()
+
+
+def delta(text=None, finish=None, **more):
+    return {
+        "choices": [{"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}],
+        **more,
+    }
+
+
+def answer(backend, settings=None):
+    chunks = list(backend.answer(QUESTION, settings or ChatSettings()))
+    return "".join(chunk.text for chunk in chunks), chunks
+
+
+def test_the_first_model_is_taken_or_the_named_one(server):
+    backend = HttpBackend(server.url)
+    assert (backend.model, backend.max_context, backend.where) == ("first", 77, server.url)
+    backend.close()
+    assert HttpBackend(f"{server.url}/v1/", model="second").max_context is None
+    assert HttpBackend(server.url.removeprefix("http://")).model == "first"
+    with pytest.raises(RequestError, match="has no model 'third'; it serves first, second"):
+        HttpBackend(server.url, model="third")
+
+
+def test_an_answer_is_streamed_with_its_usage(server):
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+    server.stream(
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        ": a comment\n\n",
+        delta("Grüße, "),
+        delta("☃"),
+        delta(finish="stop"),
+        {"choices": [], "usage": usage},
+    )
+    text, chunks = answer(HttpBackend(server.url, api_key="k"), ChatSettings(seed=5, stop=("x",)))
+    assert text == "Grüße, ☃"
+    assert chunks[-1].usage == AnswerUsage(9, 2, 4)
+    assert [c.finish_reason for c in chunks if c.finish_reason] == ["stop"]
+    assert server.bodies == [
+        {
+            "model": "first",
+            "messages": QUESTION,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.3,
+            "top_p": 0.9,
+            "seed": 5,
+            "stop": ["x"],
+        }
+    ]
+    assert set(server.keys) == {"Bearer k"}
+
+
+@pytest.mark.parametrize("details", [None, {}])
+def test_a_server_that_tells_less_is_fine(server, details):
+    server.stream(delta("a", finish="stop", usage={"prompt_tokens": 1, "prompt_tokens_details": details}))
+    _text, chunks = answer(HttpBackend(server.url))
+    assert chunks[-1].usage == AnswerUsage(1, 0, 0)
+
+
+def test_a_refused_request_says_what_the_server_says(server):
+    error = {"message": "too long", "param": "messages", "code": "context_length_exceeded"}
+    server.say("/v1/chat/completions", {"error": error}, status=400)
+    with pytest.raises(RequestError, match="^too long$") as raised:
+        answer(HttpBackend(server.url))
+    assert (raised.value.code, raised.value.param, raised.value.status) == (
+        "context_length_exceeded",
+        "messages",
+        400,
+    )
+
+
+def test_a_failing_server_is_no_mistake_of_the_user(server):
+    server.say("/v1/chat/completions", {"error": {"message": "out of order"}}, status=503)
+    with pytest.raises(EngineError, match="the server failed: out of order") as raised:
+        answer(HttpBackend(server.url))
+    assert not isinstance(raised.value, RequestError)
+    server.replies["/v1/chat/completions"] = (502, b"<html>bad gateway</html>")
+    with pytest.raises(EngineError, match="bad gateway"):
+        answer(HttpBackend(server.url))
+
+
+def test_an_error_event_in_the_stream_is_an_error(server):
+    server.stream(delta("half"), 'event: error\ndata: {"error": {"message": "died"}}\n\n')
+    with pytest.raises(EngineError, match="the server failed: died"):
+        answer(HttpBackend(server.url))
+
+
+def test_a_stream_that_breaks_off_is_an_error(server):
+    server.stream(delta("half"), done=False)
+    with pytest.raises(EngineError, match="broke off before the answer was complete"):
+        answer(HttpBackend(server.url))
+    server.stream("data: {not json\n\n")
+    with pytest.raises(EngineError, match="an event that is not JSON"):
+        answer(HttpBackend(server.url))
+
+
+def test_tokens_are_counted_where_the_server_can(server):
+    backend = HttpBackend(server.url)
+    server.say("/tokenize", {"count": 12})
+    assert backend.count_tokens(QUESTION) == 12
+    assert server.bodies == [{"model": "first", "messages": QUESTION}]
+    del server.replies["/tokenize"]
+    assert backend.count_tokens(QUESTION) is None
+    server.say("/tokenize", {"count": 12})
+    assert backend.count_tokens(QUESTION) is None  # not asked again
+    assert len(server.bodies) == 2
+
+
+def test_a_missing_key_is_said(server):
+    server.say("/v1/models", {"error": {"message": "no key"}}, status=401)
+    with pytest.raises(EngineError, match="wants an API key; pass --api-key or set ENGINE_API_KEY"):
+        HttpBackend(server.url)
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "message"),
+    [
+        (
+            "http://127.0.0.1:9",
+            EngineError,
+            "no server answers at http://127.0.0.1:9; start one with `engine serve`",
+        ),
+        ("ftp://x", RequestError, "must look like http://127.0.0.1:30000"),
+        ("http://", RequestError, "must look like"),
+        ("http://127.0.0.1:port", RequestError, "which is no URL"),
+    ],
+)
+def test_a_url_that_leads_nowhere(url, error, message):
+    with pytest.raises(error, match=message):
+        HttpBackend(url)
+
+
+def test_a_server_of_another_kind_is_said(server):
+    server.say("/v1/models", {"hello": "world"})
+    with pytest.raises(EngineError, match="does not speak the OpenAI API; check --url"):
+        HttpBackend(server.url)
+    server.say("/v1/models", {"data": []})
+    with pytest.raises(EngineError, match="serves no model"):
+        HttpBackend(server.url)
