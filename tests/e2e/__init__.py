@@ -1,0 +1,1 @@
+"""End to end: the commands as a user runs them, over real processes, with a small random model."""
