@@ -90,6 +90,9 @@ class TokenizerManager:
         self._metrics = metrics
         self._draw_seed = draw_seed
         self._clock = clock
+        self._started_s = (
+            clock()
+        )  # the scheduler has just told its capacity, which counts as its first heartbeat
         self._death: str | None = None  # not the error: raising one object twice keeps every traceback alive
         self._live: dict[str, tuple[Generation, Choice]] = {}
         self._generations: dict[str, Generation] = {}
@@ -178,9 +181,7 @@ class TokenizerManager:
             return self._death
         if self.draining:
             return "the server is shutting down"
-        if self.report is None:
-            return "the scheduler has not reported yet"
-        age_s = self._clock() - self.report.sent_s
+        age_s = self._clock() - (self._started_s if self.report is None else self.report.sent_s)
         if age_s > self._watchdog_timeout_s:
             return f"the scheduler's last heartbeat is {age_s:.1f} s old, the limit is {self._watchdog_timeout_s:g} s"
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import socket
@@ -49,9 +50,12 @@ def main(child: Child) -> None:
     with bind(config.server.host, config.server.port) as listener:
         tokenizer = load_tokenizer(child.settings.source)
         chat_template = load_chat_template(config.model.chat_template, tokenizer)
-        capacity = child.wait_for_peers()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(child, listener, tokenizer, chat_template, capacity))
+            # Bound before the peers are ready: ZMQ looks for a missing address only every 100 ms.
+            inbox = runner.run(_bind_inbox(child.settings.endpoints.tokenizer_manager))
+            capacity = child.wait_for_peers()
+            gc.freeze()  # collections look at what requests make, not at the 40,000 objects of start-up (10 ms)
+            runner.run(_serve(child, listener, inbox, tokenizer, chat_template, capacity))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -121,16 +125,20 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+async def _bind_inbox(endpoint: str) -> AsyncInbox[ManagerInput]:
+    decoder: msgspec.msgpack.Decoder[ManagerInput] = msgspec.msgpack.Decoder(ManagerInput)
+    return AsyncInbox(endpoint, decoder)
+
+
 async def _serve(
     child: Child,
     listener: socket.socket,
+    inbox: AsyncInbox[ManagerInput],
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
     capacity: Capacity,
 ) -> None:
     settings = child.settings
-    decoder: msgspec.msgpack.Decoder[ManagerInput] = msgspec.msgpack.Decoder(ManagerInput)
-    inbox = AsyncInbox(settings.endpoints.tokenizer_manager, decoder)
     outbox = Outbox(settings.endpoints.scheduler)
     encoder = PromptEncoder(tokenizer, capacity.vocab_size)
     metrics = Metrics()

@@ -334,6 +334,16 @@ def test_health_follows_the_age_of_the_heartbeat():
     run(test)
 
 
+def test_before_the_first_report_the_start_counts_as_a_heartbeat():
+    async def test(setup: Setup) -> None:
+        setup.manager.report = None
+        assert setup.manager.unhealthy_reason() is None
+        setup.clock.now_s += 61.0
+        assert setup.manager.unhealthy_reason() is not None
+
+    run(test)
+
+
 def test_flushing_waits_for_the_schedulers_answer():
     async def test(setup: Setup) -> None:
         done = await setup.manager.flush_cache()

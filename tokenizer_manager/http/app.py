@@ -74,10 +74,12 @@ class App:
 async def _answer(exchange: Exchange, error: Exception) -> None:
     """Tell the client of an error: with a status, or inside the stream that has begun."""
     reply = reply_to(error, exchange.request_id)
-    level = logging.WARNING if reply.status >= 500 else logging.INFO
+    level = (
+        logging.WARNING if reply.status == 500 else logging.INFO
+    )  # load balancers ask /health while we drain
     logger.log(
         level,
-        "refused request_id=%s path=%s status=%d code=%s param=%s",
+        "request failed request_id=%s path=%s status=%d code=%s param=%s",
         exchange.request_id,
         exchange.path,
         reply.status,
