@@ -151,6 +151,21 @@ def test_an_abort_between_planning_and_settling_is_safe(make_scheduler, overlap)
     harness.run_until_idle()
 
 
+def test_what_a_step_in_flight_computes_is_not_in_the_prefix_cache(make_scheduler):
+    """Its last token is not known yet: pages under a wrong key would be garbage for whoever matches it."""
+    harness = make_scheduler(page_size=1, overlap=2)
+    rid = harness.submit(prompt_len=5, max_new_tokens=20)
+    for _ in range(6):
+        harness.step()
+    assert len(harness.in_flight) == 2
+    known = 5 + len(harness.answers[rid].tokens)
+
+    harness.abort(rid)
+
+    assert harness.pages().cached == known - 1
+    harness.run_until_idle()
+
+
 def test_an_abort_is_not_lost_between_two_chunks(make_scheduler):
     harness = make_scheduler(chunked_prefill_size=8, page_size=4)
     rid = harness.submit(prompt_len=60, max_new_tokens=5)

@@ -184,3 +184,22 @@ def test_a_pass_looks_at_few_however_many_wait(make_scheduler, num_waiting):
     record = harness.last_pass
     assert len(record.verdicts) == 2
     assert (record.num_rest, record.rest_reason) == (num_waiting - 2, Reason.NO_ROW)
+
+
+def test_each_admission_pins_its_prefix_for_the_next_one_in_the_pass(make_scheduler):
+    harness = make_scheduler(num_pages=64, page_size=4)
+    prompts = [list(range(1, 18)), list(range(31, 48))]
+    for prompt in prompts:
+        harness.submit(prompt=prompt, max_new_tokens=1)
+    harness.run_until_idle()
+    assert harness.pages().cached == 8
+    for prompt in prompts:
+        harness.submit(prompt=prompt, max_new_tokens=10)
+
+    harness.step()
+
+    before, after = harness.last_pass.budget_before, harness.last_pass.budget_after
+    each = 16 + 4 + 4 + 10  # pinned, computed in whole pages, a page for rounding, output
+    assert before.rem_total_tokens - after.rem_total_tokens == 2 * each
+    assert before.cur_rem_tokens - after.cur_rem_tokens == 2 * (each - 10)
+    harness.run_until_idle()

@@ -153,3 +153,32 @@ def test_the_last_one_that_cannot_fit_is_answered(make_scheduler, overlap):
     finish = harness.answers[rid].finish
     assert finish is not None and finish.kind is FinishKind.ERROR
     assert "needs another page, 0 of 8 can be had" in finish.message or "1 of 8" in finish.message
+
+
+@pytest.mark.parametrize("mixed_chunk", [True, False])
+def test_whoever_waits_runs_at_once_when_the_one_in_the_way_was_answered(make_scheduler, mixed_chunk):
+    """No empty step between: a loop that sees one would believe that there is nothing to do."""
+    harness = make_scheduler(num_pages=8, page_size=4, max_running_requests=1, mixed_chunk=mixed_chunk)
+    harness.scheduler.audit = lambda: None
+    first = harness.submit(prompt_len=8, max_new_tokens=20)
+    second = harness.submit(prompt_len=8, max_new_tokens=1)
+    harness.step()
+    harness.scheduler._allocator.allocate(6)
+
+    batch = harness.step()
+
+    assert harness.answers[first].finish.kind is FinishKind.ERROR
+    assert [req.rid for req in batch.reqs] == [second]
+
+
+def test_among_equal_victims_the_latest_arrival_goes(make_scheduler):
+    harness = make_scheduler(num_pages=32, page_size=4, schedule_conservativeness=0.01, eos=())
+    harness.submit("old", prompt_len=8, max_new_tokens=110, ignore_eos=False)
+    harness.step()
+    harness.submit("earlier", prompt_len=8, max_new_tokens=40, ignore_eos=False)
+    harness.submit("later", prompt_len=8, max_new_tokens=40, ignore_eos=False)
+
+    run_to_retraction(harness)
+
+    assert harness.last_pass.retracted == ["later"]
+    harness.run_until_idle()

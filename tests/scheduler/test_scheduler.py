@@ -278,16 +278,19 @@ def test_logprobs_go_to_those_who_asked(make_scheduler):
 
 def test_prompt_logprobs_of_a_retracted_prompt_are_not_doubled(make_scheduler):
     harness = make_scheduler(
-        num_pages=20, page_size=4, chunked_prefill_size=8, schedule_conservativeness=0.01
+        num_pages=24, page_size=4, chunked_prefill_size=8, schedule_conservativeness=0.01, eos=()
     )
-    harness.submit(prompt_len=8, max_new_tokens=60)
-    harness.step()
-    rid = harness.submit(prompt_len=40, max_new_tokens=8, prompt_logprobs=0)
+    harness.submit(prompt_len=4, max_new_tokens=66, ignore_eos=False)
+    for _ in range(20):
+        harness.step()
+    rid = harness.submit("asks", prompt_len=60, max_new_tokens=5, prompt_logprobs=0, ignore_eos=False)
     harness.run_until_idle()
 
+    assert any(record.retracted == ["asks"] for record in harness.scheduler.decisions)
     first = harness.answers[rid].rows[0]
+    assert first.usage.completion_tokens == 1 and first.usage.num_retractions == 1
     positions = np.frombuffer(first.prompt_logprobs.token_logprobs, dtype=np.float32)
-    assert positions.tolist() == list(range(1, 40))
+    assert positions.tolist() == list(range(1, 60))
 
 
 # ---------------------------------------------------------------- refusals
