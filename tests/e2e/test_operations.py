@@ -40,13 +40,21 @@ def test_generate_from_text_ids_and_lists(http):
     assert len(from_text["output_ids"]) == from_text["meta_info"]["completion_tokens"] == 16
     assert from_text["meta_info"]["finish_reason"] == {"type": "length"}
     batch = generate(http, text=["lazy dog", "quick brown fox"])
-    assert [answer["text"] for answer in batch] == [from_text["text"], generate(http, text="quick brown fox")["text"]]
+    assert [answer["text"] for answer in batch] == [
+        from_text["text"],
+        generate(http, text="quick brown fox")["text"],
+    ]
 
 
 def test_generate_streams_all_text_so_far_or_only_what_is_new(http):
     whole = generate(http, text="lazy dog")
     so_far, new = (
-        list(events(http, {"text": "lazy dog", "sampling_params": GREEDY, "stream": True, "incremental": incremental}))
+        list(
+            events(
+                http,
+                {"text": "lazy dog", "sampling_params": GREEDY, "stream": True, "incremental": incremental},
+            )
+        )
         for incremental in (False, True)
     )
     assert so_far[-1]["text"] == whole["text"]
@@ -92,7 +100,9 @@ def test_the_metrics_add_up(http, serve):
     assert grown("prompt_tokens_total") == 3 * num_prompt
     assert grown("generation_tokens_total") == 48
     assert grown("cached_tokens_total") == sum(usage["cached_tokens"] for usage in usages) > 0
-    assert after["cache_hit_rate"] == pytest.approx(after["cached_tokens_total"] / after["prompt_tokens_total"])
+    assert after["cache_hit_rate"] == pytest.approx(
+        after["cached_tokens_total"] / after["prompt_tokens_total"]
+    )
     assert grown("retracted_reqs_total") == 0
     assert 0 < after["kv_cached_tokens"] < after["kv_total_tokens"]
     assert 0 < after["new_token_ratio"] <= 1
@@ -109,7 +119,9 @@ def test_an_abort_by_id_ends_the_stream_with_its_reason(http, serve):
     finish = None
     for number, event in enumerate(events(http, body)):
         if number == 0:
-            assert http.post("/abort_request", json={"rid": event["meta_info"]["id"]}).json() == {"aborted": 1}
+            assert http.post("/abort_request", json={"rid": event["meta_info"]["id"]}).json() == {
+                "aborted": 1
+            }
         finish = event["meta_info"]["finish_reason"]
     assert finish is not None
     assert finish["type"] == "abort"
@@ -118,12 +130,18 @@ def test_an_abort_by_id_ends_the_stream_with_its_reason(http, serve):
 
 
 def test_openapi_describes_every_route(http):
-    """The rules of OpenAPI 3 that tools rely on: versions, operations with responses, references that lead somewhere."""
+    """What tools rely on: a version, operations with ids and responses, references that lead somewhere."""
     document = http.get("/openapi.json").json()
     assert document["openapi"].startswith("3.")
     assert document["info"].keys() >= {"title", "version"}
     schemas = document["components"]["schemas"]
-    assert document["paths"].keys() >= {"/v1/chat/completions", "/v1/models/{model}", "/generate", "/health", "/metrics"}
+    assert document["paths"].keys() >= {
+        "/v1/chat/completions",
+        "/v1/models/{model}",
+        "/generate",
+        "/health",
+        "/metrics",
+    }
     operation_ids = []
     for path, item in document["paths"].items():
         for method, operation in item.items():
