@@ -56,17 +56,29 @@ class Choice:
         index: position among the choices of the generation.
         prompt_ids: [prompt_len] int32.
         seed: of its sampling.
+        abort_asked: somebody wants it to end early, so an ABORT row is an answer and not a failure.
         first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
         usage, finish: as of the latest row that the reader has taken in with `read`.
     """
 
-    __slots__ = ("finish", "first_token_s", "index", "last_token_s", "prompt_ids", "rid", "seed", "usage")
+    __slots__ = (
+        "abort_asked",
+        "finish",
+        "first_token_s",
+        "index",
+        "last_token_s",
+        "prompt_ids",
+        "rid",
+        "seed",
+        "usage",
+    )
 
     def __init__(self, rid: str, index: int, prompt_ids: array[int], seed: int) -> None:
         self.rid = rid
         self.index = index
         self.prompt_ids = prompt_ids
         self.seed = seed
+        self.abort_asked = False
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=0)

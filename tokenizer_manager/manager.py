@@ -151,6 +151,7 @@ class TokenizerManager:
         else:
             rids = [request_id] if request_id in self._live else []
         for rid in rids:
+            self._live[rid][1].abort_asked = True
             self._send(AbortRequest(rid=rid, reason=reason))
         return len(rids)
 
@@ -296,12 +297,11 @@ class TokenizerManager:
         if finish.kind is FinishKind.STOP and isinstance(finish.matched, str):
             self._send(AbortRequest(rid=output.rid, reason="stop string"))
         self._forget(choice.rid, now_s)
-        if finish.kind is FinishKind.ERROR:
+        if finish.kind is FinishKind.ERROR or (finish.kind is FinishKind.ABORT and not choice.abort_asked):
             # One failed choice fails the request: OpenAI's answer has no place for an error among choices.
-            logger.warning(
-                "request failed rid=%s status=%d error=%s", output.rid, finish.status, finish.message
-            )
-            generation.fail(RequestError(finish.message, code="generation_failed", status=finish.status))
+            message = finish.message or f"the engine ended the request ({finish.kind.value})"
+            logger.warning("request failed rid=%s status=%d error=%s", output.rid, finish.status, message)
+            generation.fail(RequestError(message, code="generation_failed", status=finish.status))
             self._abort_rest(generation, "another choice of the request failed")
             return
         generation.put(choice, output)

@@ -257,6 +257,19 @@ def test_an_aborted_request_is_answered_by_the_scheduler():
     run(test)
 
 
+def test_an_abort_that_nobody_asked_for_is_a_failure():
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi")
+        timeout = Finish(FinishKind.ABORT, message="waited longer than 5 s", status=503)
+        setup.manager.on_message(BatchTextOutput([row(setup.engine.next_request(), "", finish=timeout)]))
+
+        with pytest.raises(RequestError, match="waited longer than 5 s") as caught:
+            await texts(generation)
+        assert caught.value.status == 503
+
+    run(test)
+
+
 def test_draining_refuses_new_requests_and_lets_running_ones_finish():
     async def test(setup: Setup) -> None:
         generation = await setup.start("hi")

@@ -1,7 +1,8 @@
 """From body bytes to typed structs, with errors that name field, value and rule.
 
 The standard library's parser is used and not msgspec's, because it alone can refuse duplicate keys and NaN by name;
-it costs 5 us more per KiB of structure and nothing for long texts.
+it costs 10 us more for a chat and 0.5 ms more for 8,192 token ids. The event loop waits meanwhile, 0.3 s for the 16 MB
+that `--max-body-mb` lets in; a thread would not help, since parsing holds the GIL.
 """
 
 from __future__ import annotations

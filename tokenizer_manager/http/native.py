@@ -1,7 +1,7 @@
-"""The engine's own API: `/generate` (text or token ids), `/tokenize`, `/detokenize`, `/abort_request`, `/flush_cache`.
+"""`POST /generate`: the engine's own API, from texts or token ids.
 
-`/generate` speaks SGLang's dialect: `sampling_params` in an object of its own, `meta_info` beside the text, and chunks
-that hold all text so far. With `incremental` they hold what is new, which does not grow with the square of the length.
+It speaks SGLang's dialect: `sampling_params` in an object of its own, `meta_info` beside the text, and chunks that hold
+all text so far. With `incremental` they hold what is new, which does not grow with the square of the length.
 """
 
 from __future__ import annotations
@@ -15,20 +15,15 @@ from ...runtime.errors import RequestError
 from ...runtime.messages import Finish, FinishKind
 from ...runtime.sampling_params import SamplingParams
 from ..generation import Choice, Generation, GenerationRequest, Row
-from .chat_messages import template_messages
 from .delivery import Collected, collect, event, stream
 from .exchange import Exchange
-from .field_policy import NO_EFFECT, SAMPLING_NOT_YET, FieldPolicy
+from .field_policy import SAMPLING_NOT_YET, FieldPolicy
 from .json_body import convert
 from .logprobs import TokenLogprob
 from .protocol import (
-    AbortBody,
-    DetokenizeRequest,
     NativeRequest,
     NativeSampling,
-    TokenizeRequest,
     at_least_one,
-    checked_template_variables,
     prompts_of,
 )
 from .services import Services
@@ -50,11 +45,6 @@ _POLICY: Final = FieldPolicy(
     no_effect={"log_metrics", "rid"},  # ids are made by the server; this one would be a label nobody reads
 )
 _SAMPLING_POLICY: Final = FieldPolicy(NativeSampling, SAMPLING_NOT_YET)
-_PLAIN: Final[dict[type[msgspec.Struct], FieldPolicy]] = {
-    kind: FieldPolicy(kind, {}, no_effect=NO_EFFECT)
-    for kind in (TokenizeRequest, DetokenizeRequest, AbortBody)
-}
-
 _OUR_NAMES: Final = {
     **{name: f"sampling_params.{name}" for name in SamplingParams.__struct_fields__},
     "min_tokens": "sampling_params.min_new_tokens",
@@ -148,65 +138,6 @@ async def generate(exchange: Exchange, services: Services) -> None:
             answers[0].warnings = warnings or UNSET
             single = len(answers) == 1 and not _is_batch(value)
             await exchange.send_json(answers[0] if single else answers)
-
-
-async def tokenize(exchange: Exchange, services: Services) -> None:
-    """Token ids of a prompt or of a rendered chat, with the text that was tokenised."""
-    body = await services.read_object(exchange)
-    strict = services.config.server.strict
-    warnings = _PLAIN[TokenizeRequest].check(body, strict=strict)
-    request = convert(body, TokenizeRequest)
-    services.check_model(request.model)
-    if (request.prompt is None) == (request.messages is None):
-        raise RequestError("prompt and messages are two forms of the input; send exactly one", param="prompt")
-    if request.messages is not None:
-        messages, more_warnings = template_messages(request.messages, strict=strict)
-        warnings += more_warnings
-        text = services.require_chat_template().render(
-            messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            variables=checked_template_variables(request.chat_template_kwargs),
-        )
-        add_special_tokens = bool(request.add_special_tokens)
-    else:
-        text = request.prompt or ""
-        add_special_tokens = request.add_special_tokens is not False
-    ids = await services.encoder.encode(text, add_special_tokens=add_special_tokens, param="prompt")
-    answer: dict[str, object] = {
-        "tokens": ids.tolist(),
-        "count": len(ids),
-        "max_model_len": services.manager.capacity.max_model_len,
-        "prompt": text,
-    }
-    await exchange.send_json(answer | ({"warnings": warnings} if warnings else {}))
-
-
-async def detokenize(exchange: Exchange, services: Services) -> None:
-    """Text of token ids; under both names that clients of other engines look for."""
-    body = await services.read_object(exchange)
-    _PLAIN[DetokenizeRequest].check(body, strict=services.config.server.strict)
-    request = convert(body, DetokenizeRequest)
-    services.check_model(request.model)
-    ids = await services.encoder.encode(request.tokens, add_special_tokens=False, param="tokens")
-    text = services.tokenizer.decode(ids.tolist(), skip_special_tokens=bool(request.skip_special_tokens))
-    await exchange.send_json({"text": text, "prompt": text})
-
-
-async def abort_request(exchange: Exchange, services: Services) -> None:
-    """End running requests; their clients get what there is, with `finish_reason` abort. Unknown ids are no error."""
-    body = await services.read_object(exchange)
-    _PLAIN[AbortBody].check(body, strict=services.config.server.strict)
-    request = convert(body, AbortBody)
-    if not request.rid and not request.abort_all:
-        raise RequestError("rid is missing; send the id of an answer, or abort_all: true", param="rid")
-    num_aborted = services.manager.abort(None if request.abort_all else request.rid, "aborted by request")
-    await exchange.send_json({"aborted": num_aborted})
-
-
-async def flush_cache(exchange: Exchange, services: Services) -> None:
-    """Empty the prefix cache."""
-    done = await services.manager.flush_cache()
-    await exchange.send_json({"flushed_tokens": done.flushed_tokens, "kept_tokens": done.kept_tokens})
 
 
 async def _start(services: Services, request: GenerationRequest) -> Generation:

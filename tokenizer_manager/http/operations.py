@@ -1,4 +1,6 @@
-"""What operators ask: `/health`, `/health_generate`, `/server_info`, `/metrics`, and the list of models."""
+"""What operators ask and do: `/health`, `/health_generate`, `/server_info`, `/metrics`, the list of models,
+`/abort_request` and `/flush_cache`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from ..metrics import CONTENT_TYPE
 from .chat_messages import MAX_MESSAGES
 from .delivery import collect
 from .exchange import Exchange
-from .protocol import MAX_N, MAX_PROMPTS
+from .field_policy import FieldPolicy
+from .json_body import convert
+from .protocol import MAX_N, MAX_PROMPTS, AbortBody
 from .services import Services, unknown_model
 
 MODELS_PATH: Final = "/v1/models"
 _HEALTH_GENERATE_TIMEOUT_S: Final = 30.0
+_ABORT_POLICY: Final = FieldPolicy(AbortBody, {})
 
 
 async def health(exchange: Exchange, services: Services) -> None:
@@ -82,6 +87,23 @@ async def model(exchange: Exchange, services: Services) -> None:
     if name != services.served_model:
         raise unknown_model(name, services.served_model)
     await exchange.send_json(_model(services))
+
+
+async def abort_request(exchange: Exchange, services: Services) -> None:
+    """End running requests; their clients get what there is, with `finish_reason` abort. Unknown ids are no error."""
+    body = await services.read_object(exchange)
+    _ABORT_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, AbortBody)
+    if not request.rid and not request.abort_all:
+        raise RequestError("rid is missing; send the id of an answer, or abort_all: true", param="rid")
+    num_aborted = services.manager.abort(None if request.abort_all else request.rid, "aborted by request")
+    await exchange.send_json({"aborted": num_aborted})
+
+
+async def flush_cache(exchange: Exchange, services: Services) -> None:
+    """Empty the prefix cache."""
+    done = await services.manager.flush_cache()
+    await exchange.send_json({"flushed_tokens": done.flushed_tokens, "kept_tokens": done.kept_tokens})
 
 
 def _model(services: Services) -> dict[str, object]:

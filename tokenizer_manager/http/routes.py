@@ -7,8 +7,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from . import native, operations
+from . import operations, tokenizing
 from .exchange import Exchange
+from .native import generate
 from .openai_chat import chat_completions
 from .openai_completions import completions
 from .protocol import (
@@ -39,11 +40,11 @@ ROUTES: Final = (
     Route("POST", "/v1/completions", completions, "Continue prompts (OpenAI).", CompletionRequest),
     Route("GET", operations.MODELS_PATH, operations.models, "The served model (OpenAI)."),
     Route("GET", f"{operations.MODELS_PATH}/{{model}}", operations.model, "One model by name (OpenAI)."),
-    Route("POST", "/generate", native.generate, "Generate from texts or token ids.", NativeRequest),
-    Route("POST", "/tokenize", native.tokenize, "Token ids of a text or a chat.", TokenizeRequest),
-    Route("POST", "/detokenize", native.detokenize, "Text of token ids.", DetokenizeRequest),
-    Route("POST", "/abort_request", native.abort_request, "End running requests.", AbortBody),
-    Route("POST", "/flush_cache", native.flush_cache, "Empty the prefix cache."),
+    Route("POST", "/generate", generate, "Generate from texts or token ids.", NativeRequest),
+    Route("POST", "/tokenize", tokenizing.tokenize, "Token ids of a text or a chat.", TokenizeRequest),
+    Route("POST", "/detokenize", tokenizing.detokenize, "Text of token ids.", DetokenizeRequest),
+    Route("POST", "/abort_request", operations.abort_request, "End running requests.", AbortBody),
+    Route("POST", "/flush_cache", operations.flush_cache, "Empty the prefix cache."),
     Route("GET", "/health", operations.health, "Whether requests can be expected to work; needs no key."),
     Route("GET", "/health_generate", operations.health_generate, "Whether a token can be generated."),
     Route("GET", "/server_info", operations.server_info, "Settings, capacity and state."),

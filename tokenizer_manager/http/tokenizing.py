@@ -1,0 +1,58 @@
+"""`POST /tokenize` and `POST /detokenize`: what the engine makes of a text, and back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...runtime.errors import RequestError
+from .chat_messages import template_messages
+from .exchange import Exchange
+from .field_policy import FieldPolicy
+from .json_body import convert
+from .protocol import DetokenizeRequest, TokenizeRequest, checked_template_variables
+from .services import Services
+
+_TOKENIZE_POLICY: Final = FieldPolicy(TokenizeRequest, {})
+_DETOKENIZE_POLICY: Final = FieldPolicy(DetokenizeRequest, {})
+
+
+async def tokenize(exchange: Exchange, services: Services) -> None:
+    """Token ids of a prompt or of a rendered chat, with the text that was tokenised."""
+    body = await services.read_object(exchange)
+    strict = services.config.server.strict
+    warnings = _TOKENIZE_POLICY.check(body, strict=strict)
+    request = convert(body, TokenizeRequest)
+    services.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("prompt and messages are two forms of the input; send exactly one", param="prompt")
+    if request.messages is not None:
+        messages, more_warnings = template_messages(request.messages, strict=strict)
+        warnings += more_warnings
+        text = services.require_chat_template().render(
+            messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            variables=checked_template_variables(request.chat_template_kwargs),
+        )
+        add_special_tokens = bool(request.add_special_tokens)
+    else:
+        text = request.prompt or ""
+        add_special_tokens = request.add_special_tokens is not False
+    ids = await services.encoder.encode(text, add_special_tokens=add_special_tokens, param="prompt")
+    answer: dict[str, object] = {
+        "tokens": ids.tolist(),
+        "count": len(ids),
+        "max_model_len": services.manager.capacity.max_model_len,
+        "prompt": text,
+    }
+    await exchange.send_json(answer | ({"warnings": warnings} if warnings else {}))
+
+
+async def detokenize(exchange: Exchange, services: Services) -> None:
+    """Text of token ids; under both names that clients of other engines look for."""
+    body = await services.read_object(exchange)
+    _DETOKENIZE_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, DetokenizeRequest)
+    services.check_model(request.model)
+    ids = await services.encoder.encode(request.tokens, add_special_tokens=False, param="tokens")
+    text = services.tokenizer.decode(ids.tolist(), skip_special_tokens=bool(request.skip_special_tokens))
+    await exchange.send_json({"text": text, "prompt": text})
