@@ -9,7 +9,7 @@ from ..req import Req
 from ..waiting_queue import WaitingQueue
 
 MAX_OVERTAKEN: Final = 32
-"""Ageing: who was overtaken in so many passes is overtaken no more (see `Scheduler._note_overtaken`)."""
+"""Ageing: who was overtaken in so many passes is overtaken no more (see `Admission._note_overtaken`)."""
 
 
 class SchedulePolicy(Protocol):

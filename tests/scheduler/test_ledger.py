@@ -28,7 +28,7 @@ def test_a_leaked_page_is_named_with_all_terms(harness):
 
 def test_a_page_with_two_owners_is_found(harness):
     pool = harness.scheduler._pool
-    row = next(iter(harness.scheduler._running.reqs)).row
+    row = next(iter(harness.scheduler._requests.running.reqs)).row
     pool.pages[row, pool.num_pages[row] - 1] = harness.scheduler._allocator.free_pages()[0]
 
     with pytest.raises(LedgerError, match="owners instead of one"):

@@ -3,9 +3,9 @@
 import pytest
 
 from engine.runtime.step_plan import ForwardMode
+from engine.scheduler.admission import LOOK_AHEAD
 from engine.scheduler.budget import PrefillBudget
 from engine.scheduler.policy.base import MAX_OVERTAKEN
-from engine.scheduler.scheduler import LOOK_AHEAD
 from engine.scheduler.verdict import AddReqResult, Reason
 
 

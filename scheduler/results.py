@@ -1,0 +1,111 @@
+"""`ResultSettler`: what a step's result means for the requests of its batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..runtime.messages import Finish, FinishKind, TokenOutput
+from ..runtime.step_plan import StepResult
+from .arrays import BoolArray
+from .batch import ScheduleBatch
+from .kv_memory import KVMemory
+from .outputs import StopRules, output_row
+from .req import TOKEN_ID_BYTES
+from .req_to_token_pool import ReqToTokenPool
+from .requests import Requests
+from .row_states import RowStates
+from .stats import SchedulerStats
+
+
+class ResultSettler:
+    """Appends tokens, finishes requests, fills the prefix cache, makes the rows to send."""
+
+    __slots__ = ("_kv", "_pool", "_requests", "_states", "_stats", "_stop_rules")
+
+    def __init__(
+        self,
+        requests: Requests,
+        *,
+        states: RowStates,
+        pool: ReqToTokenPool,
+        kv: KVMemory,
+        stop_rules: StopRules,
+        stats: SchedulerStats,
+    ) -> None:
+        self._requests = requests
+        self._states = states
+        self._pool = pool
+        self._kv = kv
+        self._stop_rules = stop_rules
+        self._stats = stats
+
+    def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> list[TokenOutput]:
+        """Take a result; returns one row for each request that has news.
+
+        Later steps may have been planned meanwhile, and requests of this batch may have left since: those are known by
+        the epoch of their row, and what the step made for them is dropped.
+        """
+        assert result.step_id == batch.plan.step_id, (result.step_id, batch.plan.step_id)
+        num_live = len(self._requests)
+        here = batch.still_here(self._pool)
+        self._states.num_settled[batch.rows[here]] = batch.end[here]
+        rows = self._settle_errors(batch, result, here, now_s)
+        self._settle_prompts(batch, result, here)
+        rows += self._settle_tokens(batch, result, here, now_s)
+        if len(self._requests) < num_live:
+            self._requests.forget_departed()
+        self._stats.step_s += result.forward_s
+        return rows
+
+    def _settle_errors(
+        self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
+    ) -> list[TokenOutput]:
+        """End the requests that failed on their own; their KV may be bad, so it is not kept."""
+        rows = []
+        for idx, message in result.errors.items():
+            if here[idx]:
+                here[idx] = False
+                finish = Finish(FinishKind.ERROR, message=message)
+                rows.append(self._requests.finish(batch.reqs[idx], finish, now_s, keep=False))
+        return rows
+
+    def _settle_prompts(self, batch: ScheduleBatch, result: StepResult, here: BoolArray) -> None:
+        """Offer what was computed of prompts to the prefix cache, at once: the next request may share it."""
+        for idx in range(batch.num_extends):
+            if here[idx]:
+                req = batch.reqs[idx]
+                if idx in result.prompt_logprobs and not req.answered:
+                    req.prompt_logprobs.append(result.prompt_logprobs[idx])
+                self._kv.cache_settled(req)
+
+    def _settle_tokens(
+        self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
+    ) -> list[TokenOutput]:
+        """Append the sampled tokens; a row for each request that sampled."""
+        positions = np.flatnonzero(here[batch.sampled])  # in `next_token_ids`
+        batch_indices = batch.sampled[positions]
+        token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32)[positions]
+        pool_rows = batch.rows[batch_indices]
+        lengths = self._states.append(pool_rows, token_ids)
+        suspects = self._stop_rules.suspects(self._states, pool_rows, token_ids, lengths)
+        suspects |= batch_indices < batch.num_extends  # the first row of a request says more
+        self._stats.generation_tokens += len(positions)
+
+        rows = []
+        id_bytes = token_ids.tobytes()
+        for k, (idx, suspect) in enumerate(zip(batch_indices.tolist(), suspects.tolist(), strict=True)):
+            req = batch.reqs[idx]
+            req.output_len += 1
+            token_id = id_bytes[k * TOKEN_ID_BYTES : (k + 1) * TOKEN_ID_BYTES]
+            if not suspect:
+                rows.append(TokenOutput(req.rid, token_id, req.usage()))
+                continue
+            logprobs = None
+            if req.sampling.logprobs is not None and result.logprobs:
+                logprobs = result.logprobs[positions[k]]
+            finish = self._stop_rules.finish(req, int(token_ids[k]))
+            if finish is None:
+                rows.append(output_row(req, token_id, logprobs=logprobs))
+            else:
+                rows.append(self._requests.finish(req, finish, now_s, token_id, logprobs))
+        return rows
