@@ -33,7 +33,7 @@ class Backend(Protocol):
 
     Attributes:
         model: its name.
-        where: in which process or at which address it runs.
+        where: `in this process`, `at http://...`.
         max_context: tokens of prompt and answer together; None where it does not say.
     """
 

@@ -146,12 +146,9 @@ def _converse(
     screen = Screen.for_conversation(sys.stdout)
     if not quiet:
         context = f", context of {backend.max_context} tokens" if backend.max_context else ""
-        screen.heading(f"{backend.model} in {backend.where}{context}")
-        screen.note(
-            f"{display.summary()}. /help lists the commands, Ctrl-D leaves."
-            if display.steps
-            else "/help helps."
-        )
+        screen.heading(f"{backend.model} {backend.where}{context}")
+        started = f"Started: {display.summary()}. " if display.steps else ""
+        screen.note(f"{started}/help lists the commands, Ctrl-D leaves.")
     editor = LineEditor(default_history_path() if history else None, colours=wants_colour(sys.stdout))
     return run_repl(Conversation(session, backend, screen, shows_stats=shows_stats and not quiet), editor)
 

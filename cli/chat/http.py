@@ -35,7 +35,7 @@ class HttpBackend:
         self._base = _base_url(url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT)
-        self.where = self._base
+        self.where = f"at {self._base}"
         entry = self._find_model(model)
         self.model = str(entry["id"])
         length = entry.get("max_model_len")

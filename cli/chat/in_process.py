@@ -25,7 +25,7 @@ class InProcessBackend:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.model = llm.model_name
-        self.where = "this process"
+        self.where = "in this process"
         self.max_context: int | None = llm.max_model_len
 
     @classmethod

@@ -110,7 +110,7 @@ def _set(chat: Conversation, argument: str) -> None:
 
 
 def _show(chat: Conversation, _argument: str) -> None:
-    chat.screen.line(f"  {'model':<20}{chat.backend.model} ({chat.backend.where})")
+    chat.screen.line(f"  {'model':<20}{chat.backend.model} {chat.backend.where}")
     chat.screen.line(f"  {'system':<20}{chat.session.system or '-'}")
     for name in PARAMETERS:
         value = getattr(chat.session.settings, name)
@@ -187,7 +187,7 @@ def _tokens(chat: Conversation, _argument: str) -> None:
 
 def _model(chat: Conversation, _argument: str) -> None:
     context = f", context of {chat.backend.max_context} tokens" if chat.backend.max_context else ""
-    chat.screen.line(f"{chat.backend.model} in {chat.backend.where}{context}")
+    chat.screen.line(f"{chat.backend.model} {chat.backend.where}{context}")
 
 
 def _exit(_chat: Conversation, _argument: str) -> None:

@@ -23,7 +23,7 @@ class ScriptedBackend:
 
     script: Sequence[Step] = ("Hello", " there")
     model: str = "scripted"
-    where: str = "nowhere"
+    where: str = "in a script"
     max_context: int | None = 100
     finish_reason: str = "stop"
     counts: bool = True

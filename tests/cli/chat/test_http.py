@@ -80,7 +80,7 @@ def answer(backend, settings=None):
 
 def test_the_first_model_is_taken_or_the_named_one(server):
     backend = HttpBackend(server.url)
-    assert (backend.model, backend.max_context, backend.where) == ("first", 77, server.url)
+    assert (backend.model, backend.max_context, backend.where) == ("first", 77, f"at {server.url}")
     backend.close()
     assert HttpBackend(f"{server.url}/v1/", model="second").max_context is None
     assert HttpBackend(server.url.removeprefix("http://")).model == "first"

@@ -127,7 +127,7 @@ def test_save_and_load(run, chat, tmp_path):
 
 def test_stats_tokens_and_model(run, chat):
     assert run("/tokens") == "The conversation has 4 of 100 tokens (4%).\n"
-    assert run("/model") == "scripted in nowhere, context of 100 tokens\n"
+    assert run("/model") == "scripted in a script, context of 100 tokens\n"
     assert run("/stats") == "  this chat    0 answers, 0 tokens\n"
     run("/stats off")
     assert run("/regen") == "Hello there\n"
