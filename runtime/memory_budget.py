@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 BYTES_OF_DTYPE: Final = {"bfloat16": 2, "float32": 4}
-RUNTIME_BYTES: Final = 512 * MIB  # torch, four processes, allocator slack: 350 MiB measured on CPU after first requests
+RUNTIME_BYTES: Final = 512 * MIB
+"""torch, four processes, allocator slack: 350 MiB measured on CPU after the first requests."""
 _LOGITS_COPIES: Final = 3  # logits in float32, their sorted copy, probabilities
 
 
