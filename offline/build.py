@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..detokenizer.manager import Detokenizer
+from ..runtime.feasibility import capacity_of
 from ..runtime.openmp import let_waiting_threads_sleep
 from ..runtime.prepare import Prepared
 from .engine import EngineParts, EngineThread
@@ -32,7 +33,6 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         on_step("import torch")
         let_waiting_threads_sleep()
         from ..model_runner.load import load_model_runner
-        from ..scheduler.process import capacity_of
         from ..scheduler.scheduler import Scheduler
 
         on_step("load weights")

@@ -7,7 +7,13 @@ request that is accepted and then waits for ever.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from .config import EngineConfig
 from .messages import Record
+
+if TYPE_CHECKING:
+    from .model_files.model_spec import ModelSpec
 
 
 class Capacity(Record, frozen=True):
@@ -31,6 +37,22 @@ class Capacity(Record, frozen=True):
     def max_total_tokens(self) -> int:
         """KV slots that requests may use."""
         return self.num_pages * self.page_size
+
+
+def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
+    """What a scheduler with this resolved configuration can hold."""
+    max_model_len, max_total_tokens = config.model.max_model_len, config.cache.max_total_tokens
+    max_running_requests = config.scheduler.max_running_requests
+    assert isinstance(max_model_len, int), "the configuration is not resolved"
+    assert isinstance(max_total_tokens, int), "the configuration is not resolved"
+    assert isinstance(max_running_requests, int), "the configuration is not resolved"
+    return Capacity(
+        max_model_len=max_model_len,
+        num_pages=max_total_tokens // config.cache.page_size,
+        page_size=config.cache.page_size,
+        max_running_requests=max_running_requests,
+        vocab_size=spec.vocab_size,
+    )
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

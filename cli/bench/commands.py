@@ -10,6 +10,7 @@ import typer
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
+    GroupedCommand,
     ModelArgument,
     Settings,
     merge_options,
@@ -23,11 +24,14 @@ from .workload import WorkloadSettings
 app = typer.Typer(
     help="Measure throughput and latency, in process or over HTTP, and compare two measurements.",
     no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 EXIT_SOME_FAILED = 1
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 @takes_settings
 def serve(
     server: ServerSettings, workload: WorkloadSettings, sampling: SamplingSettings, output: OutputSettings
@@ -39,7 +43,7 @@ def serve(
         raise typer.Exit(EXIT_SOME_FAILED)
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 @takes_settings
 @takes_config_options(("model", "cache", "scheduler"), exclude=("seed",))
 def offline(
@@ -59,7 +63,7 @@ def offline(
         raise typer.Exit(EXIT_SOME_FAILED)
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def compare(
     a: Annotated[Path, typer.Argument(help="Result file of the first system (one or more runs).")],
     b: Annotated[Path, typer.Argument(help="Result file of the second.")],

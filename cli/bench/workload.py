@@ -64,11 +64,11 @@ def _load(help_text: str) -> Any:
 
 
 def _gsp(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel="Workload: generated-shared-prefix")
+    return typer.Option(help=help_text, rich_help_panel="Workload, generated-shared-prefix")
 
 
 def _sharegpt(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel="Workload: sharegpt")
+    return typer.Option(help=help_text, rich_help_panel="Workload, sharegpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

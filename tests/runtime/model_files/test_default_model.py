@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,6 +165,7 @@ def test_progress_is_the_size_of_what_pip_has_so_far(tmp_path: Path) -> None:
 
     def progress(done: int, total: int) -> None:
         told.append((done, total))
+        assert waiting.stdin is not None
         waiting.stdin.close()  # ends the process
 
     default_model._watch(waiting, partial, 1000, progress)
@@ -177,7 +179,7 @@ def test_interrupting_ends_pip_and_removes_the_rest(
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
-    def slow_pip(command: list[str], **kwargs: object) -> subprocess.Popen[bytes]:
+    def slow_pip(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
         code = "import time; open('half', 'w').write('half'); time.sleep(600)"
         started.append(popen([sys.executable, "-c", code], **kwargs))
         return started[0]
@@ -225,6 +227,7 @@ def test_a_waiting_process_takes_what_the_other_fetched(
         "sys.stdin.read()\n"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
     assert holder.stdout.readline() == b"locked\n"
 
     def finish(message: str, *args: object) -> None:

@@ -45,7 +45,7 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
-PUBLISHED = {
+PUBLISHED: dict[str, list[Any]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [
         pre_tokenizers.Digits(individual_digits=True),
