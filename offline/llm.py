@@ -12,20 +12,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeGuard, overload
 
 import msgspec
 
 from ..runtime.config_sources import MergedConfig, from_arguments, merge
-from ..runtime.errors import ConfigError, RequestError
+from ..runtime.errors import RequestError
 from ..runtime.messages import FlushCacheDone
-from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.prepare import prepare
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from ..tokenizer_manager.admission import resolve_length
-from ..tokenizer_manager.chat_template import ChatTemplate
+from ..tokenizer_manager.chat_template import load_chat_template
 from .batch import Batch, CheckedRequest
 from .build import start_engine
 from .outputs import GenerationChunk, GenerationOutput
@@ -93,7 +92,9 @@ class LLM:
         self._request_numbers = itertools.count()
         step("tokenizer")
         self.tokenizer = load_tokenizer(prepared.source)
-        self._chat_template = _load_chat_template(prepared.config.model.chat_template, self.tokenizer)
+        self._chat_template = load_chat_template(
+            prepared.config.model.chat_template, self.tokenizer, prepared.source.path
+        )
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)
         self.max_model_len = self._engine.capacity.max_model_len
 
@@ -272,18 +273,6 @@ class LLM:
                 sampling, seed=self.config.model.seed or random.randint(0, MAX_SEED)
             )
         return CheckedRequest(f"llm-{next(self._request_numbers)}", token_ids, sampling)
-
-
-def _load_chat_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of `--chat-template`, else the model's own, else None."""
-    if path is None:
-        source = tokenizer.chat_template
-        return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
-    try:
-        return ChatTemplate(Path(path).read_text(encoding="utf-8"), tokenizer.special_tokens, path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the chat template {path}: {reason}") from None
 
 
 def _check_message(message: object, number: int) -> None:

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final
 
 import jinja2
@@ -20,6 +21,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from ..runtime.errors import ConfigError, RequestError
+from ..runtime.model_files.tokenizer import Tokenizer
 
 RESERVED_NAMES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 _MAX_RENDER_S: Final = 2.0
@@ -108,6 +110,29 @@ class ChatTemplate:
                 code="chat_template_error",
             ) from error
         return "".join(parts)
+
+
+def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) -> ChatTemplate | None:
+    """The template in the file `path` (`--chat-template`), else the model's own, else None.
+
+    Raises:
+        ConfigError: there is no such file, or what is there is no template.
+    """
+    if path is None:
+        if tokenizer.chat_template is None:
+            return None
+        try:
+            return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        except ConfigError as error:  # clients see the template's name, and need not see a path of the server
+            raise ConfigError(f"{model_path}: {error}") from error
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"{path}: the chat template cannot be read: {reason}; give another one with --chat-template"
+        ) from error
+    return ChatTemplate(source, tokenizer.special_tokens, f"the chat template {path}")
 
 
 class _LimitError(Exception):

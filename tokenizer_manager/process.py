@@ -14,7 +14,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final, Protocol, assert_never
 
 import msgspec
@@ -30,7 +29,7 @@ from ..runtime.feasibility import Capacity
 from ..runtime.ipc import AsyncInbox, Outbox
 from ..runtime.messages import ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, load_chat_template
 from .http.app import App
 from .http.services import Services
 from .manager import TokenizerManager
@@ -49,7 +48,7 @@ def main(child: Child) -> None:
     config = child.settings.config
     with bind(config.server.host, config.server.port) as listener:
         tokenizer = load_tokenizer(child.settings.source)
-        chat_template = load_chat_template(config.model.chat_template, tokenizer)
+        chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             # Bound before the peers are ready: ZMQ looks for a missing address only every 100 ms.
             inbox = runner.run(_bind_inbox(child.settings.endpoints.tokenizer_manager))
@@ -80,22 +79,6 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror}; give another one with --port, or 0 for a free one"
         ) from error
     return listener
-
-
-def load_chat_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in the file `path`, else the model's own, else None.
-
-    Raises:
-        ConfigError: there is no such file, or it is no template.
-    """
-    if path is None:
-        source = tokenizer.chat_template
-        return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
-    try:
-        source = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the chat template cannot be read: {error}") from error
-    return ChatTemplate(source, tokenizer.special_tokens, f"the chat template {path}")
 
 
 class HttpServer(uvicorn.Server):

@@ -7,9 +7,9 @@ import pytest
 
 from engine.runtime.errors import ConfigError, RequestError
 from engine.tokenizer_manager import chat_template
-from engine.tokenizer_manager.chat_template import ChatTemplate
+from engine.tokenizer_manager.chat_template import ChatTemplate, load_chat_template
 
-from .fake_engine import TEMPLATE
+from .fake_engine import TEMPLATE, TOKENIZER, make_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 
@@ -81,3 +81,24 @@ def test_time_is_limited_also_where_nothing_is_put_out(monkeypatch):
 def test_a_broken_template_is_refused_at_start():
     with pytest.raises(ConfigError, match=r"the file x has a syntax error in line 2: .*--chat-template"):
         ChatTemplate("a\n{% if %}", {}, "the file x")
+
+
+def test_the_template_is_the_models_or_that_of_a_file(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("custom")
+    own, custom = load_chat_template(None, TOKENIZER, "m"), load_chat_template(str(path), TOKENIZER, "m")
+
+    assert own is not None
+    assert custom is not None
+    assert (own.source, custom.source) == (TEMPLATE, "custom")
+    with pytest.raises(ConfigError, match=r"nothing.jinja: the chat template cannot be read"):
+        load_chat_template(str(tmp_path / "nothing.jinja"), TOKENIZER, "m")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_templates["default"] = "{% if %}"
+    with pytest.raises(
+        ConfigError, match=r"^/models/llama: the model's chat template has a syntax error in line 1"
+    ):
+        load_chat_template(None, tokenizer, "/models/llama")
+    path.write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"template.jinja has a syntax error in line 1"):
+        load_chat_template(str(path), TOKENIZER, "m")

@@ -10,9 +10,9 @@ from engine.runtime.control import PeerDied, Stop
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.generation import GenerationRequest
-from engine.tokenizer_manager.process import bind, load_chat_template, obey, seed_source
+from engine.tokenizer_manager.process import bind, obey, seed_source
 
-from .fake_engine import TEMPLATE, TOKENIZER, WAIT_S, FakeEngine, make_services
+from .fake_engine import WAIT_S, FakeEngine, make_services
 
 
 def test_a_port_that_is_taken_is_refused_with_a_way_out():
@@ -30,21 +30,6 @@ def test_a_host_that_is_not_ours_is_refused():
 def test_binding_does_not_listen_yet():
     with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
         socket.create_connection(listener.getsockname(), timeout=WAIT_S)
-
-
-def test_the_template_is_the_models_or_that_of_a_file(tmp_path):
-    path = tmp_path / "template.jinja"
-    path.write_text("custom")
-    own, custom = load_chat_template(None, TOKENIZER), load_chat_template(str(path), TOKENIZER)
-
-    assert own is not None
-    assert custom is not None
-    assert (own.source, custom.source) == (TEMPLATE, "custom")
-    with pytest.raises(ConfigError, match=r"nothing.jinja: the chat template cannot be read"):
-        load_chat_template(str(tmp_path / "nothing.jinja"), TOKENIZER)
-    path.write_text("{% if %}")
-    with pytest.raises(ConfigError, match=r"template.jinja has a syntax error in line 1"):
-        load_chat_template(str(path), TOKENIZER)
 
 
 def test_a_configured_seed_is_everyones_and_others_differ():
