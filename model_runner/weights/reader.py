@@ -31,7 +31,7 @@ class TensorStore(Protocol):
         ...
 
     def describe(self, name: str) -> str:
-        """File and name under which an existing tensor is stored, or the file or folder alone."""
+        """File and name under which an existing tensor is stored; for one that is missing, the file that should say."""
         ...
 
 

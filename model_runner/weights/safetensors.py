@@ -59,7 +59,7 @@ class _File:
         try:
             header = json.loads(self.data[8 : 8 + header_bytes])
             entries = {
-                name: self._entry(8 + header_bytes, value)
+                name: self._entry(name, 8 + header_bytes, value)
                 for name, value in header.items()
                 if name != "__metadata__"
             }
@@ -76,12 +76,12 @@ class _File:
                 )
         return entries
 
-    def _entry(self, data_start: int, value: dict[str, Any]) -> _Entry:
+    def _entry(self, name: str, data_start: int, value: dict[str, Any]) -> _Entry:
         begin, end = value["data_offsets"]
         shape = tuple(value["shape"])
         if value["dtype"] not in _DTYPES:
             raise ConfigError(
-                f"{self.path}: dtype {value['dtype']} is not supported, only {', '.join(_DTYPES)}; "
+                f"{self.path}: tensor {name!r}: dtype {value['dtype']} is not supported, only {', '.join(_DTYPES)}; "
                 "use the original weights or a GGUF file"
             )
         dtype = _DTYPES[value["dtype"]]
@@ -101,9 +101,10 @@ class SafetensorsStore:
         Raises:
             ConfigError: there are none, one is missing, truncated or damaged.
         """
-        self._folder = folder
+        paths = _files(folder)
+        self._whole = paths[0] if len(paths) == 1 else folder / INDEX_FILE
         self._entries: dict[str, _Entry] = {}
-        for path in _files(folder):
+        for path in paths:
             for name, entry in _File(path).entries.items():
                 if name in self._entries:
                     raise ConfigError(
@@ -131,7 +132,7 @@ class SafetensorsStore:
     def describe(self, name: str) -> str:
         """See `TensorStore`."""
         entry = self._entries.get(name)
-        return str(self._folder if entry is None else entry.file.path)
+        return str(self._whole if entry is None else entry.file.path)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -70,7 +70,7 @@ class TestSafetensors:
         del header["model.layers.1.mlp.up_proj.weight"]
         write_tensors(path, header, data)
         with pytest.raises(
-            ConfigError, match=r"llama0: tensor 'model.layers.1.mlp.up_proj.weight' is missing; download"
+            ConfigError, match=r"model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' is missing; download"
         ):
             make_driver(tiny.spec, tiny.folder)
 
@@ -112,7 +112,7 @@ class TestSafetensors:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"dtype": "F8_E4M3"}, "dtype F8_E4M3 is not supported"),
+            ({"dtype": "F8_E4M3"}, "tensor 'lm_head.weight': dtype F8_E4M3 is not supported"),
             ({"shape": [96, 49]}, "header is damaged"),
             ({"shape": [-96, -48]}, "header is damaged"),
             ({"data_offsets": [10, 2]}, "header is damaged"),
