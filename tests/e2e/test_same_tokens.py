@@ -160,9 +160,23 @@ def test_after_retractions(open_llm, probes, reference):
     assert {output.usage.completion_tokens for output in outputs} == {NUM_NEW}
 
 
-@pytest.mark.parametrize("radix_cache", [True, False])
-@pytest.mark.parametrize("mixed_chunk", [True, False])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("page_size", "mixed_chunk", "radix_cache"),
+    [
+        (1, True, True),
+        (1, False, False),
+        (4, True, False),
+        (4, False, True),
+        (16, True, True),
+        (16, False, False),
+        pytest.param(1, True, False, marks=pytest.mark.slow),
+        pytest.param(1, False, True, marks=pytest.mark.slow),
+        pytest.param(4, True, True, marks=pytest.mark.slow),
+        pytest.param(4, False, False, marks=pytest.mark.slow),
+        pytest.param(16, True, False, marks=pytest.mark.slow),
+        pytest.param(16, False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_with_all_of_it_at_once(open_llm, probes, others, reference, page_size, mixed_chunk, radix_cache):
     settings = TINY_POOL | {
         "page_size": page_size,
@@ -214,6 +228,7 @@ def test_on_the_default_model():
         dtype="float32",
         page_size=4,
         max_total_tokens=320,
+        max_running_requests=8,
         schedule_conservativeness=0.1,
     ) as llm:
         outputs = llm.generate(prompts, params)
