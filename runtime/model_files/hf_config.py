@@ -134,9 +134,22 @@ def _dtype(fields: Fields) -> DTypeName:
 
 
 def _eos_token_ids(fields: Fields, folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """End-of-text tokens of both files: some models name the end of a turn in the second only."""
+    """End-of-text tokens of all files that name some: the end of a turn often stands in one of the others only."""
     ids = fields.token_ids("eos_token_id", vocab_size)
     generation = folder / "generation_config.json"
     if generation.exists():
         ids += Fields(generation, read_json(generation)).token_ids("eos_token_id", vocab_size)
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.exists():
+        ids += _tokenizer_eos(read_json(tokenizer), vocab_size)
     return tuple(dict.fromkeys(ids))
+
+
+def _tokenizer_eos(config: Mapping[str, object], vocab_size: int) -> tuple[int, ...]:
+    """The id of the tokenizer's `eos_token`, where its added tokens are listed in the same file."""
+    eos, added = config.get("eos_token"), config.get("added_tokens_decoder")
+    text = eos.get("content") if isinstance(eos, Mapping) else eos
+    if not isinstance(text, str) or not isinstance(added, Mapping):
+        return ()
+    ids = (key for key, token in added.items() if isinstance(token, Mapping) and token.get("content") == text)
+    return tuple(int(key) for key in ids if key.isdecimal() and int(key) < vocab_size)

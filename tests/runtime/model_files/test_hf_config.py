@@ -135,6 +135,19 @@ def test_end_tokens_of_both_files_count_once(tmp_path: Path) -> None:
     assert read(tmp_path, generation={}, eos_token_id=None, bos_token_id=None).eos_token_ids == ()
 
 
+@pytest.mark.parametrize("eos_token", ["<|im_end|>", {"content": "<|im_end|>"}])
+def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_token: object) -> None:
+    added = {
+        "5": {"content": "<|im_start|>"},
+        "9": {"content": "<|im_end|>"},
+        "999999": {"content": "<|im_end|>"},
+    }
+    tokenizer = {"eos_token": eos_token, "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+
+    assert read(tmp_path, eos_token_id=2).eos_token_ids == (2, 9)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
