@@ -116,6 +116,13 @@ class EngineServe:
                 output += part
         return output.decode()
 
+    def wait_for_log(self, text: str) -> None:
+        """Wait until `text` stands on standard error."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while text not in self.log:
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline_s, self.log
+
     @property
     def log(self) -> str:
         """Standard error so far."""
