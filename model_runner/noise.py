@@ -5,7 +5,7 @@ a token is a counter-based hash of the request's seed, the position it is sample
 generator with a state, so the same request draws the same tokens alone, batched, chunked, after retraction, after a
 crash, or with the vocabulary spread over GPUs.
 
-The hash mixes 32-bit integers by multiply and xor-shift as in lowbias32 (C. Wellons, "hash-prospector"), keyed twice.
+The hash is lowbias32 (C. Wellons, "hash-prospector": two rounds of multiply and xor-shift), keyed before each round.
 Noise is bounded by ln(2**32) = 22.2, so tokens 1e-9 times as likely as the others together are never drawn.
 """
 
@@ -47,14 +47,11 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     _xor_shift(x, 16, shifted)
     x.mul_(0x7FEB352D)
     _xor_shift(x, 15, shifted)
-    x.add_(keys[:, 1:])
-    x.mul_(_signed(0x846CA68B))
+    x.add_(keys[:, 1:]).mul_(_signed(0x846CA68B))
     _xor_shift(x, 16, shifted)
-    x.mul_(0x7FEB352D)
-    _xor_shift(x, 15, shifted)
-    uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_UNIT)
+    uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5)
     # -log1p(-u) is the exponential variate; near u = 0, the tail that wins, float32 keeps its full precision.
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return uniform.mul_(-_UNIT).log1p_().neg_().log_().neg_()
 
 
 def _xor_shift(x: Tensor, bits: int, scratch: Tensor) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,6 +98,23 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)
+
+
+def argmax(x: Tensor) -> Tensor:
+    """Index of the largest of each row, the first of equals: [n, V] -> [n] int64."""
+    if x.device.type == "cpu":  # numpy is 13 times as fast on one row of 49k, 6 times on 32
+        return torch.from_numpy(x.numpy().argmax(axis=-1))
+    return x.argmax(dim=-1)
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """The k largest of each row, descending: [n, V] float32 -> [n, k]."""
+    if x.device.type == "cpu":  # numpy's AVX-512 sort: 85 us for a row of 49k, torch takes 1,500
+        rows = x.numpy()
+        if k < rows.shape[1]:
+            rows = np.partition(rows, rows.shape[1] - k, axis=-1)[:, -k:]
+        return torch.from_numpy(np.sort(rows, axis=-1)[:, ::-1].copy())
+    return x.topk(k, dim=-1).values if k < x.shape[1] else x.sort(dim=-1, descending=True).values
 
 
 def store_kv(pool: Tensor, new: Tensor, loc: Tensor) -> None:

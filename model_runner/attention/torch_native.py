@@ -1,11 +1,7 @@
-"""Attention in plain torch, on any device: gather a request's keys and values by the slot table, then SDPA.
+"""Attention in plain torch, on any device: gather a request's keys and values by the slot table, then attend.
 
-Extends run one by one, in blocks of queries; what a block cannot see is not computed. Decodes run together, padded to
-the longest of their group, and groups are made by length so that padding stays small.
-
-SDPA has no paged form, so keys and values are copied once per layer and step; that is the price of this backend.
-Grouped-query attention costs nothing extra: the query heads of a group become query rows (decode), or the group is a
-batch dimension in which keys and values have stride 0 (extend).
+Extends run one by one. Decodes run together, padded to the longest of their group, and groups are made by length so
+that padding stays small. The gathering is the price of this backend: it copies keys and values in every layer.
 """
 
 # Shapes: T new tokens in the batch, Hq query heads, H KV heads, G = Hq // H, D head dim, n requests of a decode group,
@@ -18,10 +14,10 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from .dense import ExtendAttention, decode_attention
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
     from ..kv_pool import KVPool
     from .backend import BatchLayout, Int64s, StepAttention
 
-_QUERY_BLOCK: Final = 256
 _MAX_PADDING: Final = 1024
 """Padded slots that cost as much as starting one more group: about 50 us each way, two Zen 5 cores, D = 64, H = 3."""
 
@@ -64,7 +59,7 @@ class _DecodeGroup:
 
 
 class TorchNativeAttention:
-    """Plans steps; holds the mask that all extends share."""
+    """Plans steps."""
 
     name: ClassVar[str] = "torch_native"
 
@@ -79,7 +74,7 @@ class TorchNativeAttention:
         self._buffers = buffers
         self._num_kv_heads = spec.num_kv_heads
         self._group_size = spec.num_heads // spec.num_kv_heads
-        self._causal = _CausalMask(kv_pool.k[0])
+        self._extend_attention = ExtendAttention(kv_pool.k[0].dtype, kv_pool.k[0].device)
 
     def plan_step(self, layout: BatchLayout, out_cache_loc: Tensor) -> StepAttention:
         """See `AttentionBackend`."""
@@ -102,7 +97,13 @@ class TorchNativeAttention:
             for members in group_by_length(seq_lens[first:])
         ]
         return _Step(
-            self._kv_pool, out_cache_loc, extends, groups, self._num_kv_heads, self._group_size, self._causal
+            self._kv_pool,
+            out_cache_loc,
+            extends,
+            groups,
+            self._num_kv_heads,
+            self._group_size,
+            self._extend_attention,
         )
 
     def _decode_group(self, rows: Int64s, starts: Int64s, seq_lens: Int64s, members: Int64s) -> _DecodeGroup:
@@ -154,7 +155,7 @@ class _Step:
     groups: list[_DecodeGroup]
     num_kv_heads: int
     group_size: int
-    causal: _CausalMask
+    extend_attention: ExtendAttention
 
     def forward(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `StepAttention`."""
@@ -173,74 +174,20 @@ class _Step:
     def _decode(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _DecodeGroup) -> Tensor:
         """[n, Hq, D] -> [n, Hq * D]."""
         n, _, head_dim = q.shape
-        # Gathering rows of a 2-d view is 5 to 15 times as fast as indexing in three dimensions.
-        k = (
-            k_pool.flatten(1)
-            .index_select(0, group.slots)
-            .view(n, -1, self.num_kv_heads, head_dim)
-            .transpose(1, 2)
-        )
-        v = (
-            v_pool.flatten(1)
-            .index_select(0, group.slots)
-            .view(n, -1, self.num_kv_heads, head_dim)
-            .transpose(1, 2)
-        )
+        by_request = (n, -1, self.num_kv_heads, head_dim)
+        k, v = _gather(k_pool, group.slots).view(by_request), _gather(v_pool, group.slots).view(by_request)
         q = q.reshape(n, self.num_kv_heads, self.group_size, head_dim)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(n, -1)
+        return decode_attention(q, k, v, group.mask).reshape(n, -1)
 
     def _extend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, extend: _Extend, out: Tensor) -> None:
-        """Fill rows start..start+extend_len-1 of `out`, [T, Hq * D]."""
-        head_dim = q.shape[2]
-        k = self._by_group(k_pool.flatten(1).index_select(0, extend.slots), head_dim)
-        v = self._by_group(v_pool.flatten(1).index_select(0, extend.slots), head_dim)
-        block = extend.extend_len if extend.prefix_len == 0 else _QUERY_BLOCK
-        for done in range(0, extend.extend_len, block):
-            num_queries = min(block, extend.extend_len - done)
-            start = extend.start + done
-            queries = q[start : start + num_queries].view(
-                num_queries, self.num_kv_heads, self.group_size, head_dim
-            )
-            visible = extend.prefix_len + done + num_queries
-            attended = F.scaled_dot_product_attention(
-                queries.permute(1, 2, 0, 3),
-                k[:, :, :visible],
-                v[:, :, :visible],
-                attn_mask=self.causal.get(num_queries, visible) if visible > num_queries else None,
-                is_causal=visible == num_queries,
-            )
-            out[start : start + num_queries].view(
-                num_queries, self.num_kv_heads, self.group_size, head_dim
-            ).copy_(attended.permute(2, 0, 1, 3))
-
-    def _by_group(self, gathered: Tensor, head_dim: int) -> Tensor:
-        """[len, H * D] -> [H, G, len, D], the same memory for all of a group."""
-        by_head = gathered.view(-1, self.num_kv_heads, head_dim).transpose(0, 1).unsqueeze(1)
-        return by_head.expand(-1, self.group_size, -1, -1)
+        """Fill the request's rows of `out`, [T, Hq * D]."""
+        tokens = slice(extend.start, extend.start + extend.extend_len)
+        by_group = (extend.extend_len, self.num_kv_heads, self.group_size, q.shape[2])
+        k = _gather(k_pool, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
+        v = _gather(v_pool, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
+        self.extend_attention(q[tokens].view(by_group), k, v, out[tokens].view(by_group))
 
 
-class _CausalMask:
-    """The mask of a block of queries at the end of what they may see; one buffer, views of it for every block.
-
-        keys: 0 .............. visible-1
-    query 0   0 0 0 0 0 0 0 | 0 - -        - is -inf
-    query 1   0 0 0 0 0 0 0 | 0 0 -
-    query 2   0 0 0 0 0 0 0 | 0 0 0
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        self._mask = _make_mask(0, like)
-
-    def get(self, num_queries: int, visible: int) -> Tensor:
-        """[num_queries, visible], for num_queries <= `_QUERY_BLOCK`."""
-        prefix_len = visible - num_queries
-        width = self._mask.shape[1] - _QUERY_BLOCK
-        if prefix_len > width:
-            width = max(prefix_len, 2 * width)
-            self._mask = _make_mask(width, self._mask)
-        return self._mask[:num_queries, width - prefix_len : width + num_queries]
-
-
-def _make_mask(width: int, like: Tensor) -> Tensor:
-    mask = like.new_full((_QUERY_BLOCK, width + _QUERY_BLOCK), -torch.inf)
-    return mask.triu_(width + 1)
+def _gather(pool: Tensor, slots: Tensor) -> Tensor:
+    """Rows of the flattened pool, [slots, H * D]: 5 to 15 times as fast as indexing in three dimensions."""
+    return pool.flatten(1).index_select(0, slots)

@@ -187,7 +187,9 @@ class TinyLlama:
 def make_tiny_llama(tmp_path: Path) -> Callable[..., TinyLlama]:
     """A tiny random Llama; keyword arguments are those of transformers' LlamaConfig."""
 
-    def make(*, dtype: str = "float32", max_shard_size: str = "1GB", seed: int = 0, **options: Any) -> TinyLlama:
+    def make(
+        *, dtype: str = "float32", max_shard_size: str = "1GB", seed: int = 0, **options: Any
+    ) -> TinyLlama:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         settings: dict[str, Any] = {

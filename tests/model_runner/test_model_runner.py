@@ -47,7 +47,9 @@ def alone(driver, sampling):
 def test_among_32_others(driver, sampling, alone):
     prompts = [prompt_of(3 + n, seed=n + 1) for n in range(31)]
     others = [replace(list(KINDS.values())[n % 3], seed=n) for n in range(31)]
-    outputs = driver.generate([*prompts[:15], prompt_of(37), *prompts[15:]], [*others[:15], sampling, *others[15:]], num=NUM)
+    outputs = driver.generate(
+        [*prompts[:15], prompt_of(37), *prompts[15:]], [*others[:15], sampling, *others[15:]], num=NUM
+    )
     assert outputs[15] == alone
 
 

@@ -82,7 +82,9 @@ def test_logprobs_are_those_of_transformers(driver, reference, prompts, unpack):
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)], ids=["greedy", "seeded"]
+    "sampling",
+    [SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)],
+    ids=["greedy", "seeded"],
 )
 def test_a_request_gives_the_same_alone_in_a_batch_chunked_and_after_retraction(driver, prompts, sampling):
     mine = replace(sampling, seed=5, max_new_tokens=32)

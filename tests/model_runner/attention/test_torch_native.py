@@ -38,7 +38,9 @@ def spec_of(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
 class Pages:
     """A KV pool with NaN wherever nothing was written, and requests on random pages."""
 
-    def __init__(self, spec: ModelSpec, page_size: int, lens: list[int], dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, page_size: int, lens: list[int], dtype: torch.dtype, seed: int
+    ) -> None:
         self.spec, self.lens = spec, lens
         self.random = np.random.default_rng(seed)
         torch.manual_seed(seed)
@@ -149,7 +151,9 @@ def test_a_request_with_nan_does_not_touch_its_neighbours():
     pages.values[0][6] = torch.inf
     ours, expected = pages.run([1, 1, 1])
     assert ours[0].isnan().any()
-    torch.testing.assert_close(torch.stack(ours[1:]).double(), torch.stack(expected[1:]), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        torch.stack(ours[1:]).double(), torch.stack(expected[1:]), atol=1e-6, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,16 @@ class TestSafetensors:
         del header["model.layers.1.mlp.up_proj.weight"]
         write_tensors(path, header, data)
         with pytest.raises(
-            ConfigError, match=r"model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' is missing; download"
+            ConfigError,
+            match=r"model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' is missing; download",
         ):
             make_driver(tiny.spec, tiny.folder)
 
     def test_wrong_shape(self, make_tiny_llama, make_driver):
         tiny = make_tiny_llama()
         with pytest.raises(
-            ConfigError, match=r"model.safetensors: tensor .*gate_proj.weight' has the shape \[80, 48\], but .*\[64, 48\]"
+            ConfigError,
+            match=r"model.safetensors: tensor .*gate_proj.weight' has the shape \[80, 48\], but .*\[64, 48\]",
         ):
             make_driver(replace(tiny.spec, intermediate_size=64), tiny.folder)
 
@@ -100,7 +102,9 @@ class TestSafetensors:
         tiny = make_tiny_llama(max_shard_size="20KB")
         shard = sorted(tiny.folder.glob("*.safetensors"))[1]
         shard.unlink()
-        with pytest.raises(ConfigError, match=rf"index.json: names '{shard.name}', which is not in the folder"):
+        with pytest.raises(
+            ConfigError, match=rf"index.json: names '{shard.name}', which is not in the folder"
+        ):
             make_driver(tiny.spec, tiny.folder)
 
     def test_no_weights(self, make_tiny_llama, make_driver):
@@ -129,7 +133,9 @@ class TestSafetensors:
         with pytest.raises(ConfigError, match=message):
             make_driver(tiny.spec, tiny.folder)
 
-    @pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../x.safetensors"}}'])
+    @pytest.mark.parametrize(
+        "index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../x.safetensors"}}']
+    )
     def test_index_that_lies(self, make_tiny_llama, make_driver, index):
         tiny = make_tiny_llama()
         (tiny.folder / "model.safetensors.index.json").write_text(index)
@@ -160,10 +166,15 @@ def write_gguf(path: Path, tiny: Any, quantisation: str = "F32") -> None:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.float().numpy()
-        for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+        for projection, heads in (
+            ("q_proj", config.num_attention_heads),
+            ("k_proj", config.num_key_value_heads),
+        ):
             if projection in name:
                 shape = array.shape
-                array = array.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+                array = (
+                    array.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+                )
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if array.ndim == 1 or array.shape[-1] % 32:
             writer.add_tensor(target, np.ascontiguousarray(array))
@@ -187,13 +198,17 @@ class TestGGUF:
         assert driver.generate([PROMPT], num=20)[0] == tiny.greedy(PROMPT, 20)
 
     @pytest.mark.parametrize("quantisation", ["F16", "BF16", "Q8_0", "Q4_1"])
-    def test_quantised_weights_are_dequantised(self, make_tiny_llama, make_driver, unpack, tmp_path, quantisation):
+    def test_quantised_weights_are_dequantised(
+        self, make_tiny_llama, make_driver, unpack, tmp_path, quantisation
+    ):
         """Against transformers with the same rounded weights."""
         import gguf
 
         from engine.runtime.sampling_params import SamplingParams
 
-        tiny = make_tiny_llama(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
+        tiny = make_tiny_llama(
+            hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
+        )
         path = tmp_path / "tiny.gguf"
         write_gguf(path, tiny, quantisation)
         kind = gguf.GGMLQuantizationType[quantisation]
@@ -219,9 +234,13 @@ class TestGGUF:
         tiny = make_tiny_llama()
         path = tmp_path / "tiny.gguf"
         write_gguf(path, tiny)
-        with pytest.raises(ConfigError, match=r"tiny.gguf: tensor 'model.layers.2.input_layernorm.weight' is missing"):
+        with pytest.raises(
+            ConfigError, match=r"tiny.gguf: tensor 'model.layers.2.input_layernorm.weight' is missing"
+        ):
             make_driver(replace(tiny.spec, num_layers=3), path, kind="gguf")
-        with pytest.raises(ConfigError, match=r"tiny.gguf: unexpected tensor 'blk.1.attn_k.weight' \(9 in all\)"):
+        with pytest.raises(
+            ConfigError, match=r"tiny.gguf: unexpected tensor 'blk.1.attn_k.weight' \(9 in all\)"
+        ):
             make_driver(replace(tiny.spec, num_layers=1), path, kind="gguf")
 
 

@@ -1,0 +1,114 @@
+"""Attention over gathered keys and values: the arithmetic of `torch_native`, without pages.
+
+Three ways, by what is fastest. SDPA, which is flash attention on GPUs and on the CPU. For extends in bfloat16 on the
+CPU, matrix products block by block: SDPA's CPU kernel multiplies bfloat16 at the speed of float32, oneDNN's products
+are 3.3 times as fast on CPUs that have the instructions (512 tokens, 9 heads: 1.2 ms instead of 3.8). The scores are
+then rounded to bfloat16, as they are in transformers' eager attention. Against float32 that costs nothing that the
+rounding of q and k has not cost already: mean error of log-probabilities 0.0397 instead of 0.0391, SmolLM2-135M.
+"""
+
+# Shapes: n requests or queries, H KV heads, G query heads per KV head, D head dim, P keys.
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_SDPA_BLOCK: Final = 256
+_PRODUCT_BLOCK: Final = 64
+"""Queries at a time: scores of 9 heads x 64 x 1024 keys just fit the second-level cache."""
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """One query per request; the heads of a group are the rows of one small matrix.
+
+    Args:
+        q: [n, H, G, D].
+        k, v: [n, P, H, D].
+        mask: [n, 1, G, P] of 0 and -inf, or None.
+
+    Returns:
+        [n, H, G, D].
+    """
+    return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+
+
+class ExtendAttention:
+    """The last n of P tokens attend to all P, causally, in blocks of queries; what a block cannot see is skipped."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._by_products = dtype == torch.bfloat16 and device.type == "cpu"
+        block = _PRODUCT_BLOCK if self._by_products else _SDPA_BLOCK
+        self._mask = CausalMask(block, dtype, device)
+        self._block = block
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Attend.
+
+        Args:
+            q: [n, H, G, D].
+            k, v: [P, H, D].
+            out: [n, H, G, D], is filled.
+        """
+        q, out = q.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        num_queries, prefix_len = q.shape[2], k.shape[1] - q.shape[2]
+        if prefix_len == 0 and not self._by_products:
+            out.copy_(_sdpa(q, k, v, None))
+            return
+        for start in range(0, num_queries, self._block):
+            stop = min(start + self._block, num_queries)
+            visible = prefix_len + stop
+            queries, keys, values = q[:, :, start:stop], k[:, :visible], v[:, :visible]
+            if self._by_products:
+                attended = _products(queries, keys, values, self._mask.get(stop - start, stop - start))
+            else:
+                attended = _sdpa(queries, keys, values, self._mask.get(stop - start, visible))
+            out[:, :, start:stop].copy_(attended)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """KV heads are the batch, and all heads of a group read the same keys with stride 0: [H, G, n, D]."""
+    group = q.shape[1]
+    k, v = k.unsqueeze(1).expand(-1, group, -1, -1), v.unsqueeze(1).expand(-1, group, -1, -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k / sqrt(D)) v, the heads of a group stacked as rows of one product: [H, G, n, D].
+
+    Args:
+        mask: [n, n], of the block's own keys: only these, the last ones, can lie in the future of a query.
+    """
+    num_kv_heads, group, num_queries, head_dim = q.shape
+    rows = q.reshape(num_kv_heads, group * num_queries, head_dim)
+    scores = torch.baddbmm(q.new_empty(()), rows, k.transpose(1, 2), beta=0, alpha=head_dim**-0.5)
+    scores.view(num_kv_heads, group, num_queries, -1)[..., -num_queries:].add_(mask)
+    return torch.bmm(scores.softmax(dim=-1), v).view(q.shape)
+
+
+class CausalMask:
+    """The mask of a block of queries at the end of what they may see; one buffer, views of it for every block.
+
+        keys  0 ........... visible-1
+    query 0   0 0 0 0 0 0 | 0 - -        - is -inf
+    query 1   0 0 0 0 0 0 | 0 0 -
+    query 2   0 0 0 0 0 0 | 0 0 0
+    """
+
+    def __init__(self, block: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._block = block
+        self._mask = torch.empty(0, dtype=dtype, device=device)
+        self._width = -1  # keys before the block that the buffer has room for
+
+    def get(self, num_queries: int, visible: int) -> Tensor:
+        """[num_queries, visible], for num_queries up to the block."""
+        prefix_len = visible - num_queries
+        if prefix_len > self._width:
+            self._width = max(prefix_len, 2 * self._width)
+            mask = self._mask.new_full((self._block, self._width + self._block), -torch.inf)
+            self._mask = mask.triu_(self._width + 1)
+        return self._mask[:num_queries, self._width - prefix_len : self._width + num_queries]
