@@ -136,7 +136,6 @@ class Admission:
                 req.cached_tokens = chunk.start
                 self._stats.prompt_tokens += req.prompt_len
                 self._stats.cached_tokens += chunk.start
-            req.num_overtaken = 0
             req.enter(ReqStatus.PREFILL, now_s)
             self._requests.partial.append(req)
         self._kv.grow(req.row, chunk.start + chunk.length)
@@ -146,19 +145,30 @@ class Admission:
             self._requests.running.add([req])
 
     def _budget(self, num_decodes: int) -> PrefillBudget:
-        rows = self._requests.running.rows
-        remaining = np.minimum(
-            self._states.max_kv_len[rows] - self._states.num_computed[rows], CLIP_MAX_NEW_TOKENS
-        )
-        expected = np.where(self._states.ignore_eos[rows], 1.0, self._ratio.current) @ remaining
+        rest, output = self._expected()
         return PrefillBudget(
             page_size=self._kv.page_size,
             available_tokens=self._kv.available_pages * self._kv.page_size,
-            expected_tokens=float(expected),
+            expected_tokens=rest + output,
             max_prefill_tokens=self._max_prefill_tokens,
             chunk_size=self._chunk_size,
             num_decodes=num_decodes,
         )
+
+    def _expected(self) -> tuple[int, float]:
+        """Tokens that those with a row will still add: the rest of the prompts, surely, and the outputs, probably."""
+        states, partial = self._states, self._requests.partial
+        rows = self._requests.running.rows
+        rest = 0
+        to_come = states.max_kv_len[rows] - states.num_computed[rows]
+        if partial:
+            partial_rows = np.array([req.row for req in partial], dtype=np.int32)
+            fill_len = states.known_len[partial_rows]
+            rest = int((fill_len - states.num_computed[partial_rows]).sum())
+            rows = np.concatenate([rows, partial_rows])
+            to_come = np.concatenate([to_come, states.max_kv_len[partial_rows] - fill_len])
+        share = np.where(states.ignore_eos[rows], 1.0, self._ratio.current)
+        return rest, float(share @ np.minimum(to_come, CLIP_MAX_NEW_TOKENS))
 
     def _note_overtaken(self, chunks: list[Chunk]) -> None:
         newest = max((chunk.req.seq for chunk in chunks if chunk.is_first), default=0)

@@ -24,7 +24,8 @@ class PrefillBudget:
     """Tokens that may still be promised in this pass (sglang:mem_cache/prefill_budget.py).
 
     Attributes:
-        rem_total_tokens: available KV memory less what the running requests are expected to generate.
+        rem_total_tokens: available KV memory less what was promised: what the running requests are expected to generate,
+            and the rest of the prompts in the middle of their chunks with their expected output.
         cur_rem_tokens: available KV memory as it is now.
         rem_input_tokens: prompt tokens the step may still compute.
         rem_chunk_tokens: the same by the chunk size; `UNLIMITED` when prompts are never cut.
@@ -33,6 +34,10 @@ class PrefillBudget:
     The pages of the decodes that ride along have been taken before the pass and are missing from the memory already;
     SGLang subtracts them here. Of the computing budgets they leave at least a page, so that many running requests
     cannot keep every prompt out.
+
+    Different from SGLang, too: a prompt that is cut is promised all of its memory when it is admitted. SGLang counts the
+    chunk alone, so requests behind it take what its other chunks need, and it, with the least work to lose, is
+    retracted again and again.
     """
 
     __slots__ = (
@@ -77,10 +82,22 @@ class PrefillBudget:
         self.rem_total_tokens -= num_tokens
         self.cur_rem_tokens -= num_tokens
 
-    def reserve(self, extend_len: int, output_len: int) -> None:
-        """Count an admission: whole pages for what is computed, one page for rounding, the expected output."""
-        extend_tokens = -(-extend_len // self.page_size) * self.page_size
-        self.cur_rem_tokens -= extend_tokens + self.page_size
-        self.rem_total_tokens -= extend_tokens + self.page_size + output_len
+    def reserve(self, extend_len: int, later_len: int) -> None:
+        """Count an admission: whole pages for what is computed, one page for rounding, and what comes later.
+
+        Args:
+            extend_len: prompt tokens that the step computes.
+            later_len: the rest of the prompt and the expected output.
+        """
+        self.rem_total_tokens -= self._take(extend_len) + later_len
+
+    def reserve_promised(self, extend_len: int) -> None:
+        """Count a further chunk of a prompt; `expected_tokens` has all of it already."""
+        self._take(extend_len)
+
+    def _take(self, extend_len: int) -> int:
+        tokens = -(-extend_len // self.page_size) * self.page_size + self.page_size
+        self.cur_rem_tokens -= tokens
         self.rem_input_tokens -= extend_len
         self.rem_chunk_tokens -= extend_len
+        return tokens

@@ -92,13 +92,10 @@ class PrefillAdder:
             return Verdict(
                 req.rid, AddReqResult.NO_TOKEN, Reason.NO_KV, num_computed, remaining, 0, page_size, have
             )
-        output_len = _expected_output(req) if is_last else 0
-        self.budget.reserve(length, output_len)
+        self.budget.reserve_promised(length)
         self.chunks.append(Chunk(req, num_computed, length, is_first=False, is_last=is_last))
         reason = Reason.CHUNK_CONTINUED
-        return Verdict(
-            req.rid, AddReqResult.CONTINUE, reason, num_computed, length, output_len, remaining, have
-        )
+        return Verdict(req.rid, AddReqResult.CONTINUE, reason, num_computed, length, 0, remaining, have)
 
     def add(self, req: Req) -> Verdict:
         """Admit a waiting request or say why not. Call only while `exhausted` is None."""
@@ -127,14 +124,11 @@ class PrefillAdder:
         is_last = length == extend_len
         reason = Reason.ADMITTED_ALONE if self._alone else Reason.ADMITTED
         if not is_last:
-            reason, output_len = (
-                Reason.CHUNKED,
-                0,
-            )  # a cut chunk samples nothing, so it reserves no output either
+            reason = Reason.CHUNKED
             self._num_partial += 1
         kv.lock(req, match)
         budget.pin(pinned)
-        budget.reserve(length, output_len)
+        budget.reserve(length, extend_len - length + output_len)
         self._num_free_rows -= 1
         self.chunks.append(Chunk(req, prefix_len, length, is_first=True, is_last=is_last))
         return Verdict(req.rid, AddReqResult.CONTINUE, reason, prefix_len, length, output_len, need, have)

@@ -4,6 +4,7 @@ import pytest
 
 from engine.runtime.feasibility import fits, max_new_tokens_for
 from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
+from engine.scheduler.policy.base import MAX_OVERTAKEN
 from engine.scheduler.verdict import AddReqResult
 
 
@@ -242,4 +243,47 @@ def test_a_continuing_chunk_progresses_while_a_page_can_be_had(make_scheduler):
         lengths.append(harness.step().extend_lens)
 
     assert lengths == [[4]] * 11 + [[6]]  # eight, less a decode, in whole pages
+    harness.run_until_idle()
+
+
+def test_a_prompt_in_its_chunks_is_not_starved_by_those_behind_it(make_scheduler):
+    """What it still has to compute must be counted: else others take that memory, and it is the first to be retracted."""
+    harness = make_scheduler(
+        page_size=16,
+        num_pages=128,
+        max_model_len=2040,
+        max_running_requests=200,
+        eos=(),
+        chunked_prefill_size=64,
+    )
+    harness.submit("warm", prompt_len=5, max_new_tokens=40, ignore_eos=False)
+    harness.step()
+    harness.step()
+    harness.submit("long", prompt_len=1700, max_new_tokens=20, ignore_eos=False)
+
+    num_steps = 0
+    while not harness.answers["long"].rows:
+        while harness.scheduler.report(0.0).num_queue_reqs < 8:
+            harness.submit(prompt_len=5, max_new_tokens=120, ignore_eos=False)
+        harness.step()
+        num_steps += 1
+        assert num_steps <= 2 * 1700 / 48, "it computes a chunk in each step, 48 tokens beside the decodes at least"
+
+    assert harness.answers["long"].rows[0].usage.num_retractions == 0
+
+
+def test_a_retraction_does_not_make_a_request_young_again(make_scheduler):
+    """Whoever was overtaken until its turn came is not overtaken as often again because it lost its memory."""
+    harness = make_scheduler(num_pages=16, page_size=4, schedule_conservativeness=0.01, eos=())
+    harness.submit("a", prompt_len=8, max_new_tokens=48, ignore_eos=False)
+    harness.step()
+    harness.submit("b", prompt_len=12, max_new_tokens=30, ignore_eos=False)
+    req = harness.scheduler._requests.by_id["b"]
+    req.num_overtaken = MAX_OVERTAKEN
+    while not req.num_retractions:
+        harness.step()
+    while req.is_waiting:
+        harness.step()
+
+    assert req.num_overtaken >= MAX_OVERTAKEN
     harness.run_until_idle()

@@ -25,11 +25,11 @@ def test_budgets_start_from_memory_and_from_what_decodes_leave():
     assert budget().state() == (299, 400, 54, 22)
 
 
-def test_an_admission_reserves_whole_pages_one_more_and_its_output():
+def test_an_admission_reserves_whole_pages_one_more_and_what_comes_later():
     it = budget()
 
     it.pin(8)
-    it.reserve(extend_len=10, output_len=30)
+    it.reserve(extend_len=10, later_len=30)
 
     assert it.state() == (299 - 8 - 12 - 4 - 30, 400 - 8 - 12 - 4, 54 - 10, 22 - 10)
 
@@ -69,7 +69,7 @@ def test_alone_a_request_is_admitted_by_its_exact_worst_case(make_scheduler):
     harness.run_until_idle()
 
 
-def test_a_prompt_is_cut_at_a_page_and_reserves_no_output(make_scheduler):
+def test_a_prompt_is_cut_at_a_page_and_reserves_its_output_once(make_scheduler):
     harness = make_scheduler(chunked_prefill_size=10, page_size=4)
     harness.submit(prompt_len=30, max_new_tokens=5)
 
@@ -79,7 +79,26 @@ def test_a_prompt_is_cut_at_a_page_and_reserves_no_output(make_scheduler):
     assert [step.plan.mode for step in steps[:5]] == [ForwardMode.EXTEND] * 4 + [ForwardMode.DECODE]
     admission = harness.scheduler.decisions.about("r0")
     assert [verdict.reason for _, verdict in admission] == [Reason.CHUNKED] + [Reason.CHUNK_CONTINUED] * 3
-    assert [verdict.output_len for _, verdict in admission] == [0, 0, 0, 5]
+    assert [verdict.output_len for _, verdict in admission] == [5, 0, 0, 0]
+
+
+def test_the_rest_of_a_cut_prompt_and_its_output_are_promised_in_each_pass(make_scheduler):
+    harness = make_scheduler(chunked_prefill_size=16, page_size=4, num_pages=64)
+    harness.submit("cut", prompt_len=40, max_new_tokens=11)
+
+    harness.step()
+    first = harness.last_pass
+    harness.step()
+    second = harness.last_pass
+
+    assert first.budget_after.rem_total_tokens == 256 - (16 + 4) - 24 - 11
+    assert first.budget_after.cur_rem_tokens == 256 - (16 + 4)
+    # the first chunk's pages are gone; the last generated token needs no memory
+    assert second.budget_before.rem_total_tokens == 240 - 24 - 10
+    assert second.budget_before.cur_rem_tokens == 240
+    assert second.budget_after.rem_total_tokens == second.budget_before.rem_total_tokens  # promised already
+    assert second.budget_after.cur_rem_tokens == 240 - (16 + 4)
+    harness.run_until_idle()
 
 
 def test_only_one_prompt_is_in_the_middle_of_its_chunks(make_scheduler):
