@@ -24,7 +24,7 @@ class PrefillBudget:
     """Tokens that may still be promised in this pass (sglang:mem_cache/prefill_budget.py).
 
     Attributes:
-        rem_total_tokens: available KV memory less what was promised: what the running requests are expected to generate,
+        rem_total_tokens: available KV memory less what was promised: the expected output of the running requests,
             and the rest of the prompts in the middle of their chunks with their expected output.
         cur_rem_tokens: available KV memory as it is now.
         rem_input_tokens: prompt tokens the step may still compute.
@@ -35,8 +35,8 @@ class PrefillBudget:
     SGLang subtracts them here. Of the computing budgets they leave at least a page, so that many running requests
     cannot keep every prompt out.
 
-    Different from SGLang, too: a prompt that is cut is promised all of its memory when it is admitted. SGLang counts the
-    chunk alone, so requests behind it take what its other chunks need, and it, with the least work to lose, is
+    Different from SGLang, too: a prompt that is cut is promised all of its memory when it is admitted. SGLang counts
+    the chunk alone, so requests behind it take what its other chunks need, and it, with the least work to lose, is
     retracted again and again.
     """
 

@@ -53,7 +53,7 @@ class Req:
         match, match_generation: the last look-up in the prefix cache and the cache's generation then.
         cached_tokens: prompt tokens the prefix cache had at first admission.
         num_retractions: how often its memory was taken away.
-        num_overtaken: passes in its life in which a later arrival was admitted and this one waited; see `MAX_OVERTAKEN`.
+        num_overtaken: passes of its life in which a later arrival was admitted and it waited; see `MAX_OVERTAKEN`.
         answered: whether a row was sent, so that the next one is not the first.
         prompt_logprobs: parts so far, one per chunk.
     """

@@ -247,7 +247,7 @@ def test_a_continuing_chunk_progresses_while_a_page_can_be_had(make_scheduler):
 
 
 def test_a_prompt_in_its_chunks_is_not_starved_by_those_behind_it(make_scheduler):
-    """What it still has to compute must be counted: else others take that memory, and it is the first to be retracted."""
+    """What it still has to compute must be counted: else others take that memory, and it is the first victim."""
     harness = make_scheduler(
         page_size=16,
         num_pages=128,
@@ -267,7 +267,9 @@ def test_a_prompt_in_its_chunks_is_not_starved_by_those_behind_it(make_scheduler
             harness.submit(prompt_len=5, max_new_tokens=120, ignore_eos=False)
         harness.step()
         num_steps += 1
-        assert num_steps <= 2 * 1700 / 48, "it computes a chunk in each step, 48 tokens beside the decodes at least"
+        assert num_steps <= 2 * 1700 / 48, (
+            "it computes a chunk in each step, 48 tokens beside the decodes at least"
+        )
 
     assert harness.answers["long"].rows[0].usage.num_retractions == 0
 
