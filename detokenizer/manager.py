@@ -87,6 +87,7 @@ class Detokenizer:
             self._texts.pop(row.rid, None)
             if row.finish is None:
                 self._answered.add(row.rid)
+                return replace(printed, ended_by_detokenizer=True)
         return printed
 
     def _text_of(self, row: TokenOutput) -> _RequestText:

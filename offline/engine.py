@@ -23,7 +23,6 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
     AbortRequest,
     BatchTextOutput,
-    FinishKind,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
@@ -207,9 +206,8 @@ class _Loop:
 
     def _deliver_row(self, parts: EngineParts, row: TextOutput) -> None:
         finish = row.finish
-        if finish is not None and finish.kind is FinishKind.STOP and isinstance(finish.matched, str):
-            # Found in the text; the scheduler knows tokens only and would go on.
-            parts.scheduler.handle(AbortRequest(row.rid, "stop string"), time.monotonic())
+        if row.ended_by_detokenizer:  # the scheduler would go on
+            parts.scheduler.handle(AbortRequest(row.rid, "ended by the detokenizer"), time.monotonic())
         with self._lock:
             rows = self._rows_of.get(row.rid) if finish is None else self._rows_of.pop(row.rid, None)
         if rows is not None:

@@ -122,9 +122,9 @@ class GenerateRequest(Message, frozen=True):
 class AbortRequest(Message, frozen=True):
     """End a request wherever it is; idempotent, unknown and finished ids are ignored.
 
-    The client is gone, or asked for it, or the detokenizer found a stop string. The scheduler frees everything and
-    sends a finished row with ABORT, so that the detokenizer forgets the request too; who has answered already drops
-    that row.
+    The client is gone, or asked for it, or the detokenizer has answered (a stop string, an error). The scheduler frees
+    everything and sends a finished row with ABORT, so that the detokenizer forgets the request too; who has answered
+    already drops that row.
     """
 
     rid: str
@@ -215,9 +215,10 @@ class TextOutput(Record, frozen=True):
         text: certain new text: whole characters, no beginning of a stop string held back.
         token_ids: [n] int32, the tokens of this row (text may lag behind them).
         usage: totals so far; `completion_tokens` ends at the token that completed a stop string.
-        finish: set in the last row, and only there. STOP with a string in `matched` was found by the detokenizer: the
-            scheduler does not know it yet and has to be told with an `AbortRequest`.
+        finish: set in the last row, and only there.
         logprobs, prompt_logprobs: as in `TokenOutput`.
+        ended_by_detokenizer: the detokenizer wrote `finish` (a stop string, or text that could not be made) while the
+            scheduler goes on; whoever reads this tells it with an `AbortRequest`.
     """
 
     rid: str
@@ -227,6 +228,7 @@ class TextOutput(Record, frozen=True):
     finish: Finish | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    ended_by_detokenizer: bool = False
 
 
 class BatchTextOutput(Message, frozen=True):

@@ -294,8 +294,9 @@ class TokenizerManager:
         if finish is None:
             generation.put(choice, output)
             return
-        if finish.kind is FinishKind.STOP and isinstance(finish.matched, str):
-            self._send(AbortRequest(rid=output.rid, reason="stop string"))
+        if output.ended_by_detokenizer:
+            reason = "stop string" if finish.kind is FinishKind.STOP else "failed in the detokenizer"
+            self._send(AbortRequest(rid=output.rid, reason=reason))
         self._forget(choice.rid, now_s)
         if finish.kind is FinishKind.ERROR or (finish.kind is FinishKind.ABORT and not choice.abort_asked):
             # One failed choice fails the request: OpenAI's answer has no place for an error among choices.

@@ -197,6 +197,7 @@ def test_a_stop_string_wins_over_the_length_limit_reached_with_the_same_token(de
     (row,) = request.send(spell("bcd"), LENGTH)
 
     assert row.finish == Finish(FinishKind.STOP, matched="cd")
+    assert not row.ended_by_detokenizer  # the scheduler has ended it, too
     assert detokenizer.num_live_reqs == 0
 
 
@@ -206,6 +207,7 @@ def test_rows_behind_an_own_stop_are_swallowed_until_the_scheduler_has_let_go(de
     request.send(spell("ab"))
     late = [*request.send(spell("c")), *request.send([], ABORT)]
 
+    assert [row.ended_by_detokenizer for row in request.rows] == [True]
     assert late == []
     assert request.text == "a"
     assert detokenizer.num_live_reqs == 0
@@ -234,6 +236,7 @@ def test_trouble_with_one_request_ends_only_that_one(make_tokens):
     rows = detokenizer.process(BatchTokenOutput([bad.row([7]), good.row(spell("a"))])).outputs
 
     assert [row.rid for row in rows] == ["bad", "good"]
+    assert [row.ended_by_detokenizer for row in rows] == [True, False]
     assert (rows[0].finish and rows[0].finish.kind, rows[1].text) == (FinishKind.ERROR, "a")
     assert bad.send(spell("b")) == []
     bad.send([], ABORT)

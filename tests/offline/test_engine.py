@@ -54,11 +54,11 @@ class ScriptedRunner:
         return Done(StepResult(plan.step_id, tokens.tobytes()))
 
 
-def make_engine(before_step=lambda step_id: None):
+def make_engine(before_step=lambda step_id: None, table=None):
     def build():
         config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4)
         scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
-        return EngineParts(scheduler, ScriptedRunner(before_step), Detokenizer(Letters()), CAPACITY)
+        return EngineParts(scheduler, ScriptedRunner(before_step), Detokenizer(table or Letters()), CAPACITY)
 
     return EngineThread(build)
 
@@ -163,4 +163,26 @@ def test_a_stop_string_frees_the_request_in_the_scheduler():
     read(rows)
     assert engine.flush_cache().kept_tokens == 0
     assert rows.empty()
+    engine.close()
+
+
+class NoThirdLetter(Letters):
+    """A table that is broken at one token."""
+
+    def token_bytes(self, token_id):
+        if token_id == 2:
+            raise LookupError("no such token")
+        return super().token_bytes(token_id)
+
+
+def test_text_that_cannot_be_made_frees_the_request_in_the_scheduler():
+    num_steps = []
+    engine, rows = make_engine(num_steps.append, NoThirdLetter()), row_queue()
+    engine.submit(request("a", max_new_tokens=50), rows)
+
+    (*_, last) = read(rows)
+
+    assert last.finish.kind is FinishKind.ERROR
+    assert engine.flush_cache().kept_tokens == 0
+    assert len(num_steps) == 3
     engine.close()

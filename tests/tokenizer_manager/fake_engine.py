@@ -87,8 +87,9 @@ def row(
     cached: int = 0,
     logprobs: Logprobs | None = None,
     prompt_logprobs: Logprobs | None = None,
+    ended_by_detokenizer: bool = False,
 ) -> TextOutput:
-    """A row for `request`: by default one token per byte of its text."""
+    """A row for `request`: by default one token per byte of its text. Stop strings are the detokenizer's finding."""
     ids = TOKENIZER.encode(text) if token_ids is None else token_ids
     usage = Usage(
         prompt_tokens=len(request.input_ids) // 4,
@@ -96,7 +97,16 @@ def row(
         cached_tokens=cached,
         queue_s=0.25,
     )
-    return TextOutput(request.rid, text, array("i", ids).tobytes(), usage, finish, logprobs, prompt_logprobs)
+    return TextOutput(
+        request.rid,
+        text,
+        array("i", ids).tobytes(),
+        usage,
+        finish,
+        logprobs,
+        prompt_logprobs,
+        ended_by_detokenizer=ended_by_detokenizer or (finish is not None and isinstance(finish.matched, str)),
+    )
 
 
 def say_all(*texts: str, finish: Finish = STOP, cached: int = 0) -> Script:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from engine.runtime.errors import EngineDeadError, RequestError
-from engine.runtime.messages import BatchTextOutput, Finish, FinishKind, SchedulerReport
+from engine.runtime.messages import AbortRequest, BatchTextOutput, Finish, FinishKind, SchedulerReport
 from engine.runtime.sampling_params import MAX_SEED, SamplingParams
 from engine.tokenizer_manager.generation import Generation, GenerationRequest
 from engine.tokenizer_manager.http.services import Services
@@ -147,6 +147,25 @@ def test_a_stop_string_is_told_to_the_scheduler_and_late_rows_are_dropped():
         abort = setup.engine.next_abort()
         assert (abort.rid, abort.reason) == (request.rid, "stop string")
         generation.close()
+        assert setup.engine.aborts.empty()
+
+    run(test)
+
+
+@pytest.mark.parametrize("by_detokenizer", [True, False])
+def test_an_error_is_told_to_the_scheduler_if_the_detokenizer_made_it(by_detokenizer):
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi")
+        request = setup.engine.next_request()
+        error = Finish(FinishKind.ERROR, message="no text")
+        setup.manager.on_message(
+            BatchTextOutput([row(request, "", finish=error, ended_by_detokenizer=by_detokenizer)])
+        )
+
+        with pytest.raises(RequestError, match="no text"):
+            await texts(generation)
+        if by_detokenizer:
+            assert setup.engine.next_abort() == AbortRequest(request.rid, "failed in the detokenizer")
         assert setup.engine.aborts.empty()
 
     run(test)

@@ -76,7 +76,7 @@ class Client:
                 self._outbox.send(AbortRequest(rid, "client disconnected"))
         last = rows[-1]
         assert last.finish is not None
-        if isinstance(last.finish.matched, str):
+        if last.ended_by_detokenizer:
             self._outbox.send(AbortRequest(rid, "stop string"))
         return {
             "text": "".join(row.text for row in rows),
