@@ -1,7 +1,10 @@
 """The scheduler as a process of its own: `python -m engine.scheduler`, started by the supervisor."""
 
+import gc
+
 from ..runtime.child import run_child
 from ..runtime.openmp import let_waiting_threads_sleep
 
+gc.disable()  # until `main` has the model: to collect while torch is imported takes 0.1 s and finds nothing
 let_waiting_threads_sleep()  # before `process.py` imports torch
 run_child(__package__)

@@ -162,7 +162,8 @@ class KVMemory:
         Args:
             keep: offer what it computed to the prefix cache. True for whoever finished, was aborted, or was retracted:
                 its pages are then evictable, which is as good as free, and if nobody needs them the work is not lost.
-                False where the KV itself may be bad.
+                False where the KV itself may be bad: then what earlier steps have put into the cache goes, too, unless
+                others use it, who are judged by their own results.
         """
         assert req.lease is not None
         row = req.row
@@ -170,7 +171,10 @@ class KVMemory:
             self.cache_settled(req)
         begin, end = req.lease.num_pages, int(self._pool.num_pages[row])
         self._allocator.free(self._pool.pages[row, begin:end])
-        self._cache.release(req.lease)
+        if keep:
+            self._cache.release(req.lease)
+        else:
+            self._allocator.free(self._cache.forget(req.lease))
         req.lease = None
         self._moved.pop(row, None)
         self._pool.release(row)

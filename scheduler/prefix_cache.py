@@ -6,7 +6,8 @@ Ownership of pages is the whole point of this interface:
 - `extend` offers the request's own next pages to the cache. What it returns stands for those positions from now on.
   Where that is the page offered, the cache owns the page now; where it is another one, somebody was faster, and the
   request still owns its copy and has to free it. What is not returned stays the request's.
-- `release` ends the lease. The pages stay, unlocked, until `evict` hands them out.
+- `release` ends the lease. The pages stay, unlocked, until `evict` hands them out. `forget` ends it where the KV may be
+  bad: what no other request uses is handed out at once.
 
 So each page has one owner at any time, and a request that ends frees exactly the pages beyond its lease.
 """
@@ -104,6 +105,14 @@ class PrefixCache(Protocol):
         """End a lease."""
         ...
 
+    def forget(self, lease: Lease) -> IntArray:
+        """End a lease and drop the end of its prefix, as far as nobody else leases or has extended it.
+
+        Returns:
+            the dropped pages; nobody owns them.
+        """
+        ...
+
     def evict(self, num_pages: int) -> IntArray:
         """Forget the least valuable unlocked pages, at most `num_pages`, and hand them over."""
         ...
@@ -143,6 +152,9 @@ class NoPrefixCache:
 
     def release(self, lease: Lease) -> None:
         pass
+
+    def forget(self, lease: Lease) -> IntArray:
+        return EMPTY
 
     def evict(self, num_pages: int) -> IntArray:
         return EMPTY

@@ -32,6 +32,7 @@ def main(child: Child) -> None:
     # What exists now stays; the collector need not look at it again in the middle of a step.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
     step_log = StepLog(config.log.log_interval)
     loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log)

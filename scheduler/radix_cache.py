@@ -174,6 +174,21 @@ class RadixCache:
         lease.node = None
         lease.num_pages = 0
 
+    def forget(self, lease: Lease) -> IntArray:
+        node: RadixNode | None = lease.node
+        self.release(lease)
+        dropped: list[AnyIntArray] = []
+        while node is not None and node.parent is not None and not (node.lock_ref or node.children):
+            parent = node.parent
+            dropped.append(node.pages)
+            self._evictable_pages -= len(node.pages)
+            self._remove(node)
+            node = parent
+        if not dropped:
+            return EMPTY
+        self._generation += 1
+        return np.concatenate(dropped)
+
     # ------------------------------------------------------------ eviction
 
     def evict(self, num_pages: int) -> IntArray:

@@ -179,15 +179,34 @@ def test_an_abort_is_not_lost_between_two_chunks(make_scheduler):
     harness.scheduler.on_idle()
 
 
-def test_one_failing_request_does_not_poison_the_prefix_cache(make_scheduler):
-    """KV that gave logits that are not finite is not kept."""
-    harness = make_scheduler(page_size=4, chunked_prefill_size=-1)
-    rid = harness.submit(prompt_len=20, max_new_tokens=5)
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("chunked_prefill_size", [-1, 4, 8, 16, 64])
+def test_one_failing_request_does_not_poison_the_prefix_cache(make_scheduler, chunked_prefill_size, overlap):
+    """KV that gave logits that are not finite is not kept, in whatever step it was computed."""
+    harness = make_scheduler(page_size=4, chunked_prefill_size=chunked_prefill_size, overlap=overlap)
+    prompt = list(range(1, 21))
+    rid = harness.submit(prompt=prompt, max_new_tokens=5)
     harness.runner.fail_next.add(rid)
     harness.run_until_idle()
 
     assert harness.answers[rid].finish.kind is FinishKind.ERROR
     assert harness.pages().cached == 0
+    again = harness.submit(prompt=prompt, max_new_tokens=2)
+    harness.run_until_idle()
+    assert harness.answers[again].rows[0].usage.cached_tokens == 0
+
+
+def test_a_failing_request_takes_nothing_from_others(make_scheduler):
+    harness = make_scheduler(page_size=4)
+    prompt = list(range(1, 21))
+    harness.submit("good", prompt=prompt, max_new_tokens=9)
+    harness.step()
+    harness.submit("bad", prompt=[*prompt[:12], *range(50, 60)], max_new_tokens=9)
+    harness.runner.fail_next.add("bad")
+    harness.run_until_idle()  # the good one reads its pages to its end
+
+    assert harness.answers["bad"].rows[-1].usage.cached_tokens == 12
+    assert harness.pages().cached == 7  # 28 tokens of the good one, none of the bad one
 
 
 def test_a_flush_while_requests_run_takes_nothing_from_them(make_scheduler):

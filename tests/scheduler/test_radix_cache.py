@@ -171,6 +171,22 @@ def test_only_what_a_lock_would_pin_is_counted(cache):
     cache.release(lease)
 
 
+def test_forgetting_drops_the_end_that_nobody_else_uses(cache):
+    put(cache, [1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14])
+    put(cache, [1, 2, 9, 9], [0, 15])
+    other = cache.lock("", cache.match("", ids(1, 2, 3, 4), 9))
+    lease = cache.lock("", cache.match("", ids(1, 2, 3, 4, 5, 6, 7, 8), 9))
+    generation = cache.generation
+
+    assert cache.forget(lease).tolist() == [13, 14]  # 12 is leased by the other
+
+    assert cache.generation != generation
+    assert cache.verify([other]) == []
+    assert cache.forget(other).tolist() == [12]  # 11 has been extended by somebody
+    assert found(cache, [1, 2, 9, 9]) == [11, 15]
+    assert sorted(cache.evict(9).tolist()) == [11, 15]
+
+
 class Model:
     """The cache as a plain dictionary: (namespace, prefix) -> page."""
 
@@ -191,7 +207,7 @@ class Model:
     st.integers(1, 3),
     st.lists(
         st.tuples(
-            st.sampled_from(["put", "put", "lock", "release", "evict"]),
+            st.sampled_from(["put", "put", "lock", "release", "forget", "evict"]),
             st.sampled_from(["", "k"]),
             st.lists(st.integers(0, 2), max_size=12),
             st.integers(0, 6),
@@ -221,6 +237,10 @@ def test_agrees_with_a_dictionary(page_size, operations):
                 leases.append(lease)
         elif operation == "release" and leases:
             cache.release(leases.pop(number % len(leases)))
+        elif operation == "forget" and leases:
+            gone = set(cache.forget(leases.pop(number % len(leases))).tolist())
+            assert not gone & {page for lease in leases for page in cache.pages_of(lease).tolist()}
+            model.pages = {prefix: page for prefix, page in model.pages.items() if page not in gone}
         elif operation == "evict":
             before = cache.evictable_pages
             gone = set(cache.evict(number).tolist())
