@@ -191,7 +191,7 @@ def test_a_key_guards_everything_but_health(start_serve, model):
     with httpx.Client(base_url=engine.url, timeout=DEADLINE_S) as http:
         for path in ("/v1/models", "//v1/models", "/metrics", "/server_info", "/openapi.json", "/nothing"):
             error_of(http.get(path), 401)
-        error_of(http.get("/v1/models", headers={"authorization": "Bearer s3cre\xff".encode("latin-1")}), 401)
+        error_of(http.get("/v1/models", headers={b"authorization": b"Bearer s3cre\xff"}), 401)
         error_of(http.post("/flush_cache"), 401)
         assert http.get("/health").status_code == 200
         assert http.get("/v1/models", headers={"authorization": "Bearer s3cret"}).status_code == 200

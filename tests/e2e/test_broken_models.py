@@ -17,6 +17,7 @@ pytestmark = pytest.mark.real_process
 def refusal_of(engine: EngineServe) -> str:
     """The one line with which a start ended that did no harm."""
     assert engine.wait() == 2, engine.log
+    assert engine.process.stdout is not None
     assert engine.process.stdout.read() == b""
     assert "Traceback" not in engine.log, engine.log
     (cause,) = engine.causes

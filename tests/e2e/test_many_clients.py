@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -42,7 +43,7 @@ def cramped(model):
         assert "Traceback" not in engine.log
 
 
-def fields(number: int) -> dict[str, object]:
+def fields(number: int) -> dict[str, Any]:
     """Different prompts, half with a common beginning; exactly so many tokens, and not by `ignore_eos`, for which the
     scheduler would set all memory aside at once."""
     beginning = "the quick brown fox jumps over the lazy dog. " if number % 2 else ""

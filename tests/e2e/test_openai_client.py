@@ -207,9 +207,9 @@ def test_errors_are_those_of_the_client_library(client):
     with pytest.raises(openai.BadRequestError) as refused:
         complete(client, max_tokens=MAX_MODEL_LEN + 1)
     assert (refused.value.param, refused.value.code) == ("max_tokens", "context_length_exceeded")
-    with pytest.raises(openai.NotFoundError) as refused:
+    with pytest.raises(openai.NotFoundError) as not_found:
         complete(client, model="gpt-5")
-    assert refused.value.param == "model"
+    assert not_found.value.param == "model"
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
     assert refused.value.param == "tools"
