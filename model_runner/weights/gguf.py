@@ -74,9 +74,12 @@ class GGUFStore:
         info = self._file.tensors[self._stored_as[name]]
         raw = self._file.raw(info)
         try:
-            for start in range(0, out.shape[0], _ROWS_AT_A_TIME):
-                rows = slice(start, start + _ROWS_AT_A_TIME)
-                out[rows].copy_(torch.from_numpy(dequantize(info, raw[rows])))
+            if out.ndim == 1:  # one row, whose bytes are no rows
+                out.copy_(torch.from_numpy(dequantize(info, raw)))
+            else:
+                for start in range(0, out.shape[0], _ROWS_AT_A_TIME):
+                    rows = slice(start, start + _ROWS_AT_A_TIME)
+                    out[rows].copy_(torch.from_numpy(dequantize(info, raw[rows])))
         except ConfigError as error:
             raise ConfigError(f"{self._file.path}: {error}") from None
         match = _LAYER_PATTERN.fullmatch(name)

@@ -197,6 +197,15 @@ class TestGGUF:
         driver = make_driver(read_gguf_spec(GGUFFile(path)), path, kind="gguf")
         assert driver.generate([PROMPT], num=20)[0] == tiny.greedy(PROMPT, 20)
 
+    def test_norms_longer_than_a_block_of_rows_are_read_whole(self, make_tiny_llama, make_driver, tmp_path):
+        tiny = make_tiny_llama(
+            hidden_size=1040, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1
+        )
+        path = tmp_path / "wide.gguf"
+        write_gguf(path, tiny)
+        driver = make_driver(read_gguf_spec(GGUFFile(path)), path, kind="gguf")
+        assert driver.generate([PROMPT], num=4)[0] == tiny.greedy(PROMPT, 4)
+
     @pytest.mark.parametrize("quantisation", ["F16", "BF16", "Q8_0", "Q4_1"])
     def test_quantised_weights_are_dequantised(
         self, make_tiny_llama, make_driver, unpack, tmp_path, quantisation
