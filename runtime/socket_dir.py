@@ -2,7 +2,8 @@
 
 The directory has mode 0700, so that only this user's processes reach the sockets. The supervisor removes it
 at the end. One that was killed with SIGKILL cannot: the kernel drops its lock, and the next engine to start
-sweeps up.
+sweeps up. It does so in a directory it shares with everybody, so it takes away only what it knows: a directory is ours
+if its lock file says so, and the names of the lock and the sockets are all that is ever removed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +19,12 @@ from typing import Final
 from .control import Endpoints, Role
 from .errors import ConfigError
 
-_PREFIX: Final = "engine-"
+_PREFIX: Final = "engine-sockets-"
 _LOCK_NAME: Final = "lock"
+_LOCK_TEXT: Final = (
+    b"This directory holds the sockets of a running engine; a later one removes it if need be.\n"
+)
+_SOCKET_NAMES: Final = {role: f"{role.value}.sock" for role in Role}
 _MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of a Unix socket address, less the final zero
 
 
@@ -43,12 +47,13 @@ class SocketDir:
             new = self.path / "new"
             self._lock_fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            os.write(self._lock_fd, _LOCK_TEXT)
             new.rename(self.path / _LOCK_NAME)
         except OSError as error:
             raise ConfigError(
                 f"no directory for sockets can be made in {tempfile.gettempdir()}: {error}"
             ) from error
-        if len(os.fsencode(self.path / max(Role, key=len))) + len(".sock") > _MAX_SOCKET_PATH_BYTES:
+        if len(os.fsencode(self.path / max(_SOCKET_NAMES.values(), key=len))) > _MAX_SOCKET_PATH_BYTES:
             self.remove()
             raise ConfigError(
                 f"the path {self.path} is too long for sockets: with a name it must fit into "
@@ -58,11 +63,11 @@ class SocketDir:
 
     def endpoints(self) -> Endpoints:
         """Where each room receives."""
-        return Endpoints(**{role.value: f"ipc://{self.path / role.value}.sock" for role in Role})
+        return Endpoints(**{role.value: f"ipc://{self.path / name}" for role, name in _SOCKET_NAMES.items()})
 
     def remove(self) -> None:
         """Remove the directory with all sockets in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self._lock_fd)
 
     def __enter__(self) -> SocketDir:
@@ -77,12 +82,22 @@ def _remove_abandoned(parent: Path) -> None:
     for path in _own_dirs(parent):
         # One without a lock file is being made at this moment, or is not ours: leave it.
         with contextlib.suppress(OSError):
-            lock_fd = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            lock_fd = os.open(path / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                if os.read(lock_fd, len(_LOCK_TEXT) + 1) == _LOCK_TEXT:
+                    _remove(path)
             finally:
                 os.close(lock_fd)
+
+
+def _remove(path: Path) -> None:
+    """Remove one of our directories. What else somebody has put into it stays, and so does the directory then."""
+    with contextlib.suppress(OSError):
+        for name in _SOCKET_NAMES.values():
+            (path / name).unlink(missing_ok=True)
+        (path / _LOCK_NAME).unlink(missing_ok=True)
+        path.rmdir()
 
 
 def _own_dirs(parent: Path) -> Iterator[Path]:

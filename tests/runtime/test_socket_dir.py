@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 import tempfile
 from pathlib import Path
@@ -27,15 +28,47 @@ def test_is_private_and_goes_away_with_its_sockets(tmp):
     assert list(tmp.iterdir()) == []
 
 
+def abandon(socket_dir: SocketDir) -> Path:
+    """What the kernel leaves of an engine that was killed."""
+    (socket_dir.path / "scheduler.sock").touch()
+    os.close(socket_dir._lock_fd)
+    return socket_dir.path
+
+
 def test_sweeps_up_after_engines_that_were_killed_and_leaves_the_living_alone(tmp):
-    abandoned = tmp / "engine-killed"
-    abandoned.mkdir(mode=0o700)
-    (abandoned / "lock").touch()
-    strange = tmp / "engine-notes"
-    strange.mkdir(mode=0o700)
+    abandoned = abandon(SocketDir())
+    assert abandoned.exists()
 
     with SocketDir() as first, SocketDir() as second:
-        assert set(tmp.iterdir()) == {first.path, second.path, strange}
+        assert set(tmp.iterdir()) == {first.path, second.path}
+
+
+@pytest.mark.parametrize("name", ["engine-results", "engine-sockets-notes"])
+@pytest.mark.parametrize("lock", [None, "", "4711\n"])
+def test_never_touches_what_somebody_else_has_made(tmp, name, lock):
+    theirs = tmp / name
+    theirs.mkdir(mode=0o700)
+    (theirs / "thesis.txt").write_text("years of work")
+    if lock is not None:
+        (theirs / "lock").write_text(lock)
+    before = set(theirs.iterdir())
+
+    with SocketDir():
+        pass
+
+    assert set(theirs.iterdir()) == before
+
+
+def test_a_file_that_somebody_has_put_beside_the_sockets_survives(tmp):
+    abandoned = abandon(SocketDir())
+    (abandoned / "thesis.txt").write_text("years of work")
+    (abandoned / "folder").mkdir()
+
+    with SocketDir() as living:
+        (living.path / "notes.txt").touch()
+
+    assert {path.name for path in abandoned.iterdir()} == {"thesis.txt", "folder"}
+    assert [path.name for path in living.path.iterdir()] == ["notes.txt"]
 
 
 def test_a_path_too_long_for_sockets_is_refused_with_the_way_out(tmp, monkeypatch):
