@@ -22,8 +22,8 @@ def test_conservativeness_scales_it_up_to_everything():
     assert NewTokenRatio(3.0).current == 1.0
 
 
-def test_a_retraction_sets_it_by_what_the_remaining_have_generated():
-    ratio = NewTokenRatio(1.0)
+def test_a_retraction_raises_it_to_what_the_remaining_have_generated():
+    ratio = NewTokenRatio(0.1)
 
     ratio.after_retraction(num_remaining=4, generated_tokens=120, max_new_tokens=999)
     assert ratio.current == pytest.approx((120 + 80) / 1000)
@@ -32,4 +32,15 @@ def test_a_retraction_sets_it_by_what_the_remaining_have_generated():
     assert ratio.current == 1.0
 
     ratio.reset()
-    assert ratio.current == pytest.approx(0.7)
+    assert ratio.current == pytest.approx(0.07)
+
+
+def test_a_retraction_never_lowers_it():
+    """Ten young requests with high limits: the estimate would be below the minimum."""
+    ratio = NewTokenRatio(1.0)
+    ratio.after_decode()
+    before = ratio.current
+
+    ratio.after_retraction(num_remaining=10, generated_tokens=50, max_new_tokens=10 * 4000)
+
+    assert ratio.current == before
