@@ -23,14 +23,9 @@ _has_onednn: Final[bool] = torch.backends.mkldnn.is_available()  # type: ignore[
 
 
 class LinearWeight:
-    """The weight of a linear layer in whatever layout its kernel wants; only `linear` looks inside.
+    """The weight of a linear layer in whatever layout its kernel wants; only `linear` looks inside."""
 
-    Attributes:
-        out_features, in_features: N and K.
-        num_bytes: memory it takes.
-    """
-
-    __slots__ = ("_packed", "_plain", "in_features", "num_bytes", "out_features")
+    __slots__ = ("_packed", "_plain")
 
     def __init__(self, weight: Tensor) -> None:
         """Take over a weight.
@@ -38,8 +33,6 @@ class LinearWeight:
         Args:
             weight: [N, K], contiguous. Packed weights are copies: the caller should drop his reference.
         """
-        self.out_features, self.in_features = weight.shape
-        self.num_bytes = weight.numel() * weight.element_size()
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
         if can_pack(weight):

@@ -28,6 +28,10 @@ _NUCLEUS_CANDIDATES: Final = 1024
 """Likeliest tokens that usually hold the mass of top_p."""
 
 
+_NOISE_ROWS_ON_CPU: Final = 4
+"""Rows whose noise is made at a time: it stays in the cache; 32 rows of 49k take 2.3 ms, all at once 7 or more."""
+
+
 class Sampled(NamedTuple):
     """What was sampled, on the device.
 
@@ -82,11 +86,19 @@ def choose(logits: Tensor, draw: Draw | None) -> Tensor:
 def _draw(logits: Tensor, draw: Draw) -> Tensor:
     """[n, V] -> [n]."""
     logits = logits / draw.temperature
-    scores = gumbel_noise(draw.keys, logits.shape[1]).add_(logits)
     floor = _floor(logits, draw)
     if floor is not None:
-        scores.masked_fill_(logits < floor, -torch.inf)
-    return ops.argmax(scores)
+        logits.masked_fill_(logits < floor, -torch.inf)
+    num_rows, vocab_size = logits.shape
+    block = _NOISE_ROWS_ON_CPU if logits.device.type == "cpu" else num_rows
+    return torch.cat(
+        [
+            ops.argmax(
+                gumbel_noise(draw.keys[start : start + block], vocab_size).add_(logits[start : start + block])
+            )
+            for start in range(0, num_rows, block)
+        ]
+    )
 
 
 def _floor(logits: Tensor, draw: Draw) -> Tensor | None:
