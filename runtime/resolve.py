@@ -27,6 +27,7 @@ CPU_CHUNK_TOKENS: Final = 512
 CUDA_CHUNK_TOKENS: Final = ((35, 2048), (60, 4096), (100, 8192))  # (GPU with less than GiB, chunk)
 CUDA_LARGE_CHUNK_TOKENS: Final = 16384
 TOKENS_PER_REQUEST: Final = 1024  # what a usual conversation holds; decides how many may run at once
+MAX_AUTO_RUNNING: Final = 256
 MIN_USEFUL_LEN: Final = 256  # a context below it answers nothing
 
 T = TypeVar("T")
@@ -70,10 +71,11 @@ class _Resolver:
         chunk = self.chunked_prefill_size(device)
         fraction = self.mem_fraction(device)
         wanted_len = self.wanted_len()
-        budget = self.budget(device, dtype, chunk, fraction, wanted_len)
+        most_running = self.most_running(device, num_threads)
+        budget = self.budget(device, dtype, chunk, fraction, wanted_len, most_running)
         pool = self.pool_by_memory(budget)
         max_model_len = self.max_model_len(wanted_len, pool, budget)
-        max_running = self.max_running_requests(device, num_threads, pool)
+        max_running = self.max_running_requests(device, num_threads, most_running, pool)
         max_total = self.max_total_tokens(pool, max_running, max_model_len, budget)
         config = replace(
             self.config,
@@ -175,20 +177,28 @@ class _Resolver:
             )
         return asked
 
-    def budget(self, device: str, dtype: str, chunk: int, fraction: float, wanted_len: int) -> MemoryBudget:
-        asked_running = self.config.scheduler.max_running_requests
-        running = asked_running if asked_running != "auto" else 64
-        step_tokens = self.config.scheduler.max_prefill_tokens
-        if chunk != -1:
-            step_tokens = min(step_tokens, chunk)
+    def most_running(self, device: str, num_threads: int) -> int:
+        """Requests that will run at once at most: `max_running_requests` before memory has its say."""
+        asked = self.config.scheduler.max_running_requests
+        if asked != "auto":
+            return asked
+        return MAX_AUTO_RUNNING if device == "cuda" else min(MAX_AUTO_RUNNING, max(64, 16 * num_threads))
+
+    def budget(
+        self, device: str, dtype: str, chunk: int, fraction: float, wanted_len: int, most_running: int
+    ) -> MemoryBudget:
+        """The sums for the largest step that the scheduler can make: full of prompts, and everybody else decodes."""
+        prompt_tokens = max(self.config.scheduler.max_prefill_tokens, self.page_size)
+        # Where prompts are never cut, one of any length may have a step to itself.
+        prompt_tokens = max(prompt_tokens, wanted_len) if chunk == -1 else min(prompt_tokens, chunk)
         return plan_memory(
             self.spec,
             usable_bytes=self.host.gpus[0].free_bytes if device == "cuda" else self.host.mem_usable_bytes,
             dtype=dtype,
             fraction=fraction,
-            step_tokens=min(step_tokens, wanted_len) + running,
+            step_tokens=min(prompt_tokens, most_running * wanted_len) + most_running,
             max_model_len=wanted_len,
-            max_running_requests=running,
+            max_running_requests=most_running,
         )
 
     def pool_by_memory(self, budget: MemoryBudget) -> int:
@@ -231,23 +241,23 @@ class _Resolver:
         if pool < min(MIN_USEFUL_LEN, wanted_len):
             raise ConfigError(
                 f"memory holds a context of {pool} tokens only: {budget.sums}; free memory, raise --mem-fraction "
-                f"(now {budget.fraction:g}) or lower --max-prefill-tokens and --max-running-requests"
+                f"(now {budget.fraction:g}) or lower --chunked-prefill-size, --max-prefill-tokens and "
+                f"--max-running-requests"
             )
         return self.note(
             "max_model_len", pool, f"bounded by memory, {budget.sums}; the model knows {wanted_len}"
         )
 
-    def max_running_requests(self, device: str, num_threads: int, pool: int) -> int:
+    def max_running_requests(self, device: str, num_threads: int, most_running: int, pool: int) -> int:
         asked = self.config.scheduler.max_running_requests
         if asked != "auto":
             return asked
         by_memory = max(1, pool // TOKENS_PER_REQUEST)
-        by_device = 256 if device == "cuda" else min(256, max(64, 16 * num_threads))
-        if by_memory < by_device:
+        if by_memory < most_running:
             reason = f"one per {TOKENS_PER_REQUEST} of {pool} KV tokens"
         else:
             reason = "enough to fill the GPU" if device == "cuda" else f"for {num_threads} CPU threads"
-        return self.note("max_running_requests", min(by_memory, by_device), reason)
+        return self.note("max_running_requests", min(by_memory, most_running), reason)
 
     def max_total_tokens(self, pool: int, max_running: int, max_model_len: int, budget: MemoryBudget) -> int:
         asked = self.config.cache.max_total_tokens

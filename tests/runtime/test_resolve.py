@@ -97,6 +97,51 @@ def test_the_pool_is_what_the_sums_say():
     assert resolved.cache.max_total_tokens == int(by_hand) // 16 * 16
 
 
+@pytest.mark.parametrize(
+    ("settings", "facts", "step_tokens", "running"),
+    [
+        pytest.param({}, {}, 512 + 64, 64, id="plain"),
+        pytest.param(
+            {}, {"num_cpus": 32, "num_cores": 16}, 512 + 256, 256, id="many cores run many requests"
+        ),
+        pytest.param({"max_model_len": 256}, {}, 512 + 64, 64, id="several prompts share a step"),
+        pytest.param(
+            {"max_model_len": 64, "max_running_requests": 2}, {}, 2 * 64 + 2, 2, id="no more than all prompts"
+        ),
+        pytest.param({"max_prefill_tokens": 100}, {}, 100 + 64, 64, id="the smaller limit holds"),
+        pytest.param(
+            {"max_prefill_tokens": 4, "chunked_prefill_size": 16}, {}, 16 + 64, 64, id="but a page at least"
+        ),
+        pytest.param(
+            {"chunked_prefill_size": -1, "max_prefill_tokens": 1000},
+            {},
+            8192 + 64,
+            64,
+            id="a prompt of its own",
+        ),
+        pytest.param(
+            {"chunked_prefill_size": -1, "max_prefill_tokens": 9000}, {}, 9000 + 64, 64, id="uncut prompts"
+        ),
+    ],
+)
+def test_the_workspace_is_that_of_the_largest_step(settings, facts, step_tokens, running):
+    max_model_len = settings.get("max_model_len", 8192)
+    budget = plan_memory(
+        SPEC,
+        usable_bytes=16 * GIB,
+        dtype="bfloat16",
+        fraction=0.4,
+        step_tokens=step_tokens,
+        max_model_len=max_model_len,
+        max_running_requests=running,
+    )
+    most = budget.left_bytes // budget.kv_token_bytes
+
+    with pytest.raises(ConfigError, match=f"memory holds {most} tokens:"):
+        resolve(config(max_total_tokens=most + 16, **settings), SPEC, host(**facts))
+    resolve(config(max_total_tokens=most, **settings), SPEC, host(**facts))
+
+
 def test_resolving_twice_changes_nothing():
     once = resolve(EngineConfig(), SPEC, HOST).config
     again = resolve(once, SPEC, HOST)
