@@ -147,9 +147,11 @@ class Scheduler:
         return outputs
 
     def _receive(self, message: GenerateRequest, now_s: float) -> None:
+        if message.rid in self._requests.by_id:
+            # Ids are the server's own, so this is its bug. An answer would end the stream of the one that lives.
+            logger.error("dropped a second request with the id of a live one rid=%s", message.rid)
+            return
         reason = reason_to_refuse(message, self._capacity)
-        if reason is None and message.rid in self._requests.by_id:
-            reason = f"request id {message.rid!r} is in use"
         if reason is not None:
             logger.info("refused rid=%s: %s", message.rid, reason)
             finish = Finish(FinishKind.ERROR, message=reason, status=400)
