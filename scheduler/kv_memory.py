@@ -74,7 +74,7 @@ class KVMemory:
 
         Remembered until the cache changes, so that a queue that cannot move costs nothing in each step.
         """
-        if req.sampling.prompt_logprobs is not None:
+        if req.sampling.prompt_logprobs is not None and not req.answered:
             return (
                 _NO_MATCH  # log-probabilities of the prompt need its logits, so all of it has to be computed
             )
@@ -150,8 +150,8 @@ class KVMemory:
         different = np.flatnonzero(cached != own)
         if different.size:
             changed_from, changed_to = first + int(different[0]), first + int(different[-1]) + 1
-            begin, stop = self._moved.get(row, (changed_from, changed_to))
-            self._moved[row] = (min(begin, changed_from), max(stop, changed_to))
+            begin, _ = self._moved.get(row, (changed_from, 0))  # a lease grows at its end only
+            self._moved[row] = (begin, changed_to)
             self._allocator.free(own[different])
             own[:] = cached
         self._pool.num_leased[row] = end

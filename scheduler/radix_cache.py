@@ -34,7 +34,7 @@ class RadixNode:
         children: first page's bytes -> child.
         parent: None for a root and for a node that has left the tree.
         lock_ref: leases that end here or below.
-        last_access: logical time of the last lock or release.
+        last_access: logical time of the last release; nobody asks for it while the node is locked.
         in_heap: whether an entry for it waits in the eviction heap (at most one does).
         namespace: set for a root only.
     """
@@ -255,7 +255,6 @@ class RadixCache:
         cut = num_pages * self._page_bytes
         upper = RadixNode(node.key[:cut], node.pages[:num_pages].copy(), node.parent)
         upper.lock_ref = node.lock_ref
-        upper.last_access = node.last_access
         node.parent.children[node.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         node.pages = node.pages[num_pages:].copy()
@@ -266,7 +265,6 @@ class RadixCache:
 
     def _lock_path(self, node: RadixNode, stop: RadixNode | None) -> None:
         """Count one more lease on `node` and all above it, up to but without `stop`, which has counted it already."""
-        self._clock += 1
         for each in _path(node):
             if each is stop:
                 break
@@ -274,7 +272,6 @@ class RadixCache:
                 self._evictable_pages -= len(each.pages)
                 self._locked_pages += len(each.pages)
             each.lock_ref += 1
-            each.last_access = self._clock
 
     def _common_pages(self, key: bytes, token_ids: bytes, offset: int, end: int) -> int:
         count = min(len(key), end - offset) // TOKEN_ID_BYTES

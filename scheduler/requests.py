@@ -49,8 +49,7 @@ class Requests:
     def put_back(self, req: Req, now_s: float) -> None:
         """Queue a request whose row and pages were taken. Call `forget_departed` afterwards."""
         req.num_retractions += 1
-        if not req.answered:
-            req.prompt_logprobs = []  # they will come again from the start
+        req.prompt_logprobs = []  # if they are still to be sent, they will come again from the start
         req.enter(ReqStatus.RETRACTED, now_s)
         self.waiting.put_back(req)
 

@@ -84,6 +84,11 @@ def test_the_first_to_be_complete_wins_over_the_first_in_the_list():
     assert run(StopMatcher(["two three", "wo"]), ["one two three"]) == (["one t"], "wo")
 
 
+@pytest.mark.parametrize("strings", [["END", "ND", "D"], ["D", "ND", "END"]])
+def test_of_those_complete_at_the_same_character_the_longest_wins(strings):
+    assert run(StopMatcher(strings), ["one E", "ND two"]) == (["one ", ""], "END")
+
+
 def test_include_match_keeps_the_string_and_nothing_behind_it():
     assert run(StopMatcher(["END"], include_match=True), ["one E", "ND two"]) == (["one ", "END"], "END")
 

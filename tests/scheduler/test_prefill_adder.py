@@ -4,7 +4,7 @@ import pytest
 
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.admission import LOOK_AHEAD
-from engine.scheduler.budget import PrefillBudget
+from engine.scheduler.budget import CLIP_MAX_NEW_TOKENS, PrefillBudget
 from engine.scheduler.policy.base import MAX_OVERTAKEN
 from engine.scheduler.verdict import AddReqResult, Reason
 
@@ -54,6 +54,40 @@ def test_a_request_that_lacks_memory_is_told_the_sums(make_scheduler):
     assert verdict.have == harness.last_pass.budget_before.rem_total_tokens == 64 - 24 - 19
     assert "NO_KV second" in verdict.text() and "need 44 have 21" in verdict.text()
     harness.run_until_idle()
+
+
+@pytest.mark.parametrize(("prompt_len", "result"), [(12, AddReqResult.CONTINUE), (13, AddReqResult.NO_TOKEN)])
+def test_memory_must_be_more_than_what_is_needed(make_scheduler, prompt_len, result):
+    """Strictly: with nothing left over, the next decode that needs a page would retract somebody."""
+    harness = make_scheduler(num_pages=16, page_size=4)
+    harness.submit("first", prompt_len=20, max_new_tokens=20)
+    harness.step()
+    harness.submit("second", prompt_len=prompt_len, max_new_tokens=4)
+
+    harness.step()
+
+    (verdict,) = harness.last_pass.verdicts
+    assert (verdict.result, verdict.need, verdict.have) == (result, prompt_len + 4 + 4, 21)
+    harness.run_until_idle()
+
+
+def test_of_one_request_no_more_than_so_much_output_is_expected(make_scheduler):
+    """Neither of one that asks to run, nor of one that runs, nor of one in the middle of its prompt."""
+    harness = make_scheduler(
+        num_pages=4096, page_size=4, max_model_len=10_000, chunked_prefill_size=16, max_prefill_tokens=16
+    )
+    harness.submit("runs", prompt_len=8, max_new_tokens=8000)
+    harness.step()
+    harness.submit("cut", prompt_len=40, max_new_tokens=8000)
+    harness.step()
+    (verdict,) = harness.last_pass.verdicts
+    running = harness.last_pass.budget_before.rem_total_tokens
+    harness.step()
+    both = harness.last_pass.budget_before.rem_total_tokens
+
+    assert (verdict.output_len, verdict.need) == (CLIP_MAX_NEW_TOKENS, 40 + CLIP_MAX_NEW_TOKENS + 4)
+    assert running == (4096 - 3) * 4 - CLIP_MAX_NEW_TOKENS
+    assert both == (4096 - 3 - 3) * 4 - 28 - 2 * CLIP_MAX_NEW_TOKENS
 
 
 def test_alone_a_request_is_admitted_by_its_exact_worst_case(make_scheduler):

@@ -127,6 +127,18 @@ def test_the_least_recently_used_goes_first(cache):
     assert [cache.evict(1).tolist() for _ in range(4)] == [[12], [13], [11], []]
 
 
+def test_what_counts_as_use_is_the_end_of_it(cache):
+    put(cache, [1, 1, 1, 1], [11, 12])
+    put(cache, [2, 2], [13])
+    long, short = (cache.lock("", cache.match("", ids(token, token), 9)) for token in (1, 2))
+    put(cache, [3, 3], [14])
+
+    cache.release(short)
+    cache.release(long)
+
+    assert [cache.evict(1).tolist() for _ in range(4)] == [[12], [14], [13], [11]]
+
+
 def test_a_long_leaf_loses_its_end_only(cache):
     put(cache, [1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14])
 

@@ -6,6 +6,7 @@ import pytest
 from engine.runtime.messages import FinishKind, GenerateRequest, TextOptions
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode
+from engine.scheduler.verdict import AddReqResult
 
 from .fake_runner import ints
 from .harness import VOCAB_SIZE, Answer, Pages
@@ -123,6 +124,25 @@ def test_equal_prompts_in_one_step_share_pages_afterwards(make_scheduler):
 
     assert [(update.start, len(update.loc) // 4) for update in batch.plan.row_updates] == [(0, 32), (0, 32)]
     harness.run_until_idle()
+
+
+def test_pages_that_move_in_several_settled_steps_are_told_in_one_update(make_scheduler):
+    harness = make_scheduler(page_size=4, chunked_prefill_size=128)
+    prompt = list(range(1, 33))
+    for rid in ("faster", "slower"):
+        harness.submit(rid, prompt=prompt, max_new_tokens=5)
+    (batch, kv, states) = (
+        harness.scheduler.next_batch(0.0),
+        harness.scheduler._kv,
+        harness.scheduler._states,
+    )
+    for num_settled in (8, 16, 32):  # as if it came in three chunks, settled before the next step is planned
+        states.num_settled[batch.rows] = num_settled
+        for req in batch.reqs:
+            kv.cache_settled(req)
+
+    assert kv.take_moved() == [(batch.reqs[1].row, 0, 32)]
+    harness.scheduler.audit()
 
 
 def test_a_repeated_prompt_computes_its_last_token_again(make_scheduler):
@@ -293,6 +313,25 @@ def test_prompt_logprobs_of_a_retracted_prompt_are_not_doubled(make_scheduler):
     assert positions.tolist() == list(range(1, 60))
 
 
+def test_who_has_got_its_prompt_logprobs_uses_the_cache_after_a_retraction(make_scheduler):
+    harness = make_scheduler(num_pages=20, page_size=4, schedule_conservativeness=0.01, eos=())
+    harness.submit("a", prompt_len=8, max_new_tokens=60, ignore_eos=False)
+    harness.step()
+    rid = harness.submit("b", prompt_len=20, max_new_tokens=30, ignore_eos=False, prompt_logprobs=0)
+    harness.step()
+    req = harness.scheduler._requests.by_id[rid]
+    while not req.num_retractions:
+        harness.step()
+    while req.is_waiting:
+        harness.step()
+
+    again = harness.scheduler.decisions.about(rid)[-1][1]
+    assert again.result is AddReqResult.CONTINUE and again.prefix_len > 0
+    assert req.prompt_logprobs == []  # nobody would ever send them
+    harness.run_until_idle()
+    assert [row.prompt_logprobs is not None for row in harness.answers[rid].rows] == [True] + [False] * 29
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -332,13 +371,18 @@ def test_what_can_never_run_is_answered_at_once(make_scheduler, ids, sampling, t
     harness.scheduler.on_idle()
 
 
-def test_a_request_id_in_use_is_refused(make_scheduler):
+@pytest.mark.parametrize("ids", [np.zeros(6, np.int32).tobytes(), b""], ids=["sound", "bad"])
+def test_a_second_request_with_the_id_of_a_live_one_does_not_end_that_one(make_scheduler, caplog, ids):
+    """An answer to it would reach the reader of the first."""
     harness = make_scheduler()
     harness.submit("twice", prompt_len=4)
 
-    assert "is in use" in refused(harness, "twice", np.zeros(6, np.int32).tobytes())
+    harness.scheduler.handle(GenerateRequest("twice", ids, SamplingParams(max_new_tokens=4, seed=1)), 0.0)
 
+    assert harness.scheduler.take_outputs() == []
+    assert "rid=twice" in caplog.text
     harness.run_until_idle()
+    assert harness.answers["twice"].finish.kind is FinishKind.LENGTH
 
 
 def test_a_request_id_can_be_used_again_when_it_is_free(make_scheduler):
