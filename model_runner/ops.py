@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _mkldnn: Final[Any] = torch.ops.mkldnn
-_has_onednn: Final[bool] = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+_has_onednn: Final[bool] = torch.backends.mkldnn.is_available()
 
 
 class LinearWeight:

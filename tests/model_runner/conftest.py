@@ -130,7 +130,7 @@ class Driver:
         return plan
 
     def step(self, work: Sequence[tuple[Request, int]], **options: Any) -> StepResult:
-        result = self.runner.launch(self.plan(work, **options)).wait()
+        result: StepResult = self.runner.launch(self.plan(work, **options)).wait()
         sampled = iter(np.frombuffer(result.next_token_ids, dtype=np.int32).tolist())
         for req, count in work:
             req.computed += count
@@ -171,7 +171,7 @@ class TinyLlama:
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
         """Log-probabilities of what follows each token: [len, vocab] float32."""
-        logits = self.reference(torch.tensor([tokens])).logits[0].float()
+        logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0].float()
         return logits.log_softmax(-1)
 
     @torch.inference_mode()

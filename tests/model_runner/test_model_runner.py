@@ -33,9 +33,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [source.randrange(96) for _ in range(length)]
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+@pytest.fixture(params=list(KINDS))
 def sampling(request: pytest.FixtureRequest) -> SamplingParams:
-    return request.param
+    return KINDS[request.param]
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def warped(logits: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
     return scores[0]
 
 
-FILTERS = [
+FILTERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.5},
     {"temperature": 1.7},
@@ -155,13 +155,14 @@ def test_filters_keep_what_transformers_keeps(vocab, spread, params, seed):
 
 def test_equal_logits_are_kept_or_dropped_together():
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 0.0]])
-    for params, expected in [
-        ({"top_k": 3}, [1, 2, 3, 4, 5]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_p": 0.3}, [1, 3]),
-    ]:
+    cases = [
+        (SamplingParams(seed=0, top_k=3), [1, 2, 3, 4, 5]),
+        (SamplingParams(seed=0, top_k=2), [1, 3]),
+        (SamplingParams(seed=0, top_p=0.3), [1, 3]),
+    ]
+    for params, expected in cases:
         bench = Bench(7)
-        bench.add(SamplingParams(seed=0, **params))
+        bench.add(params)
         assert bench.kept(logits)[0].nonzero()[:, 0].tolist() == expected
 
 
@@ -192,7 +193,7 @@ class TestGreedy:
 
 
 class TestSeeds:
-    PARAMS = (
+    PARAMS: tuple[dict[str, Any], ...] = (
         {},
         {"top_k": 7},
         {"top_p": 0.8},

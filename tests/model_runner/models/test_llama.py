@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from engine.runtime.sampling_params import SamplingParams
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "group of 3": {},
     "multi-head": {"num_key_value_heads": 6},
     "multi-query": {"num_key_value_heads": 1},
