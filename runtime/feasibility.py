@@ -72,24 +72,29 @@ def max_new_tokens_for(prompt_len: int, capacity: Capacity) -> int:
 
 def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> str | None:
     """Why such a request can never run, with the sums and the way out; None if it can."""
+    most = max_new_tokens_for(prompt_len, capacity)
+    if max_new_tokens <= most:
+        return None
+    if prompt_len >= capacity.max_model_len:
+        return (
+            f"the prompt has {prompt_len} tokens and the context holds {capacity.max_model_len}, of which at least one "
+            f"is for the answer; shorten the prompt or raise --max-model-len"
+        )
+    if most < 1:
+        return (
+            f"the prompt has {prompt_len} tokens and the KV pool holds {capacity.max_total_tokens}; shorten the prompt "
+            f"or raise --max-total-tokens"
+        )
     total = prompt_len + max_new_tokens
     if total > capacity.max_model_len:
-        if prompt_len >= capacity.max_model_len:
-            return (
-                f"the prompt has {prompt_len} tokens and the context holds {capacity.max_model_len}, of which at least "
-                f"one is for the answer; shorten the prompt or raise --max-model-len"
-            )
         return (
             f"the prompt has {prompt_len} tokens and max_tokens is {max_new_tokens}: {total} in all, the context holds "
-            f"{capacity.max_model_len}; shorten the prompt, lower max_tokens to {capacity.max_model_len - prompt_len} "
-            f"or raise --max-model-len"
+            f"{capacity.max_model_len}; shorten the prompt, lower max_tokens to {most} or raise --max-model-len"
         )
-    if pages_for(total - 1, capacity.page_size) > capacity.num_pages:
-        return (
-            f"the prompt has {prompt_len} tokens and max_tokens is {max_new_tokens}: {total - 1} KV slots, the KV pool "
-            f"has {capacity.max_total_tokens}; lower max_tokens or raise --max-total-tokens"
-        )
-    return None
+    return (
+        f"the prompt has {prompt_len} tokens and max_tokens is {max_new_tokens}: {total - 1} KV slots, the KV pool has "
+        f"{capacity.max_total_tokens}; shorten the prompt, lower max_tokens to {most} or raise --max-total-tokens"
+    )
 
 
 def fits(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> bool:

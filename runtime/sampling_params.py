@@ -14,6 +14,8 @@ import msgspec
 from .errors import RequestError
 
 MAX_SEED: Final = 2**63 - 1
+MAX_COUNT: Final = 2**31 - 1
+"""Of tokens: no context is as long and no vocabulary as large; it fits into int32 and into every message."""
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_STRING_CHARS: Final = 1024
@@ -28,7 +30,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         max_new_tokens: tokens to generate at most; None: as many as the context has room for.
-        min_new_tokens: end-of-sequence and stop tokens are masked until so many tokens exist.
+        min_new_tokens: end-of-sequence and stop tokens are masked until so many tokens exist. Stop strings are not
+            delayed: one that appears earlier ends the output.
         temperature: 0 is greedy (exact argmax, first of equals); in [0, 100].
         top_k: keep the k most likely tokens; -1 or 0 keeps all.
         top_p: keep the smallest set with at least this probability mass, in (0, 1].
@@ -80,17 +83,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Raises:
             RequestError: the first value out of range, with field, value and rule.
         """
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise _refused("max_tokens", self.max_new_tokens, "must be at least 1")
-        if self.min_new_tokens < 0:
-            raise _refused("min_tokens", self.min_new_tokens, "must be 0 or more")
+        if self.max_new_tokens is not None:
+            _check_count("max_tokens", self.max_new_tokens, 1, "must be at least 1")
+        _check_count("min_tokens", self.min_new_tokens, 0, "must be 0 or more")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise _refused(
                 "min_tokens", self.min_new_tokens, f"must not exceed max_tokens ({self.max_new_tokens})"
             )
         _check_range("temperature", self.temperature, 0.0, 100.0)
-        if self.top_k < -1:
-            raise _refused("top_k", self.top_k, "must be -1 or 0 (keep all) or a positive count")
+        _check_count("top_k", self.top_k, -1, "must be -1 or 0 (keep all) or a positive count")
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
@@ -144,6 +145,13 @@ def _check_range(field: str, value: float, low: float, high: float, *, low_open:
     if not math.isfinite(value) or not inside:
         bracket = "(" if low_open else "["
         raise _refused(field, value, f"must lie in {bracket}{low:g}, {high:g}]")
+
+
+def _check_count(field: str, value: int, low: int, rule: str) -> None:
+    if value < low:
+        raise _refused(field, value, rule)
+    if value > MAX_COUNT:
+        raise _refused(field, value, f"must be at most {MAX_COUNT}")
 
 
 def _check_token_id(field: str, token_id: int, vocab_size: int) -> None:

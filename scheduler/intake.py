@@ -20,6 +20,8 @@ def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None
         return f"input_ids has {len(message.input_ids)} bytes, but it must be int32 token ids, at least one"
     if message.sampling.max_new_tokens is None:
         return "max_new_tokens is not set, but the scheduler needs a number"
+    if message.sampling.seed is None:
+        return "seed is not set, but the model runner needs one"
     try:
         message.sampling.verify(capacity.vocab_size)
     except RequestError as error:

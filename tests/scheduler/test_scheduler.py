@@ -358,6 +358,8 @@ def refused(harness, rid, ids, **sampling):
         (np.zeros(600, np.int32).tobytes(), {}, "the context holds 512"),
         (np.zeros(60, np.int32).tobytes(), {"max_new_tokens": 300}, "the KV pool has 256"),
         (np.zeros(6, np.int32).tobytes(), {"max_new_tokens": None}, "max_new_tokens is not set"),
+        (np.zeros(6, np.int32).tobytes(), {"seed": None}, "seed is not set"),
+        (np.zeros(6, np.int32).tobytes(), {"top_k": 2**40}, "top_k is 1099511627776"),
         (np.zeros(6, np.int32).tobytes(), {"temperature": float("nan")}, "temperature is nan"),
         (np.zeros(6, np.int32).tobytes(), {"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids"),
     ],
