@@ -7,7 +7,8 @@ socket carries is said once, where it is made; encoder and decoder are built the
   full it is. What is under way is bounded elsewhere: the door counts the waiting requests, the watchdog
   limits the silence of a reader.
 - No linger: nobody waits at exit for a peer that may be dead.
-- A message that does not parse is logged and dropped: it is one request's trouble, not everyone's.
+- A message that does not parse is dropped, with an error in the log: one request's trouble must not be everyone's.
+  Only a bug of ours can make one, and it has a price: whoever waits for that message waits until its client gives up.
 - Sockets are used by one thread, the one that made them.
 """
 
@@ -30,6 +31,9 @@ MAX_MESSAGE_BYTES: Final = 256 << 20
 """Larger ones are refused by the receiving socket. A 16 MB request body makes at most 64 MB of token ids."""
 
 _MAX_MESSAGES_PER_POLL: Final = 512  # a flood of messages must not keep the loop from its work
+
+_MALFORMED: Final = (msgspec.MsgspecError, RecursionError)  # the second: nested too deeply
+_FIELDS: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 M = TypeVar("M")
 
@@ -119,10 +123,21 @@ def _decode_waiting(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[
             return
         try:
             message = decoder.decode(data)
-        except msgspec.MsgspecError as error:
-            logger.error("dropped a malformed message bytes=%d error=%s", len(data), error)
+        except _MALFORMED as error:
+            logger.error(
+                "dropped a malformed message bytes=%d tag=%s error=%s", len(data), _tag_of(data), error
+            )
             continue
         yield message
+
+
+def _tag_of(data: bytes) -> str:
+    """The type a message claims to have, for the log; never its contents, which may be a prompt."""
+    try:
+        tag = msgspec.msgpack.decode(_FIELDS.decode(data)[0], type=str)
+    except (*_MALFORMED, IndexError):
+        return "unreadable"
+    return tag if tag.isidentifier() else "unreadable"
 
 
 def _make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -86,15 +86,28 @@ def test_many_messages_never_block_the_sender(inbox, outbox):
 
 
 @pytest.mark.parametrize(
-    "garbage",
-    [b"", b"\xff\xff", b"not msgpack at all", msgspec.msgpack.encode(["Exec", "rm"]), b"\x92" * 100_000],
+    ("garbage", "tag"),
+    [
+        (b"", "unreadable"),
+        (b"\xff\xff", "unreadable"),
+        (b"not msgpack at all", "unreadable"),
+        (msgspec.msgpack.encode([]), "unreadable"),
+        (msgspec.msgpack.encode(["x\n2026 level=info", 1]), "unreadable"),
+        (b"\x92" * 100_000, "unreadable"),
+        (b"\x93\xaaFlushCache\x01" + b"\x91" * 100_000 + b"\x01", "unreadable"),
+        (msgspec.msgpack.encode(["Exec", "rm"]), "Exec"),
+        (msgspec.msgpack.encode(["GenerateRequest", "r1", "a secret prompt"]), "GenerateRequest"),
+    ],
 )
-def test_a_malformed_message_is_dropped_and_the_next_one_is_read(inbox, outbox, caplog, garbage):
+def test_a_malformed_message_is_dropped_and_the_next_one_is_read(inbox, outbox, caplog, garbage, tag):
     outbox._socket.send(garbage)
     outbox.send(REQUEST)
 
     assert receive(inbox, 1) == [REQUEST]
-    assert "dropped a malformed message" in caplog.text
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert f"dropped a malformed message bytes={len(garbage)} tag={tag} error=" in record.message
+    assert "secret" not in caplog.text
 
 
 def test_a_message_beyond_the_limit_is_refused_by_the_socket(inbox):
