@@ -50,6 +50,8 @@ class ChildProcess:
         self.stopping = False
         self.silent_s = 0.0
         self._channel = supervisor_end(ours)
+        self._is_deaf = False
+        self._group_is_gone = False
 
     @property
     def pid(self) -> int:
@@ -82,23 +84,30 @@ class ChildProcess:
         return messages
 
     def has_ended(self) -> bool:
-        """Whether the process is gone. Does not block for longer than a dying process needs."""
-        if self._channel.closed and self._process.poll() is None:
+        """Whether the process is gone, or has closed its channel before it was told to stop and lives: no use either.
+
+        Does not block for longer than a dying process needs.
+        """
+        if self._channel.closed and not self._is_deaf and self.exit_code is None:
             # The kernel closes the channel shortly before the exit status can be had.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_AFTER_EOF_S)
-        return self._process.poll() is not None
+            self._is_deaf = self.exit_code is None and not self.stopping
+        return self._is_deaf or self.exit_code is not None
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
-        return self._process.poll()
+        """Exit code, negative for a signal; None while it runs. Once it is known, the process' group is gone, too."""
+        code = self._process.poll()
+        if code is not None:
+            self._kill_group()
+        return code
 
     def describe_end(self) -> str:
         """How the process ended, for the root cause: `scheduler was killed by SIGKILL`."""
-        code = self._process.poll()
+        code = self.exit_code
         if code is None:
-            return f"{self.role} closed its control channel"
+            return f"{self.role} closed its control channel and lives on; it is killed"
         if code >= 0:
             return f"{self.role} exited with code {code} without saying why; its last lines are above"
         try:
@@ -115,7 +124,13 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill the process and all it has started, at once; collect its exit status."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._kill_group()
         self._process.wait()
         self._channel.close()
+
+    def _kill_group(self) -> None:
+        """Kill what the process has started, and it, if it lives; once, before the kernel may give its id to others."""
+        if not self._group_is_gone:
+            self._group_is_gone = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)

@@ -89,8 +89,8 @@ class Supervisor:
 
         Returns:
             Exit code 0 after SIGINT, SIGTERM or SIGHUP and a drain; 2 for what the user can mend; 1 for a
-            process that failed, died or hung; 128 + signal number when a signal during the start, or a
-            second one, cut it short.
+            process that failed, died or hung, also in the drain; 128 + signal number when a signal during the
+            start, or a second one, cut it short.
 
         Raises:
             ConfigError: no directory for the sockets.
@@ -100,8 +100,7 @@ class Supervisor:
                 self._selector.register(self._signals, selectors.EVENT_READ)
                 self._start(socket_dir)
                 self._serve()
-                self._drain()
-                return Outcome(0, "stopped")
+                return self._drain()
             except _ChildFailure as failure:
                 self._stop(failure.message)
                 return Outcome(failure.exit_code, failure.message)
@@ -161,7 +160,7 @@ class Supervisor:
         while not self._signals.received:
             self._pass()
 
-    def _drain(self) -> None:
+    def _drain(self) -> Outcome:
         """Let the tokenizer manager finish what runs, for which the others must live; then stop them."""
         timeout_s = self._config.server.drain_timeout
         logger.info("draining signal=%s timeout_s=%g", self._signals.received[0].name, timeout_s)
@@ -174,12 +173,24 @@ class Supervisor:
             if len(self._signals.received) > 1:
                 raise _Interrupted(self._signals.received[1])
         self._check_ends()
-        self._stop()
+        late = self._stop()
+        if late and len(self._signals.received) > 1:
+            raise _Interrupted(self._signals.received[1])
+        if manager in late:
+            return Outcome(
+                1,
+                f"tokenizer_manager hung while it stopped and was killed: it ended neither within the {timeout_s:g} s "
+                f"of --drain-timeout nor when told to end at once; clients may have lost answers",
+            )
+        return Outcome(0, "stopped")
 
-    def _stop(self, cause: str | None = None) -> None:
+    def _stop(self, cause: str | None = None) -> list[ChildProcess]:
         """Tell the children that work to end, and give them a few seconds; `cause` is for the clients.
 
         What happens to them now is no cause of anything any more. Another signal ends the waiting.
+
+        Returns:
+            those that have not ended and must be killed.
         """
         num_signals = len(self._signals.received)
         at_work = [child for child in self._children.values() if child.ready and not child.has_ended()]
@@ -190,10 +201,11 @@ class Supervisor:
         while late := [child for child in at_work if not child.has_ended()]:
             if time.monotonic() > deadline_s or len(self._signals.received) > num_signals:
                 logger.warning("killing children=%s", ",".join(child.role for child in late))
-                return
+                break
             self._wait_for_news()
             for child in late:
                 child.receive()
+        return late
 
     # ------------------------------------------------------------ watching
 

@@ -85,6 +85,18 @@ def test_a_drain_has_an_end(start_engine):
     assert engine.end() == (0, "stopped")
 
 
+def test_a_tokenizer_manager_that_hangs_in_the_drain_is_a_failure_with_its_name(start_engine):
+    engine = start_engine("tokenizer_manager=hangs_in_the_drain", drain_timeout=0.1)
+    engine.read()
+
+    engine.process.send_signal(signal.SIGTERM)
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith("tokenizer_manager hung while it stopped and was killed")
+    assert "killing children=tokenizer_manager" in engine.log
+
+
 def test_a_signal_while_starting_stops_at_once(start_engine):
     engine = start_engine("scheduler=hangs_at_start")
     engine.wait_for_note("hangs")
@@ -198,6 +210,14 @@ def test_a_child_that_just_leaves_is_no_success(start_engine):
     code, message = engine.end()
 
     assert (code, message.partition(" without")[0]) == (1, "scheduler exited with code 0")
+
+
+def test_a_child_that_hangs_up_and_lives_ends_the_engine(start_engine):
+    engine = start_engine("detokenizer=hangs_up")
+
+    code, message = engine.end()
+
+    assert (code, message) == (1, "detokenizer closed its control channel and lives on; it is killed")
 
 
 def test_a_child_that_hangs_is_found_by_its_silence(start_engine):

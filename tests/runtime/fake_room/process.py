@@ -48,6 +48,11 @@ def never_drains(child: Child) -> None:
     asyncio.run(_manage(child, child.wait_for_peers(), finishes=False))
 
 
+def hangs_in_the_drain(child: Child) -> None:
+    """A tokenizer manager that does not come back from what it was told last."""
+    asyncio.run(_manage(child, child.wait_for_peers(), finishes=False, hangs=True))
+
+
 def refuses_the_configuration(child: Child) -> None:
     raise ConfigError("model.gguf is truncated; download it again")
 
@@ -73,6 +78,13 @@ def exits_later(child: Child) -> None:
 def crashes(child: Child) -> None:
     child.ready(capacity=CAPACITY)
     ctypes.string_at(0)
+
+
+def hangs_up(child: Child) -> None:
+    """Closes its control channel, and lives."""
+    child.ready(capacity=CAPACITY)
+    os.close(child.fileno())
+    threading.Event().wait()
 
 
 def hangs_at_start(child: Child) -> None:
@@ -107,7 +119,7 @@ def _loop(child: Child) -> None:
         select.select([child], [], [], HEARTBEAT_INTERVAL_S)
 
 
-async def _manage(child: Child, capacity: Capacity, *, finishes: bool) -> None:
+async def _manage(child: Child, capacity: Capacity, *, finishes: bool, hangs: bool = False) -> None:
     beating = asyncio.create_task(child.keep_beating())
     child.ready(url=f"http://localhost/{capacity.num_pages}", port="none")
     while True:
@@ -117,6 +129,8 @@ async def _manage(child: Child, capacity: Capacity, *, finishes: bool) -> None:
                 break
             case Stop(drain=drain):
                 (NOTES / "draining").touch()
+                if hangs:
+                    threading.Event().wait()
                 if finishes or not drain:
                     (NOTES / "drained").touch()
                     break
