@@ -79,14 +79,38 @@ class PassRecord:
             self.rest_reason = reason
             self.rest_behind = behind
 
+    @property
+    def is_empty(self) -> bool:
+        """Nobody was there to decide about, and nothing came of it."""
+        return not (self.num_waiting or self.step_id or self.continued or self.gave_memory_back)
+
+    def lines(self) -> Iterator[str]:
+        """For people: the pass, then each verdict."""
+        yield (
+            f"step={self.step_id} mode={self.mode.name} decodes={self.num_decodes} waiting={self.num_waiting} "
+            f"evicted_pages={self.evicted_pages} retracted={','.join(self.retracted) or '-'}"
+        )
+        for verdict in (*self.continued, *self.verdicts):
+            yield f"step={self.step_id} {verdict.text()}"
+        if self.rest_reason is not None:
+            behind = f" ({self.rest_behind})" if self.rest_behind else ""
+            yield (
+                f"step={self.step_id} {self.rest_reason.name} {self.num_rest} others: {self.rest_reason.value}{behind}"
+            )
+
 
 class DecisionLog:
-    """The last `KEPT_PASSES` records."""
+    """The last `KEPT_PASSES` records of passes in which there was something to decide.
 
-    __slots__ = ("_records",)
+    Attributes:
+        num_records: how many there have been.
+    """
+
+    __slots__ = ("_records", "num_records")
 
     def __init__(self, kept_passes: int = KEPT_PASSES) -> None:
         self._records: deque[PassRecord] = deque(maxlen=kept_passes)
+        self.num_records = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -103,6 +127,12 @@ class DecisionLog:
     def append(self, record: PassRecord) -> None:
         """Keep a record, and forget the oldest where there are too many."""
         self._records.append(record)
+        self.num_records += 1
+
+    def since(self, num_records: int) -> list[PassRecord]:
+        """The records, as far as kept, that came after the first `num_records`, oldest first."""
+        count = min(self.num_records - num_records, len(self._records))
+        return [self._records[idx] for idx in range(-count, 0)]
 
     def about(self, rid: str) -> list[tuple[PassRecord, Verdict]]:
         """Every verdict of its own that is still kept about a request, oldest first."""

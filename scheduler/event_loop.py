@@ -7,9 +7,9 @@ parts.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from typing import Final
 
 from ..runtime.child import Child
 from ..runtime.ipc import Inbox, Outbox
@@ -18,8 +18,7 @@ from ..runtime.step_plan import Runner
 from .scheduler import Scheduler
 from .step_log import StepLog
 
-_PASSES_TO_IDLE: Final = 2
-"""A pass without a step may have ended the request that stood in others' way; two in a row mean idle."""
+logger = logging.getLogger(__name__)
 
 
 class EventLoop:
@@ -43,7 +42,8 @@ class EventLoop:
         self._child = child
         self._step_log = step_log
         self._clock = clock
-        self._num_empty_passes = 0  # in a row
+        self._idle = False
+        self._num_decisions = 0  # already logged
         self._next_report_s = clock()
 
     def run(self) -> None:
@@ -56,25 +56,30 @@ class EventLoop:
 
         Without work it waits for a message, but not beyond the next report.
         """
-        idle = self._num_empty_passes >= _PASSES_TO_IDLE
-        messages = self._inbox.poll(max(0.0, self._next_report_s - self._clock()) if idle else 0.0)
-        if messages:
-            self._num_empty_passes = 0
+        messages = self._inbox.poll(max(0.0, self._next_report_s - self._clock()) if self._idle else 0.0)
         for message in messages:
             self._scheduler.handle(message, self._clock())
 
         batch = self._scheduler.next_batch(self._clock())
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_decisions()
         if batch is not None:
             result = self._runner.launch(batch.plan).wait()
             self._scheduler.settle(batch, result, self._clock())
-            self._num_empty_passes = 0
-        else:
-            self._num_empty_passes += 1
-            if self._num_empty_passes == _PASSES_TO_IDLE:
-                self._scheduler.on_idle()
+            self._idle = False
+        elif messages or not self._idle:
+            self._scheduler.on_idle()
+            self._idle = True
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
         self._show_signs_of_life()
+
+    def _log_decisions(self) -> None:
+        decisions = self._scheduler.decisions
+        for record in decisions.since(self._num_decisions):
+            for line in record.lines():
+                logger.debug("%s", line)
+        self._num_decisions = decisions.num_records
 
     def _show_signs_of_life(self) -> None:
         """Heartbeat and report, on time also under load."""

@@ -176,14 +176,15 @@ class Scheduler:
         Mixed (the default): running requests decode, and prompt chunks share the step. Otherwise prompts go first,
         and the running decode when there are none to admit, or after so many prefill steps in a row.
         """
-        batch = self._plan_pass(now_s)
-        while batch is None and self.decisions.last.gave_memory_back:
-            batch = self._plan_pass(now_s)  # whoever stood in the way has left
+        record = PassRecord(now_s)
+        batch = self._plan_pass(record, now_s)
+        while batch is None and record.gave_memory_back:  # whoever stood in the way has left
+            record = PassRecord(now_s)
+            batch = self._plan_pass(record, now_s)
         return batch
 
-    def _plan_pass(self, now_s: float) -> ScheduleBatch | None:
-        """One pass: who decodes, whose prompts are computed, the batch made of them, and the record of it."""
-        record = PassRecord(now_s)
+    def _plan_pass(self, record: PassRecord, now_s: float) -> ScheduleBatch | None:
+        """One pass: who decodes, whose prompts are computed, and the batch made of them; `record` tells about it."""
         evicted_before = self._kv.evicted_pages_total
         if self._config.mixed_chunk:
             decode_rows, decode_reqs = self._plan_decodes(record, now_s)
@@ -207,7 +208,8 @@ class Scheduler:
             record.step_id, record.mode = batch.plan.step_id, batch.plan.mode
         record.num_decodes = len(decode_reqs)
         record.evicted_pages = self._kv.evicted_pages_total - evicted_before
-        self.decisions.append(record)
+        if not record.is_empty:  # else an idle server would soon remember nothing
+            self.decisions.append(record)
         return batch
 
     def _plan_prefill_alone(self, record: PassRecord, now_s: float) -> list[Chunk]:

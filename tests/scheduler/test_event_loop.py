@@ -24,6 +24,7 @@ from engine.runtime.messages import (
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan
+from engine.scheduler.decision_log import KEPT_PASSES, PassRecord
 from engine.scheduler.event_loop import EventLoop
 from engine.scheduler.step_log import StepLog
 
@@ -40,6 +41,7 @@ class World:
         self.waits_s: list[float] = []
         self.num_heartbeats = 0
         self.stops_after: int | None = None
+        self.scheduler = harness.scheduler
         self._runner = harness.runner
         self.loop = EventLoop(
             harness.scheduler,
@@ -201,3 +203,52 @@ def test_one_line_per_interval_and_none_without_work(make_scheduler, caplog):
     assert all("running=" in line and "cache_hit=" in line for line in lines)
     steps = [int(line.split()[0].removeprefix("steps=")) for line in lines]
     assert sum(steps) == 40
+
+
+def test_verdicts_are_logged_for_those_who_debug(make_scheduler, caplog):
+    caplog.set_level(logging.DEBUG, logger="engine.scheduler.event_loop")
+    world = World(make_scheduler(max_running_requests=1))
+    world.submit("r1", max_new_tokens=2)
+    world.submit("r2", max_new_tokens=1)
+
+    world.steps(6)
+
+    assert caplog.messages == [
+        "step=1 mode=EXTEND decodes=0 waiting=2 evicted_pages=0 retracted=-",
+        "step=1 ADMITTED_ALONE r1: admitted, since nothing else runs and its worst case fits; need 12 have 256 "
+        "(cached 0, compute 8, output 2)",
+        "step=1 NO_ROW 1 others: as many requests run as may",
+        "step=2 mode=DECODE decodes=1 waiting=1 evicted_pages=0 retracted=-",
+        "step=2 NO_ROW 1 others: as many requests run as may",
+        "step=3 mode=EXTEND decodes=0 waiting=1 evicted_pages=0 retracted=-",
+        "step=3 ADMITTED_ALONE r2: admitted, since nothing else runs and its worst case fits; need 4 have 252 "
+        "(cached 4, compute 4, output 1)",
+    ]
+
+
+def test_nothing_is_formatted_for_those_who_do_not(world, monkeypatch):
+    monkeypatch.setattr(PassRecord, "lines", lambda record: pytest.fail("a line was made that nobody reads"))
+    world.submit("r1", max_new_tokens=2)
+
+    world.steps(4)
+
+
+def test_an_idle_loop_remembers_what_it_has_decided(world):
+    world.submit("r1", max_new_tokens=2)
+
+    world.steps(KEPT_PASSES + 100)
+
+    assert len(world.scheduler.decisions.about("r1")) == 1
+    assert len(world.scheduler.decisions) == 2
+
+
+def test_the_books_are_checked_again_after_a_message_while_idle(make_scheduler, monkeypatch):
+    harness = make_scheduler()
+    checks = []
+    monkeypatch.setattr(harness.scheduler, "on_idle", lambda: checks.append(1))
+    world = World(harness)
+    world.steps(3)
+    world.arriving.append(FlushCache(1))
+    world.steps(3)
+
+    assert len(checks) == 2
