@@ -102,17 +102,6 @@ class ScheduleBatch:
         result: BoolArray = pool.epoch[self.rows] == self.epochs
         return result
 
-    @property
-    def extend_lens(self) -> list[int]:
-        """Tokens of each extend."""
-        start = np.frombuffer(self.plan.num_scheduled_tokens, dtype=np.int32)
-        return [int(length) for length in start[: self.num_extends]]
-
-    @property
-    def num_decodes(self) -> int:
-        """Requests that decode."""
-        return len(self.reqs) - self.num_extends
-
 
 def _mode(num_extends: int, num_decodes: int) -> ForwardMode:
     if not num_extends:

@@ -28,9 +28,6 @@ class WaitingQueue:
         """In order of arrival; do not change the queue meanwhile."""
         return iter(self._reqs.values())
 
-    def __contains__(self, req: Req) -> bool:
-        return req.seq in self._reqs
-
     def append(self, req: Req) -> None:
         """Add a request that arrived after all others."""
         self._reqs[req.seq] = req

@@ -15,11 +15,6 @@ MAX_OVERTAKEN: Final = 32
 class SchedulePolicy(Protocol):
     """Orders the waiting queue. Asked once per pass; must not change anything."""
 
-    @property
-    def name(self) -> str:
-        """As in the configuration."""
-        ...
-
     def order(self, waiting: WaitingQueue) -> Iterable[Req]:
         """The requests in the order in which they should be admitted.
 

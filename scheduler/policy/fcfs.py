@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from ..req import Req
 from ..waiting_queue import WaitingQueue
@@ -11,8 +10,6 @@ from ..waiting_queue import WaitingQueue
 
 class Fcfs:
     """The order of arrival. Costs nothing, however many wait; nobody starves; the default."""
-
-    name: Final = "fcfs"
 
     def order(self, waiting: WaitingQueue) -> Iterable[Req]:
         return waiting

@@ -20,8 +20,6 @@ class Lpm:
     requests with one keep coming.
     """
 
-    name: Final = "lpm"
-
     def __init__(self, prefix_len_of: PrefixLenOf) -> None:
         self._prefix_len_of = prefix_len_of
 

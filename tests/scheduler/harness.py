@@ -38,6 +38,11 @@ class Pages(NamedTuple):
     held: int
 
 
+def extend_lens(batch: ScheduleBatch) -> list[int]:
+    """Tokens of each extend of a step."""
+    return ints(batch.plan.num_scheduled_tokens)[: batch.num_extends]
+
+
 class Answer:
     """What came back for one request."""
 

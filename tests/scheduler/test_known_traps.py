@@ -7,6 +7,8 @@ from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
 from engine.scheduler.policy.base import MAX_OVERTAKEN
 from engine.scheduler.verdict import AddReqResult
 
+from .harness import extend_lens
+
 
 def test_no_batch_is_full_latch(make_scheduler):
     """A latch that nobody clears stops admission for ever although memory is free."""
@@ -259,7 +261,7 @@ def test_a_continuing_chunk_progresses_while_a_page_can_be_had(make_scheduler):
 
     lengths = []
     while not harness.answers["chunked"].rows:
-        lengths.append(harness.step().extend_lens)
+        lengths.append(extend_lens(harness.step()))
 
     assert lengths == [[4]] * 11 + [[6]]  # eight, less a decode, in whole pages
     harness.run_until_idle()

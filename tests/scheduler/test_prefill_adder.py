@@ -8,6 +8,8 @@ from engine.scheduler.budget import CLIP_MAX_NEW_TOKENS, PrefillBudget
 from engine.scheduler.policy.base import MAX_OVERTAKEN
 from engine.scheduler.verdict import AddReqResult, Reason
 
+from .harness import extend_lens
+
 
 def budget(**changes):
     arguments = {
@@ -109,7 +111,7 @@ def test_a_prompt_is_cut_at_a_page_and_reserves_its_output_once(make_scheduler):
 
     steps = harness.run_until_idle()
 
-    assert [step.extend_lens for step in steps[:4]] == [[8], [8], [8], [6]]
+    assert [extend_lens(step) for step in steps[:4]] == [[8], [8], [8], [6]]
     assert [step.plan.mode for step in steps[:5]] == [ForwardMode.EXTEND] * 4 + [ForwardMode.DECODE]
     admission = harness.scheduler.decisions.about("r0")
     assert [verdict.reason for _, verdict in admission] == [Reason.CHUNKED] + [Reason.CHUNK_CONTINUED] * 3
@@ -143,7 +145,7 @@ def test_only_one_prompt_is_in_the_middle_of_its_chunks(make_scheduler):
     steps = harness.run_until_idle()
 
     # the second begins in the step in which the first ends; then a decode takes one token of each chunk
-    assert [step.extend_lens for step in steps[:6]] == [[16], [16], [8, 8], [12], [12], [8]]
+    assert [extend_lens(step) for step in steps[:6]] == [[16], [16], [8, 8], [12], [12], [8]]
 
 
 def test_decodes_count_against_the_chunk_and_ride_along(make_scheduler):
@@ -156,7 +158,7 @@ def test_decodes_count_against_the_chunk_and_ride_along(make_scheduler):
     batch = harness.step()
 
     assert batch.plan.mode is ForwardMode.MIXED
-    assert (batch.extend_lens, batch.num_decodes) == ([12], 3)  # 16 - 3 = 13, page aligned 12
+    assert (extend_lens(batch), len(batch) - batch.num_extends) == ([12], 3)  # 16 - 3 = 13, page aligned 12
     harness.run_until_idle()
 
 
@@ -167,14 +169,14 @@ def test_without_cutting_a_prompt_over_the_step_budget_gets_a_step_of_its_own(ma
 
     steps = harness.run_until_idle()
 
-    assert [step.extend_lens for step in steps] == [[10], [100], [4, 5]]
+    assert [extend_lens(step) for step in steps] == [[10], [100], [4, 5]]
 
 
 def test_a_chunk_size_below_a_page_still_progresses(make_scheduler):
     harness = make_scheduler(chunked_prefill_size=3, page_size=16)
     harness.submit(prompt_len=40, max_new_tokens=1)
 
-    assert [step.extend_lens for step in harness.run_until_idle()] == [[16], [16], [8]]
+    assert [extend_lens(step) for step in harness.run_until_idle()] == [[16], [16], [8]]
 
 
 def test_a_small_request_passes_a_big_one_that_lacks_memory(make_scheduler):

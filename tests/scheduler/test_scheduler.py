@@ -9,7 +9,7 @@ from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.verdict import AddReqResult
 
 from .fake_runner import ints
-from .harness import VOCAB_SIZE, Answer, Pages
+from .harness import VOCAB_SIZE, Answer, Pages, extend_lens
 
 # ---------------------------------------------------------------- steps
 
@@ -20,7 +20,7 @@ def test_chunked_prefill_returns_every_page(make_scheduler):
 
     steps = scheduler.run_until_idle()
 
-    assert [step.extend_lens for step in steps] == [[8], [8], [4]]
+    assert [extend_lens(step) for step in steps] == [[8], [8], [4]]
     assert scheduler.pages() == Pages(free=11, cached=5, held=0)
 
 
@@ -31,7 +31,7 @@ def test_a_step_is_a_flat_list_of_tokens_and_the_finished_give_their_pages_back(
     for rid, length in lengths.items():
         harness.submit(rid, prompt_len=length, max_new_tokens=1 if rid == "D" else 5)
     first = harness.step()
-    assert first.extend_lens == [100, 50, 10, 20] and first.plan.total_num_scheduled_tokens == 180
+    assert extend_lens(first) == [100, 50, 10, 20] and first.plan.total_num_scheduled_tokens == 180
     free_before = harness.pages().free
 
     batch = harness.step()
@@ -95,7 +95,7 @@ def test_a_follower_computes_only_what_is_new(make_scheduler):
 
     batch = harness.step()  # the first one still runs
 
-    assert batch.extend_lens == [4]
+    assert extend_lens(batch) == [4]
     assert harness.answers["second"].rows[0].usage.cached_tokens == 28
     harness.run_until_idle()
     assert harness.scheduler.report(0.0).cached_tokens_total == 28
@@ -109,7 +109,7 @@ def test_chunks_are_shared_before_the_prompt_is_complete(make_scheduler):
 
     steps = harness.run_until_idle()
 
-    assert sum(sum(step.extend_lens) for step in steps) == 32 + 4  # the last page's token has to be computed
+    assert sum(sum(extend_lens(step)) for step in steps) == 32 + 4  # the last page's token has to be computed
 
 
 def test_equal_prompts_in_one_step_share_pages_afterwards(make_scheduler):
@@ -154,7 +154,7 @@ def test_a_repeated_prompt_computes_its_last_token_again(make_scheduler):
 
     (batch,) = harness.run_until_idle()
 
-    assert batch.extend_lens == [4]  # at least one token, and whole pages are shared
+    assert extend_lens(batch) == [4]  # at least one token, and whole pages are shared
 
 
 def test_an_answer_can_be_continued_from_the_cache(make_scheduler):
@@ -275,7 +275,7 @@ def test_prompt_logprobs_come_complete_in_the_first_row(make_scheduler):
     rid = harness.submit(prompt=prompt, max_new_tokens=2, prompt_logprobs=0)
     steps = harness.run_until_idle()
 
-    assert [step.extend_lens for step in steps[:3]] == [[8], [8], [5]]  # nothing taken from the cache
+    assert [extend_lens(step) for step in steps[:3]] == [[8], [8], [5]]  # nothing taken from the cache
     first, *others = harness.answers[rid].rows
     positions = np.frombuffer(first.prompt_logprobs.token_logprobs, dtype=np.float32)
     assert positions.tolist() == list(range(1, 21))
@@ -431,7 +431,7 @@ def test_an_abort_keeps_what_was_computed_for_the_next_try(make_scheduler):
 
     harness.submit(prompt=harness.answers[rid].prompt, max_new_tokens=2)
 
-    assert harness.step().extend_lens == [4]
+    assert extend_lens(harness.step()) == [4]
     harness.run_until_idle()
 
 
