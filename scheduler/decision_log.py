@@ -82,7 +82,7 @@ class PassRecord:
     @property
     def is_empty(self) -> bool:
         """Nobody was there to decide about, and nothing came of it."""
-        return not (self.num_waiting or self.step_id or self.continued or self.gave_memory_back)
+        return not (self.num_waiting or self.num_decodes or self.continued or self.gave_memory_back)
 
     def lines(self) -> Iterator[str]:
         """For people: the pass, then each verdict."""

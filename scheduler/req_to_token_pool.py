@@ -65,6 +65,11 @@ class ReqToTokenPool:
         self._free_rows.append(row)
         self._left_rows.append(row)
 
+    @property
+    def has_left_rows(self) -> bool:
+        """Whether `take_left_rows` has something to say."""
+        return bool(self._left_rows)
+
     def take_left_rows(self) -> list[int]:
         """Rows released since the last call, for `StepPlan.finished_rows`."""
         left, self._left_rows = self._left_rows, []

@@ -109,6 +109,7 @@ class Scheduler:
         )
         self.decisions = DecisionLog()
         self._outputs: list[DetokenizerInput] = []
+        self._last_step_id = 0
         self._prefill_steps_in_a_row = 0
 
     def _make_policy(self) -> SchedulePolicy:
@@ -174,7 +175,8 @@ class Scheduler:
         """Plan the next step; None if there is nothing to do (or nothing until a step in flight is settled).
 
         Mixed (the default): running requests decode, and prompt chunks share the step. Otherwise prompts go first,
-        and the running decode when there are none to admit, or after so many prefill steps in a row.
+        and the running decode when there are none to admit, or after so many prefill steps in a row. When the last
+        request has left, one step without tokens has the runner forget it.
         """
         record = PassRecord(now_s)
         batch = self._plan_pass(record, now_s)
@@ -194,10 +196,13 @@ class Scheduler:
             decode_rows, decode_reqs = (EMPTY, []) if chunks else self._plan_decodes(record, now_s)
 
         batch = None
-        if chunks or decode_reqs:
-            self._stats.num_steps += 1
+        has_work = bool(chunks or decode_reqs)
+        if has_work or (self._pool.has_left_rows and not self._requests):
+            # The second is a step without tokens (IDLE): no other may come for hours to tell the runner who has left.
+            self._last_step_id += 1
+            self._stats.num_steps += has_work
             batch = ScheduleBatch(
-                self._stats.num_steps,
+                self._last_step_id,
                 chunks,
                 decode_rows,
                 decode_reqs,

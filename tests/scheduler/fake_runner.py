@@ -114,6 +114,9 @@ class FakeRunner:
             mirror[update.start : update.start + len(loc)] = loc
             self.check_prefix(update.row, update.start + len(loc))
         assert not plan.page_copies
+        if plan.mode is ForwardMode.IDLE:
+            assert plan.finished_rows and not plan.total_num_scheduled_tokens and not plan.rows
+            return Launched(StepResult(plan.step_id))
         return Launched(self.forward(plan))
 
     def forward(self, plan: StepPlan) -> StepResult:

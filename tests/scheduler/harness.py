@@ -20,6 +20,7 @@ from engine.runtime.messages import (
     TokenOutput,
 )
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.decision_log import PassRecord
 from engine.scheduler.scheduler import Scheduler
@@ -136,8 +137,11 @@ class Harness:
         self.scheduler.audit()
         if batch is not None:
             self.in_flight.append((batch, self.runner.launch(batch.plan)))
-        if self.in_flight and (len(self.in_flight) > self.overlap or batch is None):
+        idle = batch is None or batch.plan.mode is ForwardMode.IDLE
+        while self.in_flight and (len(self.in_flight) > self.overlap or idle):
             self.settle()
+            if batch is None:
+                break
         self.collect()
         return batch
 
@@ -149,16 +153,18 @@ class Harness:
         self.scheduler.audit()
 
     def run_until_idle(self, max_steps: int = 10_000) -> list[ScheduleBatch]:
-        """Step until nothing is left, then check that nothing stays behind."""
+        """Step until nothing is left, then check that nothing stays behind; returns the steps that had tokens."""
         batches = []
         for _ in range(max_steps):
             busy = bool(self.in_flight)
             batch = self.step()
             if batch is not None:
-                batches.append(batch)
+                if batch.plan.mode is not ForwardMode.IDLE:
+                    batches.append(batch)
             elif not busy:
                 self.scheduler.on_idle()
                 self.check_answers()
+                assert not self.runner.rows, "the runner keeps rows of requests that have left"
                 return batches
         raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.report(self.now_s)}")
 

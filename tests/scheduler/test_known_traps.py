@@ -177,8 +177,7 @@ def test_an_abort_is_not_lost_between_two_chunks(make_scheduler):
     harness.abort(rid)
 
     assert harness.answers[rid].finish.kind is FinishKind.ABORT
-    assert harness.step() is None
-    harness.scheduler.on_idle()
+    assert harness.run_until_idle() == []
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

@@ -394,6 +394,35 @@ def test_a_request_id_can_be_used_again_when_it_is_free(make_scheduler):
         harness.run_until_idle()
 
 
+# ---------------------------------------------------------------- the runner hears of it
+
+
+@pytest.mark.parametrize("how", ["length", "abort"])
+def test_when_the_last_request_leaves_a_step_without_tokens_tells_the_runner(make_scheduler, how):
+    harness = make_scheduler()
+    rid = harness.submit(prompt_len=4, max_new_tokens=2 if how == "length" else 100)
+    harness.step()
+    harness.step()
+    if how == "abort":
+        harness.abort(rid)
+    assert list(harness.runner.rows) == [0]
+
+    batch = harness.step()
+
+    assert (batch.plan.mode, ints(batch.plan.finished_rows)) == (ForwardMode.IDLE, [0])
+    assert batch.plan.total_num_scheduled_tokens == 0 and batch.reqs == []
+    assert harness.runner.rows == {}
+    assert harness.step() is None
+    assert harness.scheduler.report(0.0).num_steps_total == 2  # it is no step in the statistics
+
+
+def test_who_never_ran_needs_no_such_step(make_scheduler):
+    harness = make_scheduler()
+    harness.abort(harness.submit())
+
+    assert harness.step() is None
+
+
 # ---------------------------------------------------------------- aborts
 
 
