@@ -90,9 +90,10 @@ class ChildProcess:
         """
         if self._channel.closed and not self._is_deaf and self.exit_code is None:
             # The kernel closes the channel shortly before the exit status can be had.
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._process.wait(_EXIT_AFTER_EOF_S)
-            self._is_deaf = self.exit_code is None and not self.stopping
+            except subprocess.TimeoutExpired:
+                self._is_deaf = not self.stopping
         return self._is_deaf or self.exit_code is not None
 
     @property

@@ -176,13 +176,13 @@ class NoThirdLetter(Letters):
 
 
 def test_text_that_cannot_be_made_frees_the_request_in_the_scheduler():
-    num_steps = []
-    engine, rows = make_engine(num_steps.append, NoThirdLetter()), row_queue()
+    step_ids: list[int] = []
+    engine, rows = make_engine(step_ids.append, NoThirdLetter()), row_queue()
     engine.submit(request("a", max_new_tokens=50), rows)
 
     (*_, last) = read(rows)
 
     assert last.finish.kind is FinishKind.ERROR
     assert engine.flush_cache().kept_tokens == 0
-    assert len(num_steps) <= 4  # the last one has no tokens: it tells the runner who has left
+    assert len(step_ids) <= 4  # the last one has no tokens: it tells the runner who has left
     engine.close()

@@ -13,13 +13,17 @@ from engine.runtime.sampling_params import MAX_COUNT, SamplingParams
 
 @pytest.mark.parametrize("field", ["top_k", "min_new_tokens", "max_new_tokens"])
 def test_counts_fit_into_every_message_and_array(field):
-    largest = SamplingParams(**{field: MAX_COUNT})
+    def make(count: int) -> SamplingParams:
+        values: dict[str, Any] = {field: count}
+        return SamplingParams(**values)
+
+    largest = make(MAX_COUNT)
     largest.verify(100)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(largest), type=SamplingParams) == largest
 
     for beyond in (MAX_COUNT + 1, 2**64, 2**70):
         with pytest.raises(RequestError, match=f"is {beyond}, but it must be at most {MAX_COUNT}"):
-            SamplingParams(**{field: beyond}).verify(100)
+            make(beyond).verify(100)
 
 
 @pytest.mark.parametrize(
