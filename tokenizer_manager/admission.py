@@ -6,8 +6,10 @@ is counted here, where a refusal costs nothing yet.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -15,9 +17,11 @@ import msgspec
 from ..runtime.errors import RequestError
 from ..runtime.feasibility import Capacity, max_new_tokens_for, reason_against
 from ..runtime.messages import SchedulerReport
+from ..runtime.model_files.tokenizer import Tokenizer
 from ..runtime.sampling_params import SamplingParams
 
 _MAX_RETRY_AFTER_S: Final = 60
+_MAX_UTF8_BYTES: Final = 4
 _NUM_FINISH_TIMES: Final = 64
 _FINISH_WINDOW_S: Final = 30.0
 
@@ -32,6 +36,25 @@ class QueueFullError(RequestError):
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message, code="queue_full", status=429)
         self.retry_after_s = retry_after_s
+
+
+def check_may_fit(text: str, tokenizer: Tokenizer, capacity: Capacity, prompt_param: str) -> None:
+    """Refuse a text that has too many tokens however it is tokenised, before that is done.
+
+    Raises:
+        RequestError: it can never run.
+    """
+    longest = max_new_tokens_for(0, capacity) - 1  # one position is for the answer
+    if len(text) * _MAX_UTF8_BYTES <= longest:
+        return  # even with a token for each byte
+    num_tokens = tokenizer.min_num_tokens(text)
+    if num_tokens > longest:
+        raise RequestError(
+            f"{prompt_param} has {len(text)} characters, which are at least {num_tokens} tokens, but at most {longest} "
+            f"fit together with an answer; shorten it or raise --max-model-len or --max-total-tokens",
+            param=prompt_param,
+            code="context_length_exceeded",
+        )
 
 
 def resolve_length(
@@ -56,6 +79,8 @@ def resolve_length(
     wanted = asked if asked is not None else max(1, longest)
     reason = reason_against(prompt_len, wanted, capacity)
     if reason is not None:
+        if "[" in prompt_param:
+            reason = reason.replace("the prompt", prompt_param, 1)
         # Beyond the longest possible answer it is the length that is wrong, unless no length would do.
         param = length_param if asked is not None and longest >= 1 else prompt_param
         raise RequestError(reason, param=param, code="context_length_exceeded")
@@ -81,6 +106,17 @@ class QueueGate:
         self._finished_s: deque[float] = deque(maxlen=_NUM_FINISH_TIMES)
         self._num_running = 0
         self._num_queued = 0
+        self._num_held = 0
+
+    @contextlib.contextmanager
+    def hold(self, num_new: int, num_live: int, now_s: float) -> Iterator[None]:
+        """Keep places for requests while they are tokenised, so that this has a bound too; else as `check`."""
+        self.check(num_new, num_live, now_s)
+        self._num_held += num_new
+        try:
+            yield
+        finally:
+            self._num_held -= num_new
 
     def check(self, num_new: int, num_live: int, now_s: float) -> None:
         """Refuse `num_new` requests if they would have to wait in a full queue.
@@ -104,6 +140,7 @@ class QueueGate:
         waiting = min(self._num_queued + len(self._sent_s), num_live)
         running = min(self._num_running, num_live - waiting)
         free_rows = self._max_running - running if self._num_queued == 0 else 0
+        waiting += self._num_held
         excess = waiting + num_new - self._max_queued - free_rows
         if excess > 0:
             raise QueueFullError(

@@ -34,6 +34,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         priority, extra_key, tenant: as in `GenerateRequest`.
         add_special_tokens: whether tokenising puts BOS first; no for a rendered chat template.
         prompt_param, length_param: the fields that errors shall name.
+        probe: asks whether the engine works, and is let in however many wait.
     """
 
     prompts: Sequence[Prompt]
@@ -46,6 +47,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool = True
     prompt_param: str = "prompt"
     length_param: str = "max_tokens"
+    probe: bool = False
 
 
 class Choice:

@@ -10,6 +10,7 @@ Everything runs on one event loop; only tokenising of long prompts leaves it (`p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -34,10 +35,10 @@ from ..runtime.messages import (
     TextOutput,
 )
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
-from .admission import QueueGate, resolve_length
+from .admission import QueueGate, check_may_fit, resolve_length
 from .generation import Choice, Generation, GenerationRequest
 from .metrics import Metrics
-from .prompt_encoder import PromptEncoder
+from .prompt_encoder import PromptEncoder, prompt_name
 from .request_log import RequestLog
 
 logger = logging.getLogger(__name__)
@@ -114,25 +115,22 @@ class TokenizerManager:
         arrival_s = self._clock()
         self._check_open()
         request.sampling.verify(self.capacity.vocab_size)
-        encoded = [
-            await self._encoder.encode(
-                prompt, add_special_tokens=request.add_special_tokens, param=request.prompt_param
-            )
-            for prompt in request.prompts
-        ]
-        self._check_open()  # it may have changed while we tokenised
-        resolved = [
-            resolve_length(
-                request.sampling,
-                len(ids),
-                self.capacity,
-                prompt_param=request.prompt_param,
-                length_param=request.length_param,
-            )
-            for ids in encoded
-        ]
-        self._gate.check(len(encoded) * request.n, len(self._live), self._clock())
-        return self._open(request, encoded, resolved, arrival_s)
+        num_choices = len(request.prompts) * request.n
+        gate = self._gate.hold(num_choices, len(self._live), self._clock())
+        with contextlib.nullcontext() if request.probe else gate:
+            encoded = await self._encode(request)
+            self._check_open()  # it may have changed while we tokenised
+            resolved = [
+                resolve_length(
+                    request.sampling,
+                    len(ids),
+                    self.capacity,
+                    prompt_param=prompt_name(request.prompts, i, request.prompt_param),
+                    length_param=request.length_param,
+                )
+                for i, ids in enumerate(encoded)
+            ]
+            return self._open(request, encoded, resolved, arrival_s)
 
     def abort(self, request_id: str | None, reason: str) -> int:
         """Have the scheduler end requests; their streams get finished rows with ABORT.
@@ -243,6 +241,15 @@ class TokenizerManager:
             raise RequestError(
                 "the server is shutting down; retry elsewhere", code="shutting_down", status=503
             )
+
+    async def _encode(self, request: GenerationRequest) -> list[array[int]]:
+        for i, prompt in enumerate(request.prompts):
+            if isinstance(prompt, str):
+                name = prompt_name(request.prompts, i, request.prompt_param)
+                check_may_fit(prompt, self._encoder.tokenizer, self.capacity, name)
+        return await self._encoder.encode(
+            request.prompts, add_special_tokens=request.add_special_tokens, param=request.prompt_param
+        )
 
     def _open(
         self,

@@ -124,6 +124,7 @@ async def _serve(
     settings = child.settings
     outbox = Outbox(settings.endpoints.scheduler)
     encoder = PromptEncoder(tokenizer, capacity.vocab_size)
+    warn_of_unknown_tokens(tokenizer, capacity)
     metrics = Metrics()
     manager = TokenizerManager(
         encoder=encoder,
@@ -168,6 +169,16 @@ async def _serve(
         encoder.close()
         inbox.close()
         outbox.close()
+
+
+def warn_of_unknown_tokens(tokenizer: Tokenizer, capacity: Capacity) -> None:
+    """Say it if the tokenizer has tokens that the model has not: a sign of files that do not belong together."""
+    if tokenizer.vocab_size > capacity.vocab_size:
+        logger.warning(
+            "the tokenizer has %d tokens and the model %d; prompts with the tokens between are refused",
+            tokenizer.vocab_size,
+            capacity.vocab_size,
+        )
 
 
 def seed_source(config: EngineConfig) -> Callable[[], int]:

@@ -1,6 +1,7 @@
 """`PromptEncoder`: text to token ids without holding up the event loop.
 
-Long texts are tokenised on threads, short ones in place: tokenising takes about 0.2 ms per KiB, a thread hop 0.1 ms.
+Long texts, and many, are tokenised on threads; a few short ones in place: tokenising takes about 0.2 ms per KiB, a
+thread hop 0.1 ms. How much waits for the threads is bounded, and what nobody waits for any more is not tokenised.
 Ids are kept as `array("i")`, which is the messages' int32 and needs no numpy (0.1 s of start-up).
 """
 
@@ -10,13 +11,20 @@ import asyncio
 import itertools
 import sys
 from array import array
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from ..runtime.errors import RequestError
 from ..runtime.model_files.tokenizer import Tokenizer
+from .admission import QueueFullError
+from .generation import Prompt
 
 _IN_PLACE_CHARS: Final = 4096  # 0.8 ms
+_CHARS_PER_TEXT: Final = 48  # what a text costs besides its length, as characters: 10 us
+_SLICE_CHARS: Final = 256 << 10  # between two looks at whether anybody still waits: 50 ms
+_MAX_WAITING_CHARS: Final = 64 << 20  # 6 s
+_IN_PLACE_IDS: Final = 4096  # decoding takes 0.1 us per id
 _NUM_THREADS: Final = 2
 
 assert array("i").itemsize == 4 and sys.byteorder == "little"  # what the messages carry
@@ -30,40 +38,131 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenise")
+        self._num_waiting_chars = 0
 
-    async def encode(self, prompt: str | list[int], *, add_special_tokens: bool, param: str) -> array[int]:
-        """Token ids of a prompt.
+    async def encode(
+        self, prompts: Sequence[Prompt], *, add_special_tokens: bool, param: str
+    ) -> list[array[int]]:
+        """Token ids of prompts.
 
         Args:
-            prompt: a text, or ids, which are only checked.
+            prompts: texts, or ids, which are only checked.
             add_special_tokens: whether a text gets its BOS.
             param: the request's field, for errors.
 
         Raises:
-            RequestError: an id is not in the vocabulary, or the text cannot be tokenised.
+            RequestError: an id is not in the vocabulary, or a text cannot be tokenised.
+            QueueFullError: too much text waits to be tokenised.
         """
-        if isinstance(prompt, list):
-            return self._checked(prompt, param)
-        if len(prompt) <= _IN_PLACE_CHARS:
-            return self._encode(prompt, add_special_tokens)
+        ids = {i: array("i", self._checked(p, prompts, i, param)) for i, p in _ids_in(prompts)}
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        job = _Job(self.tokenizer, texts, add_special_tokens)
+        encoded = iter(job.run() if job.num_chars <= _IN_PLACE_CHARS else await self._run_on_thread(job))
+        result = [ids[i] if i in ids else next(encoded) for i in range(len(prompts))]
+        for i in range(len(prompts)):
+            if i not in ids and max(result[i], default=0) >= self._vocab_size:
+                raise self._unknown_to_model(result[i], prompt_name(prompts, i, param))
+        return result
+
+    async def decode(self, ids: list[int], *, skip_special_tokens: bool, param: str) -> str:
+        """Text of token ids.
+
+        Raises:
+            RequestError: an id is not in the vocabulary.
+        """
+        self._checked(ids, [ids], 0, param)
+        if len(ids) <= _IN_PLACE_IDS:
+            return self.tokenizer.decode(ids, skip_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, prompt, add_special_tokens)
+        return await loop.run_in_executor(self._threads, self.tokenizer.decode, ids, skip_special_tokens)
 
     def close(self) -> None:
         """Let the threads end; what they have begun is finished first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> array[int]:
-        return array("i", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    async def _run_on_thread(self, job: _Job) -> list[array[int]]:
+        if self._num_waiting_chars and self._num_waiting_chars + job.num_chars > _MAX_WAITING_CHARS:
+            raise QueueFullError(
+                f"{self._num_waiting_chars} characters wait to be tokenised, the limit is {_MAX_WAITING_CHARS}; retry "
+                f"later, or send less text at once",
+                retry_after_s=1,
+            )
+        self._num_waiting_chars += job.num_chars
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, job.run)
+        finally:
+            job.wanted = (
+                False  # one that has not begun is taken off the threads' queue by the cancellation itself
+            )
+            self._num_waiting_chars -= job.num_chars
 
-    def _checked(self, ids: list[int], param: str) -> array[int]:
+    def _checked(self, ids: list[int], prompts: Sequence[Prompt], index: int, param: str) -> list[int]:
         if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
+            name = prompt_name(prompts, index, param)
             position, value = next(
                 (i, value) for i, value in zip(itertools.count(), ids) if not 0 <= value < self._vocab_size
             )
             raise RequestError(
-                f"{param} has token id {value} at position {position}, but ids lie in [0, {self._vocab_size})",
-                param=param,
+                f"{name} has token id {value} at position {position}, but ids lie in [0, {self._vocab_size})",
+                param=name,
                 code="invalid_value",
             )
-        return array("i", ids)
+        return ids
+
+    def _unknown_to_model(self, ids: array[int], name: str) -> RequestError:
+        token_id = next(token_id for token_id in ids if token_id >= self._vocab_size)
+        token = self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return RequestError(
+            f"{name} has the token {token!r}, which is {token_id} for the tokenizer, but the model's ids lie in "
+            f"[0, {self._vocab_size}); leave it out",
+            param=name,
+            code="invalid_value",
+        )
+
+
+class _Job:
+    """Texts to tokenise.
+
+    Attributes:
+        num_chars: what it costs, as characters.
+        wanted: somebody still waits for it; written by the event loop, read by the thread.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> None:
+        self.num_chars = sum(map(len, texts)) + _CHARS_PER_TEXT * (len(texts) - 1)
+        self.wanted = True
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._add_special_tokens = add_special_tokens
+
+    def run(self) -> list[array[int]]:
+        """The ids of each text; fewer if they are not wanted any more."""
+        encoded: list[array[int]] = []
+        for texts in _slices(self._texts):
+            if not self.wanted:
+                break
+            encoded += [
+                array("i", ids) for ids in self._tokenizer.encode_batch(texts, self._add_special_tokens)
+            ]
+        return encoded
+
+
+def prompt_name(prompts: Sequence[Prompt], index: int, param: str) -> str:
+    """How errors call one of the prompts in the field `param`."""
+    return f"{param}[{index}]" if len(prompts) > 1 else param
+
+
+def _ids_in(prompts: Sequence[Prompt]) -> Iterator[tuple[int, list[int]]]:
+    return ((i, prompt) for i, prompt in enumerate(prompts) if isinstance(prompt, list))
+
+
+def _slices(texts: list[str]) -> Iterator[list[str]]:
+    """The texts in order, a few at a time."""
+    begin, num_chars = 0, 0
+    for i, text in enumerate(texts):
+        if i > begin and num_chars + len(text) > _SLICE_CHARS:
+            yield texts[begin:i]
+            begin, num_chars = i, 0
+        num_chars += len(text)
+    if begin < len(texts):
+        yield texts[begin:]

@@ -96,9 +96,9 @@ def _keeps_everything(pre_tokenizer: dict[str, Any] | None) -> bool:
             return True
         case {"type": "Sequence", "pretokenizers": [*steps]}:
             return all(_keeps_everything(step) for step in steps)
-        case {"type": str(kind), **settings}:
+        case {"type": str(kind)}:
             if kind in _SPLITTING_STEPS:
-                return settings.get("behavior") != "Removed"
+                return pre_tokenizer.get("behavior") != "Removed"
             return kind in _LOSSLESS_STEPS
         case _:
             return False

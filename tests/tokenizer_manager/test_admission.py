@@ -6,7 +6,9 @@ from engine.runtime.errors import RequestError
 from engine.runtime.feasibility import Capacity, fits
 from engine.runtime.messages import SchedulerReport
 from engine.runtime.sampling_params import SamplingParams
-from engine.tokenizer_manager.admission import QueueFullError, QueueGate, resolve_length
+from engine.tokenizer_manager.admission import QueueFullError, QueueGate, check_may_fit, resolve_length
+
+from .fake_engine import TOKENIZER
 
 CAPACITY = Capacity(max_model_len=100, num_pages=20, page_size=4, max_running_requests=8, vocab_size=258)
 
@@ -115,3 +117,36 @@ def test_retry_after_follows_the_rate_at_which_requests_finish():
         gate.check(1, 9, 10.0)
 
     assert 7 <= caught.value.retry_after_s <= 8
+
+
+@pytest.mark.parametrize("prompt_len", [79, 80, 81, 99, 100])
+def test_a_text_is_refused_untokenised_only_if_no_tokenising_could_make_it_fit(prompt_len):
+    """A token of the longest kind, `<|im_start|>`, is 12 bytes; 80 tokens fit."""
+    text = "<|im_start|>" * prompt_len
+    assert len(TOKENIZER.encode(text)) == prompt_len
+    if fits(prompt_len, 1, CAPACITY):
+        check_may_fit(text, TOKENIZER, CAPACITY, "prompt")
+    else:
+        with pytest.raises(RequestError, match=f"at least {prompt_len} tokens, but at most 80 fit") as caught:
+            check_may_fit(text, TOKENIZER, CAPACITY, "prompt")
+        assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_what_is_being_tokenised_counts_as_waiting():
+    gate = QueueGate(max_queued_requests=2, max_running_requests=3)
+    with gate.hold(5, 0, 0.0), pytest.raises(QueueFullError, match="5 requests wait"):
+        gate.check(1, 0, 0.0)
+    gate.check(5, 0, 0.0)
+
+
+def test_the_prompt_of_a_list_is_named():
+    with pytest.raises(RequestError, match=r"^prompt\[3\] has 100 tokens") as caught:
+        resolve_length(
+            SamplingParams(max_new_tokens=1),
+            100,
+            CAPACITY,
+            prompt_param="prompt[3]",
+            length_param="max_tokens",
+        )
+
+    assert caught.value.param == "prompt[3]"

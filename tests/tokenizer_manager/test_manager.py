@@ -2,19 +2,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
+import msgspec
 import pytest
 
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import AbortRequest, BatchTextOutput, Finish, FinishKind, SchedulerReport
 from engine.runtime.sampling_params import MAX_SEED, SamplingParams
-from engine.tokenizer_manager.generation import Generation, GenerationRequest
+from engine.tokenizer_manager.admission import QueueFullError
+from engine.tokenizer_manager.generation import Generation, GenerationRequest, Prompt
 from engine.tokenizer_manager.http.services import Services
+from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 
 from .fake_engine import (
     CAPACITY,
     LENGTH,
+    TOKENIZER,
     WAIT_S,
     FakeClock,
     FakeEngine,
@@ -421,5 +427,66 @@ def test_a_reader_that_is_cancelled_while_it_waits_leaves_nothing_behind():
         assert setup.engine.next_abort().reason == "client disconnected"
         assert len(setup.manager.request_log) == 0
         await setup.manager.wait_idle()
+
+    run(test)
+
+
+class Tokenised(PromptEncoder):
+    """Counts what it is asked to do."""
+
+    num_prompts = 0
+
+    async def encode(self, prompts: Sequence[Prompt], **options: Any) -> list[array[int]]:
+        self.num_prompts += len(prompts)
+        return await super().encode(prompts, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "message"),
+    [(["hi"] * 50, 2, "100 answers"), (["hi", "x" * 10_000], 1, r"prompt\[1\] has 10000 characters")],
+)
+def test_nothing_is_tokenised_of_a_request_that_cannot_run(prompts, n, message):
+    async def test(setup: Setup) -> None:
+        encoder = Tokenised(TOKENIZER, CAPACITY.vocab_size)
+        setup.manager._encoder = encoder
+        with pytest.raises(RequestError, match=message):
+            await setup.manager.start(GenerationRequest(prompts=prompts, sampling=SamplingParams(), n=n))
+        assert encoder.num_prompts == 0
+
+    run(test)
+
+
+def test_requests_being_tokenised_have_a_bound_and_give_their_places_back():
+    async def test(setup: Setup) -> None:
+        first = asyncio.create_task(setup.start("x" * 4500, n=9))  # on a thread
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="9 requests wait"):
+            await setup.start(n=1)
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        await setup.start(n=9)
+
+    run(
+        test,
+        max_queued_requests=1,
+        capacity=msgspec.structs.replace(CAPACITY, max_model_len=5000, num_pages=2000),
+    )
+
+
+def test_a_probe_is_let_in_when_the_queue_is_full():
+    async def test(setup: Setup) -> None:
+        await setup.start(n=9)
+        with pytest.raises(QueueFullError):
+            await setup.start()
+        await setup.manager.start(GenerationRequest(prompts=[[0]], sampling=SamplingParams(), probe=True))
+
+    run(test, max_queued_requests=1)
+
+
+def test_answered_flushes_are_forgotten():
+    async def test(setup: Setup) -> None:
+        await setup.manager.flush_cache()
+        assert setup.manager._flushes == {}
 
     run(test)

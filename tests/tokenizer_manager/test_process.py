@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import msgspec
 import pytest
 
 from engine.runtime.config import EngineConfig, ModelConfig
@@ -10,9 +11,9 @@ from engine.runtime.control import PeerDied, Stop
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.generation import GenerationRequest
-from engine.tokenizer_manager.process import bind, obey, seed_source
+from engine.tokenizer_manager.process import bind, obey, seed_source, warn_of_unknown_tokens
 
-from .fake_engine import WAIT_S, FakeEngine, make_services
+from .fake_engine import CAPACITY, TOKENIZER, WAIT_S, FakeEngine, make_services
 
 
 def test_a_port_that_is_taken_is_refused_with_a_way_out():
@@ -38,6 +39,13 @@ def test_a_configured_seed_is_everyones_and_others_differ():
 
     assert [fixed(), fixed()] == [5, 5]
     assert len({drawn() for _ in range(8)}) == 8
+
+
+def test_a_tokenizer_that_is_wider_than_the_model_is_said(caplog):
+    warn_of_unknown_tokens(TOKENIZER, CAPACITY)
+    assert caplog.messages == []
+    warn_of_unknown_tokens(TOKENIZER, msgspec.structs.replace(CAPACITY, vocab_size=256))
+    assert "the tokenizer has 258 tokens and the model 256" in caplog.messages[0]
 
 
 class Orders:

@@ -40,6 +40,7 @@ async def health_generate(exchange: Exchange, services: Services) -> None:
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
         id_prefix="health",
         priority=2**31,
+        probe=True,
     )
     try:
         async with exchange.abort_on_disconnect(), asyncio.timeout(_HEALTH_GENERATE_TIMEOUT_S):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Final
 
 from ...runtime.errors import RequestError
@@ -24,7 +25,11 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
     request = convert(body, TokenizeRequest)
     services.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
-        raise RequestError("prompt and messages are two forms of the input; send exactly one", param="prompt")
+        raise RequestError(
+            "prompt and messages are two forms of the input; send exactly one",
+            param="prompt",
+            code="invalid_value",
+        )
     if request.messages is not None:
         messages, more_warnings = template_messages(request.messages, strict=strict)
         warnings += more_warnings
@@ -33,26 +38,40 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
             add_generation_prompt=request.add_generation_prompt is not False,
             variables=checked_template_variables(request.chat_template_kwargs),
         )
-        add_special_tokens = bool(request.add_special_tokens)
+        add_special_tokens, param = bool(request.add_special_tokens), "messages"
     else:
         text = request.prompt or ""
-        add_special_tokens = request.add_special_tokens is not False
-    ids = await services.encoder.encode(text, add_special_tokens=add_special_tokens, param="prompt")
+        add_special_tokens, param = request.add_special_tokens is not False, "prompt"
+    async with exchange.abort_on_disconnect():
+        [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
+        await exchange.send_json(_answer(services, text, ids, warnings))
+
+
+def _answer(services: Services, text: str, ids: array[int], warnings: list[str]) -> dict[str, object]:
     answer: dict[str, object] = {
         "tokens": ids.tolist(),
         "count": len(ids),
         "max_model_len": services.manager.capacity.max_model_len,
         "prompt": text,
     }
-    await exchange.send_json(answer | ({"warnings": warnings} if warnings else {}))
+    return answer | ({"warnings": warnings} if warnings else {})
 
 
 async def detokenize(exchange: Exchange, services: Services) -> None:
     """Text of token ids; under both names that clients of other engines look for."""
     body = await services.read_object(exchange)
-    _DETOKENIZE_POLICY.check(body, strict=services.config.server.strict)
+    warnings = _DETOKENIZE_POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, DetokenizeRequest)
     services.check_model(request.model)
-    ids = await services.encoder.encode(request.tokens, add_special_tokens=False, param="tokens")
-    text = services.tokenizer.decode(ids.tolist(), skip_special_tokens=bool(request.skip_special_tokens))
-    await exchange.send_json({"text": text, "prompt": text})
+    limit = services.manager.capacity.max_model_len
+    if len(request.tokens) > limit:
+        raise RequestError(
+            f"tokens has {len(request.tokens)} ids, but a text of this model has at most {limit}; send fewer at once",
+            param="tokens",
+            code="invalid_value",
+        )
+    text = await services.encoder.decode(
+        request.tokens, skip_special_tokens=bool(request.skip_special_tokens), param="tokens"
+    )
+    answer: dict[str, object] = {"text": text, "prompt": text}
+    await exchange.send_json(answer | ({"warnings": warnings} if warnings else {}))

@@ -37,7 +37,9 @@ def byte_level(*, normalizer: Any = None, added: list[AddedToken] | None = None)
 def byte_fallback() -> CoreTokenizer:
     """Bytes, the space, and a token of four spaces, as SentencePiece models write it."""
     vocab = {token: i for i, token in enumerate(["<unk>", *BYTES, "▁", "▁▁", "▁▁▁▁", "a"])}
-    model = models.BPE(vocab, [("▁", "▁"), ("▁▁", "▁▁")], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    model = models.BPE(
+        vocab, [("▁", "▁"), ("▁▁", "▁▁")], byte_fallback=True, unk_token="<unk>", fuse_unk=True
+    )
     core = CoreTokenizer(model)
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return core
@@ -51,7 +53,9 @@ TOKENIZERS = {
     "byte fallback": byte_fallback(),
 }
 TEXTS = st.lists(
-    st.sampled_from(["a" * 16, " " * 40, "▁" * 16, "<s>", "<|a|>", "\u212a", "\u1fbe\u0308\u0301", "中", "\u3000"])
+    st.sampled_from(
+        ["a" * 16, " " * 40, "▁" * 16, "<s>", "<|a|>", "\u212a", "\u1fbe\u0308\u0301", "中", "\u3000"]
+    )
     | st.text(max_size=5),
     max_size=12,
 ).map("".join)

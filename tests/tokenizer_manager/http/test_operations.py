@@ -52,6 +52,19 @@ def test_health_generate_runs_one_token(serve: Serve):
     assert request.sampling.max_new_tokens == 1
 
 
+def test_health_generate_is_let_in_when_the_queue_is_full(serve: Serve):
+    served = serve(max_queued_requests=1)
+    waiting = served.post_later("/v1/completions", json={"prompt": "hi", "n": 9})
+    for _ in range(9):
+        served.engine.next_request()
+    reply = served.threads.submit(served.client.get, "/health_generate")
+    served.engine.say(row(served.engine.next_request(), "x", finish=LENGTH))
+
+    assert reply.result(WAIT_S).status_code == 200
+    served.engine.loop.call_soon_threadsafe(served.services.manager.engine_died, "over")  # type: ignore[union-attr]
+    assert waiting.result(WAIT_S).status_code == 503
+
+
 def test_server_info_has_settings_capacity_model_and_report(serve: Serve):
     info = serve(max_queued_requests=5).client.get("/server_info").json()
 
