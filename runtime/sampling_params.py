@@ -122,7 +122,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for string in self.stop:
             if not string:
                 raise RequestError(
-                    "stop contains an empty string, which would match everywhere", param="stop"
+                    "stop contains an empty string, which would match everywhere",
+                    param="stop",
+                    code="invalid_value",
                 )
             if len(string) > MAX_STOP_STRING_CHARS:
                 raise _refused(

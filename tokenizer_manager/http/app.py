@@ -15,7 +15,7 @@ from typing import Final
 from ...runtime.errors import RequestError
 from .auth import Gate
 from .delivery import error_event
-from .errors import reply_to
+from .errors import MethodNotAllowedError, reply_to
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .openapi import ApiDocs
 from .routes import ROUTES, Handler
@@ -67,7 +67,7 @@ class App:
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in handlers:
             message = f"{path} does not take {exchange.method}; use {' or '.join(handlers)}"
-            raise RequestError(message, code="method_not_allowed", status=405)
+            raise MethodNotAllowedError(message, [*handlers, *(["HEAD"] if "GET" in handlers else [])])
         return handlers[method]
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ...runtime.errors import RequestError
-from .field_policy import FieldPolicy
+from .field_policy import FieldPolicy, first_warnings
 from .json_body import Body, convert, show
 
 MAX_MESSAGES: Final = 4096
@@ -36,6 +36,20 @@ _MESSAGE_POLICY: Final = FieldPolicy(
     {"audio": (), "function_call": (), "refusal": (), "tool_call_id": (), "tool_calls": ([],)},
     no_effect={"annotations", "id"},
 )
+_PART_POLICY: Final = FieldPolicy(
+    TextPart,
+    {
+        "audio_url": (),
+        "file": (),
+        "image": (),
+        "image_url": (),
+        "input_audio": (),
+        "refusal": (),
+        "video": (),
+        "video_url": (),
+    },
+    no_effect={"annotations", "cache_control", "id"},
+)
 
 
 def template_messages(messages: list[Body], *, strict: bool) -> tuple[list[dict[str, str]], list[str]]:
@@ -59,13 +73,19 @@ def template_messages(messages: list[Body], *, strict: bool) -> tuple[list[dict[
         at = f"messages[{i}]"
         warnings += _MESSAGE_POLICY.check(raw, strict=strict, at=at)
         message = convert(raw, ChatMessage, at)
-        fields = {"role": _checked_role(message.role, at), "content": _text_of(message, at)}
+        role = _checked_role(message.role, at)
+        if isinstance(message.content, list):
+            text, more_warnings = _joined(message.content, f"{at}.content", strict)
+            warnings += more_warnings
+        else:
+            text = _text_of(message, at)
+        fields = {"role": role, "content": text}
         if message.name is not None:
             fields["name"] = message.name
         if message.reasoning_content is not None:
             fields["reasoning_content"] = message.reasoning_content
         rendered.append(fields)
-    return rendered, warnings
+    return rendered, first_warnings(warnings)
 
 
 def _checked_role(role: str, at: str) -> str:
@@ -80,26 +100,30 @@ def _checked_role(role: str, at: str) -> str:
 
 
 def _text_of(message: ChatMessage, at: str) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.role == "assistant":
-            return ""
-        raise RequestError(
-            f"{at}.content is missing; a {message.role} message must have it",
-            param=f"{at}.content",
-            code="missing_field",
-        )
+    if isinstance(message.content, str):
+        return message.content
+    if message.role == "assistant":
+        return ""
+    raise RequestError(
+        f"{at}.content is missing; a {message.role} message must have it",
+        param=f"{at}.content",
+        code="missing_field",
+    )
+
+
+def _joined(parts: list[dict[str, Any]], at: str, strict: bool) -> tuple[str, list[str]]:
+    """The text of a list of parts, and warnings."""
     texts: list[str] = []
-    for i, part in enumerate(content):
+    warnings: list[str] = []
+    for i, part in enumerate(parts):
+        where = f"{at}[{i}]"
         kind = part.get("type")
         if kind != "text":
-            where = f"{at}.content[{i}].type"
             raise RequestError(
-                f'{where} is {show(kind)}, but only "text" is supported yet',
-                param=where,
+                f'{where}.type is {show(kind)}, but only "text" is supported yet',
+                param=f"{where}.type",
                 code="unsupported_value",
             )
-        texts.append(convert(part, TextPart, f"{at}.content[{i}]").text)
-    return "\n".join(texts)
+        warnings += _PART_POLICY.check(part, strict=strict, at=where)
+        texts.append(convert(part, TextPart, where).text)
+    return "\n".join(texts), first_warnings(warnings)

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 import msgspec
 
 from ...runtime.errors import EngineDeadError, RequestError
 from ..admission import QueueFullError
+from .json_body import shortened
 
 logger = logging.getLogger(__name__)
 
+_MAX_MESSAGE_CHARS: Final = 2000  # messages name fields and paths, which clients choose
+_MAX_PARAM_CHARS: Final = 200
 _TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error", 404: "invalid_request_error"}
+
+
+class MethodNotAllowedError(RequestError):
+    """The path exists and the method does not.
+
+    Attributes:
+        allowed: what it takes.
+    """
+
+    def __init__(self, message: str, allowed: list[str]) -> None:
+        super().__init__(message, code="method_not_allowed", status=405)
+        self.allowed = allowed
 
 
 class ErrorObject(msgspec.Struct):
@@ -47,6 +63,8 @@ def reply_to(error: Exception, request_id: str) -> ErrorReply:
             headers = (
                 [(b"retry-after", b"%d" % error.retry_after_s)] if isinstance(error, QueueFullError) else []
             )
+            if isinstance(error, MethodNotAllowedError):
+                headers = [(b"allow", ", ".join(error.allowed).encode())]
             if error.status == 401:
                 headers = [(b"www-authenticate", b"Bearer")]
             return _reply(error.status, error.message, kind, error.param, error.code, headers)
@@ -66,6 +84,12 @@ def _reply(
     code: str | None,
     headers: list[tuple[bytes, bytes]],
 ) -> ErrorReply:
-    # A value quoted in a message may hold half of a surrogate pair, which has no UTF-8 form.
-    printable = message.encode("utf-8", "backslashreplace").decode()
-    return ErrorReply(status, ErrorBody(ErrorObject(printable, kind, param, code)), headers)
+    if param is not None:
+        param = shortened(_printable(param), _MAX_PARAM_CHARS)
+    message = shortened(_printable(message), _MAX_MESSAGE_CHARS)
+    return ErrorReply(status, ErrorBody(ErrorObject(message, kind, param, code)), headers)
+
+
+def _printable(text: str) -> str:
+    """What is quoted from a request may hold half of a surrogate pair, which has no UTF-8 form."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -4,17 +4,19 @@
 - no effect: cannot change the answer; accepted;
 - not yet: would change the answer and is not honoured; refused unless it has a value that asks for nothing;
 - unknown: accepted with a warning in the response, since routers and clients add fields; refused under `--strict`.
+
+The same holds for objects inside a request, under their path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from ...runtime.errors import RequestError
-from .json_body import Body, show
+from .json_body import Body, shortened, show
 
 NotYet = dict[str, tuple[Any, ...]]
 """Field -> values that ask for nothing; null always does."""
@@ -103,15 +105,33 @@ COMPLETION_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
 }
 
 
+_MAX_WARNINGS: Final = 16
+_MAX_NAME_CHARS: Final = 100
+
+
 class FieldPolicy:
     """What one kind of object may hold."""
 
     def __init__(
-        self, honoured: type[msgspec.Struct], not_yet: NotYet, *, no_effect: Iterable[str] = NO_EFFECT
+        self,
+        honoured: type[msgspec.Struct],
+        not_yet: NotYet,
+        *,
+        no_effect: Iterable[str] = NO_EFFECT,
+        nested: Mapping[str, FieldPolicy] | None = None,
     ) -> None:
+        """State the fields.
+
+        Args:
+            honoured: the struct whose fields do something.
+            not_yet: fields that would, and the values of each that ask for nothing.
+            no_effect: fields that cannot change the answer.
+            nested: honoured fields that hold an object, and its policy.
+        """
         self._honoured = frozenset(field.encode_name for field in msgspec.structs.fields(honoured))
         self._not_yet = not_yet
         self._no_effect = frozenset(no_effect)
+        self._nested = nested or {}
         assert not self._honoured & (self._not_yet.keys() | self._no_effect)
 
     def check(self, body: Body, *, strict: bool, at: str = "") -> list[str]:
@@ -130,10 +150,11 @@ class FieldPolicy:
         """
         warnings: list[str] = []
         for field, value in body.items():
-            if field in self._honoured:
-                continue
             param = f"{at}.{field}" if at else field
-            if field in self._not_yet:
+            if field in self._honoured:
+                if field in self._nested and isinstance(value, dict):
+                    warnings += self._nested[field].check(value, strict=strict, at=param)
+            elif field in self._not_yet:
                 if not self._is_neutral(field, value):
                     raise RequestError(
                         f"{param} is {show(value)}, but it is not supported yet and would change the answer; "
@@ -142,14 +163,15 @@ class FieldPolicy:
                         code="unsupported_field",
                     )
             elif field not in self._no_effect:
+                name = shortened(param, _MAX_NAME_CHARS)
                 if strict:
                     raise RequestError(
-                        f"{param} is not a field of this request; leave it out, or run the server without --strict",
-                        param=param,
+                        f"{name} is not a field of this request; leave it out, or run the server without --strict",
+                        param=name,
                         code="unknown_field",
                     )
-                warnings.append(f"unknown field {param} was ignored")
-        return warnings
+                warnings.append(f"unknown field {name} was ignored")
+        return first_warnings(warnings)
 
     def _is_neutral(self, field: str, value: object) -> bool:
         # `1 == True` in Python, so the type counts where booleans are concerned.
@@ -157,3 +179,10 @@ class FieldPolicy:
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
             for neutral in self._not_yet[field]
         )
+
+
+def first_warnings(warnings: list[str]) -> list[str]:
+    """As many warnings as somebody reads, and how many more there are."""
+    if len(warnings) <= _MAX_WARNINGS + 1:
+        return warnings
+    return [*warnings[:_MAX_WARNINGS], f"and {len(warnings) - _MAX_WARNINGS} warnings more"]

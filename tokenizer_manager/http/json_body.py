@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -47,7 +49,9 @@ def parse_object(body: bytes) -> Body:
     except UnicodeDecodeError as error:
         raise _invalid(f"it is not UTF-8: byte {body[error.start]:#04x} at offset {error.start}") from None
     try:
-        value = _DECODER.decode(text)
+        value = _decoded(text)
+        if isinstance(value, dict) and _SURROGATE.search(body):
+            _refuse_lone_surrogates(value)
     except json.JSONDecodeError as error:
         what = (
             "it is empty" if not text.strip() else f"{error.msg} at line {error.lineno} column {error.colno}"
@@ -59,9 +63,14 @@ def parse_object(body: bytes) -> Body:
         raise _invalid(str(error).partition(";")[0]) from None
     if not isinstance(value, dict):
         raise _invalid("it must be an object, {...}")
-    if _SURROGATE.search(body):
-        _refuse_lone_surrogates(value)
     return value
+
+
+def _decoded(text: str) -> object:
+    try:
+        return _DECODER.decode(text)
+    except _Flawed:
+        raise _describe_flaw(text) from None
 
 
 def convert(value: object, target: type[T], at: str = "") -> T:
@@ -81,7 +90,9 @@ def convert(value: object, target: type[T], at: str = "") -> T:
         raise _type_error(str(error), value, at) from None
     except (OverflowError, RecursionError) as error:
         raise RequestError(
-            f"{at or 'the body'} has a value that is out of range: {error}", param=at or None
+            f"{at or 'the body'} has a value that is out of range: {error}",
+            param=at or None,
+            code="invalid_value",
         ) from None
 
 
@@ -91,23 +102,69 @@ def show(value: object) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+    return shortened(text, _MAX_SHOWN_CHARS)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= max_chars else text[:max_chars] + "…"
+
+
+class _Flawed(Exception):
+    """The body has what JSON allows and we do not; where, a second, slower reading finds."""
+
+
+class _Twice(dict[str, Any]):
+    """An object that has a key twice.
+
+    Attributes:
+        key: the first such.
+    """
+
+    def __init__(self, fields: Body, key: str) -> None:
+        super().__init__(fields)
+        self.key = key
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Body:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise RequestError(
-            f"the body has the key {show(twice)} twice in one object; send it once", param=twice
-        )
-    for key, value in pairs:
-        if value is _NOT_A_NUMBER:
-            raise RequestError(
-                f"{key} is NaN or Infinity, which JSON does not have; send a finite number", param=key
-            )
+        raise _Flawed
     return fields
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> Body:
+    fields = dict(pairs)
+    if len(fields) == len(pairs):
+        return fields
+    counts = Counter(key for key, _ in pairs)
+    return _Twice(fields, next(key for key, count in counts.items() if count > 1))
+
+
+def _flawed(_: str) -> float:
+    raise _Flawed
+
+
+def _describe_flaw(text: str) -> RequestError:
+    """What is wrong with a body that was found to be flawed."""
+    flaws = _flaws_in(_MARKING_DECODER.decode(text), "")
+    path, what = next(flaws, ("", "has a flaw in a value that is given twice"))
+    return RequestError(f"{path or 'the body'} {what}", param=path or None, code="invalid_json")
+
+
+def _flaws_in(value: object, path: str) -> Iterator[tuple[str, str]]:
+    match value:
+        case float() if value is _NOT_A_NUMBER:
+            yield path, "is NaN or Infinity, which JSON does not have; send a finite number"
+        case dict():
+            prefix = f"{path}." if path else ""
+            if isinstance(value, _Twice):
+                yield prefix + value.key, "is there twice in one object; send it once"
+            for key, item in value.items():
+                yield from _flaws_in(item, prefix + key)
+        case list():
+            for i, item in enumerate(value):
+                yield from _flaws_in(item, f"{path}[{i}]")
 
 
 def _whole(text: str) -> int | float:
@@ -116,9 +173,8 @@ def _whole(text: str) -> int | float:
 
 
 _NOT_A_NUMBER: Final = float("nan")  # known by identity
-_DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_float=_whole, parse_constant=lambda _: _NOT_A_NUMBER
-)
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_whole, parse_constant=_flawed)
+_MARKING_DECODER: Final = json.JSONDecoder(object_pairs_hook=_marked, parse_constant=lambda _: _NOT_A_NUMBER)
 
 
 def _invalid(why: str) -> RequestError:
@@ -134,6 +190,7 @@ def _refuse_lone_surrogates(value: object, path: str = "") -> None:
                 raise RequestError(
                     f"{path} has half of a surrogate pair at character {error.start}; send valid Unicode",
                     param=path,
+                    code="invalid_json",
                 ) from None
         case dict():
             for key, item in value.items():

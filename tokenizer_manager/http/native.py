@@ -26,6 +26,7 @@ from .protocol import (
     at_least_one,
     prompts_of,
 )
+from .renaming import renamed_fields
 from .services import Services
 
 _DEFAULT_MAX_NEW_TOKENS: Final = 128
@@ -42,16 +43,17 @@ _POLICY: Final = FieldPolicy(
         "token_ids_logprob": (),
         "video_data": ([],),
     },
-    no_effect={"log_metrics", "rid"},  # ids are made by the server; this one would be a label nobody reads
+    no_effect={"log_metrics"},
+    nested={"sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET)},
 )
-_SAMPLING_POLICY: Final = FieldPolicy(NativeSampling, SAMPLING_NOT_YET)
 _OUR_NAMES: Final = {
-    **{name: f"sampling_params.{name}" for name in SamplingParams.__struct_fields__},
+    **{name: f"sampling_params.{name}" for name in ("n", *SamplingParams.__struct_fields__)},
+    "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
 }
-"""What `SamplingParams.verify` calls a field -> where it stands in `NativeRequest`."""
+"""What others call a field -> where it stands in `NativeRequest`."""
 
 LogprobRow = tuple[float | None, int, str]
 """Log-probability, token id, token."""
@@ -87,44 +89,24 @@ class GenerateBody(msgspec.Struct):
 async def generate(exchange: Exchange, services: Services) -> None:
     """Generate from texts or token ids."""
     body = await services.read_object(exchange)
-    strict = services.config.server.strict
-    warnings = _POLICY.check(body, strict=strict)
+    warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, NativeRequest)
-    fields = request.sampling_params or {}
-    warnings += _SAMPLING_POLICY.check(fields, strict=strict, at="sampling_params")
-    sampling = convert(fields, NativeSampling, "sampling_params")
-    if (request.text is None) == (request.input_ids is None):
-        raise RequestError("text and input_ids are two forms of the prompt; send exactly one", param="text")
-    param = "text" if request.input_ids is None else "input_ids"
-    value = request.text if request.input_ids is None else request.input_ids
-    top = (request.top_logprobs_num or 0) if request.return_logprob else None
-    max_new_tokens = at_least_one(sampling.max_new_tokens, "sampling_params.max_new_tokens")
-    wants_prompt = request.logprob_start_len is not None and request.logprob_start_len >= 0
-    if wants_prompt and request.logprob_start_len != 0:
+    if request.rid is not None:
+        warnings.append(
+            "rid was ignored: ids are made by the server; requests are aborted by the id in meta_info"
+        )
+    if request.stream and request.return_logprob and not request.incremental:
         raise RequestError(
-            f"logprob_start_len is {request.logprob_start_len}, but only 0 (the whole prompt) and -1 (none of it) are "
-            f"supported",
-            param="logprob_start_len",
+            "incremental is not true, so that each chunk of the stream would hold the log-probabilities of all tokens "
+            "so far; set it, or leave out return_logprob",
+            param="incremental",
             code="unsupported_value",
         )
-    generation_request = GenerationRequest(
-        prompts=prompts_of(value, param),
-        sampling=sampling.sampling(
-            max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
-            min_new_tokens=sampling.min_new_tokens,
-            keep_stop=sampling.no_stop_trim,
-            logprobs=top,
-            prompt_logprobs=top if wants_prompt else None,
-        ),
-        n=sampling.num_choices(),
-        id_prefix="gen",
-        priority=request.priority or 0,
-        extra_key=request.cache_salt or "",
-        prompt_param=param,
-        length_param="sampling_params.max_new_tokens",
-    )
+    generation_request, is_batch = _generation_request(request)
     async with exchange.abort_on_disconnect():
-        with await _start(services, generation_request) as generation:
+        with renamed_fields(_OUR_NAMES):
+            generation = await services.manager.start(generation_request)
+        with generation:
             if request.stream:
                 answer = _NativeStream(
                     services, generation, incremental=bool(request.incremental), warnings=warnings
@@ -136,18 +118,52 @@ async def generate(exchange: Exchange, services: Services) -> None:
                 for choice, answer in zip(generation.choices, await collect(generation), strict=True)
             ]
             answers[0].warnings = warnings or UNSET
-            single = len(answers) == 1 and not _is_batch(value)
-            await exchange.send_json(answers[0] if single else answers)
+            await exchange.send_json(answers if is_batch or len(answers) > 1 else answers[0])
 
 
-async def _start(services: Services, request: GenerationRequest) -> Generation:
-    """Start, and say in errors what the fields are called here."""
-    try:
-        return await services.manager.start(request)
-    except RequestError as error:
-        if error.param is not None:
-            error.param = _OUR_NAMES.get(error.param, error.param)
-        raise
+def _generation_request(request: NativeRequest) -> tuple[GenerationRequest, bool]:
+    """What shall be generated, and whether the client sent a list of prompts.
+
+    Raises:
+        RequestError: the request contradicts itself, or a field is of a wrong type.
+    """
+    sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
+    if (request.text is None) == (request.input_ids is None):
+        raise RequestError(
+            "text and input_ids are two forms of the prompt; send exactly one",
+            param="text",
+            code="invalid_value",
+        )
+    param = "text" if request.input_ids is None else "input_ids"
+    value = request.text if request.input_ids is None else request.input_ids
+    prompts = prompts_of(value, param)
+    top = (request.top_logprobs_num or 0) if request.return_logprob else None
+    wants_prompt = request.logprob_start_len is not None and request.logprob_start_len >= 0
+    if wants_prompt and request.logprob_start_len != 0:
+        raise RequestError(
+            f"logprob_start_len is {request.logprob_start_len}, but only 0 (the whole prompt) and -1 (none of it) are "
+            f"supported",
+            param="logprob_start_len",
+            code="unsupported_value",
+        )
+    with renamed_fields(_OUR_NAMES):
+        max_new_tokens = at_least_one(sampling.max_new_tokens, "max_new_tokens")
+        generation_request = GenerationRequest(
+            prompts=prompts,
+            sampling=sampling.sampling(
+                max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+                min_new_tokens=sampling.min_new_tokens,
+                keep_stop=sampling.no_stop_trim,
+                logprobs=top,
+                prompt_logprobs=top if wants_prompt else None,
+            ),
+            n=sampling.num_choices(),
+            id_prefix="gen",
+            priority=request.priority or 0,
+            extra_key=request.cache_salt or "",
+            prompt_param=param,
+        )
+    return generation_request, isinstance(value, list) and isinstance(value[0], str | list)
 
 
 class _NativeStream:
@@ -225,7 +241,3 @@ def _top(services: Services, entries: list[TokenLogprob]) -> list[list[LogprobRo
 
 def _named(services: Services, token_id: int) -> tuple[int, str]:
     return token_id, services.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-
-
-def _is_batch(value: object) -> bool:
-    return isinstance(value, list) and isinstance(value[0], str | list)

@@ -13,13 +13,16 @@ from .accounting import Timings, UsageBody, timings_of, usage_of
 from .chat_messages import template_messages
 from .delivery import Collected, collect, event, finish_reason, stream
 from .exchange import Exchange
-from .field_policy import CHAT_NOT_YET, FieldPolicy
+from .field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
 from .json_body import convert
 from .logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
 from .protocol import ChatRequest, StreamOptions, checked_template_variables
+from .renaming import renamed_fields
 from .services import Services
 
-_POLICY: Final = FieldPolicy(ChatRequest, CHAT_NOT_YET)
+_POLICY: Final = FieldPolicy(
+    ChatRequest, CHAT_NOT_YET, nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())}
+)
 
 
 class ChatMessageBody(msgspec.Struct, kw_only=True):
@@ -85,7 +88,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     services.check_model(request.model)
     options = request.events()
     messages, more_warnings = template_messages(request.messages, strict=strict)
-    warnings += more_warnings
+    warnings = first_warnings(warnings + more_warnings)
     max_new_tokens, length_param = request.max_new_tokens()
     sampling = request.sampling(
         max_new_tokens=max_new_tokens,
@@ -111,7 +114,9 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         length_param=length_param,
     )
     async with exchange.abort_on_disconnect():
-        with await services.manager.start(generation_request) as generation:
+        with renamed_fields({"max_tokens": length_param}):
+            generation = await services.manager.start(generation_request)
+        with generation:
             if options is not None:
                 await stream(exchange, generation, _ChatStream(services, generation, options, warnings))
             else:

@@ -20,7 +20,11 @@ from .protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of
 from .services import Services
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
-_POLICY: Final = FieldPolicy(CompletionRequest, COMPLETION_NOT_YET)
+_POLICY: Final = FieldPolicy(
+    CompletionRequest,
+    COMPLETION_NOT_YET,
+    nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
+)
 
 
 class CompletionChoice(msgspec.Struct):
@@ -141,10 +145,12 @@ class _CompletionWriter:
         """The prompt's text, if the answer shall begin with it."""
         if not self._echo:
             return ""
-        prompt = self._prompts[choice.index // self._generation.n]
-        if isinstance(prompt, str):
-            return prompt
-        return self._services.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
+        index = choice.index // self._generation.n
+        prompt = self._prompts[index]
+        if isinstance(prompt, list):  # once for all n
+            prompt = self._services.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
+            self._prompts[index] = prompt
+        return prompt
 
     def body(self, choices: list[CompletionChoice]) -> Completion:
         """A body around some choices."""
@@ -175,10 +181,7 @@ class _CompletionStream:
         first = index not in self._begun
         part = self._writer.part(choice, output, first=first)
         if part.text or part.logprobs is not None:
-            chunk = self._chunk([part])
-            if not self._begun and self._writer.warnings:
-                chunk.warnings = self._writer.warnings
-            events += event(chunk)
+            events += event(self._chunk([part]))
         self._begun.add(index)
         if output.finish is not None:
             self._num_finished += 1
@@ -203,4 +206,6 @@ class _CompletionStream:
             chunk.usage = usage_of(self._generation)
         elif self._options.include_usage:
             chunk.usage = None
+        if self._writer.warnings:  # in the first chunk that is sent
+            chunk.warnings, self._writer.warnings = self._writer.warnings, []
         return chunk

@@ -93,12 +93,14 @@ async def model(exchange: Exchange, services: Services) -> None:
 async def abort_request(exchange: Exchange, services: Services) -> None:
     """End running requests; their clients get what there is, with `finish_reason` abort. Unknown ids are no error."""
     body = await services.read_object(exchange)
-    _ABORT_POLICY.check(body, strict=services.config.server.strict)
+    warnings = _ABORT_POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, AbortBody)
     if not request.rid and not request.abort_all:
-        raise RequestError("rid is missing; send the id of an answer, or abort_all: true", param="rid")
+        raise RequestError(
+            "rid is missing; send the id of an answer, or abort_all: true", param="rid", code="missing_field"
+        )
     num_aborted = services.manager.abort(None if request.abort_all else request.rid, "aborted by request")
-    await exchange.send_json({"aborted": num_aborted})
+    await exchange.send_json({"aborted": num_aborted, **({"warnings": warnings} if warnings else {})})
 
 
 async def flush_cache(exchange: Exchange, services: Services) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from ...runtime.errors import RequestError
-from ...runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from ...runtime.sampling_params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from ..chat_template import RESERVED_NAMES
 from .json_body import convert, show
 
@@ -80,10 +80,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             max_new_tokens=max_new_tokens,
             min_new_tokens=_or(min_new_tokens, 0),
             temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=_or(self.top_k, -1),
+            # OpenAI's range begins at 0, where nothing but the likeliest token is left; ours begins above.
+            top_p=_or(self.top_p, 1.0) if self.top_p != 0 else 1.0,
+            top_k=_or(self.top_k, -1) if self.top_p != 0 else 1,
             min_p=_or(self.min_p, 0.0),
-            seed=self.seed,
+            seed=None if self.seed is None else self.seed & MAX_SEED,  # OpenAI takes negative ones
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
@@ -152,6 +153,7 @@ class ChatRequest(GenerationFields, kw_only=True):
                 f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}, "
                 f"but they mean the same; send one",
                 param="max_tokens",
+                code="invalid_value",
             )
         if self.max_completion_tokens is not None:
             name, value = "max_completion_tokens", self.max_completion_tokens
@@ -174,6 +176,7 @@ class ChatRequest(GenerationFields, kw_only=True):
             raise RequestError(
                 f"top_logprobs is {self.top_logprobs}, but logprobs is not true; set it or leave both out",
                 param="top_logprobs",
+                code="invalid_value",
             )
         return None
 
@@ -219,6 +222,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     logprob_start_len: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    rid: Any = None  # taken and not used, which is said
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -27,6 +27,7 @@ def check_error(reply: Any, status: int, param: str | None, message: str) -> Non
     assert error["param"] == param
     assert message in error["message"]
     assert isinstance(error["type"], str)
+    assert error["code"] is not None
 
 
 def check_alive(served: Served) -> None:
@@ -52,11 +53,10 @@ BOTH = [
     ({"temperature": -0.1}, "temperature", "temperature is -0.1, but it must lie in [0, 100]"),
     ({"temperature": "hot"}, "temperature", "must be a number"),
     ({"temperature": 10**400}, "temperature", "out of range"),
-    ({"top_p": 0}, "top_p", "(0, 1]"),
+    ({"top_p": -0.1}, "top_p", "(0, 1]"),
     ({"top_p": 1.1}, "top_p", "(0, 1]"),
     ({"top_k": -2}, "top_k", "top_k is -2"),
     ({"min_p": 2}, "min_p", "[0, 1]"),
-    ({"seed": -1}, "seed", "seed is -1"),
     ({"seed": 2**64}, "seed", "seed is"),
     ({"frequency_penalty": 3}, "frequency_penalty", "[-2, 2]"),
     ({"presence_penalty": -3}, "presence_penalty", "[-2, 2]"),
@@ -90,6 +90,16 @@ BOTH = [
 ]
 
 CHAT_ONLY = [
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "messages[0].content[0].image_url",
+        "not supported yet",
+    ),
+    ({"max_completion_tokens": 1000}, "max_completion_tokens", "and max_completion_tokens is 1000"),
     ({"messages": []}, "messages", "messages is empty"),
     ({"messages": None}, "messages", "must be a list"),
     ({"messages": "hi"}, "messages", "must be a list"),
@@ -180,7 +190,13 @@ def test_completions(answering: Served, fields, param, message):
         (b'{"prompt": "\xff\xfe"}', None, "not UTF-8"),
         (b'{"prompt": "\\ud800"}', "prompt", "half of a surrogate pair"),
         (b'{"prompt": "a", "prompt": "b"}', "prompt", "twice"),
+        (
+            b'{"messages": [{}, {"role": "user", "content": "a", "content": "b"}]}',
+            "messages[1].content",
+            "twice",
+        ),
         (b'{"temperature": NaN}', "temperature", "NaN"),
+        (b'{"prompt": [1, NaN]}', "prompt[1]", "NaN"),
         (b'{"temperature": -Infinity}', "temperature", "Infinity"),
         (b'{"a":' * 50_000, None, "nested too deeply"),
     ],
@@ -222,6 +238,12 @@ def test_unknown_fields_are_refused_when_strict(serve: Serve):
     check_error(served.client.post(CHAT, json=HI | {"temprature": 1}), 400, "temprature", "--strict")
     strange = {"messages": [USER | {"mood": 1}]}
     check_error(served.client.post(CHAT, json=strange), 400, "messages[0].mood", "--strict")
+    stream = {"stream": True, "stream_options": {"include_usge": True}}
+    for path, prompt in ((CHAT, HI), (COMPLETIONS, {"prompt": "hi"})):
+        reply = served.client.post(path, json=prompt | stream)
+        check_error(reply, 400, "stream_options.include_usge", "--strict")
+    part = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "size": 1}]}]}
+    check_error(served.client.post(CHAT, json=part), 400, "messages[0].content[0].size", "--strict")
     sampling = {"text": "hi", "sampling_params": {"temprature": 1}}
     check_error(served.client.post("/generate", json=sampling), 400, "sampling_params.temprature", "--strict")
     check_alive(served)
@@ -285,6 +307,8 @@ def test_unknown_paths_and_methods(serve: Serve):
     check_error(client.get(f"{served.url}//health"), 404, None, "//health")
     check_error(client.get(CHAT), 405, None, "use POST")
     check_error(client.delete("/health"), 405, None, "use GET")
+    assert client.get(CHAT).headers["allow"] == "POST"
+    assert client.delete("/health").headers["allow"] == "GET, HEAD"
     assert client.head("/health").status_code == 200
 
 
@@ -300,3 +324,26 @@ def test_a_full_queue_is_a_429_with_retry_after(serve: Serve):
     assert int(reply.headers["retry-after"]) >= 1
     served.engine.loop.call_soon_threadsafe(served.services.manager.engine_died, "over")  # type: ignore[union-attr]
     assert [one.result(WAIT_S).status_code for one in waiting] == [503] * 3
+
+
+def test_names_that_clients_chose_come_back_short(serve: Serve):
+    served = serve(say_all("x"))
+    long_names = {"prompt": "hi"} | {f"{i}{'x' * 10_000}": 1 for i in range(100)}
+    warnings = served.client.post(COMPLETIONS, json=long_names).json()["warnings"]
+    assert len(warnings) == 17
+    assert warnings[-1] == "and 84 warnings more"
+    assert max(map(len, warnings)) < 200
+    many = {"messages": [{"role": "user", "content": "a", "b": 1}] * 20}
+    assert len(served.client.post(CHAT, json=many).json()["warnings"]) == 17
+    deep = b'{"prompt": ' + b"[" * 900 + b'"\\ud800"' + b"]" * 900 + b"}"
+    for body in (b'{"' + b"x" * 10**6 + b'": NaN}', deep):
+        error = served.client.post(COMPLETIONS, content=body).json()["error"]
+        assert len(error["param"]) <= 201
+        assert len(error["message"]) <= 2001
+
+
+def test_a_body_nested_up_to_the_parsers_limit_is_an_answer_or_a_400(serve: Serve):
+    served = serve(say_all("x"))
+    for depth in range(860, 1000, 20):
+        body = b'{"prompt": "x", "metadata": ' + b"[" * depth + b'"\\ud83d\\ude00"' + b"]" * depth + b"}"
+        assert served.client.post(COMPLETIONS, content=body).status_code in (200, 400)

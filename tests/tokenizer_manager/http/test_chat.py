@@ -279,3 +279,19 @@ def test_a_request_id_is_echoed_if_it_is_usable(serve: Serve, given: str, echoed
         reply = served.client.post(PATH, json=body, headers={"X-Request-Id": given})
         assert (reply.headers["x-request-id"] == given) is echoed
         assert reply.headers["x-request-id"]
+
+
+def test_unknown_fields_inside_are_warned_of_with_their_path(serve: Serve):
+    served = serve(say_all("x"))
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "size": 1}
+    body = {
+        "messages": [{"role": "user", "content": [part]}],
+        "stream": True,
+        "stream_options": {"include_usge": True},
+    }
+    chunks = events(served.client.post(PATH, json=body).text)
+
+    assert chunks[0]["warnings"] == [
+        "unknown field stream_options.include_usge was ignored",
+        "unknown field messages[0].content[0].size was ignored",
+    ]

@@ -158,3 +158,38 @@ def test_fields_with_neutral_values_pass(serve: Serve, fields):
     served = serve(say_all("x"))
 
     assert served.client.post(PATH, json={"prompt": "x"} | fields).status_code == 200
+
+
+def test_priority_salt_and_tenant_reach_the_scheduler(serve: Serve):
+    served = serve(say_all("x"))
+    served.client.post(PATH, json={"prompt": "hi", "priority": 3, "cache_salt": "s", "user": "u"})
+    request = served.engine.next_request()
+
+    assert (request.priority, request.extra_key, request.tenant) == (3, "s", "u")
+
+
+@pytest.mark.parametrize("texts", [["x", "y"], ["", "x"], ["", ""]])
+@pytest.mark.parametrize("stream_options", [{}, {"include_usage": True}])
+def test_warnings_stand_in_the_first_event_of_a_stream(serve: Serve, texts, stream_options):
+    served = serve(say_all(*texts))
+    body = {"prompt": "hi", "stream": True, "stream_options": stream_options, "colour": "red"}
+    chunks = events(served.client.post(PATH, json=body).text)
+
+    assert chunks[0]["warnings"] == ["unknown field colour was ignored"]
+    assert all("warnings" not in chunk for chunk in chunks[1:])
+
+
+@pytest.mark.parametrize(("sent", "seed"), [(-1, 2**63 - 1), (-(2**63), 0), (5, 5), (2**63 - 1, 2**63 - 1)])
+def test_every_64_bit_integer_is_a_seed(serve: Serve, sent, seed):
+    served = serve(say_all("x"))
+
+    assert served.client.post(PATH, json={"prompt": "hi", "seed": sent}).status_code == 200
+    assert served.engine.next_request().sampling.seed == seed
+
+
+@pytest.mark.parametrize("top_p", [0, 0.0])
+def test_no_probability_mass_is_the_likeliest_token(serve: Serve, top_p):
+    served = serve(say_all("x"))
+    served.client.post(PATH, json={"prompt": "hi", "top_p": top_p, "top_k": 5})
+
+    assert served.engine.next_request().sampling.greedy

@@ -65,6 +65,28 @@ def test_unknown_fields_are_warned_of_or_refused():
     assert caught.value.param == "temprature"
 
 
+class Inner(msgspec.Struct):
+    known: int = 0
+
+
+class Outer(msgspec.Struct):
+    inner: Inner | None = None
+
+
+def test_objects_inside_are_checked_under_their_path():
+    policy = FieldPolicy(Outer, {}, nested={"inner": FieldPolicy(Inner, {"later": (0,)})})
+
+    assert policy.check({"inner": None}, strict=True) == []
+    assert policy.check({"inner": {"known": 1, "later": 0}}, strict=True) == []
+    assert policy.check({"inner": {"unknown": 1}}, strict=False) == [
+        "unknown field inner.unknown was ignored"
+    ]
+    for fields, param in [({"unknown": 1}, "inner.unknown"), ({"later": 1}, "inner.later")]:
+        with pytest.raises(RequestError) as caught:
+            policy.check({"inner": fields}, strict=True)
+        assert caught.value.param == param
+
+
 OPENAI_CHAT_FIELDS = """
     messages model audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens
     metadata modalities moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key

@@ -79,7 +79,11 @@ def test_numbers_that_json_does_not_have_are_refused_by_name(constant):
 
 def test_a_key_twice_is_refused_at_any_depth():
     assert refusal(b'{"model": "a", "model": "b"}').param == "model"
-    assert refusal(b'{"messages": [{"role": "a", "role": "b"}]}').param == "role"
+    assert refusal(b'{"messages": [{"role": "a", "role": "b"}]}').param == "messages[0].role"
+    assert (
+        refusal(b'{"a": {"b": 1, "b": 2}, "a": 1}').param == "a"
+    )  # the other one is gone with the first "a"
+    assert refusal(b'{"a": 1, "a": 2} x').message.startswith("the body is not valid JSON")
     assert refusal(b'{"mod\\u0065l": "a", "model": "b"}').param == "model"
 
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from engine.runtime.messages import Finish, FinishKind, Logprobs
 from engine.runtime.sampling_params import SamplingParams
 
-from ..conftest import Serve
+from ..conftest import Serve, Served
 from ..fake_engine import EOS, LENGTH, TOKENIZER, WAIT_S, floats, row, say_all
 from .test_chat import events
 
@@ -72,18 +76,90 @@ def test_logprobs(serve: Serve):
     assert meta["output_top_logprobs"] == [[[-0.5, 64, "a"]]]
 
 
-def test_errors_name_the_field_inside_sampling_params(serve: Serve):
+@pytest.mark.parametrize(
+    ("sampling", "param", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens", "^sampling_params.max_new_tokens is 0"),
+        ({"max_new_tokens": "x"}, "max_new_tokens", "must be an integer"),
+        ({"regex": "a+"}, "regex", "not supported yet"),
+        ({"top_p": 1.5}, "top_p", "^sampling_params.top_p is 1.5"),
+        (
+            {"max_new_tokens": 1000},
+            "max_new_tokens",
+            "sampling_params.max_new_tokens is 1000: .* lower samp",
+        ),
+        ({"n": 0}, "n", "^sampling_params.n is 0"),
+        ({"n": 100}, "n", "100 answers"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "^sampling_params.logit_bias has the key"),
+        ({"stop": ""}, "stop", "^sampling_params.stop contains"),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 8},
+            "min_new_tokens",
+            r"^sampling_params.min_new_tokens is 9, .* sampling_params.max_new_tokens \(8\)",
+        ),
+    ],
+)
+def test_errors_name_the_field_inside_sampling_params(answering: Served, sampling, param, message):
+    reply = answering.client.post("/generate", json={"text": "hi", "sampling_params": sampling})
+    error = reply.json()["error"]
+
+    assert (reply.status_code, error["param"]) == (400, f"sampling_params.{param}")
+    assert re.search(message, error["message"]), error["message"]
+    assert error["code"] is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "text", "exactly one"),
+        ({"text": ["a", "x" * 300]}, "text[1]", r"^text\[1\] has 300 tokens"),
+        ({"input_ids": [[1], [999]]}, "input_ids[1]", "999"),
+        (
+            {"text": "a", "return_logprob": True, "top_logprobs_num": 21},
+            "top_logprobs_num",
+            "^top_logprobs_num is 21",
+        ),
+        ({"text": "a", "return_logprob": True, "stream": True}, "incremental", "set it, or leave out"),
+    ],
+)
+def test_errors_name_fields_as_they_are_called_here(answering: Served, fields, param, message):
+    error = answering.client.post("/generate", json=fields).json()["error"]
+
+    assert error["param"] == param
+    assert re.search(message, error["message"]), error["message"]
+    assert error["code"] is not None
+
+
+def test_log_probabilities_are_streamed_in_parts(serve: Serve):
+    def script(request):
+        for text in "ab":
+            finish = LENGTH if text == "b" else None
+            yield row(request, text, logprobs=Logprobs(floats(-0.5)), finish=finish)
+
+    served = serve(script)
+    body = {"text": "hi", "stream": True, "incremental": True, "return_logprob": True}
+    chunks = events(served.client.post("/generate", json=body).text)
+
+    assert [chunk["meta_info"]["output_token_logprobs"] for chunk in chunks] == [
+        [[-0.5, 64, "a"]],
+        [[-0.5, 65, "b"]],
+    ]
+
+
+def test_priority_and_salt_reach_the_scheduler(serve: Serve):
     served = serve(say_all("x"))
-    for sampling, param in [
-        ({"max_new_tokens": 0}, "sampling_params.max_new_tokens"),
-        ({"max_new_tokens": "x"}, "sampling_params.max_new_tokens"),
-        ({"regex": "a+"}, "sampling_params.regex"),
-        ({"top_p": 0}, "sampling_params.top_p"),
-        ({"max_new_tokens": 1000}, "sampling_params.max_new_tokens"),
-    ]:
-        reply = served.client.post("/generate", json={"text": "hi", "sampling_params": sampling})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-    assert served.client.post("/generate", json={}).json()["error"]["param"] == "text"
+    served.client.post("/generate", json={"text": "hi", "priority": 3, "cache_salt": "s"})
+    request = served.engine.next_request()
+
+    assert (request.priority, request.extra_key) == (3, "s")
+
+
+def test_an_id_of_the_clients_is_said_to_be_ignored(serve: Serve):
+    served = serve(say_all("x"), strict=True)
+    body = served.client.post("/generate", json={"text": "hi", "rid": "mine"}).json()
+
+    assert body["warnings"][0].startswith("rid was ignored")
+    assert body["meta_info"]["id"] != "mine"
 
 
 def test_tokenize_and_detokenize_are_inverse(serve: Serve):
