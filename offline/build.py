@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..detokenizer.manager import Detokenizer
 from ..runtime.feasibility import capacity_of
-from ..runtime.openmp import let_waiting_threads_sleep
+from ..runtime.openmp import shorten_spinning
 from ..runtime.prepare import Prepared
 from .engine import EngineParts, EngineThread
 
@@ -31,7 +31,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
 
     def build() -> EngineParts:
         on_step("import torch")
-        let_waiting_threads_sleep()
+        shorten_spinning()
         from ..model_runner.load import load_model_runner
         from ..scheduler.scheduler import Scheduler
 

@@ -3,8 +3,8 @@
 import gc
 
 from ..runtime.child import run_child
-from ..runtime.openmp import let_waiting_threads_sleep
+from ..runtime.openmp import shorten_spinning
 
 gc.disable()  # until `main` has the model: to collect while torch is imported takes 0.1 s and finds nothing
-let_waiting_threads_sleep()  # before `process.py` imports torch
+shorten_spinning()  # before `process.py` imports torch
 run_child(__package__)

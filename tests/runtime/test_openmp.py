@@ -4,14 +4,14 @@ import os
 import subprocess
 import sys
 
-from engine.runtime.openmp import let_waiting_threads_sleep
+from engine.runtime.openmp import shorten_spinning
 
 SCRIPT = """
 import os, sys
-from engine.runtime.openmp import let_waiting_threads_sleep
-took_effect = let_waiting_threads_sleep()
+from engine.runtime.openmp import shorten_spinning
+took_effect = shorten_spinning()
 assert "torch" not in sys.modules
-print(took_effect, os.environ.get("OMP_WAIT_POLICY"))
+print(took_effect, os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
 """
 
 
@@ -22,21 +22,23 @@ def run_script(environ):
     return done.stdout.split()
 
 
-def test_threads_sleep_by_default():
+def test_spinning_is_bounded_by_default():
     environ = {
         key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "KMP_"))
     }
 
-    assert run_script(environ) == ["True", "passive"]
+    assert run_script(environ) == ["True", "None", "1500"]
 
 
 def test_a_policy_of_the_user_stays():
-    assert run_script({**os.environ, "OMP_WAIT_POLICY": "active"}) == ["False", "active"]
+    environ = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+
+    assert run_script({**environ, "OMP_WAIT_POLICY": "active"}) == ["False", "active", "None"]
 
 
 def test_too_late_once_torch_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", object())
     environ: dict[str, str] = {}
 
-    assert not let_waiting_threads_sleep(environ)
+    assert not shorten_spinning(environ)
     assert not environ
