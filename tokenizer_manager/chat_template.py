@@ -1,14 +1,13 @@
 """`ChatTemplate`: chat messages to prompt text, with the model's Jinja template in a sandbox.
 
-Templates come with model files, so they are other people's code. They run in Jinja's immutable sandbox, and the time
-and the output of one rendering are limited: where template code calls something, multiplies, or puts out a piece.
-A template is set up as Hugging Face does it, which is what template authors test against.
+Templates come with model files, so they are other people's code: they run in `TemplateSandbox`, whose docstring says
+what is limited and what is not. A template is set up as Hugging Face does it, which is what template authors test
+against.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,13 +17,12 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from ..runtime.errors import ConfigError, RequestError
 from ..runtime.model_files.tokenizer import Tokenizer
+from .template_sandbox import LimitError, TemplateSandbox
 
 RESERVED_NAMES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
-_MAX_RENDER_S: Final = 2.0
 _MAX_OUTPUT_CHARS: Final = 64 << 20
 
 
@@ -50,7 +48,7 @@ class ChatTemplate:
         """
         self.source = source
         self._name = name
-        self._environment = _Environment(
+        self._environment = TemplateSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
         )
         self._environment.filters["tojson"] = _tojson
@@ -99,7 +97,7 @@ class ChatTemplate:
             ):
                 size += len(part)
                 if size > _MAX_OUTPUT_CHARS:
-                    raise _LimitError(f"it puts out more than {_MAX_OUTPUT_CHARS} characters")
+                    raise LimitError(f"it puts out more than {_MAX_OUTPUT_CHARS} characters")
                 self._environment.check_clock()
                 parts.append(part)
         except Exception as error:  # template code may raise anything, and it is this request's own trouble
@@ -135,34 +133,6 @@ def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) 
     return ChatTemplate(source, tokenizer.special_tokens, f"the chat template {path}")
 
 
-class _LimitError(Exception):
-    """Rendering took too long or made too much."""
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a clock that is looked at wherever template code can spend time."""
-
-    intercepted_binops = frozenset({"*", "**"})
-    _deadline_s = 0.0
-
-    def start_clock(self) -> None:
-        self._deadline_s = time.monotonic() + _MAX_RENDER_S
-
-    def check_clock(self) -> None:
-        if time.monotonic() > self._deadline_s:
-            raise _LimitError(f"it takes longer than {_MAX_RENDER_S:g} s")
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_clock()
-        return super().call(*args, **kwargs)
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        self.check_clock()
-        if operator == "**" or _product_size(left, right) > _MAX_OUTPUT_CHARS:
-            raise _LimitError(f"it uses {operator} for what could be a huge value")
-        return super().call_binop(context, operator, left, right)
-
-
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}`: marks the assistant's text for training; here its body is simply put out."""
 
@@ -171,11 +141,6 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _product_size(left: Any, right: Any) -> int:
-    sequence, count = (left, right) if hasattr(left, "__len__") else (right, left)
-    return len(sequence) * count if hasattr(sequence, "__len__") and isinstance(count, int) else 0
 
 
 def _raise_exception(message: str) -> None:

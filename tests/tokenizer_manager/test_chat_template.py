@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-import re
+import time
+import tracemalloc
 from datetime import datetime
 
+import jinja2.sandbox
 import pytest
 
 from engine.runtime.errors import ConfigError, RequestError
-from engine.tokenizer_manager import chat_template
+from engine.tokenizer_manager import chat_template, template_sandbox
 from engine.tokenizer_manager.chat_template import ChatTemplate, load_chat_template
 
 from .fake_engine import TEMPLATE, TOKENIZER, make_tokenizer
@@ -71,11 +73,87 @@ def test_output_is_limited(monkeypatch):
         render("{% for i in range(2000) %}ab{{ i }}{% endfor %}")
 
 
-def test_time_is_limited_also_where_nothing_is_put_out(monkeypatch):
-    monkeypatch.setattr(chat_template, "_MAX_RENDER_S", 0.05)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% set r = range(9999) %}{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set r = range(9999) %}{% for i in r if i < 0 %}{% else %}{% for j in r %}{% for k in r %}{% endfor %}"
+        "{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
+        "{% for i in [[0]] recursive %}{{ loop([[0], [0]]) }}{% endfor %}",
+    ],
+)
+def test_time_is_limited_also_where_nothing_is_put_out(monkeypatch, source):
+    monkeypatch.setattr(template_sandbox, "MAX_RENDER_S", 0.05)
+    begun_s = time.monotonic()
 
-    with pytest.raises(RequestError, match=re.escape("longer than 0.05 s")):
-        render("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}")
+    with pytest.raises(RequestError, match="longer than 0.05 s|recursion"):
+        render(source)
+    assert time.monotonic() - begun_s < 5
+
+
+DOUBLE = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(27) %}@{% endfor %}x"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DOUBLE.replace("@", "{% set n.x = n.x + n.x %}"),
+        DOUBLE.replace("@", "{% set n.x = n.x ~ n.x %}"),
+        DOUBLE.replace("@", "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"),
+        DOUBLE.replace("@", "{% set n.x = n.x | replace('a', 'aa') %}"),
+        DOUBLE.replace("@", "{% set n.x = n.x.replace('a', 'aa') %}"),
+        DOUBLE.replace("@", "{% set n.x = [n.x, n.x] | join %}"),
+        DOUBLE.replace("@", "{% set n.x = ''.join([n.x, n.x]) %}"),
+        DOUBLE.replace("'aaaaaaaa'", "[0]").replace("@", "{% set n.x = n.x + n.x %}"),
+        DOUBLE.replace("'aaaaaaaa'", "9").replace("@", "{% set n.x = n.x * n.x %}"),
+        "{% set y = 'a' | center(1000000000) %}x",
+        "{% set y = 'a' | center(width=1000000000) %}x",
+        "{% set y = 'a' | indent(1000000000, true) %}x",
+        "{% set y = [1] | batch(1000000000, 0) | list %}x",
+        "{% set y = '%1000000000d' | format(1) %}x",
+        "{% set y = '%*d' | format(1000000000, 1) %}x",
+        "{% set y = '%1000000000d' % 1 %}x",
+        "{% set y = '%.1000000000f' % 1 %}x",
+        "{% set y = '{:1000000000d}'.format(1) %}x",
+        "{% set y = '{:{}d}'.format(1, 1000000000) %}x",
+        "{% set y = '{a:1000000000d}'.format_map({'a': 1}) %}x",
+        "{% set y = 'a'.ljust(1000000000) %}x",
+        "{% set f = 'a'.center %}{% set y = f(1000000000) %}x",
+        "{% set y = '\t'.expandtabs(1000000000) %}x",
+        "{% set y = [0] * 100000000 %}x",
+        "{% set y = 1000000000 * 'a' %}x",
+    ],
+)
+def test_values_that_grow_without_bound_are_refused_before_they_exist(source):
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="cannot render these messages: it (uses|makes)"):
+            render(source)
+        assert tracemalloc.get_traced_memory()[1] < 300 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_templates_usually_do_is_what_it_was():
+    """The loops, filters and operators that are watched give what Jinja's own give."""
+    source = """
+        {%- for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ m.content ~ 1 ~ none ~ [2] }}
+        {%- for key, value in m.items() if key != 'role' %}{{ key }}{{ loop.first }}{% else %}none{% endfor %}
+        {%- endfor %}
+        {{- 'ab' + 'c' * 2 }}{{ 7 % 4 }}{{ '%s-%05.1f' % ('x', 2) }}{{ '%d%%' | format(1700000000) }}
+        {{- '{:>4}|{}'.format('a', 1700000000) }}{{ 'a' | center(5) }}{{ 'x\ny' | indent(2) }}{{ 'a'.ljust(3) }}
+        {{- ['a', 'b'] | join(', ') }}{{ 'aXb' | replace('X', '-') }}{{ 'aXb'.replace('X', '-', 1) }}{{ 3 * 4 + 1 }}
+        {{- messages | map(attribute='role') | join('+') }}{{ nothing ~ '' }}{% for x in nothing %}{% endfor %}
+        {%- for c in 'ab' %}{{ loop.previtem }}{{ loop.nextitem }}{{ loop.cycle(1, 2) }}{{ loop.revindex }}{% endfor %}
+        {%- for t in [[1, [2]]] recursive %}{% if t is sequence %}({{ loop(t) }})
+        {%- else %}{{ t }}{% endif %}{% endfor %}
+        {%- macro m(x) %}<{{ x }}>{% endmacro %}{{ m('q') + m(1) }}{% set b %}{{ m(2) }}!{% endset %}{{ b ~ b }}
+        {%- for p in {'k': 1} %}{{ p }}{% endfor %}{{ (['a'] + ['b'])[-1] }}{{ [[1, 2, 3] | batch(2)] | length }}"""
+    plain = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+    assert render(source) == plain.from_string(source).render(messages=[USER])
 
 
 def test_a_broken_template_is_refused_at_start():
