@@ -8,13 +8,17 @@ only of tokenizers that throw nothing away; for any other there is no bound.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer as CoreTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import models
 
 _MAX_NFC_SHRINK: Final = 4
 """Bytes of a text per byte of its NFC form, at most: 3.5 over all of Unicode, see the test."""
+
+_NFC_INERT: Final = frozenset([*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)])
+"""Bytes of ASCII's control characters and of planes 4 to 16, which NFC neither makes nor changes, and of no UTF-8."""
 
 _LOSSLESS_STEPS: Final = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 _SPLITTING_STEPS: Final = frozenset({"Punctuation", "Split"})  # lossless unless told to remove
@@ -26,32 +30,42 @@ class TokenBound(NamedTuple):
     Attributes:
         bytes_per_token: of the text, at most.
         counts_spaces: False where special tokens swallow the space around them, which then is not counted.
+        uncounted_bytes: which have no token and are dropped; published vocabularies lack some control characters.
     """
 
     bytes_per_token: int
     counts_spaces: bool
+    uncounted_bytes: bytes = b""
 
     def min_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least."""
         if not self.counts_spaces:
             text = "".join(text.split())
-        num_bytes = len(text.encode("utf-8", "surrogatepass"))
+        num_bytes = len(text.encode("utf-8", "surrogatepass").translate(None, self.uncounted_bytes))
         return -(-num_bytes // self.bytes_per_token)
 
 
-def find_token_bound(core: CoreTokenizer) -> TokenBound | None:
-    """The bound for a tokenizer, or None where none is certain. Takes 15 ms for 49,152 tokens."""
-    shrink = _normalizer_shrink(_state(core.normalizer))
+def find_token_bound(core: CoreTokenizer, byte_of_char: Mapping[int, int]) -> TokenBound | None:
+    """The bound for a tokenizer, or None where none is certain. Takes 15 ms for 49,152 tokens.
+
+    Args:
+        core: the tokenizer.
+        byte_of_char: the alphabet of byte-level vocabularies: character -> byte.
+    """
+    normalizer = _state(core.normalizer)
+    shrink = _normalizer_shrink(normalizer)
     pre_tokenizer = _state(core.pre_tokenizer)
     if shrink is None or not _keeps_everything(pre_tokenizer) or not isinstance(core.model, models.BPE):
         return None
     if core.model.continuing_subword_prefix or core.model.end_of_word_suffix:
         return None
     vocab = core.get_vocab(with_added_tokens=False)
-    # A character that has no token is dropped, or many become one unknown token: every byte must have its own.
+    # What has no token is dropped, or much of it becomes one unknown token.
+    missing: frozenset[int] = frozenset()
     if "ByteLevel" in _kinds(pre_tokenizer):
-        if not vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
-            return None
+        missing = frozenset(byte for char, byte in byte_of_char.items() if chr(char) not in vocab)
+        if missing and not (normalizer is None or (normalizer["type"] == "NFC" and missing <= _NFC_INERT)):
+            return None  # the normalizer may make them of others
         longest = max(map(len, vocab))  # one character per byte
     elif core.model.byte_fallback:
         if not vocab.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}:
@@ -61,7 +75,8 @@ def find_token_bound(core: CoreTokenizer) -> TokenBound | None:
         return None
     added = core.get_added_tokens_decoder().values()
     longest = max(longest, *(len(token.content.encode()) for token in added), 1)
-    return TokenBound(longest * shrink, not any(token.lstrip or token.rstrip for token in added))
+    counts_spaces = not any(token.lstrip or token.rstrip for token in added)
+    return TokenBound(longest * shrink, counts_spaces, bytes(sorted(missing)))
 
 
 def _state(step: Any) -> dict[str, Any] | None:

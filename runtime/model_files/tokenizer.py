@@ -222,7 +222,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _token_bound(self) -> TokenBound | None:
-        return find_token_bound(self._core)
+        return find_token_bound(self._core, _BYTE_OF_CHAR)
 
     def _encode_token(self, token: str) -> bytes:
         if "ByteLevel" in self._decoder_types:

@@ -12,20 +12,25 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
-from engine.runtime.model_files.token_bound import _MAX_NFC_SHRINK, find_token_bound
+from engine.runtime.model_files.token_bound import _MAX_NFC_SHRINK, TokenBound, find_token_bound
+from engine.runtime.model_files.tokenizer import _BYTE_OF_CHAR
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+RARE = "ĀĄñÀ"  # bytes 00, 04, F1 and C0, as byte-level vocabularies write them
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def byte_level(*, normalizer: Any = None, added: list[AddedToken] | None = None) -> CoreTokenizer:
+def byte_level(
+    *, normalizer: Any = None, added: list[AddedToken] | None = None, without: str = ""
+) -> CoreTokenizer:
     """All bytes, and runs of "a" up to 4 and of spaces up to 8."""
     runs, merges = [], []
     for char, lengths in (("a", (2, 4)), ("Ġ", (2, 4, 8))):
         for length in lengths:
             runs.append(char * length)
             merges.append((char * (length // 2), char * (length // 2)))
-    core = CoreTokenizer(models.BPE(vocab={t: i for i, t in enumerate(ALPHABET + runs)}, merges=merges))
+    tokens = [token for token in ALPHABET + runs if token not in set(without)]
+    core = CoreTokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     if normalizer is not None:
@@ -45,42 +50,44 @@ def byte_fallback() -> CoreTokenizer:
     return core
 
 
+def find(core: CoreTokenizer) -> TokenBound | None:
+    return find_token_bound(core, _BYTE_OF_CHAR)
+
+
 STRIPPING = AddedToken("<s>", lstrip=True, rstrip=True, special=True)
 TOKENIZERS = {
     "byte level": byte_level(),
     "NFC": byte_level(normalizer=normalizers.NFC()),
     "a token that strips": byte_level(added=[STRIPPING]),
     "byte fallback": byte_fallback(),
+    "no token for some bytes": byte_level(without=RARE),
+    "no token for some bytes, NFC": byte_level(without=RARE, normalizer=normalizers.NFC()),
 }
-TEXTS = st.lists(
-    st.sampled_from(
-        ["a" * 16, " " * 40, "▁" * 16, "<s>", "<|a|>", "\u212a", "\u1fbe\u0308\u0301", "中", "\u3000"]
-    )
-    | st.text(max_size=5),
-    max_size=12,
-).map("".join)
+PIECES = ["a" * 16, " " * 40, "▁" * 16, "<s>", "<|a|>", "中", "\u3000", "\x04" * 9, "\U00050000"]
+PIECES += ["\u212a", "\u1fbe\u0308\u0301"]  # NFC makes them shorter
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens(name, text):
     core = TOKENIZERS[name]
-    bound = find_token_bound(core)
+    bound = find(core)
 
     assert bound is not None
     assert bound.min_tokens(text) <= len(core.encode(text, add_special_tokens=False).ids)
 
 
 def test_the_bound_is_the_longest_token():
-    bound = find_token_bound(TOKENIZERS["byte level"])
+    bound = find(TOKENIZERS["byte level"])
 
     assert bound is not None
-    assert bound == (8, True)
+    assert bound == (8, True, b"")
     assert bound.min_tokens("a" * 17) == 3
 
 
 def test_the_longest_token_may_be_an_added_one():
-    bound = find_token_bound(byte_level(added=[AddedToken("<|" + "é" * 20 + "|>")]))
+    bound = find(byte_level(added=[AddedToken("<|" + "é" * 20 + "|>")]))
 
     assert bound is not None
     assert bound.bytes_per_token == 44
@@ -102,13 +109,15 @@ def with_(**parts: Any) -> CoreTokenizer:
         with_(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
         with_(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
         with_(pre_tokenizer=None),
+        byte_level(without="b", normalizer=normalizers.Replace("x", "b")),
+        byte_level(without="b", normalizer=normalizers.NFC()),
         with_(model=models.BPE(vocab={"a": 0}, merges=[])),
         with_(model=models.WordLevel({"a": 0}, unk_token="a")),
         with_(model=models.BPE({"a": 0, "</w>": 1}, [], end_of_word_suffix="</w>")),
     ],
 )
 def test_what_may_throw_text_away_has_no_bound(core):
-    assert find_token_bound(core) is None
+    assert find(core) is None
 
 
 def test_nfc_shrinks_no_text_by_more_than_the_bound_assumes():
