@@ -66,21 +66,25 @@ def plan_memory(
     step_tokens: int,
     max_model_len: int,
     max_running_requests: int,
+    copies_tied_head: bool,
 ) -> MemoryBudget:
     """The sums for one model.
 
     Args:
+        copies_tied_head: the output head is packed for its kernel (on the CPU), also where it is tied to the embedding.
         step_tokens: new tokens of the largest step.
         max_model_len: positions that attention of one token may look back on.
         max_running_requests: rows of logits that may be sampled in one step.
     """
     width = BYTES_OF_DTYPE[dtype]
+    packed_head = spec.vocab_size * spec.hidden_size * width
     activations = step_tokens * (6 * spec.hidden_size + 3 * spec.intermediate_size) * 4
     scores = step_tokens * spec.num_heads * max_model_len * 4
     logits = max_running_requests * spec.vocab_size * 4 * _LOGITS_COPIES
     return MemoryBudget(
         usable_bytes=usable_bytes,
-        weights_bytes=spec.weight_bytes(width),
+        weights_bytes=spec.weight_bytes(width)
+        + (packed_head if copies_tied_head and spec.tie_word_embeddings else 0),
         workspace_bytes=activations + scores + logits + RUNTIME_BYTES,
         kv_token_bytes=spec.kv_bytes_per_token(width),
         fraction=fraction,

@@ -199,6 +199,7 @@ class _Resolver:
             step_tokens=min(prompt_tokens, most_running * wanted_len) + most_running,
             max_model_len=wanted_len,
             max_running_requests=most_running,
+            copies_tied_head=device == "cpu",
         )
 
     def pool_by_memory(self, budget: MemoryBudget) -> int:

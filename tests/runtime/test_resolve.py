@@ -91,8 +91,12 @@ def test_the_pool_is_what_the_sums_say():
         step_tokens=512 + 64,
         max_model_len=8192,
         max_running_requests=64,
+        copies_tied_head=True,
     )
-    by_hand = (16 * GIB - 2 * SPEC.num_parameters - budget.workspace_bytes) * 0.4 / (2 * 30 * 3 * 64 * 2)
+    head = SPEC.vocab_size * SPEC.hidden_size
+    by_hand = (
+        (16 * GIB - 2 * (SPEC.num_parameters + head) - budget.workspace_bytes) * 0.4 / (2 * 30 * 3 * 64 * 2)
+    )
     assert budget.workspace_bytes > RUNTIME_BYTES
     assert resolved.cache.max_total_tokens == int(by_hand) // 16 * 16
 
@@ -134,6 +138,7 @@ def test_the_workspace_is_that_of_the_largest_step(settings, facts, step_tokens,
         step_tokens=step_tokens,
         max_model_len=max_model_len,
         max_running_requests=running,
+        copies_tied_head=True,
     )
     most = budget.left_bytes // budget.kv_token_bytes
 
