@@ -15,7 +15,8 @@ from .config import EngineConfig
 from .config_fields import SECRETS, config_fields
 from .config_sources import MergedConfig
 from .host_facts import read_host_facts
-from .model_files.model_spec import ModelSpec, load_spec
+from .model_files.load_spec import load_spec
+from .model_files.model_spec import ModelSpec
 from .model_files.source import ModelSource, resolve_source
 from .resolve import resolve
 

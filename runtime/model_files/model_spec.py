@@ -1,18 +1,14 @@
 """ModelSpec: the facts about a model's architecture that the rest of the engine computes with.
 
-Read from a model's files by `hf_config` and `gguf_config`; carried to every process inside messages. It holds
+Read from a model's files by `hf_config` and `gguf_config` (see `load_spec`); carried to every process inside messages. It holds
 no tensors and no paths, and says nothing about devices: memory planning and model building take it from here.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import msgspec
-
-if TYPE_CHECKING:
-    from .source import ModelSource
 
 SUPPORTED_MODEL_TYPES: Final = ("llama",)
 """Hugging Face `model_type` values for which there is a model implementation."""
@@ -94,20 +90,3 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"it must be above low_freq_factor {scaling.low_freq_factor:g}"
             )
         return None
-
-
-def load_spec(source: ModelSource) -> ModelSpec:
-    """Read the architecture from a model's files, with the reader of its kind.
-
-    Raises:
-        ConfigError: the files are broken, or the model needs something that is not implemented.
-    """
-    # The readers import this module; GGUF brings numpy, which a folder does not need.
-    if source.kind == "gguf":
-        from .gguf import GGUFFile
-        from .gguf_config import read_gguf_spec
-
-        return read_gguf_spec(GGUFFile(source.path))
-    from .hf_config import read_hf_spec
-
-    return read_hf_spec(Path(source.path))

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.runtime.model_files.default_model import ensure_default_model
-from engine.runtime.model_files.model_spec import load_spec
+from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.model_files.tokenizer import load_tokenizer
 from engine.runtime.sampling_params import SamplingParams

@@ -22,7 +22,8 @@ from engine.runtime.config import (
 )
 from engine.runtime.control import Role
 from engine.runtime.logs import configure_logging
-from engine.runtime.model_files.model_spec import ModelSpec, load_spec
+from engine.runtime.model_files.load_spec import load_spec
+from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.supervisor import ROOMS, EngineReady, Supervisor
 

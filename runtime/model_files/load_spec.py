@@ -1,0 +1,24 @@
+"""`load_spec`: from a model's files to its `ModelSpec`, with the reader of their kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .model_spec import ModelSpec
+from .source import ModelSource
+
+
+def load_spec(source: ModelSource) -> ModelSpec:
+    """Read the architecture from a model's files.
+
+    Raises:
+        ConfigError: the files are broken, or the model needs something that is not implemented.
+    """
+    if source.kind == "gguf":  # imported here: GGUF brings numpy, which a folder does not need
+        from .gguf import GGUFFile
+        from .gguf_config import read_gguf_spec
+
+        return read_gguf_spec(GGUFFile(source.path))
+    from .hf_config import read_hf_spec
+
+    return read_hf_spec(Path(source.path))
