@@ -1,7 +1,8 @@
 """ModelSpec: the facts about a model's architecture that the rest of the engine computes with.
 
-Read from a model's files by `hf_config` and `gguf_config` (see `load_spec`); carried to every process inside messages. It holds
-no tensors and no paths, and says nothing about devices: memory planning and model building take it from here.
+Read from a model's files by `hf_config` and `gguf_config` (see `load_spec`); carried to every process inside
+messages. It holds no tensors and no paths, and says nothing about devices: memory planning and model building take it
+from here.
 """
 
 from __future__ import annotations
