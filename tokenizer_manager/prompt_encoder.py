@@ -91,9 +91,8 @@ class PromptEncoder:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, job.run)
         finally:
-            job.wanted = (
-                False  # one that has not begun is taken off the threads' queue by the cancellation itself
-            )
+            # One that has not begun is taken off the threads' queue by the cancellation itself.
+            job.wanted = False
             self._num_waiting_chars -= job.num_chars
 
     def _checked(self, ids: list[int], prompts: Sequence[Prompt], index: int, param: str) -> list[int]:

@@ -80,6 +80,7 @@ def test_output_is_limited(monkeypatch):
         "{% set r = range(9999) %}{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}",
         "{% set r = range(9999) %}{% for i in r if i < 0 %}{% else %}{% for j in r %}{% for k in r %}{% endfor %}"
         "{% endfor %}{% endfor %}",
+        "{% set s = 'a' * 4000000 %}{% for i in range(90000) %}{% set t = s | upper %}{% endfor %}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
         "{% for i in [[0]] recursive %}{{ loop([[0], [0]]) }}{% endfor %}",
     ],
