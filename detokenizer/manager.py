@@ -17,11 +17,13 @@ from ..runtime.messages import (
     BatchTextOutput,
     BatchTokenOutput,
     DetokenizerInput,
+    Explanation,
     Finish,
     FinishKind,
     FlushCacheDone,
     Logprobs,
     ManagerInput,
+    PinDone,
     SchedulerReport,
     TextOptions,
     TextOutput,
@@ -63,7 +65,7 @@ class Detokenizer:
             case BatchTokenOutput():
                 batch = self.process(message)
                 return batch if batch.outputs else None
-            case SchedulerReport() | FlushCacheDone():
+            case SchedulerReport() | FlushCacheDone() | PinDone() | Explanation():
                 return message
             case _:
                 assert_never(message)

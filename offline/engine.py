@@ -23,9 +23,11 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
     AbortRequest,
     BatchTextOutput,
+    Explanation,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
+    PinDone,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
@@ -201,7 +203,7 @@ class _Loop:
                     with self._lock:
                         answer = self._flushes.pop(done.flush_id)
                     answer.put(done)
-                case SchedulerReport():
+                case SchedulerReport() | PinDone() | Explanation():
                     pass
 
     def _deliver_row(self, parts: EngineParts, row: TextOutput) -> None:

@@ -9,8 +9,9 @@ whole.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from .errors import ConfigError
 
@@ -18,7 +19,27 @@ Auto = Literal["auto"]
 DType = Literal["auto", "bfloat16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
-SchedulePolicyName = Literal["fcfs", "lpm"]
+SchedulePolicyName = Literal[
+    "fcfs",
+    "lpm",
+    "dfs-weight",
+    "lof",
+    "random",
+    "priority",
+    "sjf",
+    "srtf",
+    "hrrn",
+    "round-robin",
+    "fair",
+    "adaptive",
+    "fifo-serial",
+    "static",
+]
+StepPhases = Literal["mixed", "prefill-first", "decode-first"]
+PreemptionModeName = Literal["cost", "recompute", "swap"]
+EstimatorName = Literal["ratio", "beta", "full", "none"]
+LengthEstimate = Literal["max-tokens", "tenant-average"]
+EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -60,6 +81,15 @@ class CacheConfig:
         float | Auto, "Share of the memory left after the weights that the KV pool may take."
     ] = "auto"
     radix_cache: Annotated[bool, "Keep the KV of finished requests and reuse common prefixes."] = True
+    eviction_policy: Annotated[
+        EvictionPolicyName, "Which cached prefixes go first when memory is needed."
+    ] = "lru"
+    pin_fraction: Annotated[
+        float, "Share of the KV pool that pinned prefixes may take; running requests come first."
+    ] = 0.25
+    swap_space: Annotated[
+        float | Auto, "GiB of host memory for the KV of requests that lost their place to others."
+    ] = "auto"
 
     def __post_init__(self) -> None:
         _at_least("page_size", self.page_size, 1)
@@ -70,40 +100,138 @@ class CacheConfig:
             )
         if self.mem_fraction != "auto" and not 0.0 < self.mem_fraction <= 1.0:
             raise ConfigError(f"mem_fraction is {self.mem_fraction}, but it must lie in (0, 1]")
+        if not 0.0 <= self.pin_fraction <= 1.0:
+            raise ConfigError(f"pin_fraction is {self.pin_fraction}, but it must lie in [0, 1]")
+        if self.swap_space != "auto" and not (math.isfinite(self.swap_space) and self.swap_space >= 0):
+            raise ConfigError(f"swap_space is {self.swap_space}, but it must be 0 or more GiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What runs next, how much of it in one step, and how cautiously memory is promised."""
 
-    schedule_policy: Annotated[
-        SchedulePolicyName, "Order of the waiting queue: arrival, or longest cached prefix first."
-    ] = "fcfs"
+    schedule_policy: Annotated[SchedulePolicyName, "Order of the waiting queue."] = "fcfs"
+    policy_seed: Annotated[int, "Start of the random policy's order, and of --chaos."] = 0
+    tenant_quantum: Annotated[
+        int, "Round-robin: tokens that a tenant is served before it is the next one's turn."
+    ] = 2048
+    length_estimate: Annotated[
+        LengthEstimate, "Where sjf and srtf take the length of an answer from that nobody knows yet."
+    ] = "max-tokens"
+    length_ageing: Annotated[
+        float, "sjf and srtf: tokens of length that a second of waiting makes up for; 0: never."
+    ] = 100.0
+    priority_ageing: Annotated[
+        float, "Seconds of waiting that count as one level of priority; 0: never, low ones may starve."
+    ] = 10.0
+    priority_preemption: Annotated[
+        bool, "With the priority policy: urgent requests may take the place of running ones."
+    ] = True
+    priority_preemption_threshold: Annotated[
+        int, "Levels of priority by which a request must exceed one whose place it takes."
+    ] = 10
+    static_batch_size: Annotated[int, "Static policy: requests of a batch."] = 8
+    static_batch_wait: Annotated[
+        float, "Static policy: seconds to wait for a full batch before a smaller one starts."
+    ] = 1.0
     max_running_requests: Annotated[int | Auto, "Requests that may run at the same time."] = "auto"
     max_queued_requests: Annotated[int, "Requests that may wait; over it clients get 429."] = 4096
+    queue_timeout: Annotated[
+        float | None, "Seconds that a request may wait to be started (default: no limit)."
+    ] = None
+    request_timeout: Annotated[
+        float | None, "Seconds from arrival to the last token of a request (default: no limit)."
+    ] = None
+    phases: Annotated[
+        StepPhases,
+        "Whether prompts and running requests share a step, and who comes first where they do not.",
+    ] = "mixed"
+    prefill_decode_interval: Annotated[
+        int, "Prefill-first: decode steps between two prefill steps, while requests run."
+    ] = 0
+    max_prefill_steps_in_a_row: Annotated[
+        int, "Prefill-first: prefill steps before the running must decode."
+    ] = 8
     chunked_prefill_size: Annotated[
         int | Auto, "Prompt tokens of one step per chunk; -1: never cut a prompt."
     ] = "auto"
     max_prefill_tokens: Annotated[int, "Prompt tokens of one step, all requests together."] = 16384
-    mixed_chunk: Annotated[bool, "Running requests decode along with prefill chunks in the same step."] = True
-    max_prefill_steps_in_a_row: Annotated[
-        int, "Without mixed-chunk: prefill steps before the running must decode."
-    ] = 8
+    max_num_batched_tokens: Annotated[
+        int | None, "Tokens of one step, prompts and decodes together (default: only the limits on prompts)."
+    ] = None
+    max_num_partial_prefills: Annotated[
+        int, "Prompts that may be in the middle of their chunks at the same time."
+    ] = 1
+    max_long_partial_prefills: Annotated[
+        int, "How many of them may be long; the others' places are for short ones."
+    ] = 1
+    long_prefill_token_threshold: Annotated[
+        int, "Tokens above which a prompt is long; 0: 4 % of the context, where several may be cut."
+    ] = 0
+    admission_estimator: Annotated[
+        EstimatorName, "How much memory is kept for tokens that are not generated yet."
+    ] = "ratio"
     schedule_conservativeness: Annotated[
         float, "Above 1: admit less and retract rarer; below 1: the reverse."
     ] = 1.0
+    look_ahead: Annotated[
+        int, "Requests tried in a pass behind one that lacks memory; 0: nobody overtakes it."
+    ] = 16
+    in_batch_prefix_caching: Annotated[
+        bool, "Hold back requests whose beginning another one is computing, so that it is computed once."
+    ] = True
+    preemption_mode: Annotated[
+        PreemptionModeName,
+        "What becomes of the KV of a request that loses its place: computed again, kept on "
+        "the host, or whatever costs less.",
+    ] = "cost"
+    max_loras_per_batch: Annotated[int, "Different adapters that may run at the same time."] = 8
+    num_lookahead_tokens: Annotated[
+        int, "KV slots kept ready per running request beyond its next token, for draft tokens."
+    ] = 0
+    chaos: Annotated[
+        str | None,
+        "For tests: faults on purpose; 'retract=0.5:500' retracts with this probability, so often.",
+    ] = None
 
     def __post_init__(self) -> None:
-        _at_least("max_running_requests", self.max_running_requests, 1)
-        _at_least("max_queued_requests", self.max_queued_requests, 1)
-        _at_least("max_prefill_tokens", self.max_prefill_tokens, 1)
-        _at_least("max_prefill_steps_in_a_row", self.max_prefill_steps_in_a_row, 1)
+        for name in (
+            "tenant_quantum",
+            "static_batch_size",
+            "max_running_requests",
+            "max_queued_requests",
+            "max_prefill_tokens",
+            "max_prefill_steps_in_a_row",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+            "max_loras_per_batch",
+        ):
+            _at_least(name, getattr(self, name), 1)
+        for name in (
+            "policy_seed",
+            "priority_preemption_threshold",
+            "prefill_decode_interval",
+            "long_prefill_token_threshold",
+            "look_ahead",
+            "num_lookahead_tokens",
+        ):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("length_ageing", "priority_ageing", "static_batch_wait"):
+            _finite(name, getattr(self, name), 0.0, open_end=False)
+        for name in ("queue_timeout", "request_timeout"):
+            if getattr(self, name) is not None:
+                _finite(name, getattr(self, name), 0.0, open_end=True)
         if self.chunked_prefill_size != -1:
             _at_least("chunked_prefill_size", self.chunked_prefill_size, 1)
-        if not (math.isfinite(self.schedule_conservativeness) and self.schedule_conservativeness > 0):
+        if self.max_num_batched_tokens is not None:
+            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
-                f"schedule_conservativeness is {self.schedule_conservativeness}, but it must be above 0"
+                f"max_long_partial_prefills is {self.max_long_partial_prefills}, but it must not exceed "
+                f"max_num_partial_prefills ({self.max_num_partial_prefills})"
             )
+        _finite("schedule_conservativeness", self.schedule_conservativeness, 0.0, open_end=True)
+        parse_chaos(self.chaos)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +264,9 @@ class LogConfig:
 
     log_level: Annotated[LogLevel, "Least severity that is logged."] = "info"
     log_interval: Annotated[float, "Seconds between the scheduler's step lines."] = 10.0
+    decision_log: Annotated[
+        str | None, "File for every decision of the scheduler; it holds token ids, so keep it private."
+    ] = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.log_interval) and self.log_interval > 0):
@@ -151,6 +282,44 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+class ChaosSpec(NamedTuple):
+    """Faults on purpose.
+
+    Attributes:
+        retract_probability: that a pass retracts a random running request.
+        max_retractions: how often at most.
+    """
+
+    retract_probability: float
+    max_retractions: int
+
+
+def parse_chaos(text: str | None) -> ChaosSpec | None:
+    """What `--chaos` asks for; None for nothing.
+
+    Raises:
+        ConfigError: it is not `retract=PROBABILITY:COUNT`.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"retract=([0-9.]+):([0-9]+)", text.strip())
+    try:
+        spec = ChaosSpec(float(match[1]), int(match[2])) if match else None
+    except ValueError:  # "1.2.3" has the form, but is no number
+        spec = None
+    if spec is None or not 0.0 <= spec.retract_probability <= 1.0:
+        raise ConfigError(
+            f"chaos is {text!r}, but it must be retract=PROBABILITY:COUNT, such as retract=0.5:500"
+        )
+    return spec
+
+
+def _finite(name: str, value: float, low: float, *, open_end: bool) -> None:
+    if not math.isfinite(value) or value < low or (open_end and value == low):
+        rule = f"above {low:g}" if open_end else f"{low:g} or more"
+        raise ConfigError(f"{name} is {value}, but it must be {rule}")
 
 
 def _at_least(name: str, value: int | str, low: int) -> None:

@@ -25,6 +25,8 @@ class Capacity(Record, frozen=True):
         page_size: tokens per page.
         max_running_requests: rows of the request pool.
         vocab_size: token ids are below it.
+        num_host_pages: pages of the host's KV pool, ids 0..num_host_pages-1; 0 without swapping.
+        kv_token_bytes: keys and values of one token, all layers; 0 if unknown.
     """
 
     max_model_len: int
@@ -32,6 +34,8 @@ class Capacity(Record, frozen=True):
     page_size: int
     max_running_requests: int
     vocab_size: int
+    num_host_pages: int = 0
+    kv_token_bytes: int = 0
 
     @property
     def max_total_tokens(self) -> int:

@@ -108,6 +108,11 @@ class GenerateRequest(Message, frozen=True):
         priority: larger is scheduled earlier where the policy looks at it.
         extra_key: namespace of the prefix cache (cache salt, adapter): equal tokens match only under equal keys.
         tenant: whom to account the request to (API key or `user` field).
+        lora_id: the adapter to run it with; "" for the model itself.
+        needs_grammar: it waits aside until `GrammarReady` comes.
+        group: siblings (n > 1) have the same one, not "", and the same prompt: one computes it, all share its pages.
+        queue_timeout_s: seconds from arrival within which it must be started; None: the server's limit.
+        timeout_s: seconds from arrival within which it must have ended; None: the server's limit.
     """
 
     rid: str
@@ -117,6 +122,38 @@ class GenerateRequest(Message, frozen=True):
     priority: int = 0
     extra_key: str = ""
     tenant: str = ""
+    lora_id: str = ""
+    needs_grammar: bool = False
+    group: str = ""
+    queue_timeout_s: float | None = None
+    timeout_s: float | None = None
+
+
+class GrammarReady(Message, frozen=True):
+    """The grammar that a request waits for is there, or, with an `error`, will never be. Unknown ids are ignored."""
+
+    rid: str
+    error: str = ""
+
+
+class PinPrefix(Message, frozen=True):
+    """Keep what is cached of a prefix for a time, as far as the quota goes; answered by `PinDone` with the same id.
+
+    Pinning again sets a new end; `ttl_s` 0 unpins. Pinned pages are the last to go, but they go when running requests
+    need them: a pin can never block admission.
+    """
+
+    pin_id: int
+    input_ids: bytes
+    ttl_s: float
+    extra_key: str = ""
+
+
+class Explain(Message, frozen=True):
+    """Ask why a request fared as it did; answered by `Explanation` with the same id."""
+
+    explain_id: int
+    rid: str
 
 
 class AbortRequest(Message, frozen=True):
@@ -137,7 +174,7 @@ class FlushCache(Message, frozen=True):
     flush_id: int
 
 
-SchedulerInput = GenerateRequest | AbortRequest | FlushCache
+SchedulerInput = GenerateRequest | AbortRequest | FlushCache | GrammarReady | PinPrefix | Explain
 
 
 # ---------------------------------------------------------------- scheduler -> detokenizer
@@ -191,6 +228,18 @@ class SchedulerReport(Message, frozen=True):
     evicted_tokens_total: int = 0
     num_steps_total: int = 0
     step_s_total: float = 0.0
+    num_swapped_reqs: int = 0  # of num_queue_reqs, those whose KV is on the host
+    num_grammar_reqs: int = 0  # of num_queue_reqs, those that wait for a grammar
+    preempted_reqs_total: int = 0  # of retracted_reqs_total, those that made place for a more urgent request
+    swapped_out_tokens_total: int = 0
+    swapped_in_tokens_total: int = 0
+    host_used_tokens: int = 0
+    host_total_tokens: int = 0
+    pinned_tokens: int = 0
+    timed_out_reqs_total: int = 0
+    policy: str = ""  # the one that orders the queue now
+    waiting_by_reason: dict[str, int] = {}
+    stalled: str = ""  # why nothing moves although requests wait; "" if all is well
 
 
 class FlushCacheDone(Message, frozen=True):
@@ -201,7 +250,26 @@ class FlushCacheDone(Message, frozen=True):
     kept_tokens: int
 
 
-DetokenizerInput = BatchTokenOutput | SchedulerReport | FlushCacheDone
+class PinDone(Message, frozen=True):
+    """Answer to `PinPrefix`: how many tokens are pinned, of how many asked; `reason` says why not all, if not all."""
+
+    pin_id: int
+    pinned_tokens: int
+    asked_tokens: int
+    reason: str = ""
+
+
+class Explanation(Message, frozen=True):
+    """Answer to `Explain`: one sentence and a table; not `found` when nothing is remembered of the request."""
+
+    explain_id: int
+    found: bool
+    sentence: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
+DetokenizerInput = BatchTokenOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation
 
 
 # ---------------------------------------------------------------- detokenizer -> tokenizer manager
@@ -237,6 +305,6 @@ class BatchTextOutput(Message, frozen=True):
     outputs: list[TextOutput]
 
 
-ManagerInput = BatchTextOutput | SchedulerReport | FlushCacheDone
+ManagerInput = BatchTextOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation
 
 HEARTBEAT_INTERVAL_S = 0.5

@@ -30,6 +30,7 @@ TOKENS_PER_REQUEST: Final = 1024  # what a usual conversation holds; decides how
 MAX_AUTO_RUNNING: Final = 256
 MIN_USEFUL_LEN: Final = 256  # a context below it answers nothing
 
+SWAP_SPACE_GIB: Final = 4.0
 T = TypeVar("T")
 
 
@@ -86,7 +87,12 @@ class _Resolver:
                 num_threads=num_threads,
                 max_model_len=max_model_len,
             ),
-            cache=replace(self.config.cache, mem_fraction=fraction, max_total_tokens=max_total),
+            cache=replace(
+                self.config.cache,
+                mem_fraction=fraction,
+                max_total_tokens=max_total,
+                swap_space=self.swap_space(device),
+            ),
             scheduler=replace(
                 self.config.scheduler, chunked_prefill_size=chunk, max_running_requests=max_running
             ),
@@ -273,6 +279,16 @@ class _Resolver:
                 f"{max_running} requests x {max_model_len} tokens; memory holds {pool}",
             )
         return self.note("max_total_tokens", pool, budget.sums)
+
+    def swap_space(self, device: str) -> float:
+        asked = self.config.cache.swap_space
+        if asked != "auto":
+            return asked
+        if self.config.scheduler.preemption_mode == "recompute":
+            return self.note("swap_space", 0.0, "lost KV is computed again")
+        if device == "cpu" and self.config.scheduler.preemption_mode == "cost":
+            return self.note("swap_space", 0.0, "the KV pool is in host memory already")
+        return self.note("swap_space", SWAP_SPACE_GIB, "enough for a few requests that lost their place")
 
     def note(self, name: str, value: T, reason: str) -> T:
         if reason:

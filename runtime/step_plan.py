@@ -59,9 +59,9 @@ class RowUpdate(Record, frozen=True):
 class StepPlan(Record, frozen=True):
     """One step: a flat list of new tokens and the KV slots they go to. No padding, no longest sequence.
 
-    The runner applies the fields in this order: `finished_rows`, `new_reqs`, `row_updates`, `page_copies`, then the
-    batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or, beyond its end, the token
-    sampled for that row in its last step, which need not have reached the host yet.
+    The runner applies the fields in this order: `swap_outs`, `finished_rows`, `swap_ins`, `new_reqs`, `row_updates`,
+    `page_copies`, then the batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or,
+    beyond its end, the token sampled for that row in its last step, which need not have reached the host yet.
 
     Attributes:
         step_id: counts up from 1.
@@ -75,6 +75,8 @@ class StepPlan(Record, frozen=True):
         new_reqs, row_updates: see their classes.
         page_copies: [C, 2] (source page, destination page), copied before the batch runs.
         finished_rows: rows whose requests left (finished, aborted, retracted) since the last plan.
+        swap_outs: [O, 2] (page, host page): KV that goes to the host; the pages may be written again in this step.
+        swap_ins: [I, 2] (host page, page): KV that comes back. Never both in one step; see `Capacity.num_host_pages`.
     """
 
     step_id: int
@@ -89,6 +91,8 @@ class StepPlan(Record, frozen=True):
     row_updates: tuple[RowUpdate, ...] = ()
     page_copies: bytes = b""
     finished_rows: bytes = b""
+    swap_outs: bytes = b""
+    swap_ins: bytes = b""
 
 
 class StepResult(Record, frozen=True):
@@ -103,6 +107,7 @@ class StepResult(Record, frozen=True):
         errors: batch index -> message, for requests that failed on their own (logits not finite); they have an
             arbitrary entry in `next_token_ids`. The others are not affected.
         forward_s: seconds from launch to tokens, for statistics.
+        swap_s: of these, seconds that swapping took; 0 without swaps.
     """
 
     step_id: int
@@ -111,6 +116,7 @@ class StepResult(Record, frozen=True):
     prompt_logprobs: dict[int, Logprobs] = {}  # noqa: RUF012  (msgspec copies mutable defaults)
     errors: dict[int, str] = {}  # noqa: RUF012
     forward_s: float = 0.0
+    swap_s: float = 0.0
 
 
 class Pending(Protocol):

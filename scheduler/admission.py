@@ -104,7 +104,7 @@ class Admission:
         """
         refused = ""
         num_ahead = 0
-        for req in self._policy.order(self._requests.waiting):
+        for req in self._policy.order(self._requests.waiting, record.now_s):
             spent = adder.exhausted()
             if spent is None and num_ahead > LOOK_AHEAD:
                 spent = Reason.LOOK_AHEAD_SPENT

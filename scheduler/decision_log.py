@@ -3,78 +3,151 @@
 In every pass every waiting request has exactly one verdict: its own where it was looked at, else the shared one of
 the rest. The rest is one count and one reason, so that a pass costs the same with ten waiting requests and with
 ten thousand.
+
+Records are msgspec structs, so that `log_file.py` writes them as they are. Three kinds tell the whole story of a
+request: `Arrived`, the `PassRecord`s in between, and the `Settled` in which it is `Left`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
+import msgspec
+
+from ..runtime.messages import FinishKind
 from ..runtime.step_plan import ForwardMode
 from .budget import BudgetState
+from .cache_miss import CacheMiss
 from .verdict import Reason, Verdict
 
-KEPT_PASSES: Final = 1024
+KEPT_RECORDS: Final = 8192
 
 
-class PassRecord:
-    """One call of `Scheduler.next_batch`.
+class Retraction(NamedTuple):
+    """A running request lost its place.
+
+    Attributes:
+        rid: whose.
+        mode: "recompute" or "swap".
+        cause: "memory", "priority" (somebody more urgent came) or "chaos" (`--chaos`).
+        num_pages: pages it gave back or copied to the host.
+        output_len: tokens it had generated.
+    """
+
+    rid: str
+    mode: str
+    cause: str
+    num_pages: int
+    output_len: int
+
+
+class PageCounts(NamedTuple):
+    """The terms of the page equation."""
+
+    free: int
+    evictable: int
+    locked: int
+    held: int
+
+
+class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
+    """A request came."""
+
+    now_s: float
+    rid: str
+    prompt_len: int
+    max_new_tokens: int
+    priority: int = 0
+    tenant: str = ""
+    group: str = ""
+
+
+class Left(NamedTuple):
+    """A request was answered for the last time."""
+
+    rid: str
+    kind: FinishKind
+    output_len: int
+    message: str = ""
+
+
+class Settled(msgspec.Struct, tag="settled", array_like=True):
+    """The result of a step, or (`step_id` 0) what happened between steps: aborts and deadlines.
+
+    Attributes:
+        now_s: when the scheduler took it in.
+        forward_s: seconds the runner needed.
+        left: requests that ended with it.
+        next_token_ids, errors: as in `StepResult`; for replay.
+    """
+
+    now_s: float
+    step_id: int
+    forward_s: float = 0.0
+    left: list[Left] = msgspec.field(default_factory=list)
+    next_token_ids: bytes = b""
+    errors: dict[int, str] = msgspec.field(default_factory=dict)
+
+
+class PassRecord(msgspec.Struct, tag="pass", array_like=True):
+    """One pass: what `Scheduler.next_batch` decided.
 
     Attributes:
         now_s: when.
         step_id: of the plan that came out; 0 if none did.
         mode: of that plan.
-        num_waiting: requests in the queue when admission began.
+        num_waiting: requests in the queue when admission began, those on the host and those without grammar included.
         budget_before, budget_after: None where admission was not tried.
         verdicts: about the waiting requests that were looked at, in order.
         num_rest, rest_reason: how many were not, and why.
         rest_behind: the request at which the pass ended; "" if none.
+        num_grammar: how many wait for their grammar; their verdict is GRAMMAR_PENDING.
         continued: about prompts in progress.
-        retracted: rids.
+        retractions: who lost its place.
         gave_memory_back: whether running requests lost theirs, so that another pass may find what this one did not.
+        num_running: requests with a row after the pass.
         num_decodes: requests that decode in the step.
         evicted_pages: taken from the prefix cache in this pass.
+        cache_misses: one for each request admitted from the queue.
+        pages: after the pass.
+        policy: name of the policy that ordered the queue.
+        notes: anything else that was decided, in words (a policy switch, a fault that was asked for).
+        plan_crc: checksum of the plan's arrays; 0 without a plan.
     """
 
-    __slots__ = (
-        "budget_after",
-        "budget_before",
-        "continued",
-        "evicted_pages",
-        "gave_memory_back",
-        "mode",
-        "now_s",
-        "num_decodes",
-        "num_rest",
-        "num_waiting",
-        "rest_behind",
-        "rest_reason",
-        "retracted",
-        "step_id",
-        "verdicts",
-    )
+    now_s: float
+    step_id: int = 0
+    mode: ForwardMode = ForwardMode.IDLE
+    num_waiting: int = 0
+    budget_before: BudgetState | None = None
+    budget_after: BudgetState | None = None
+    verdicts: list[Verdict] = msgspec.field(default_factory=list)
+    num_rest: int = 0
+    rest_reason: Reason | None = None
+    rest_behind: str = ""
+    num_grammar: int = 0
+    continued: list[Verdict] = msgspec.field(default_factory=list)
+    retractions: list[Retraction] = msgspec.field(default_factory=list)
+    gave_memory_back: bool = False
+    num_running: int = 0
+    num_decodes: int = 0
+    evicted_pages: int = 0
+    cache_misses: list[CacheMiss] = msgspec.field(default_factory=list)
+    pages: PageCounts = PageCounts(0, 0, 0, 0)
+    policy: str = ""
+    notes: list[str] = msgspec.field(default_factory=list)
+    plan_crc: int = 0
 
-    def __init__(self, now_s: float) -> None:
-        self.now_s = now_s
-        self.step_id = 0
-        self.mode = ForwardMode.IDLE
-        self.num_waiting = 0
-        self.budget_before: BudgetState | None = None
-        self.budget_after: BudgetState | None = None
-        self.verdicts: list[Verdict] = []
-        self.num_rest = 0
-        self.rest_reason: Reason | None = None
-        self.rest_behind = ""
-        self.continued: list[Verdict] = []
-        self.retracted: list[str] = []
-        self.gave_memory_back = False
-        self.num_decodes = 0
-        self.evicted_pages = 0
+    @property
+    def retracted(self) -> list[str]:
+        """The ids of those who lost their place."""
+        return [each.rid for each in self.retractions]
 
     def end(self, reason: Reason, behind: str = "") -> None:
         """Give all waiting requests that have no verdict yet this one."""
-        self.num_rest = self.num_waiting - len(self.verdicts)
+        self.num_rest = self.num_waiting - self.num_grammar - len(self.verdicts)
         if self.num_rest:
             self.rest_reason = reason
             self.rest_behind = behind
@@ -86,21 +159,30 @@ class PassRecord:
 
     def lines(self) -> Iterator[str]:
         """For people: the pass, then each verdict."""
+        retracted = ",".join(f"{each.rid}({each.cause}, {each.mode})" for each in self.retractions)
         yield (
             f"step={self.step_id} mode={self.mode.name} decodes={self.num_decodes} waiting={self.num_waiting} "
-            f"evicted_pages={self.evicted_pages} retracted={','.join(self.retracted) or '-'}"
+            f"evicted_pages={self.evicted_pages} retracted={retracted or '-'}"
         )
+        for note in self.notes:
+            yield f"step={self.step_id} {note}"
         for verdict in (*self.continued, *self.verdicts):
             yield f"step={self.step_id} {verdict.text()}"
+        if self.num_grammar:
+            reason = Reason.GRAMMAR_PENDING
+            yield f"step={self.step_id} {reason.name} {self.num_grammar} others: {reason.text}"
         if self.rest_reason is not None:
             behind = f" ({self.rest_behind})" if self.rest_behind else ""
             yield (
-                f"step={self.step_id} {self.rest_reason.name} {self.num_rest} others: {self.rest_reason.value}{behind}"
+                f"step={self.step_id} {self.rest_reason.name} {self.num_rest} others: {self.rest_reason.text}{behind}"
             )
 
 
+DecisionRecord = Arrived | PassRecord | Settled
+
+
 class DecisionLog:
-    """The last `KEPT_PASSES` records of passes in which there was something to decide.
+    """The last `KEPT_RECORDS` records; passes in which there was nothing to decide are not among them.
 
     Attributes:
         num_records: how many there have been.
@@ -108,28 +190,33 @@ class DecisionLog:
 
     __slots__ = ("_records", "num_records")
 
-    def __init__(self, kept_passes: int = KEPT_PASSES) -> None:
-        self._records: deque[PassRecord] = deque(maxlen=kept_passes)
+    def __init__(self, kept_records: int = KEPT_RECORDS) -> None:
+        self._records: deque[DecisionRecord] = deque(maxlen=kept_records)
         self.num_records = 0
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def __iter__(self) -> Iterator[PassRecord]:
+    def __iter__(self) -> Iterator[DecisionRecord]:
         """Oldest first."""
         return iter(self._records)
 
     @property
-    def last(self) -> PassRecord:
-        """The newest record."""
-        return self._records[-1]
+    def passes(self) -> list[PassRecord]:
+        """The records of passes, oldest first."""
+        return [record for record in self._records if isinstance(record, PassRecord)]
 
-    def append(self, record: PassRecord) -> None:
+    @property
+    def last(self) -> PassRecord:
+        """The newest pass."""
+        return next(record for record in reversed(self._records) if isinstance(record, PassRecord))
+
+    def append(self, record: DecisionRecord) -> None:
         """Keep a record, and forget the oldest where there are too many."""
         self._records.append(record)
         self.num_records += 1
 
-    def since(self, num_records: int) -> list[PassRecord]:
+    def since(self, num_records: int) -> list[DecisionRecord]:
         """The records, as far as kept, that came after the first `num_records`, oldest first."""
         count = min(self.num_records - num_records, len(self._records))
         return [self._records[idx] for idx in range(-count, 0)]
@@ -138,7 +225,7 @@ class DecisionLog:
         """Every verdict of its own that is still kept about a request, oldest first."""
         return [
             (record, verdict)
-            for record in self._records
+            for record in self.passes
             for verdict in (*record.verdicts, *record.continued)
             if verdict.rid == rid
         ]

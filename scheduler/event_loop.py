@@ -15,6 +15,7 @@ from ..runtime.child import Child
 from ..runtime.ipc import Inbox, Outbox
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
+from .decision_log import PassRecord
 from .scheduler import Scheduler
 from .step_log import StepLog
 
@@ -77,8 +78,9 @@ class EventLoop:
     def _log_decisions(self) -> None:
         decisions = self._scheduler.decisions
         for record in decisions.since(self._num_decisions):
-            for line in record.lines():
-                logger.debug("%s", line)
+            if isinstance(record, PassRecord):
+                for line in record.lines():
+                    logger.debug("%s", line)
         self._num_decisions = decisions.num_records
 
     def _show_signs_of_life(self) -> None:

@@ -48,6 +48,11 @@ class KVMemory:
         ] = {}  # row -> (first, last + 1) page index that got other pages
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self._allocator.num_pages
+
+    @property
     def free_pages(self) -> int:
         """Pages that nobody owns."""
         return self._allocator.num_free

@@ -18,29 +18,43 @@ TOKEN_ID_BYTES: Final = 4
 
 
 class ReqStatus(enum.Enum):
-    """Where a request is: WAITING and RETRACTED in the queue; PREFILL and DECODE with a row and pages."""
+    """Where a request is: PREFILL and DECODE with a row and pages, FINISHED nowhere, else in a queue.
 
+    RETRACTED computes its prompt and its output so far again, SWAPPED has its KV on the host.
+    """
+
+    WAITING_GRAMMAR = "waiting_grammar"
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
     RETRACTED = "retracted"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
 TRANSITIONS: Final[dict[ReqStatus, frozenset[ReqStatus]]] = {
+    ReqStatus.WAITING_GRAMMAR: frozenset({ReqStatus.WAITING, ReqStatus.FINISHED}),
     ReqStatus.WAITING: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
-    ReqStatus.PREFILL: frozenset({ReqStatus.DECODE, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
-    ReqStatus.DECODE: frozenset({ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.PREFILL: frozenset(
+        {ReqStatus.DECODE, ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}
+    ),
+    ReqStatus.DECODE: frozenset({ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}),
     ReqStatus.RETRACTED: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
+    ReqStatus.SWAPPED: frozenset({ReqStatus.PREFILL, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
     ReqStatus.FINISHED: frozenset(),
 }
+
+
+_WAITING: Final = frozenset(
+    {ReqStatus.WAITING_GRAMMAR, ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.SWAPPED}
+)
 
 
 class Req:
     """One request.
 
     Attributes:
-        rid, sampling, priority, extra_key, tenant: as in `GenerateRequest`.
+        rid, sampling, arrival_s, priority, extra_key, tenant, lora_id, group: as in `GenerateRequest`.
         seq: counts arrivals at the scheduler; the order of arrival, also between equal times.
         prompt_len: tokens of the prompt.
         max_new_tokens: `sampling.max_new_tokens`, known to be set.
@@ -60,11 +74,14 @@ class Req:
 
     __slots__ = (
         "answered",
+        "arrival_s",
         "cached_tokens",
         "entered_s",
         "extra_key",
         "fill_ids",
+        "group",
         "lease",
+        "lora_id",
         "match",
         "match_generation",
         "max_new_tokens",
@@ -90,6 +107,9 @@ class Req:
         self.priority = message.priority
         self.extra_key = message.extra_key
         self.tenant = message.tenant
+        self.lora_id = message.lora_id
+        self.group = message.group
+        self.arrival_s = message.arrival_s
         self.seq = seq
         self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
         self.max_new_tokens: int = message.sampling.max_new_tokens
@@ -129,7 +149,7 @@ class Req:
     @property
     def is_waiting(self) -> bool:
         """Whether it stands in the queue."""
-        return self.status in (ReqStatus.WAITING, ReqStatus.RETRACTED)
+        return self.status in _WAITING
 
     def usage(self) -> Usage:
         """What it has consumed so far."""

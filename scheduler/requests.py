@@ -9,7 +9,7 @@ from .kv_memory import KVMemory
 from .outputs import output_row
 from .req import Req, ReqStatus
 from .running_batch import RunningBatch
-from .waiting_queue import WaitingQueue
+from .waiting_queue import QueueObserver, WaitingQueue
 
 
 class Requests:
@@ -24,11 +24,11 @@ class Requests:
 
     __slots__ = ("_kv", "_num_arrivals", "by_id", "partial", "running", "waiting")
 
-    def __init__(self, kv: KVMemory) -> None:
+    def __init__(self, kv: KVMemory, observer: QueueObserver) -> None:
         self._kv = kv
         self._num_arrivals = 0
         self.by_id: dict[str, Req] = {}
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(observer)
         self.partial: list[Req] = []
         self.running = RunningBatch()
 

@@ -19,11 +19,16 @@ from ..runtime.messages import (
     AbortRequest,
     BatchTokenOutput,
     DetokenizerInput,
+    Explain,
+    Explanation,
     Finish,
     FinishKind,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
+    GrammarReady,
+    PinDone,
+    PinPrefix,
     SchedulerInput,
     SchedulerReport,
     TokenOutput,
@@ -33,16 +38,15 @@ from ..runtime.step_plan import StepResult
 from .admission import Admission
 from .arrays import EMPTY, IntArray
 from .batch import ScheduleBatch
-from .decision_log import DecisionLog, PassRecord
+from .decision_log import DecisionLog, PassRecord, Retraction
 from .intake import reason_to_refuse
 from .kv_memory import KVMemory
 from .ledger import Ledger, LedgerError
 from .new_token_ratio import NewTokenRatio
 from .outputs import StopRules, text_options
 from .page_allocator import PageAllocator
-from .policy.base import SchedulePolicy
-from .policy.fcfs import Fcfs
-from .policy.lpm import Lpm
+from .policy.base import Load, PolicyParts
+from .policy.make import make_policy
 from .prefill_adder import Chunk
 from .prefix_cache import NoPrefixCache, PrefixCache
 from .radix_cache import RadixCache
@@ -86,13 +90,14 @@ class Scheduler:
         self._kv = KVMemory(self._allocator, self._pool, self._states, self._prefix_cache)
         self._ledger = Ledger(self._allocator, self._pool, self._prefix_cache, self._kv)
 
-        self._requests = Requests(self._kv)
+        self._policy = make_policy(config, PolicyParts(self._kv.match, page_size, self._load))
+        self._requests = Requests(self._kv, self._policy)
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._stats = SchedulerStats()
         self._admission = Admission(
             config,
             self._requests,
-            self._make_policy(),
+            self._policy,
             states=self._states,
             pool=self._pool,
             kv=self._kv,
@@ -112,14 +117,11 @@ class Scheduler:
         self._last_step_id = 0
         self._prefill_steps_in_a_row = 0
 
-    def _make_policy(self) -> SchedulePolicy:
-        match self._config.schedule_policy:
-            case "fcfs":
-                return Fcfs()
-            case "lpm":
-                return Lpm(lambda req: self._kv.match(req).num_pages)
-            case _ as never:
-                assert_never(never)
+    def _load(self) -> Load:
+        held = self._kv.num_pages - self._kv.available_pages
+        return Load(
+            len(self._requests.with_row), self._capacity.max_running_requests, held / self._kv.num_pages
+        )
 
     # ------------------------------------------------------------ messages
 
@@ -139,6 +141,12 @@ class Scheduler:
                 dropped, kept = self._kv.flush()
                 page_size = self._capacity.page_size
                 self._outputs.append(FlushCacheDone(message.flush_id, dropped * page_size, kept * page_size))
+            case GrammarReady():
+                pass
+            case PinPrefix():
+                self._outputs.append(PinDone(message.pin_id, 0, len(message.input_ids) // TOKEN_ID_BYTES))
+            case Explain():
+                self._outputs.append(Explanation(message.explain_id, False, ""))
             case _:
                 assert_never(message)
 
@@ -188,7 +196,7 @@ class Scheduler:
     def _plan_pass(self, record: PassRecord, now_s: float) -> ScheduleBatch | None:
         """One pass: who decodes, whose prompts are computed, and the batch made of them; `record` tells about it."""
         evicted_before = self._kv.evicted_pages_total
-        if self._config.mixed_chunk:
+        if self._config.phases == "mixed":
             decode_rows, decode_reqs = self._plan_decodes(record, now_s)
             chunks = self._admission.plan(record, len(decode_reqs), now_s)
         else:
@@ -239,7 +247,9 @@ class Scheduler:
                 self._outputs.append(BatchTokenOutput([self._starve(room.starved, now_s)]))
             requests.forget_departed()
             self._stats.retracted_reqs += len(room.retracted)
-            record.retracted = [req.rid for req in room.retracted]
+            record.retractions = [
+                Retraction(req.rid, "recompute", "memory", 0, req.output_len) for req in room.retracted
+            ]
             record.gave_memory_back = True
             left = requests.with_row
             self._ratio.after_retraction(

@@ -8,16 +8,30 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Protocol
 
 from .req import Req
+
+
+class QueueObserver(Protocol):
+    """Who wants to know about the queue's changes: the policy."""
+
+    def enqueued(self, req: Req) -> None:
+        """It joined."""
+        ...
+
+    def dequeued(self, req: Req) -> None:
+        """It left."""
+        ...
 
 
 class WaitingQueue:
     """An ordered set of requests."""
 
-    __slots__ = ("_reqs",)
+    __slots__ = ("_observer", "_reqs")
 
-    def __init__(self) -> None:
+    def __init__(self, observer: QueueObserver) -> None:
+        self._observer = observer
         # An OrderedDict and not a dict: a dict that loses its first entries walks over the holes at each iteration.
         self._reqs: OrderedDict[int, Req] = OrderedDict()
 
@@ -31,6 +45,7 @@ class WaitingQueue:
     def append(self, req: Req) -> None:
         """Add a request that arrived after all others."""
         self._reqs[req.seq] = req
+        self._observer.enqueued(req)
 
     def put_back(self, req: Req) -> None:
         """Give a retracted request its old place.
@@ -47,7 +62,9 @@ class WaitingQueue:
         self._reqs.move_to_end(req.seq, last=False)
         for seq in reversed(before):
             self._reqs.move_to_end(seq, last=False)
+        self._observer.enqueued(req)
 
     def remove(self, req: Req) -> None:
         """Take a request out, wherever it stands."""
         del self._reqs[req.seq]
+        self._observer.dequeued(req)

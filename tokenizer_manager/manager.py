@@ -25,11 +25,13 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
     AbortRequest,
     BatchTextOutput,
+    Explanation,
     FinishKind,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
     ManagerInput,
+    PinDone,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
@@ -201,6 +203,8 @@ class TokenizerManager:
                 answer = self._flushes.get(message.flush_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+            case PinDone() | Explanation():
+                pass
             case _:
                 assert_never(message)
 

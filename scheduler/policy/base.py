@@ -1,27 +1,89 @@
-"""`SchedulePolicy`: the protocol of all policies, and how they are made from their names."""
+"""`SchedulePolicy`: what all policies have in common. A policy decides in which order waiting requests are offered.
+
+Whether one fits is the PrefillAdder's business, and memory is never a policy's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, Final, NamedTuple
 
+from ..prefill_adder import Chunk
+from ..prefix_cache import PrefixMatch
 from ..req import Req
+from ..verdict import Reason
 from ..waiting_queue import WaitingQueue
 
 MAX_OVERTAKEN: Final = 32
 """Ageing: who was overtaken in so many passes is overtaken no more (see `Admission._note_overtaken`)."""
 
 
-class SchedulePolicy(Protocol):
-    """Orders the waiting queue. Asked once per pass; must not change anything."""
+class Load(NamedTuple):
+    """How busy the engine is, for policies that look at it.
 
-    def order(self, waiting: WaitingQueue) -> Iterable[Req]:
-        """The requests in the order in which they should be admitted.
+    Attributes:
+        num_running, max_running: requests with a row, and rows.
+        kv_share: share of KV memory that requests hold or lock, 0..1.
+    """
 
-        May be lazy: the pass ends when a budget is spent, usually after a few requests of many. Requests that were
-        overtaken `MAX_OVERTAKEN` times come first.
+    num_running: int
+    max_running: int
+    kv_share: float
+
+
+class PolicyParts(NamedTuple):
+    """What policies may ask of the scheduler.
+
+    Attributes:
+        match: the cached prefix of a waiting request; remembered until the cache changes.
+        page_size: tokens of a page of that match.
+        load: as of now.
+    """
+
+    match: Callable[[Req], PrefixMatch]
+    page_size: int
+    load: Callable[[], Load]
+
+
+class SchedulePolicy:
+    """Orders the waiting queue. The hooks do nothing here; a policy overrides what it needs.
+
+    `enqueued` and `dequeued` are called for every request that enters or leaves the queue, for whatever reason, so a
+    policy may keep an index of its own. Requests that wait for a grammar or have their KV on the host are not in it.
+    """
+
+    name: ClassVar[str] = ""
+    preempts: ClassVar[bool] = False
+    """Whether running requests of lower `Req.priority` may lose their place to waiting ones."""
+
+    def enqueued(self, req: Req) -> None:
+        """A request joined the queue: it is new, or it was retracted."""
+
+    def dequeued(self, req: Req) -> None:
+        """A request left the queue: it was admitted, or ended."""
+
+    def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
+        """A step was planned: so much is computed of prompts, and these generate a token."""
+
+    def finished(self, req: Req) -> None:
+        """A request has ended, with `output_len` tokens."""
+
+    def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:
+        """Why nobody may be admitted in this pass, whatever is free; None if somebody may."""
+        return None
+
+    def wake_s(self, waiting: WaitingQueue) -> float | None:
+        """When `hold` may change its mind without any event; None if it will not."""
+        return None
+
+    def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
+        """The requests in the order in which they should be admitted. Changes nothing.
+
+        May be lazy: the pass ends when a budget is spent, usually after a few requests of many; the queue does not
+        change while it is read. Every waiting request comes exactly once.
         """
-        ...
+        raise NotImplementedError
 
-
-PrefixLenOf = Callable[[Req], int]  # pages of a waiting request that the prefix cache has
+    def take_notes(self) -> list[str]:
+        """What the policy decided about itself since the last call, in words, for the decision log."""
+        return []

@@ -6,10 +6,13 @@ from collections.abc import Iterable
 
 from ..req import Req
 from ..waiting_queue import WaitingQueue
+from .base import SchedulePolicy
 
 
-class Fcfs:
+class Fcfs(SchedulePolicy):
     """The order of arrival. Costs nothing, however many wait; nobody starves; the default."""
 
-    def order(self, waiting: WaitingQueue) -> Iterable[Req]:
+    name = "fcfs"
+
+    def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
         return waiting

@@ -11,11 +11,17 @@ from engine.runtime.config_fields import config_fields
 from engine.runtime.errors import ConfigError
 
 SERVE_FLAGS = """
---api-key --chat-template --chunked-prefill-size --config --device --drain-timeout --dtype --host --load-format
---log-interval --log-level --max-body-mb --max-model-len --max-prefill-steps-in-a-row --max-prefill-tokens
---max-queued-requests --max-running-requests --max-total-tokens --mem-fraction --mixed-chunk --model --no-mixed-chunk
---no-radix-cache --no-strict --num-threads --page-size --port --print-config --radix-cache --schedule-conservativeness
---schedule-policy --seed --served-model-name --startup-timeout --strict --watchdog-timeout
+--admission-estimator --api-key --chaos --chat-template --chunked-prefill-size --config --decision-log --device
+--drain-timeout --dtype --eviction-policy --host --in-batch-prefix-caching --length-ageing --length-estimate
+--load-format --log-interval --log-level --long-prefill-token-threshold --look-ahead --max-body-mb
+--max-long-partial-prefills --max-loras-per-batch --max-model-len --max-num-batched-tokens --max-num-partial-prefills
+--max-prefill-steps-in-a-row --max-prefill-tokens --max-queued-requests --max-running-requests --max-total-tokens
+--mem-fraction --model --no-in-batch-prefix-caching --no-priority-preemption --no-radix-cache --no-strict
+--num-lookahead-tokens --num-threads --page-size --phases --pin-fraction --policy-seed --port --preemption-mode
+--prefill-decode-interval --print-config --priority-ageing --priority-preemption --priority-preemption-threshold
+--queue-timeout --radix-cache --request-timeout --schedule-conservativeness --schedule-policy --seed
+--served-model-name --startup-timeout --static-batch-size --static-batch-wait --strict --swap-space --tenant-quantum
+--watchdog-timeout
 """
 
 

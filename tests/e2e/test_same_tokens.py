@@ -161,26 +161,26 @@ def test_after_retractions(open_llm, probes, reference):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "mixed_chunk", "radix_cache"),
+    ("page_size", "phases", "radix_cache"),
     [
-        (1, True, True),
-        (1, False, False),
-        (4, True, False),
-        (4, False, True),
-        (16, True, True),
-        (16, False, False),
-        pytest.param(1, True, False, marks=pytest.mark.slow),
-        pytest.param(1, False, True, marks=pytest.mark.slow),
-        pytest.param(4, True, True, marks=pytest.mark.slow),
-        pytest.param(4, False, False, marks=pytest.mark.slow),
-        pytest.param(16, True, False, marks=pytest.mark.slow),
-        pytest.param(16, False, True, marks=pytest.mark.slow),
+        (1, "mixed", True),
+        (1, "prefill-first", False),
+        (4, "mixed", False),
+        (4, "prefill-first", True),
+        (16, "mixed", True),
+        (16, "prefill-first", False),
+        pytest.param(1, "mixed", False, marks=pytest.mark.slow),
+        pytest.param(1, "prefill-first", True, marks=pytest.mark.slow),
+        pytest.param(4, "mixed", True, marks=pytest.mark.slow),
+        pytest.param(4, "prefill-first", False, marks=pytest.mark.slow),
+        pytest.param(16, "mixed", False, marks=pytest.mark.slow),
+        pytest.param(16, "prefill-first", True, marks=pytest.mark.slow),
     ],
 )
-def test_with_all_of_it_at_once(open_llm, probes, others, reference, page_size, mixed_chunk, radix_cache):
+def test_with_all_of_it_at_once(open_llm, probes, others, reference, page_size, phases, radix_cache):
     settings = TINY_POOL | {
         "page_size": page_size,
-        "mixed_chunk": mixed_chunk,
+        "phases": phases,
         "radix_cache": radix_cache,
         "chunked_prefill_size": 32,
         "max_running_requests": 12,

@@ -133,7 +133,9 @@ class Harness:
         queued = self.scheduler.report(self.now_s).num_queue_reqs
         seen = set(map(id, self.scheduler.decisions))
         batch = self.scheduler.next_batch(self.now_s)
-        self.check_verdicts([each for each in self.scheduler.decisions if id(each) not in seen], queued)
+        self.check_verdicts(
+            [each for each in self.scheduler.decisions.passes if id(each) not in seen], queued
+        )
         self.scheduler.audit()
         if batch is not None:
             self.in_flight.append((batch, self.runner.launch(batch.plan)))

@@ -24,7 +24,7 @@ from engine.runtime.messages import (
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan
-from engine.scheduler.decision_log import KEPT_PASSES, PassRecord
+from engine.scheduler.decision_log import KEPT_RECORDS, PassRecord
 from engine.scheduler.event_loop import EventLoop
 from engine.scheduler.step_log import StepLog
 
@@ -236,7 +236,7 @@ def test_nothing_is_formatted_for_those_who_do_not(world, monkeypatch):
 def test_an_idle_loop_remembers_what_it_has_decided(world):
     world.submit("r1", max_new_tokens=2)
 
-    world.steps(KEPT_PASSES + 100)
+    world.steps(KEPT_RECORDS + 100)
 
     assert len(world.scheduler.decisions.about("r1")) == 1
     assert len(world.scheduler.decisions) == 2

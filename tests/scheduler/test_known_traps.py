@@ -29,9 +29,9 @@ def test_no_batch_is_full_latch(make_scheduler):
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("chunked_prefill_size", [-1, 16])
-@pytest.mark.parametrize("mixed_chunk", [True, False])
+@pytest.mark.parametrize("phases", ["mixed", "prefill-first"])
 @pytest.mark.parametrize("radix_cache", [True, False])
-def test_whatever_fits_runs(make_scheduler, page_size, chunked_prefill_size, mixed_chunk, radix_cache):
+def test_whatever_fits_runs(make_scheduler, page_size, chunked_prefill_size, phases, radix_cache):
     """Validation and admission with different sums: a prompt a few tokens under the limit waits for ever."""
     for prompt_len in (1, 15, 16, 17, 100, 126, 127, 128):
         harness = make_scheduler(
@@ -39,7 +39,7 @@ def test_whatever_fits_runs(make_scheduler, page_size, chunked_prefill_size, mix
             page_size=page_size,
             max_model_len=130,
             chunked_prefill_size=chunked_prefill_size,
-            mixed_chunk=mixed_chunk,
+            phases=phases,
             radix_cache=radix_cache,
             max_prefill_tokens=20,
         )
@@ -98,7 +98,7 @@ def test_a_chunk_in_the_prefix_cache_survives_the_end_of_its_request(make_schedu
 
     assert harness.answers[follower].rows[0].usage.cached_tokens > 0
     if how == "retraction":
-        assert any("chunked" in record.retracted for record in harness.scheduler.decisions)
+        assert any("chunked" in record.retracted for record in harness.scheduler.decisions.passes)
 
 
 def test_prefix_hits_never_cross_namespaces(make_scheduler):

@@ -8,7 +8,7 @@ from engine.scheduler.verdict import Reason
 
 def retractions(harness):
     """Rids of each pass that retracted somebody."""
-    return [record.retracted for record in harness.scheduler.decisions if record.retracted]
+    return [record.retracted for record in harness.scheduler.decisions.passes if record.retracted]
 
 
 @pytest.fixture
@@ -156,10 +156,10 @@ def test_the_last_one_that_cannot_fit_is_answered(make_scheduler, overlap):
     assert f"it has {known} tokens and needs another page, 0 of 8 can be had" in finish.message
 
 
-@pytest.mark.parametrize("mixed_chunk", [True, False])
-def test_whoever_waits_runs_at_once_when_the_one_in_the_way_was_answered(make_scheduler, mixed_chunk):
+@pytest.mark.parametrize("phases", ["mixed", "prefill-first"])
+def test_whoever_waits_runs_at_once_when_the_one_in_the_way_was_answered(make_scheduler, phases):
     """No empty step between: a loop that sees one would believe that there is nothing to do."""
-    harness = make_scheduler(num_pages=8, page_size=4, max_running_requests=1, mixed_chunk=mixed_chunk)
+    harness = make_scheduler(num_pages=8, page_size=4, max_running_requests=1, phases=phases)
     harness.scheduler.audit = lambda: None
     first = harness.submit(prompt_len=8, max_new_tokens=20)
     second = harness.submit(prompt_len=8, max_new_tokens=1)

@@ -61,7 +61,7 @@ def test_mixed_steps_put_extends_before_decodes(make_scheduler):
 
 
 def test_without_mixing_prompts_go_first_but_not_for_ever(make_scheduler):
-    harness = make_scheduler(mixed_chunk=False, max_prefill_steps_in_a_row=2, chunked_prefill_size=8)
+    harness = make_scheduler(phases="prefill-first", max_prefill_steps_in_a_row=2, chunked_prefill_size=8)
     harness.submit(prompt_len=8, max_new_tokens=20)
     harness.submit(prompt_len=64, max_new_tokens=1)
 
@@ -306,7 +306,7 @@ def test_prompt_logprobs_of_a_retracted_prompt_are_not_doubled(make_scheduler):
     rid = harness.submit("asks", prompt_len=60, max_new_tokens=5, prompt_logprobs=0, ignore_eos=False)
     harness.run_until_idle()
 
-    assert any(record.retracted == ["asks"] for record in harness.scheduler.decisions)
+    assert any(record.retracted == ["asks"] for record in harness.scheduler.decisions.passes)
     first = harness.answers[rid].rows[0]
     assert first.usage.completion_tokens == 1 and first.usage.num_retractions == 1
     positions = np.frombuffer(first.prompt_logprobs.token_logprobs, dtype=np.float32)

@@ -35,7 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running_requests=st.integers(1, 6),
         radix_cache=st.booleans(),
         overlap=st.sampled_from([0, 0, 1, 2]),
-        mixed_chunk=st.booleans(),
+        phases=st.sampled_from(["mixed", "prefill-first"]),
         schedule_policy=st.sampled_from(["fcfs", "lpm"]),
         chunked_prefill_size=st.sampled_from([-1, 1, 8, 24]),
         max_prefill_tokens=st.sampled_from([5, 32, 200]),
@@ -111,11 +111,11 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-@pytest.mark.parametrize("mixed_chunk", [True, False])
+@pytest.mark.parametrize("phases", ["mixed", "prefill-first"])
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(("page_size", "radix_cache"), [(1, True), (4, True), (4, False), (16, True)])
 def test_every_answer_is_the_one_it_gets_alone(
-    make_scheduler: Callable[..., Harness], mixed_chunk: bool, overlap: int, page_size: int, radix_cache: bool
+    make_scheduler: Callable[..., Harness], phases: str, overlap: int, page_size: int, radix_cache: bool
 ) -> None:
     num_retracted = 0
     for seed, policy, chunk in itertools.product(range(2), ("fcfs", "lpm"), (-1, 8)):
@@ -127,7 +127,7 @@ def test_every_answer_is_the_one_it_gets_alone(
             max_running_requests=rng.choice([5, 8]),
             radix_cache=radix_cache,
             overlap=overlap,
-            mixed_chunk=mixed_chunk,
+            phases=phases,
             schedule_policy=policy,
             chunked_prefill_size=chunk,
             max_prefill_tokens=rng.choice([16, 100]),

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
+from engine.scheduler.policy.fcfs import Fcfs
 from engine.scheduler.req import Req
 from engine.scheduler.waiting_queue import WaitingQueue
 
@@ -20,7 +21,7 @@ def seqs(queue):
 
 
 def test_keeps_the_order_of_arrival():
-    queue = WaitingQueue()
+    queue = WaitingQueue(Fcfs())
     reqs = [make_req(seq) for seq in range(1, 6)]
     for req in reqs:
         queue.append(req)
@@ -33,7 +34,7 @@ def test_keeps_the_order_of_arrival():
 
 @given(st.lists(st.integers(1, 12), unique=True))
 def test_a_request_put_back_gets_its_old_place(back):
-    queue = WaitingQueue()
+    queue = WaitingQueue(Fcfs())
     reqs = {seq: make_req(seq) for seq in range(1, 13)}
     for seq, req in reqs.items():
         if seq not in back:

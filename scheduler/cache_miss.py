@@ -1,0 +1,55 @@
+"""`CacheMiss`: why the prefix cache did not have more of a prompt, told when the request is admitted."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, NamedTuple
+
+
+class MissKind(enum.StrEnum):
+    """Why the cached prefix ends where it ends; `text` says it to people."""
+
+    NONE = "none"
+    COLD = "cold"
+    DIFFERS = "differs"
+    EVICTED = "evicted"
+    OTHER_NAMESPACE = "other_namespace"
+    ROUNDING = "rounding"
+    NOT_ASKED = "not_asked"
+
+    @property
+    def text(self) -> str:
+        """The reason in words."""
+        return _TEXTS[self]
+
+
+_TEXTS: Final = {
+    MissKind.NONE: "all that can be cached was cached; the last token is always computed",
+    MissKind.COLD: "no prompt with this beginning was cached",
+    MissKind.DIFFERS: "the nearest cached prompt differs from here on",
+    MissKind.EVICTED: "the rest had been cached and was evicted to make room",
+    MissKind.OTHER_NAMESPACE: "the same tokens are cached under another cache salt or adapter, which are never shared",
+    MissKind.ROUNDING: "prefixes are shared in whole pages, and the rest fills none",
+    MissKind.NOT_ASKED: "the request wants log-probabilities of its prompt, so all of it is computed",
+}
+
+
+class CacheMiss(NamedTuple):
+    """One look into the prefix cache.
+
+    Attributes:
+        rid: whose.
+        prompt_len: tokens that were looked up.
+        prefix_len: tokens found.
+        kind: why not more.
+        differs_at: position of the first token that differs from the nearest cached prompt; `prefix_len` rounds it down
+            to a page. Equal to `prefix_len` where there is none to compare with.
+        evicted_at: the cache's count of evictions when the missing page went; 0 unless EVICTED.
+    """
+
+    rid: str
+    prompt_len: int
+    prefix_len: int
+    kind: MissKind
+    differs_at: int
+    evicted_at: int = 0
