@@ -72,6 +72,7 @@ def test_the_default_model_on_a_plain_machine():
         "device",
         "dtype",
         "num_threads",
+        "swap_space",
         "max_model_len",
         "mem_fraction",
         "max_total_tokens",
