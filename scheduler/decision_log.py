@@ -80,7 +80,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         now_s: when the scheduler took it in.
         forward_s: seconds the runner needed.
         left: requests that ended with it.
-        next_token_ids, errors: as in `StepResult`; for replay.
+        next_token_ids, errors, swap_s: as in `StepResult`; for replay.
     """
 
     now_s: float
@@ -89,6 +89,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
     left: list[Left] = msgspec.field(default_factory=list)
     next_token_ids: bytes = b""
     errors: dict[int, str] = msgspec.field(default_factory=dict)
+    swap_s: float = 0.0
 
 
 class PassRecord(msgspec.Struct, tag="pass", array_like=True):

@@ -8,7 +8,7 @@
                 case Arrived(): ...              # it queued a request; one that is refused never arrives
                 case PassRecord(): ...           # a pass, as in `Scheduler.decisions`
                 case Settled(): ...              # the result of a step; aborts and deadlines
-                case Quiet() | Idle(): ...       # calls without a decision; only replay needs them
+                case Planning() | Idle(): ...    # calls that decide nothing themselves; only replay needs them
         print(run.damage)                        # "" if all of it could be read
 
 `run.decisions` gives the `Arrived | PassRecord | Settled` alone: the same story as the live `Scheduler.decisions`.
@@ -106,15 +106,13 @@ class Input(msgspec.Struct, tag="input", array_like=True):
     message: SchedulerInput
 
 
-class Quiet(msgspec.Struct, tag="quiet", array_like=True):
-    """`Scheduler.next_batch(now_s)` was called and left no record: nothing to decide.
+class Planning(msgspec.Struct, tag="planning", array_like=True):
+    """`Scheduler.next_batch(now_s)` was called; the records that follow came of it.
 
-    Attributes:
-        step_id: of the step without tokens that came out of it; 0 if none did.
+    Calls while no request was there and nothing came of them are left out.
     """
 
     now_s: float
-    step_id: int = 0
 
 
 class Idle(msgspec.Struct, tag="idle", array_like=True):
@@ -123,7 +121,7 @@ class Idle(msgspec.Struct, tag="idle", array_like=True):
     now_s: float
 
 
-LogRecord = Header | Input | DecisionRecord | Quiet | Idle
+LogRecord = Header | Input | DecisionRecord | Planning | Idle
 _decoder: Final = msgspec.msgpack.Decoder(LogRecord)
 
 
@@ -150,7 +148,9 @@ class LoggedRun:
     @property
     def decisions(self) -> Iterator[DecisionRecord]:
         """The same without the calls: what `Scheduler.decisions` kept in its time."""
-        return (record for record in self._records if not isinstance(record, Header | Input | Quiet | Idle))
+        return (
+            record for record in self._records if not isinstance(record, Header | Input | Planning | Idle)
+        )
 
     def _read(self) -> Iterator[LogRecord]:
         while True:
@@ -237,9 +237,10 @@ def _read_record(file: BinaryIO) -> LogRecord | None:
     if zlib.crc32(payload) != checksum:
         raise _Damage("damaged")
     try:
-        return _decoder.decode(payload)
+        record: LogRecord = _decoder.decode(payload)
     except msgspec.MsgspecError as error:
         raise _Damage(f"a record that this engine ({__version__}) does not understand ({error})") from None
+    return record
 
 
 def _find_magic(file: BinaryIO, start: int) -> None:
