@@ -1,7 +1,8 @@
 """The settings of `EngineConfig` as command line options, grouped in `--help`, and the layers merged into one config.
 
 Options are made from the dataclasses (see `runtime/config_fields.py`): a new setting appears here by itself. An option
-that is not given stays None, so that the YAML file below it can still have its say.
+that is not given stays None, so that the YAML file below it can still have its say. Other names of a setting are
+options of their own, so that it can be said which one was given; `--help` shows them with the setting only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from ..runtime.config_fields import AUTO, ConfigField, config_fields
+from ..runtime.config_fields import AUTO, ConfigField, Setting, config_fields, flag_of
 from ..runtime.config_sources import Layer, MergedConfig, from_environment, from_flags, from_yaml_file, merge
 from ..runtime.errors import ConfigError
 
@@ -46,7 +47,7 @@ GENERAL_TITLE: Final = "General"
 _NAME_COLUMNS: Final = 34
 
 Settings = dict[str, Any]
-"""The setting options of one command line: name -> text or truth value, None where not given."""
+"""The setting options of one command line: name (or alias) -> text or truth value, None where not given."""
 
 
 class GroupedCommand(TyperCommand):
@@ -87,11 +88,12 @@ def takes_config_options(
             for name, parameter in inspect.signature(command).parameters.items()
             if name != "settings"
         ]
-        options = [_parameter(field) for field in fields]
+        names = [setting for field in fields for setting in field.settings]
+        options = [_parameter(setting) for setting in names]
 
         @functools.wraps(command)
         def wrapper(**values: Any) -> Any:
-            settings = {field.name: values.pop(field.name) for field in fields}
+            settings = {setting.name: values.pop(setting.name) for setting in names}
             return command(**values, settings=settings)
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *options)]
@@ -109,7 +111,7 @@ def merge_options(
     model: str | None = None,
     base: Layer | None = None,
 ) -> MergedConfig:
-    """The configuration of a command line: base < file < environment < flags.
+    """The configuration of a command line: preset < base < file < environment < flags.
 
     Args:
         settings: from `takes_config_options`.
@@ -128,18 +130,33 @@ def merge_options(
     return merge(base or {}, file_layer, from_environment(), from_flags(flags))
 
 
-def _parameter(field: ConfigField) -> inspect.Parameter:
+def _parameter(setting: Setting) -> inspect.Parameter:
     """The keyword parameter from which typer makes the option."""
+    field, is_switch = setting.field, setting.is_switch
     option = typer.Option(
-        f"{field.flag}/--no-{field.flag[2:]}" if field.kind is bool else field.flag,
-        help=field.help + _default_text(field),
-        metavar=None if field.kind is bool else _metavar(field),
+        _declaration(setting),
+        help=field.help + _alias_text(field) + _default_text(field),
+        metavar=None if is_switch else _metavar(field),
         show_default=False,
         rich_help_panel=GROUP_TITLES[field.group],
-        autocompletion=_completion(field) if field.kind is not bool else None,
+        autocompletion=None if is_switch else _completion(field),
+        hidden=setting.alias is not None,
     )
-    annotation: Any = Annotated[bool | None if field.kind is bool else str | None, option]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    annotation: Any = Annotated[bool | None if is_switch else str | None, option]
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _declaration(setting: Setting) -> str:
+    """`--page-size`, or with its negation where both truth values stand for something: `--strict/--no-strict`."""
+    negatable = setting.is_switch and (setting.switch is None or False in setting.switch)
+    return f"{setting.flag}/--no-{setting.flag[2:]}" if negatable else setting.flag
+
+
+def _alias_text(field: ConfigField) -> str:
+    """` (also --max-num-seqs)`."""
+    return f" (also {', '.join(flag_of(alias.name) for alias in field.aliases)})" if field.aliases else ""
 
 
 def _metavar(field: ConfigField) -> str:

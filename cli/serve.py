@@ -16,8 +16,10 @@ from typing import Final
 import typer
 
 from ..runtime.config import EngineConfig, ServerConfig
+from ..runtime.config_fields import config_fields
 from ..runtime.config_sources import MergedConfig
 from ..runtime.errors import ConfigError
+from ..runtime.presets import PRESETS, preset_origin
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -64,6 +66,8 @@ def serve(
         typer.echo(render_config(prepared.config, merged, prepared.notes))
         return 0
     check_port(merged.config.server)
+    if line := preset_line(merged):
+        typer.echo(line, err=True)
     return _run(merged)
 
 
@@ -84,6 +88,20 @@ def _run(merged: MergedConfig) -> int:
     if outcome.exit_code != 0:
         typer.echo(f"engine: {outcome.message}", err=True)
     return outcome.exit_code
+
+
+def preset_line(merged: MergedConfig) -> str:
+    """The flags that the preset stands for: `preset chat: --schedule-policy fcfs ...`; "" without one."""
+    preset = merged.config.scheduler.preset
+    if preset is None:
+        return ""
+    origin = preset_origin(preset)
+    words = []
+    for name, chosen in PRESETS[preset].items():
+        if merged.origins[name] == origin:  # what the user set is not the preset's doing
+            flag = config_fields()[name].flag
+            words.append(flag if chosen.value is True else f"{flag} {chosen.value}")
+    return f"{origin}: {' '.join(words)}"
 
 
 def check_port(config: ServerConfig) -> None:

@@ -2,8 +2,8 @@
 
 Field, type, default and help stand on one line; the command line, the YAML file and `--print-config` are made from
 these fields, so a new setting is one new line here. Flag names are the field names with dashes; they are unique across
-groups. `"auto"` is replaced once, at start, by `resolve` (see `resolve.py`); components take their group, never the
-whole.
+groups, and an `Alias` behind the help is another engine's name for the same thing. `"auto"` is replaced once, at start,
+by `resolve` (see `resolve.py`); components take their group, never the whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
+from .aliases import Alias
 from .errors import ConfigError
 
 Auto = Literal["auto"]
@@ -40,6 +41,7 @@ PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
 LengthEstimate = Literal["max-tokens", "tenant-average"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
+PresetName = Literal["chat", "rag", "batch", "latency"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -53,7 +55,9 @@ class ModelConfig:
     served_model_name: Annotated[
         str | None, "Name clients use for the model (default: taken from the model)."
     ] = None
-    max_model_len: Annotated[int | Auto, "Tokens of one sequence, prompt and output together."] = "auto"
+    max_model_len: Annotated[
+        int | Auto, "Tokens of one sequence, prompt and output together.", Alias("context_length")
+    ] = "auto"
     dtype: Annotated[DType, "Precision of weights and activations."] = "auto"
     load_format: Annotated[LoadFormat, "Weight files to read; 'dummy' makes random weights."] = "auto"
     device: Annotated[Device, "Where the model runs."] = "auto"
@@ -75,14 +79,23 @@ class ModelConfig:
 class CacheConfig:
     """KV memory: how much there is, in what pieces, and what outlives a request."""
 
-    page_size: Annotated[int, "Tokens per KV page; a prefix is shared in whole pages."] = 16
+    page_size: Annotated[
+        int, "Tokens per KV page; a prefix is shared in whole pages.", Alias("block_size")
+    ] = 16
     max_total_tokens: Annotated[int | Auto, "KV slots of the pool."] = "auto"
     mem_fraction: Annotated[
         float | Auto, "Share of the memory left after the weights that the KV pool may take."
     ] = "auto"
-    radix_cache: Annotated[bool, "Keep the KV of finished requests and reuse common prefixes."] = True
+    radix_cache: Annotated[
+        bool,
+        "Keep the KV of finished requests and reuse common prefixes.",
+        Alias("enable_prefix_caching"),
+        Alias("disable_radix_cache", {True: False}),
+    ] = True
     eviction_policy: Annotated[
-        EvictionPolicyName, "Which cached prefixes go first when memory is needed."
+        EvictionPolicyName,
+        "Which cached prefixes go first when memory is needed.",
+        Alias("radix_eviction_policy"),
     ] = "lru"
     pin_fraction: Annotated[
         float, "Share of the KV pool that pinned prefixes may take; running requests come first."
@@ -110,6 +123,9 @@ class CacheConfig:
 class SchedulerConfig:
     """What runs next, how much of it in one step, and how cautiously memory is promised."""
 
+    preset: Annotated[
+        PresetName | None, "Settings for a kind of load; every other way to set them wins over it."
+    ] = None
     schedule_policy: Annotated[SchedulePolicyName, "Order of the waiting queue."] = "fcfs"
     policy_seed: Annotated[int, "Start of the random policy's order, and of --chaos."] = 0
     tenant_quantum: Annotated[
@@ -128,13 +144,17 @@ class SchedulerConfig:
         bool, "With the priority policy: urgent requests may take the place of running ones."
     ] = True
     priority_preemption_threshold: Annotated[
-        int, "Levels of priority by which a request must exceed one whose place it takes."
+        int,
+        "Levels of priority by which a request must exceed one whose place it takes.",
+        Alias("priority_scheduling_preemption_threshold"),
     ] = 10
     static_batch_size: Annotated[int, "Static policy: requests of a batch."] = 8
     static_batch_wait: Annotated[
         float, "Static policy: seconds to wait for a full batch before a smaller one starts."
     ] = 1.0
-    max_running_requests: Annotated[int | Auto, "Requests that may run at the same time."] = "auto"
+    max_running_requests: Annotated[
+        int | Auto, "Requests that may run at the same time.", Alias("max_num_seqs")
+    ] = "auto"
     max_queued_requests: Annotated[int, "Requests that may wait; over it clients get 429."] = 4096
     queue_timeout: Annotated[
         float | None, "Seconds that a request may wait to be started (default: no limit)."
@@ -145,6 +165,7 @@ class SchedulerConfig:
     phases: Annotated[
         StepPhases,
         "Whether prompts and running requests share a step, and who comes first where they do not.",
+        Alias("enable_mixed_chunk", {True: "mixed", False: "prefill-first"}),
     ] = "mixed"
     prefill_decode_interval: Annotated[
         int, "Prefill-first: decode steps between two prefill steps, while requests run."
@@ -153,7 +174,9 @@ class SchedulerConfig:
         int, "Prefill-first: prefill steps before the running must decode."
     ] = 8
     chunked_prefill_size: Annotated[
-        int | Auto, "Prompt tokens of one step per chunk; -1: never cut a prompt."
+        int | Auto,
+        "Prompt tokens of one step per chunk; -1: never cut a prompt.",
+        Alias("enable_chunked_prefill", {True: "auto", False: -1}),
     ] = "auto"
     max_prefill_tokens: Annotated[int, "Prompt tokens of one step, all requests together."] = 16384
     max_num_batched_tokens: Annotated[
@@ -187,7 +210,9 @@ class SchedulerConfig:
     ] = "cost"
     max_loras_per_batch: Annotated[int, "Different adapters that may run at the same time."] = 8
     num_lookahead_tokens: Annotated[
-        int, "KV slots kept ready per running request beyond its next token, for draft tokens."
+        int,
+        "KV slots kept ready per running request beyond its next token, for draft tokens.",
+        Alias("num_lookahead_slots"),
     ] = 0
     chaos: Annotated[
         str | None,

@@ -1,7 +1,8 @@
 """`ConfigField`: one setting of `EngineConfig` as the command line, the YAML file and `LLM(...)` need it.
 
 Read from the dataclasses once; nothing about a setting is written twice. A value arrives either as text (flag,
-environment: `parse`) or as a typed value (YAML, Python: `check`); both end in the type that the field declares.
+environment: `parse`) or as a typed value (YAML, Python: `check`); both end in the type that the field declares. A
+setting has a name of its own and may have aliases; `find_setting` knows all of them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import dataclasses
 import difflib
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
+from .aliases import Alias
 from .config import EngineConfig
 from .errors import ConfigError
 
@@ -35,6 +37,7 @@ class ConfigField:
         choices: the allowed words of a `Literal`; empty where any value of `kind` goes.
         auto: the word "auto" is allowed besides values of `kind`.
         optional: None is allowed.
+        aliases: other names for it.
     """
 
     name: str
@@ -45,11 +48,17 @@ class ConfigField:
     choices: tuple[str, ...] = ()
     auto: bool = False
     optional: bool = False
+    aliases: tuple[Alias, ...] = ()
 
     @property
     def flag(self) -> str:
         """The command line option, `--page-size`."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Its names: the field's own, then the aliases."""
+        return Setting(self.name, self), *(Setting(alias.name, self, alias) for alias in self.aliases)
 
     @property
     def wants(self) -> str:
@@ -101,6 +110,57 @@ class ConfigField:
         raise ConfigError(f"{self.name} is {value!r}, but it must be {self.wants}{hint}")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """A field under one of its names.
+
+    Attributes:
+        name: the one the user wrote, with underscores.
+        field: what it sets.
+        alias: set where `name` is not the field's own.
+    """
+
+    name: str
+    field: ConfigField
+    alias: Alias | None = None
+
+    @property
+    def flag(self) -> str:
+        """The command line option, `--max-num-seqs`."""
+        return flag_of(self.name)
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes true or false: a field of that kind, or an alias that stands for values of another."""
+        return self.field.kind is bool or self.switch is not None
+
+    @property
+    def switch(self) -> Mapping[bool, object] | None:
+        """See `Alias`."""
+        return None if self.alias is None else self.alias.switch
+
+    def check(self, value: object) -> object:
+        """The field's value that `value` under this name stands for; errors call the setting by this name.
+
+        Raises:
+            ConfigError: as for `ConfigField.check`.
+        """
+        if self.switch is None:
+            return dataclasses.replace(self.field, name=self.name).check(value)
+        on = ConfigField(self.name, self.field.group, "", None, bool).check(value)
+        assert isinstance(on, bool)
+        if on not in self.switch:
+            raise ConfigError(
+                f"{self.name} is {on}, but it can only be {not on}; set {self.field.name} instead"
+            )
+        return self.switch[on]
+
+
+def flag_of(name: str) -> str:
+    """The command line option for a name."""
+    return "--" + name.replace("_", "-")
+
+
 @functools.cache
 def config_fields() -> dict[str, ConfigField]:
     """Every setting by name, in the order of the dataclasses."""
@@ -114,23 +174,35 @@ def config_fields() -> dict[str, ConfigField]:
     return fields
 
 
-def find_field(key: str) -> ConfigField:
-    """The setting called `key`, with dashes or underscores.
+@functools.cache
+def setting_names() -> dict[str, Setting]:
+    """Every name of every setting."""
+    names: dict[str, Setting] = {}
+    for field in config_fields().values():
+        for setting in field.settings:
+            if setting.name in names:
+                raise TypeError(f"the name {setting.name} stands for two settings; names are unique")
+            names[setting.name] = setting
+    return names
+
+
+def find_setting(key: str) -> Setting:
+    """The setting called `key`, by its own name or another one, with dashes or underscores.
 
     Raises:
         ConfigError: there is none; the message suggests the nearest name.
     """
-    fields = config_fields()
+    names = setting_names()
     name = key.replace("-", "_")
-    if name not in fields:
-        raise ConfigError(f"unknown setting {key!r}{_suggestion(name, fields)}")
-    return fields[name]
+    if name not in names:
+        raise ConfigError(f"unknown setting {key!r}{_suggestion(name, names)}")
+    return names[name]
 
 
 def _describe(group: str, field: dataclasses.Field[object], annotation: object) -> ConfigField:
     if get_origin(annotation) is not Annotated:
         raise TypeError(f"setting {field.name} has no help; annotate it with Annotated[type, 'help']")
-    declared, help_text = get_args(annotation)
+    declared, help_text, *aliases = get_args(annotation)
     kind: type | None = None
     choices: tuple[str, ...] = ()
     auto = optional = False
@@ -143,7 +215,9 @@ def _describe(group: str, field: dataclasses.Field[object], annotation: object) 
             choices = words if len(words) > 1 else choices
         elif isinstance(part, type):
             kind = part
-    return ConfigField(field.name, group, help_text, field.default, kind or str, choices, auto, optional)
+    return ConfigField(
+        field.name, group, help_text, field.default, kind or str, choices, auto, optional, tuple(aliases)
+    )
 
 
 def _parts(declared: object) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""From where a setting has its value: defaults < YAML file < environment < flags (or arguments of `LLM`).
+"""From where a setting has its value: defaults < preset < YAML file < environment < flags (or arguments of `LLM`).
 
 `merge` lays the layers over each other and keeps the origin of every value, so that `--print-config` can say it and an
 error can name the line or flag to change. The environment sets only secrets, which do not belong into a process list.
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from .config import EngineConfig
-from .config_fields import ConfigField, config_fields, find_field
+from .config_fields import ConfigField, Setting, config_fields, find_setting, setting_names
 from .errors import ConfigError
+from .presets import PRESETS, preset_origin
 
 ENV_VARS: Final = {"ENGINE_API_KEY": "api_key"}
 DEFAULT_ORIGIN: Final = "default"
@@ -45,7 +46,7 @@ class MergedConfig:
 
 
 def merge(*layers: Layer) -> MergedConfig:
-    """Build the configuration; later layers win.
+    """Build the configuration; later layers win, and all of them over the preset that they choose.
 
     Raises:
         ConfigError: a value out of range; the message ends with its origin.
@@ -53,6 +54,7 @@ def merge(*layers: Layer) -> MergedConfig:
     merged: dict[str, Value] = {}
     for layer in layers:
         merged.update(layer)
+    merged = _preset_layer(merged.get("preset")) | merged
     origins = dict.fromkeys(config_fields(), DEFAULT_ORIGIN) | {
         name: value.origin for name, value in merged.items()
     }
@@ -67,15 +69,16 @@ def merge(*layers: Layer) -> MergedConfig:
 
 
 def from_flags(given: Mapping[str, object]) -> dict[str, Value]:
-    """The layer of command line options: setting -> text or truth value, None where the option was not given."""
+    """The layer of command line options: name of a setting -> text or truth value, None where it was not given."""
     layer: dict[str, Value] = {}
     for name, value in given.items():
-        field = config_fields()[name]
+        setting = setting_names()[name]
         if value is not None:
             try:
-                layer[name] = Value(field.check(value), field.flag)
+                checked = setting.check(value)
             except ConfigError as error:
-                raise ConfigError(str(error).replace(field.name, field.flag, 1)) from None
+                raise ConfigError(str(error).replace(name, setting.flag, 1)) from None
+            _put(layer, setting, Value(checked, setting.flag))
     return layer
 
 
@@ -83,8 +86,8 @@ def from_arguments(arguments: Mapping[str, object]) -> dict[str, Value]:
     """The layer of keyword arguments: `LLM(max_model_len=512)`."""
     layer: dict[str, Value] = {}
     for key, value in arguments.items():
-        field = find_field(key)
-        layer[field.name] = Value(field.check(value), f"argument {field.name}")
+        setting = find_setting(key)
+        _put(layer, setting, Value(setting.check(value), f"argument {setting.name}"))
     return layer
 
 
@@ -128,13 +131,34 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
     for key, node, line in _settings(loader, root, path):
         origin = f"{path}:{line}"
         try:
-            field = find_field(key)
-            if field.name in layer:
-                raise ConfigError(f"{key} is set a second time (first at {layer[field.name].origin})")
-            layer[field.name] = Value(field.check(_scalar(loader, node, field)), origin)
+            setting = find_setting(key)
+            first = layer.get(setting.field.name)
+            if first is not None:
+                name = "" if setting.alias is None else f", another name of {setting.field.name},"
+                raise ConfigError(f"{key}{name} is set a second time (first at {first.origin})")
+            layer[setting.field.name] = Value(setting.check(_scalar(loader, node, setting.field)), origin)
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}") from None
     return layer
+
+
+def _put(layer: dict[str, Value], setting: Setting, value: Value) -> None:
+    """Add a value to a layer where each setting is given once.
+
+    Raises:
+        ConfigError: it has been given under another name.
+    """
+    first = layer.get(setting.field.name)
+    if first is not None:
+        raise ConfigError(f"{first.origin} and {value.origin} are two names of one setting; give one of them")
+    layer[setting.field.name] = value
+
+
+def _preset_layer(preset: Value | None) -> dict[str, Value]:
+    if preset is None or preset.value is None:
+        return {}
+    origin = preset_origin(str(preset.value))
+    return {name: Value(chosen.value, origin) for name, chosen in PRESETS[str(preset.value)].items()}
 
 
 def _settings(loader: Any, root: Any, path: Path) -> Iterator[tuple[str, Any, int]]:
@@ -150,10 +174,10 @@ def _settings(loader: Any, root: Any, path: Path) -> Iterator[tuple[str, Any, in
         for inner_key, inner_node in node.value:
             line = inner_key.start_mark.line + 1
             name = str(inner_key.value)
-            field = config_fields().get(name.replace("-", "_"))
-            if field is not None and field.group != key:
+            setting = setting_names().get(name.replace("-", "_"))
+            if setting is not None and setting.field.group != key:
                 raise ConfigError(
-                    f"{path}:{line}: {name} belongs to the group {field.group!r}, not to {key!r}"
+                    f"{path}:{line}: {name} belongs to the group {setting.field.group!r}, not to {key!r}"
                 )
             yield name, inner_node, line
 

@@ -7,26 +7,29 @@ from typer.main import get_command
 
 from engine.cli.options import merge_options
 from engine.cli.serve import app
-from engine.runtime.config_fields import config_fields
+from engine.runtime.config_fields import setting_names
 from engine.runtime.errors import ConfigError
 
 SERVE_FLAGS = """
---admission-estimator --api-key --chaos --chat-template --chunked-prefill-size --config --decision-log --device
---drain-timeout --dtype --eviction-policy --host --in-batch-prefix-caching --length-ageing --length-estimate
---load-format --log-interval --log-level --long-prefill-token-threshold --look-ahead --max-body-mb
---max-long-partial-prefills --max-loras-per-batch --max-model-len --max-num-batched-tokens --max-num-partial-prefills
---max-prefill-steps-in-a-row --max-prefill-tokens --max-queued-requests --max-running-requests --max-total-tokens
---mem-fraction --model --no-in-batch-prefix-caching --no-priority-preemption --no-radix-cache --no-strict
---num-lookahead-tokens --num-threads --page-size --phases --pin-fraction --policy-seed --port --preemption-mode
---prefill-decode-interval --print-config --priority-ageing --priority-preemption --priority-preemption-threshold
---queue-timeout --radix-cache --request-timeout --schedule-conservativeness --schedule-policy --seed
---served-model-name --startup-timeout --static-batch-size --static-batch-wait --strict --swap-space --tenant-quantum
---watchdog-timeout
+--admission-estimator --api-key --block-size --chaos --chat-template --chunked-prefill-size --config
+--context-length --decision-log --device --disable-radix-cache --drain-timeout --dtype --enable-chunked-prefill
+--enable-mixed-chunk --enable-prefix-caching --eviction-policy --host --in-batch-prefix-caching --length-ageing
+--length-estimate --load-format --log-interval --log-level --long-prefill-token-threshold --look-ahead --max-body-mb
+--max-long-partial-prefills --max-loras-per-batch --max-model-len --max-num-batched-tokens
+--max-num-partial-prefills --max-num-seqs --max-prefill-steps-in-a-row --max-prefill-tokens --max-queued-requests
+--max-running-requests --max-total-tokens --mem-fraction --model --no-enable-chunked-prefill
+--no-enable-mixed-chunk --no-enable-prefix-caching --no-in-batch-prefix-caching --no-priority-preemption
+--no-radix-cache --no-strict --num-lookahead-slots --num-lookahead-tokens --num-threads --page-size --phases
+--pin-fraction --policy-seed --port --preemption-mode --prefill-decode-interval --preset --print-config
+--priority-ageing --priority-preemption --priority-preemption-threshold --priority-scheduling-preemption-threshold
+--queue-timeout --radix-cache --radix-eviction-policy --request-timeout --schedule-conservativeness
+--schedule-policy --seed --served-model-name --startup-timeout --static-batch-size --static-batch-wait --strict
+--swap-space --tenant-quantum --watchdog-timeout
 """
 
 
 def settings(**given):
-    return {**dict.fromkeys(config_fields()), **given}
+    return {**dict.fromkeys(setting_names()), **given}
 
 
 def test_the_list_of_flags():
@@ -51,6 +54,21 @@ def test_an_option_that_is_not_given_leaves_the_file_its_say(tmp_path, monkeypat
     assert merged.config.model.model == "from-file"
     assert (merged.origins["radix_cache"], merged.origins["host"]) == ("--radix-cache", "--host")
     assert merged.origins["port"] == f"{path}:1"
+
+
+def test_other_names_are_shown_with_their_setting_only():
+    options = {p.name: p for p in get_command(app).params}
+    for name, setting in setting_names().items():
+        assert options[name].hidden is (setting.alias is not None)  # type: ignore[attr-defined]
+    help_text = options["max_running_requests"].help  # type: ignore[attr-defined]
+    assert "(also --max-num-seqs)" in help_text
+
+
+def test_a_switch_has_a_negation_only_if_that_stands_for_something():
+    options = {p.name: p for p in get_command(app).params}
+    assert options["disable_radix_cache"].secondary_opts == []
+    assert options["enable_mixed_chunk"].secondary_opts == ["--no-enable-mixed-chunk"]
+    assert options["enable_prefix_caching"].secondary_opts == ["--no-enable-prefix-caching"]
 
 
 def test_the_positional_model_is_the_flag():

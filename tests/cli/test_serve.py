@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.serve import check_port, ready_text
+from engine.cli.serve import check_port, preset_line, ready_text
 from engine.runtime.config import EngineConfig, ServerConfig
 from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
@@ -39,6 +39,20 @@ def test_a_taken_port_is_found_before_anything_is_loaded(capsys, taken_port):
         f"engine: 127.0.0.1:{taken_port} is in use, maybe by another engine; stop it, or use --port {taken_port + 1} "
         f"(--port 0 takes a free one)\n"
     )
+
+
+def test_a_preset_says_the_flags_it_stands_for_and_not_those_of_the_user(capsys):
+    merged = merge(from_arguments({"preset": "latency", "max_num_seqs": 4, "max_queued_requests": 9}))
+    assert preset_line(merged) == (
+        "preset latency: --schedule-policy priority --phases decode-first --chunked-prefill-size 256 "
+        "--max-num-partial-prefills 4 --schedule-conservativeness 1.4"
+    )
+    assert preset_line(merge()) == ""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert cli.run(["serve", "/no/such/model", "--port", str(port), "--preset", "chat"]) == 2
+    assert capsys.readouterr().err.startswith("preset chat: --schedule-policy fcfs --phases mixed ")
 
 
 def test_a_free_port_stays_free():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.config import EngineConfig
-from engine.runtime.config_fields import config_fields
+from engine.runtime.config_fields import config_fields, setting_names
 from engine.runtime.config_sources import from_arguments, from_environment, from_flags, from_yaml_file, merge
 from engine.runtime.errors import ConfigError
 
@@ -137,3 +137,78 @@ def test_python_arguments_are_checked_like_all_others():
         from_arguments({"max_model_length": 5})
     with pytest.raises(ConfigError, match="page_size is 2.5, but it must be a whole number"):
         from_arguments({"page_size": 2.5})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "setting", "means"),
+    [
+        ("max_num_seqs", 5, "max_running_requests", 5),
+        ("max-num-seqs", "auto", "max_running_requests", "auto"),
+        ("block_size", 32, "page_size", 32),
+        ("context_length", 512, "max_model_len", 512),
+        ("enable_prefix_caching", False, "radix_cache", False),
+        ("disable_radix_cache", True, "radix_cache", False),
+        ("radix_eviction_policy", "lfu", "eviction_policy", "lfu"),
+        ("enable_mixed_chunk", True, "phases", "mixed"),
+        ("enable_mixed_chunk", False, "phases", "prefill-first"),
+        ("enable_chunked_prefill", True, "chunked_prefill_size", "auto"),
+        ("enable_chunked_prefill", False, "chunked_prefill_size", -1),
+        ("num_lookahead_slots", 2, "num_lookahead_tokens", 2),
+        ("priority_scheduling_preemption_threshold", 3, "priority_preemption_threshold", 3),
+    ],
+)
+def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):
+    written = str(value).lower() if isinstance(value, bool) else value
+    path = yaml_file(f"{key}: {written}\n")
+    layers = [from_arguments({key: value}), from_yaml_file(path)]
+    name = key.replace("-", "_")
+    layers.append(from_flags({name: value if isinstance(value, bool) else str(value)}))
+
+    for layer in layers:
+        assert list(layer) == [setting]
+        assert layer[setting].value == means
+    origins = [layer[setting].origin for layer in layers]
+    assert origins == [f"argument {name}", f"{path}:1", "--" + name.replace("_", "-")]
+
+
+def test_every_alias_is_in_the_test_above():
+    aliases = {name for name, setting in setting_names().items() if setting.alias is not None}
+    [mark] = [
+        m for m in test_names_of_other_engines_are_taken_everywhere.pytestmark if m.name == "parametrize"
+    ]
+    assert aliases == {case[0].replace("-", "_") for case in mark.args[1]}
+
+
+def test_one_setting_under_two_names_is_refused_with_both(yaml_file):
+    with pytest.raises(
+        ConfigError, match="^--page-size and --block-size are two names of one setting; give one of them$"
+    ):
+        from_flags({"page_size": "4", "block_size": "4"})
+    with pytest.raises(ConfigError, match="argument max_num_seqs and argument max_running_requests are two"):
+        from_arguments({"max_num_seqs": 4, "max_running_requests": 4})
+    with pytest.raises(
+        ConfigError, match="disable_radix_cache, another name of radix_cache, is set a second"
+    ):
+        from_yaml_file(yaml_file("radix_cache: false\ndisable_radix_cache: true\n"))
+
+
+def test_a_later_layer_may_use_another_name(yaml_file):
+    merged = merge(from_yaml_file(yaml_file("max_num_seqs: 2\n")), from_flags({"max_running_requests": "3"}))
+    assert merged.config.scheduler.max_running_requests == 3
+
+
+def test_errors_call_a_setting_as_the_user_did(yaml_file):
+    with pytest.raises(
+        ConfigError, match="^--max-num-seqs is 'many', but it must be a whole number or 'auto'"
+    ):
+        from_flags({"max_num_seqs": "many"})
+    with pytest.raises(ConfigError, match=r"max_running_requests is 0, .* \(set by --max-num-seqs\)"):
+        merge(from_flags({"max_num_seqs": "0"}))
+    with pytest.raises(ConfigError, match="enable_mixed_chunk is 3, but it must be true or false"):
+        from_arguments({"enable_mixed_chunk": 3})
+    with pytest.raises(
+        ConfigError, match="disable_radix_cache is False, but it can only be True; set radix_c"
+    ):
+        from_arguments({"disable_radix_cache": False})
+    with pytest.raises(ConfigError, match="belongs to the group 'scheduler', not to 'cache'"):
+        from_yaml_file(yaml_file("cache:\n  max_num_seqs: 3\n"))
