@@ -16,6 +16,7 @@ from ..runtime.ipc import Inbox, Outbox
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
 from .decision_log import PassRecord
+from .recorder import NoRecorder, Recorder
 from .scheduler import Scheduler
 from .step_log import StepLog
 
@@ -34,6 +35,7 @@ class EventLoop:
         child: Child,
         step_log: StepLog,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
         """Take the parts; `clock` is CLOCK_MONOTONIC, which all processes of the engine share."""
         self._scheduler = scheduler
@@ -43,37 +45,54 @@ class EventLoop:
         self._child = child
         self._step_log = step_log
         self._clock = clock
+        self._recorder: Recorder = recorder if recorder is not None else NoRecorder()
         self._idle = False
         self._num_decisions = 0  # already logged
         self._next_report_s = clock()
 
     def run(self) -> None:
         """Go round until the supervisor says stop."""
-        while not self._child.stop_requested():
-            self.step()
+        try:
+            while not self._child.stop_requested():
+                self.step()
+        finally:
+            self._recorder.close()
 
     def step(self) -> None:
         """One pass: take messages, run a step if there is one, send what came of it, show signs of life.
 
         Without work it waits for a message, but not beyond the next report.
         """
-        messages = self._inbox.poll(max(0.0, self._next_report_s - self._clock()) if self._idle else 0.0)
+        messages = self._inbox.poll(self._wait_s())
         for message in messages:
-            self._scheduler.handle(message, self._clock())
+            now_s = self._clock()
+            self._recorder.received(message, now_s)
+            self._scheduler.handle(message, now_s)
 
-        batch = self._scheduler.next_batch(self._clock())
+        now_s = self._clock()
+        self._recorder.planning(now_s)
+        batch = self._scheduler.next_batch(now_s)
+        self._recorder.planned(batch)
         if logger.isEnabledFor(logging.DEBUG):
             self._log_decisions()
         if batch is not None:
             result = self._runner.launch(batch.plan).wait()
             self._scheduler.settle(batch, result, self._clock())
+            self._recorder.settled()
             self._idle = False
         elif messages or not self._idle:
+            self._recorder.idle(now_s)
             self._scheduler.on_idle()
             self._idle = True
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
         self._show_signs_of_life()
+
+    def _wait_s(self) -> float:
+        """Seconds to wait for messages before the next pass."""
+        if not self._idle:
+            return 0.0
+        return max(0.0, self._next_report_s - self._clock())
 
     def _log_decisions(self) -> None:
         decisions = self._scheduler.decisions

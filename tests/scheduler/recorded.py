@@ -1,0 +1,63 @@
+"""`record`: a harness whose calls of the scheduler are written to a decision log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, SchedulerConfig
+from engine.runtime.messages import SchedulerInput
+from engine.runtime.step_plan import StepResult
+from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.recorder import Recorder, make_recorder
+from engine.scheduler.scheduler import Scheduler
+
+from .harness import Harness
+
+
+class RecordedCalls:
+    """Stands where a scheduler stands, and tells a recorder of the calls that change it."""
+
+    def __init__(self, scheduler: Scheduler, recorder: Recorder) -> None:
+        self.scheduler = scheduler
+        self.recorder = recorder
+        self.now_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def handle(self, message: SchedulerInput, now_s: float) -> None:
+        self.recorder.received(message, now_s)
+        self.scheduler.handle(message, now_s)
+
+    def next_batch(self, now_s: float) -> ScheduleBatch | None:
+        self.now_s = now_s
+        self.recorder.planning(now_s)
+        batch = self.scheduler.next_batch(now_s)
+        self.recorder.planned(batch)
+        return batch
+
+    def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> None:
+        self.scheduler.settle(batch, result, now_s)
+        self.recorder.settled()
+
+    def on_idle(self) -> None:
+        self.recorder.idle(self.now_s)
+        self.scheduler.on_idle()
+
+
+def record(path: Path, **settings: Any) -> Harness:
+    """A harness as `Harness(**settings)`; the log is complete after `harness.scheduler.recorder.close()`."""
+    harness = Harness(**settings)
+    group = {name: value for name, value in settings.items() if name in SchedulerConfig.__slots__}
+    group.setdefault("chunked_prefill_size", 64)
+    config = EngineConfig(
+        scheduler=SchedulerConfig(**group),
+        cache=CacheConfig(radix_cache=settings.get("radix_cache", True)),
+        log=LogConfig(decision_log=str(path)),
+    )
+    recorder = make_recorder(
+        config, harness.capacity, harness.eos, harness.scheduler, wall_s=1e9, now_s=harness.now_s
+    )
+    harness.scheduler = RecordedCalls(harness.scheduler, recorder)  # type: ignore[assignment]
+    return harness
