@@ -83,7 +83,8 @@ class BatchBuilder:
         attention = self._attention.plan_step(
             BatchLayout(rows, computed, scheduled, num_extends), put(out_cache_loc)
         )
-        sampled = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8))
+        samples = np.frombuffer(plan.samples, dtype=np.uint8)
+        sampled, cut = np.flatnonzero(samples), np.flatnonzero(samples == 0)
         sample_rows = rows[sampled]
         sampling = plan_sampling(
             sample_rows,
@@ -101,6 +102,8 @@ class BatchBuilder:
             sample_indices=None if len(sampled) == num_tokens else put((starts + scheduled - 1)[sampled]),
             sample_rows=put(sample_rows),
             sampled_idx_np=sampled,
+            cut_indices=put((starts + scheduled - 1)[cut]) if len(cut) else None,
+            cut_idx_np=cut,
             sampling=sampling,
             prompt_spans=self._prompt_spans(rows, computed, scheduled, starts),
         )

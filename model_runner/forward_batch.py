@@ -50,6 +50,9 @@ class ForwardBatch:
         sample_indices: [S] int64, the last token of each sampling request; None when these are all T tokens in order.
         sample_rows: [S] int64, their pool rows.
         sampled_idx_np: [S] their indices in the batch, on the host.
+        cut_indices: [n] int64, the last token of each request that does not sample because its prompt goes on in a
+            later step; None if there is none.
+        cut_idx_np: [n] their indices in the batch, on the host.
         sampling: how to choose their next tokens.
         prompt_spans: requests of the batch that want log-probabilities of their prompt.
     """
@@ -61,5 +64,7 @@ class ForwardBatch:
     sample_indices: Tensor | None
     sample_rows: Tensor
     sampled_idx_np: npt.NDArray[np.int64]
+    cut_indices: Tensor | None
+    cut_idx_np: npt.NDArray[np.int64]
     sampling: SamplingBatch
     prompt_spans: tuple[PromptSpan, ...]

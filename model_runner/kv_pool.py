@@ -16,7 +16,9 @@ class KVPool:
 
     Attributes:
         k, v: L tensors each.
+        page_views: the same memory as 2L tensors [pages, page_size, H, D], the keys of all layers first.
         page_size: slots of a page.
+        page_bytes: of one page, all layers.
         num_bytes: memory reserved; on the CPU only what has been written is resident.
     """
 
@@ -40,7 +42,9 @@ class KVPool:
         self.page_size = page_size
         self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.num_bytes = sum(pool.numel() * pool.element_size() for pool in (*self.k, *self.v))
+        self.page_views = [pool.view(-1, page_size, num_kv_heads, head_dim) for pool in (*self.k, *self.v)]
+        self.num_bytes = sum(view.nbytes for view in self.page_views)
+        self.page_bytes = self.num_bytes // (num_pages + 1)
 
     def copy_pages(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole pages in all layers.
@@ -48,6 +52,5 @@ class KVPool:
         Args:
             sources, destinations: [C] int64 page ids, device. No page is both, and no destination comes twice.
         """
-        for pool in (*self.k, *self.v):
-            pages = pool.view(-1, self.page_size, *pool.shape[1:])
+        for pages in self.page_views:
             pages.index_copy_(0, destinations, pages.index_select(0, sources))

@@ -12,6 +12,7 @@ import torch
 from ..runtime.errors import ConfigError
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder, make_req_to_token
+from .host_kv_pool import HostKVPool, NoHostKVPool
 from .input_buffers import InputBuffers
 from .kv_pool import KVPool
 from .model_runner import ModelRunner
@@ -78,6 +79,10 @@ def load_model_runner(
         "kv_pool_tokens=%d kv_pool_mib=%.0f", capacity.max_total_tokens, kv_pool.num_bytes / (1 << 20)
     )
     buffers = InputBuffers(device)
+    host_kv_pool: HostKVPool | NoHostKVPool = NoHostKVPool()
+    if capacity.num_host_pages:
+        host_kv_pool = HostKVPool(kv_pool, capacity.num_host_pages, buffers)
+        logger.info("host_kv_pool_mib=%.0f", host_kv_pool.num_bytes / (1 << 20))
     req_to_token = make_req_to_token(capacity.max_running_requests, capacity.max_model_len, device)
     states = RowStates(capacity.max_running_requests, capacity.vocab_size)
     counts = TokenCounts(capacity.vocab_size, device)
@@ -94,6 +99,7 @@ def load_model_runner(
     return ModelRunner(
         model=model,
         kv_pool=kv_pool,
+        host_kv_pool=host_kv_pool,
         states=states,
         counts=counts,
         relay=relay,

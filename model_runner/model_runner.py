@@ -3,8 +3,9 @@
     runner.launch(plan)  -> PendingStep    host work and kernel launches; nothing in it waits for the device
     pending.wait()       -> StepResult     the only place where tokens come to the host
 
-The parts: `RowStates` (requests, host), `BatchBuilder` (plan -> `ForwardBatch`), the model, `KVPool`, `Sampler`,
-`TokenRelay` (last tokens, device). The runner puts them in the order that the plan's contract promises.
+The parts: `RowStates` (requests, host), `BatchBuilder` (plan -> `ForwardBatch`), the model, `KVPool`, `HostKVPool`
+(swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The runner puts them in the order that the plan's
+contract promises.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from .logprobs import TokenLogprobs, concatenate, token_logprobs
 from .row_states import SamplingFlag
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
     from .batch_builder import BatchBuilder
     from .forward_batch import ForwardBatch, PromptSpan
+    from .host_kv_pool import HostPages
     from .input_buffers import InputBuffers
     from .kv_pool import KVPool
     from .models.registry import CausalLM
@@ -48,6 +51,20 @@ class PromptLogprobs(NamedTuple):
     finite: Tensor
 
 
+class Forwarded(NamedTuple):
+    """What a step's batch gave, on the device.
+
+    Attributes:
+        sampled: None if nobody samples.
+        cut_finite: [number of `ForwardBatch.cut_idx_np`] bool; where False the chunk's KV is not made of numbers.
+        prompts: see `PromptLogprobs`.
+    """
+
+    sampled: Sampled | None
+    cut_finite: Tensor | None
+    prompts: list[PromptLogprobs]
+
+
 class ModelRunner:
     """Rank 0's runner, or the only one."""
 
@@ -56,6 +73,7 @@ class ModelRunner:
         *,
         model: CausalLM,
         kv_pool: KVPool,
+        host_kv_pool: HostPages,
         states: RowStates,
         counts: TokenCounts,
         relay: TokenRelay,
@@ -65,6 +83,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
+        self.host_kv_pool = host_kv_pool
         self._states = states
         self._counts = counts
         self._relay = relay
@@ -76,6 +95,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
         started_s = time.perf_counter()
+        swap_s = self._move_pages(plan)
         for row in np.frombuffer(plan.finished_rows, dtype=np.int32).tolist():
             self._states.remove(row)
             self._counts.remove(row)
@@ -85,22 +105,39 @@ class ModelRunner:
                 self._counts.add(
                     new.row, state.input_ids[: new.prompt_len], state.input_ids[new.prompt_len :]
                 )
-        if plan.page_copies:
-            pages = np.frombuffer(plan.page_copies, dtype=np.int32).astype(np.int64).reshape(-1, 2).T.copy()
-            self.kv_pool.copy_pages(self._buffers.put(pages[0]), self._buffers.put(pages[1]))
         if plan.total_num_scheduled_tokens == 0:
-            return PendingStep(plan.step_id, started_s)
-        return self._forward(plan.step_id, self._builder.build(plan), started_s)
+            return PendingStep(plan.step_id, started_s, swap_s)
+        batch = self._builder.build(plan)
+        return PendingStep(plan.step_id, started_s, swap_s, batch, self._forward(batch))
 
-    def _forward(self, step_id: int, batch: ForwardBatch, started_s: float) -> PendingStep:
+    def _move_pages(self, plan: StepPlan) -> float:
+        """Swap and copy whole pages as the plan says; returns the host's seconds in swapping."""
+        swap_s = 0.0
+        if plan.swap_outs:
+            before_s = time.perf_counter()
+            self.host_kv_pool.copy_out(*_pairs(plan.swap_outs))
+            swap_s += time.perf_counter() - before_s
+        if plan.page_copies:
+            sources, destinations = _pairs(plan.page_copies)
+            self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
+        if plan.swap_ins:
+            before_s = time.perf_counter()
+            self.host_kv_pool.copy_in(*_pairs(plan.swap_ins))
+            swap_s += time.perf_counter() - before_s
+        return swap_s
+
+    def _forward(self, batch: ForwardBatch) -> Forwarded:
         hidden = self.model.forward(batch)
         sampled = None
         if batch.sampling.num_rows:
             last = hidden if batch.sample_indices is None else hidden.index_select(0, batch.sample_indices)
             sampled = self._sampler.sample(self.model.logits(last), batch.sampling)
             self._relay.store(batch.sample_rows, sampled.token_ids)
+        cut_finite = None
+        if batch.cut_indices is not None:
+            cut_finite = hidden.index_select(0, batch.cut_indices).sum(dim=-1).isfinite()
         prompts = [self._prompt_logprobs(hidden, span) for span in batch.prompt_spans]
-        return PendingStep(step_id, started_s, batch, sampled, prompts)
+        return Forwarded(sampled, cut_finite, prompts)
 
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan) -> PromptLogprobs:
         parts, finite = [], []
@@ -120,27 +157,34 @@ class PendingStep:
         self,
         step_id: int,
         started_s: float,
+        swap_s: float,
         batch: ForwardBatch | None = None,
-        sampled: Sampled | None = None,
-        prompts: list[PromptLogprobs] | None = None,
+        forwarded: Forwarded | None = None,
     ) -> None:
         self._step_id = step_id
         self._started_s = started_s
+        self._swap_s = swap_s
         self._batch = batch
-        self._sampled = sampled
-        self._prompts = prompts or []
+        self._forwarded = forwarded
 
     def wait(self) -> StepResult:
         """Bring the tokens to the host."""
+        if self._batch is None or self._forwarded is None:
+            return StepResult(
+                self._step_id, forward_s=time.perf_counter() - self._started_s, swap_s=self._swap_s
+            )
+        batch, (sampled, cut_finite, prompts) = self._batch, self._forwarded
         token_ids, errors = b"", {}
         logprobs: tuple[Logprobs | None, ...] = ()
-        if self._batch is not None and self._sampled is not None:
-            token_ids = self._sampled.token_ids.to(torch.int32).cpu().numpy().tobytes()
-            finite = self._sampled.finite.cpu().numpy()
-            errors = dict.fromkeys(self._batch.sampled_idx_np[~finite].tolist(), NOT_FINITE)
-            logprobs = _pack_logprobs(self._batch, self._sampled)
+        if sampled is not None:
+            token_ids = sampled.token_ids.to(torch.int32).cpu().numpy().tobytes()
+            finite = sampled.finite.cpu().numpy()
+            errors = dict.fromkeys(batch.sampled_idx_np[~finite].tolist(), NOT_FINITE)
+            logprobs = _pack_logprobs(batch, sampled)
+        if cut_finite is not None:
+            errors |= dict.fromkeys(batch.cut_idx_np[~cut_finite.cpu().numpy()].tolist(), NOT_FINITE)
         prompt_logprobs = {}
-        for prompt in self._prompts:
+        for prompt in prompts:
             if bool(prompt.finite):
                 packed = prompt.logprobs.to_cpu().pack(0, len(prompt.span.targets), prompt.span.top_k)
                 prompt_logprobs[prompt.span.batch_idx] = packed
@@ -153,7 +197,13 @@ class PendingStep:
             prompt_logprobs=prompt_logprobs,
             errors=errors,
             forward_s=time.perf_counter() - self._started_s,
+            swap_s=self._swap_s,
         )
+
+
+def _pairs(data: bytes) -> npt.NDArray[np.int64]:
+    """[n, 2] int32 as bytes -> [2, n] contiguous: one array per column."""
+    return np.frombuffer(data, dtype=np.int32).reshape(-1, 2).T.astype(np.int64, order="C")
 
 
 def _pack_logprobs(batch: ForwardBatch, sampled: Sampled) -> tuple[Logprobs | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner.host_kv_pool import HostKVPool
 from engine.model_runner.load import load_model_runner
 from engine.runtime.config import CacheConfig, ModelConfig
 from engine.runtime.feasibility import Capacity, pages_for
@@ -91,9 +93,13 @@ class Driver:
         self,
         work: Sequence[tuple[Request, int]],
         row_updates: tuple[RowUpdate, ...] = (),
-        page_copies: bytes = b"",
+        **pages: Sequence[tuple[int, int]],
     ) -> StepPlan:
-        """Compute so many more tokens of each request; extends must come first."""
+        """Compute so many more tokens of each request; extends must come first.
+
+        Args:
+            pages: page_copies, swap_outs, swap_ins.
+        """
         self.step_id += 1
         new_reqs, out_loc, samples = [], [], []
         for req, count in work:
@@ -123,8 +129,8 @@ class Driver:
             total_num_scheduled_tokens=sum(counts),
             new_reqs=tuple(new_reqs),
             row_updates=row_updates,
-            page_copies=page_copies,
             finished_rows=int32(self.finished),
+            **{name: int32(itertools.chain(*pairs)) for name, pairs in pages.items()},
         )
         self.finished = []
         return plan
@@ -232,12 +238,13 @@ def make_driver() -> Callable[..., Driver]:
         dtype: Literal["bfloat16", "float32"] = "float32",
         page_size: int = 4,
         num_pages: int = 512,
+        num_host_pages: int = 0,
         max_model_len: int = 256,
         rows: int = 40,
         poison: bool = True,
         seed: int = 0,
     ) -> Driver:
-        capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size)
+        capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size, num_host_pages)
         config = ModelConfig(
             dtype=dtype,
             device="cpu",
@@ -250,6 +257,8 @@ def make_driver() -> Callable[..., Driver]:
         if poison:  # whoever reads a slot that nobody wrote gets NaN
             for pool in (*runner.kv_pool.k, *runner.kv_pool.v):
                 pool.fill_(torch.nan)
+            if isinstance(runner.host_kv_pool, HostKVPool):
+                runner.host_kv_pool.pages.fill_(torch.nan)
         return Driver(runner, capacity, seed)
 
     return make

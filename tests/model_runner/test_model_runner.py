@@ -124,7 +124,7 @@ def test_page_copies_and_row_updates_move_a_request(driver, sampling, alone):
     while len(req.output) < 5:
         driver.step([(req, len(req.tokens) - req.computed)])
     copies = [driver.pages.pop() for _ in req.pages]
-    page_copies = np.array([*zip(req.pages, copies, strict=True)], dtype=np.int32).tobytes()
+    page_copies = [*zip(req.pages, copies, strict=True)]
     originals, req.pages = req.pages, copies
     update = RowUpdate(req.row, 0, np.array(driver.slots(copies, 0, req.computed), dtype=np.int32).tobytes())
     driver.step([], page_copies=page_copies)
@@ -161,6 +161,27 @@ def test_logits_that_are_not_finite_fail_only_their_request(driver):
     assert 0 not in result.prompt_logprobs
     expected = driver.generate([prompt_of(20, seed=n) for n in range(2)], num=2)
     assert [req.output for req in healthy] == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_chunk_that_is_not_finite_fails_in_its_own_step(driver, value):
+    """Not only when the prompt's last chunk samples: its pages are offered to the prefix cache before."""
+    healthy = [driver.start(prompt_of(20, seed=n)) for n in range(3)]
+    broken = driver.start(prompt_of(20, seed=5))
+    driver.step([(healthy[0], 20), (broken, 8), (healthy[1], 8)])
+    driver.runner.kv_pool.v[0][driver.slots(broken.pages, 3, 4)] = value
+
+    result = driver.step([(healthy[1], 4), (broken, 4), (healthy[2], 20), (healthy[0], 1)])
+
+    assert list(result.errors) == [1]
+    assert "not finite" in result.errors[1]
+    assert len(result.next_token_ids) == 2 * 4
+    driver.finish(broken)
+    assert driver.step([(healthy[1], 8), (healthy[0], 1), (healthy[2], 1)]).errors == {}
+    expected = driver.generate([prompt_of(20, seed=n) for n in range(3)], num=3)
+    assert [req.output for req in healthy] == [
+        tokens[: len(req.output)] for tokens, req in zip(expected, healthy, strict=True)
+    ]
 
 
 class TestLogprobs:
