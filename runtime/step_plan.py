@@ -59,8 +59,8 @@ class RowUpdate(Record, frozen=True):
 class StepPlan(Record, frozen=True):
     """One step: a flat list of new tokens and the KV slots they go to. No padding, no longest sequence.
 
-    The runner applies the fields in this order: `swap_outs`, `finished_rows`, `swap_ins`, `new_reqs`, `row_updates`,
-    `page_copies`, then the batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or,
+    The runner applies the fields in this order: `swap_outs`, `page_copies`, `swap_ins`, `finished_rows`, `new_reqs`,
+    `row_updates`, then the batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or,
     beyond its end, the token sampled for that row in its last step, which need not have reached the host yet.
 
     Attributes:
@@ -73,7 +73,7 @@ class StepPlan(Record, frozen=True):
         samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt.
         total_num_scheduled_tokens: T.
         new_reqs, row_updates: see their classes.
-        page_copies: [C, 2] (source page, destination page), copied before the batch runs.
+        page_copies: [C, 2] (source page, destination page); no destination twice, and none of them is a source.
         finished_rows: rows whose requests left (finished, aborted, retracted) since the last plan.
         swap_outs: [O, 2] (page, host page): KV that goes to the host; the pages may be written again in this step.
         swap_ins: [I, 2] (host page, page): KV that comes back. Never both in one step; see `Capacity.num_host_pages`.

@@ -2,157 +2,244 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ..runtime.config import SchedulerConfig
+from .arrays import IntArray
 from .budget import CLIP_MAX_NEW_TOKENS, PrefillBudget
+from .constraints import Constraint, first_refusal
 from .decision_log import PassRecord
+from .host_memory import HostMemory
 from .kv_memory import KVMemory
 from .new_token_ratio import NewTokenRatio
 from .policy.base import MAX_OVERTAKEN, SchedulePolicy
+from .preemption import Preemption
 from .prefill_adder import Chunk, PrefillAdder
-from .req import ReqStatus
+from .req import Req, ReqStatus
 from .req_to_token_pool import ReqToTokenPool
 from .requests import Requests
 from .row_states import RowStates
+from .shared_prefixes import SharedPrefixes
+from .siblings import Siblings
 from .stats import SchedulerStats
-from .verdict import AddReqResult, Reason
+from .step_limits import StepLimits
+from .verdict import AddReqResult, Reason, Verdict
 
-LOOK_AHEAD: Final = 16
-"""How many requests behind one that lacks memory are tried in a pass; each costs a look into the prefix cache."""
+_MAX_SKIPPED = 64
+"""Requests passed over by rules that concern them alone; looking at more of them in a pass would cost too much."""
 
-MAX_PARTIAL_PREFILLS: Final = 1
-"""Prompts that may be in the middle of their chunks at the same time."""
+_MAX_AGED = 256
+"""Ageing looks at so many of the longest waiting requests in each pass; the others' turn comes when those have left."""
 
 
 class Admission:
     """Offers waiting requests to a PrefillAdder in the policy's order, and starts those it takes."""
 
     __slots__ = (
-        "_chunk_size",
+        "_constraints",
+        "_estimator",
+        "_host",
         "_kv",
-        "_max_prefill_tokens",
+        "_limits",
+        "_make_shared",
         "_policy",
         "_pool",
-        "_ratio",
+        "_preemption",
         "_requests",
+        "_siblings",
         "_states",
         "_stats",
     )
 
     def __init__(
         self,
-        config: SchedulerConfig,
         requests: Requests,
         policy: SchedulePolicy,
+        preemption: Preemption,
+        limits: StepLimits,
         *,
         states: RowStates,
         pool: ReqToTokenPool,
         kv: KVMemory,
-        ratio: NewTokenRatio,
+        host: HostMemory,
+        siblings: Siblings,
+        estimator: NewTokenRatio,
+        constraints: Sequence[Constraint],
+        make_shared: Callable[[], SharedPrefixes],
         stats: SchedulerStats,
     ) -> None:
-        assert isinstance(config.chunked_prefill_size, int), "the configuration is not resolved"
-        self._chunk_size = None if config.chunked_prefill_size == -1 else config.chunked_prefill_size
-        self._max_prefill_tokens = config.max_prefill_tokens
+        """Compose; `make_shared` makes what remembers, for one pass, which prefixes are being computed."""
         self._requests = requests
         self._policy = policy
+        self._preemption = preemption
+        self._limits = limits
         self._states = states
         self._pool = pool
         self._kv = kv
-        self._ratio = ratio
+        self._host = host
+        self._siblings = siblings
+        self._estimator = estimator
+        self._constraints = constraints
+        self._make_shared = make_shared
         self._stats = stats
 
     def skip(self, record: PassRecord, reason: Reason) -> list[Chunk]:
         """No prompt is computed in this pass: one verdict for all."""
-        record.num_waiting = len(self._requests.waiting)
+        self._count_waiting(record)
         record.end(reason)
         return []
 
     def plan(self, record: PassRecord, num_decodes: int, now_s: float) -> list[Chunk]:
         """Continue the prompts in progress, then admit waiting requests; gives those admitted rows and pages."""
-        record.num_waiting = len(self._requests.waiting)
-        if not (record.num_waiting or self._requests.partial):
+        requests = self._requests
+        self._count_waiting(record)
+        if not (record.num_waiting or requests.partial):
             return []
-        adder = PrefillAdder(
-            self._kv,
-            self._budget(num_decodes),
-            num_free_rows=self._pool.num_free_rows,
-            max_partial=MAX_PARTIAL_PREFILLS,
-            nothing_runs=not (self._requests.running or self._requests.partial),
-        )
+        adder = self._adder(num_decodes)
         record.budget_before = adder.budget.state()
-        for req in self._requests.partial:
+        for req in requests.partial:
             record.continued.append(adder.continue_chunk(req, int(self._states.num_computed[req.row])))
-        if record.retracted:
-            record.end(Reason.RETRACTING)
-        else:
+        reason = Reason.RETRACTING if record.retractions else self._policy.hold(requests.waiting, now_s)
+        if reason is None:
             self._admit(adder, record)
+        else:
+            record.end(reason)
         record.budget_after = adder.budget.state()
         for chunk in adder.chunks:
-            self._start(chunk, now_s)
+            self._start(chunk, record, now_s)
+        self._preemption.put_back(now_s)
         self._note_overtaken(adder.chunks)
         return adder.chunks
 
-    def _admit(self, adder: PrefillAdder, record: PassRecord) -> None:
-        """Offer the waiting requests in the policy's order until a budget is spent.
+    def _count_waiting(self, record: PassRecord) -> None:
+        record.num_waiting = self._requests.num_waiting
+        record.num_grammar = len(self._requests.grammar)
 
-        A request that lacks memory does not block those behind it: up to `LOOK_AHEAD` of them are tried. Whoever was
+    # ------------------------------------------------------------ whom to admit
+
+    def _admit(self, adder: PrefillAdder, record: PassRecord) -> None:
+        """Offer the waiting requests until a budget is spent: first those on the host, then in the policy's order.
+
+        A request that lacks memory does not block those behind it: up to `look_ahead` of them are tried. Whoever was
         overtaken `MAX_OVERTAKEN` times is overtaken no more, so its turn comes when enough of the running have ended.
+        Nobody overtakes a request whose KV is on the host: it has been running already.
         """
+        shared = self._make_shared()
+        for req in self._still_computing():
+            shared.computing(req, int(self._states.num_settled[req.row]))
         refused = ""
-        num_ahead = 0
-        for req in self._policy.order(self._requests.waiting, record.now_s):
+        num_ahead = num_admitted = num_skipped = 0
+        most = self._policy.max_admissions(self._requests.waiting)
+        for req in self._candidates(record.now_s):
             spent = adder.exhausted()
-            if spent is None and num_ahead > LOOK_AHEAD:
+            if most is not None and num_admitted >= most:
+                spent = Reason.ONE_AT_A_TIME
+            elif spent is None and (num_ahead > self._limits.look_ahead or num_skipped > _MAX_SKIPPED):
                 spent = Reason.LOOK_AHEAD_SPENT
-            if spent is not None:
+            if spent is not None and not (spent is Reason.NO_ROW and self._preempt(req, adder, record)):
                 record.end(spent, behind=refused)
                 return
-            verdict = adder.add(req)
+            verdict = self._offer(req, adder, shared, record)
             record.verdicts.append(verdict)
-            if verdict.result is AddReqResult.OTHER:
-                record.end(Reason.BEHIND, req.rid)
-                return
-            if verdict.result is AddReqResult.NO_TOKEN:
-                if req.num_overtaken >= MAX_OVERTAKEN:
-                    record.end(Reason.OVERTAKEN_AHEAD, req.rid)
+            match verdict.result:
+                case AddReqResult.CONTINUE:
+                    num_admitted += 1
+                    shared.computing(req, adder.chunks[-1].start)
+                case AddReqResult.SKIP:
+                    num_skipped += 1
+                case AddReqResult.OTHER:
+                    record.end(Reason.BEHIND, req.rid)
                     return
-                refused = refused or req.rid
+                case AddReqResult.NO_TOKEN:
+                    if req.num_overtaken >= MAX_OVERTAKEN or req.status is ReqStatus.SWAPPED:
+                        record.end(Reason.OVERTAKEN_AHEAD, req.rid)
+                        return
+                    refused = refused or req.rid
             num_ahead += bool(refused)
 
-    def _start(self, chunk: Chunk, now_s: float) -> None:
+    def _candidates(self, now_s: float) -> Iterator[Req]:
+        yield from self._requests.swapped
+        yield from self._policy.order(self._requests.waiting, now_s)
+
+    def _offer(self, req: Req, adder: PrefillAdder, shared: SharedPrefixes, record: PassRecord) -> Verdict:
+        """One candidate: rules that concern it alone, then memory and computing, then whether others make place."""
+        prefix = self._kv.prefix(req, self._siblings.source(req))
+        skip = AddReqResult.SKIP
+        if req.status is ReqStatus.SWAPPED:
+            if self._host.has_outs:  # never in and out in the same step
+                return Verdict(req.rid, skip, Reason.RETRACTING, prefix.ready_len)
+        elif self._siblings.is_coming(req) or (req.group and _starts_in(req.group, adder.chunks)):
+            return Verdict(req.rid, skip, Reason.SIBLING_PREFILLS, prefix.ready_len)
+        elif prefix.ready_len + 1 < req.fill_len and shared.is_coming(req, prefix.ready_len):
+            return Verdict(req.rid, skip, Reason.PREFIX_COMING, prefix.ready_len)
+        refusal = first_refusal(self._constraints, req)
+        if refusal is not None:
+            return refusal
+        verdict = adder.add(req)
+        if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, adder, record):
+            verdict = adder.add(req)
+        return verdict
+
+    def _still_computing(self) -> list[Req]:
+        """Requests with a row whose prompt no settled step has finished."""
+        states, running = self._states, self._requests.running
+        unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
+        return self._requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
+
+    def _preempt(self, req: Req, adder: PrefillAdder, record: PassRecord) -> bool:
+        return False
+
+    def _kept_for(self, req: Req) -> int:
+        rows = np.array([req.row], dtype=np.int32)
+        return int(self._expected_output(rows))
+
+    # ------------------------------------------------------------ starting them
+
+    def _start(self, chunk: Chunk, record: PassRecord, now_s: float) -> None:
         """Give a chunk its row and pages, and the request its new status."""
         req = chunk.req
         if chunk.is_first:
-            self._requests.waiting.remove(req)
+            sibling = self._siblings.source(req)
+            self._note_start(req, chunk, record, now_s)
             req.row = self._pool.allocate()
             self._states.open(req, chunk.start)
             self._kv.open_row(req)
-            if req.status is ReqStatus.WAITING:
-                req.queue_s = now_s - req.entered_s[ReqStatus.WAITING]
-                req.cached_tokens = chunk.start
-                self._stats.prompt_tokens += req.prompt_len
-                self._stats.cached_tokens += chunk.start
-            req.enter(ReqStatus.PREFILL, now_s)
-            self._requests.partial.append(req)
-        self._kv.grow(req.row, chunk.start + chunk.length)
+            self._requests.start(req, now_s)
+            self._kv.grow(req.row, chunk.start + chunk.length)
+            self._kv.restore(req, chunk.start, sibling)
+        else:
+            self._kv.grow(req.row, chunk.start + chunk.length)
         if chunk.is_last:
-            self._requests.partial.remove(req)
-            req.enter(ReqStatus.DECODE, now_s)
-            self._requests.running.add([req])
+            self._requests.begin_decode(req, now_s)
 
-    def _budget(self, num_decodes: int) -> PrefillBudget:
+    def _note_start(self, req: Req, chunk: Chunk, record: PassRecord, now_s: float) -> None:
+        if req.status is not ReqStatus.WAITING:
+            return
+        req.queue_s = now_s - req.received_s
+        req.cached_tokens = chunk.start
+        self._stats.prompt_tokens += req.prompt_len
+        self._stats.cached_tokens += chunk.start
+
+    # ------------------------------------------------------------ sums
+
+    def _adder(self, num_decodes: int) -> PrefillAdder:
+        requests, page_size = self._requests, self._kv.page_size
         rest, output = self._expected()
-        return PrefillBudget(
-            page_size=self._kv.page_size,
-            available_tokens=self._kv.available_pages * self._kv.page_size,
+        budget = PrefillBudget(
+            page_size=page_size,
+            available_tokens=self._kv.available_pages * page_size,
             expected_tokens=rest + output,
-            max_prefill_tokens=self._max_prefill_tokens,
-            chunk_size=self._chunk_size,
+            max_prefill_tokens=self._limits.max_prefill_tokens,
+            chunk_size=self._limits.chunk_size,
             num_decodes=num_decodes,
+        )
+        return PrefillAdder(
+            self._kv,
+            budget,
+            num_free_rows=self._pool.num_free_rows,
+            max_partial=1,
+            nothing_runs=not requests.num_with_row,
         )
 
     def _expected(self) -> tuple[int, float]:
@@ -160,19 +247,25 @@ class Admission:
         states, partial = self._states, self._requests.partial
         rows = self._requests.running.rows
         rest = 0
-        to_come = states.max_kv_len[rows] - states.num_computed[rows]
         if partial:
             partial_rows = np.array([req.row for req in partial], dtype=np.int32)
-            fill_len = states.known_len[partial_rows]
-            rest = int((fill_len - states.num_computed[partial_rows]).sum())
+            rest = int((states.known_len[partial_rows] - states.num_computed[partial_rows]).sum())
             rows = np.concatenate([rows, partial_rows])
-            to_come = np.concatenate([to_come, states.max_kv_len[partial_rows] - fill_len])
-        share = np.where(states.ignore_eos[rows], 1.0, self._ratio.current)
-        return rest, float(share @ np.minimum(to_come, CLIP_MAX_NEW_TOKENS))
+        return rest, self._expected_output(rows)
+
+    def _expected_output(self, rows: IntArray) -> float:
+        states = self._states
+        to_come = states.max_kv_len[rows] - np.maximum(states.num_computed[rows], states.fill_len[rows])
+        share = np.where(states.ignore_eos[rows], 1.0, self._estimator.current)
+        return float(share @ np.minimum(to_come, CLIP_MAX_NEW_TOKENS))
 
     def _note_overtaken(self, chunks: list[Chunk]) -> None:
         newest = max((chunk.req.seq for chunk in chunks if chunk.is_first), default=0)
-        for req in self._requests.waiting:
-            if req.seq > newest:
+        for num_seen, req in enumerate(self._requests.waiting):
+            if req.seq > newest or num_seen >= _MAX_AGED:
                 break
             req.num_overtaken += 1
+
+
+def _starts_in(group: str, chunks: list[Chunk]) -> bool:
+    return any(chunk.is_first and chunk.req.group == group for chunk in chunks)

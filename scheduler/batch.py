@@ -5,12 +5,14 @@ In batch order come first the extends (prompt chunks), then the decodes; that is
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
 from .arrays import BoolArray, IntArray
+from .host_memory import HostMemory
 from .kv_memory import KVMemory
 from .prefill_adder import Chunk
 from .req import Req
@@ -43,11 +45,12 @@ class ScheduleBatch:
         states: RowStates,
         pool: ReqToTokenPool,
         kv: KVMemory,
+        host: HostMemory,
     ) -> None:
         """Build the plan of a step and count its tokens as computed.
 
-        Rows and pages of all tokens are taken already; the pool's rows that left and the rows whose pages moved since
-        the last plan are collected here.
+        Rows and pages of all tokens are taken already; the pool's rows that left, the rows whose pages moved, and the
+        copies between pages and with the host since the last plan are collected here.
         """
         positions = states.num_computed[decode_rows]
         ends = positions + np.int32(1)
@@ -77,6 +80,7 @@ class ScheduleBatch:
         self.num_extends = len(chunks)
         self.epochs: IntArray = pool.epoch[self.rows]
         self.end = ends
+        swap_outs, swap_ins = host.take_copies()
         self.plan = StepPlan(
             step_id=step_id,
             mode=_mode(len(chunks), len(decode_rows)),
@@ -92,10 +96,21 @@ class ScheduleBatch:
                 for row, start, stop in kv.take_moved()
             ),
             finished_rows=np.array(pool.take_left_rows(), dtype=np.int32).tobytes(),
+            page_copies=kv.take_copies(),
+            swap_outs=swap_outs.tobytes(),
+            swap_ins=swap_ins.tobytes(),
         )
 
     def __len__(self) -> int:
         return len(self.reqs)
+
+    def checksum(self) -> int:
+        """Of the plan's arrays: equal plans have equal ones, so a replay can be compared without keeping plans."""
+        plan = self.plan
+        checksum = zlib.crc32(plan.out_cache_loc, zlib.crc32(plan.rows))
+        for array in (plan.num_scheduled_tokens, plan.finished_rows, plan.page_copies):
+            checksum = zlib.crc32(array, checksum)
+        return zlib.crc32(plan.swap_ins, zlib.crc32(plan.swap_outs, checksum))
 
     def still_here(self, pool: ReqToTokenPool) -> BoolArray:
         """[B] whether the request still has the row it had; False once it finished, was aborted or was retracted."""

@@ -186,14 +186,16 @@ class DecisionLog:
     """The last `KEPT_RECORDS` records; passes in which there was nothing to decide are not among them.
 
     Attributes:
-        num_records: how many there have been.
+        num_records, num_passes: how many there have been.
     """
 
-    __slots__ = ("_records", "num_records")
+    __slots__ = ("_last_pass", "_records", "num_passes", "num_records")
 
     def __init__(self, kept_records: int = KEPT_RECORDS) -> None:
         self._records: deque[DecisionRecord] = deque(maxlen=kept_records)
+        self._last_pass: PassRecord | None = None
         self.num_records = 0
+        self.num_passes = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -209,13 +211,17 @@ class DecisionLog:
 
     @property
     def last(self) -> PassRecord:
-        """The newest pass."""
-        return next(record for record in reversed(self._records) if isinstance(record, PassRecord))
+        """The newest pass; there must have been one."""
+        assert self._last_pass is not None
+        return self._last_pass
 
     def append(self, record: DecisionRecord) -> None:
         """Keep a record, and forget the oldest where there are too many."""
         self._records.append(record)
         self.num_records += 1
+        if isinstance(record, PassRecord):
+            self._last_pass = record
+            self.num_passes += 1
 
     def since(self, num_records: int) -> list[DecisionRecord]:
         """The records, as far as kept, that came after the first `num_records`, oldest first."""

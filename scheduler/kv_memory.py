@@ -16,7 +16,10 @@ import numpy as np
 
 from ..runtime.feasibility import pages_for
 from .arrays import IntArray
+from .decision_log import PageCounts
+from .host_memory import HostMemory
 from .page_allocator import PageAllocator
+from .prefix import Prefix
 from .prefix_cache import PrefixCache, PrefixMatch
 from .req import Req
 from .req_to_token_pool import ReqToTokenPool
@@ -32,11 +35,33 @@ class KVMemory:
         evicted_pages_total: pages taken from the prefix cache because requests needed them.
     """
 
-    __slots__ = ("_allocator", "_cache", "_moved", "_pool", "_states", "evicted_pages_total", "page_size")
+    __slots__ = (
+        "_allocator",
+        "_cache",
+        "_copies",
+        "_host",
+        "_lookahead",
+        "_moved",
+        "_pool",
+        "_states",
+        "evicted_pages_total",
+        "page_size",
+    )
 
     def __init__(
-        self, allocator: PageAllocator, pool: ReqToTokenPool, states: RowStates, prefix_cache: PrefixCache
+        self,
+        allocator: PageAllocator,
+        pool: ReqToTokenPool,
+        states: RowStates,
+        prefix_cache: PrefixCache,
+        host: HostMemory,
+        *,
+        num_lookahead_tokens: int = 0,
     ) -> None:
+        """Compose; `num_lookahead_tokens` slots are kept ready beyond each request's next token, for draft tokens."""
+        self._host = host
+        self._lookahead = np.int32(num_lookahead_tokens)
+        self._copies: list[tuple[int, int]] = []
         self._allocator = allocator
         self._pool = pool
         self._states = states
@@ -72,6 +97,15 @@ class KVMemory:
         """Pages that requests own, counted from the page tables and not as the rest of the others."""
         return int(self._pool.num_pages.sum()) - int(self._pool.num_leased.sum())
 
+    def page_counts(self) -> PageCounts:
+        """The terms of the page equation; what requests hold is what the others leave."""
+        free, evictable, locked = (
+            self._allocator.num_free,
+            self._cache.evictable_pages,
+            self._cache.locked_pages,
+        )
+        return PageCounts(free, evictable, locked, self._allocator.num_pages - free - evictable - locked)
+
     # ------------------------------------------------------------ beginning of a request
 
     def match(self, req: Req) -> PrefixMatch:
@@ -89,6 +123,25 @@ class KVMemory:
             req.match_generation = self._cache.generation
         return req.match
 
+    def prefix(self, req: Req, sibling: Req | None) -> Prefix:
+        """What a waiting request could start with: the cache's pages, then the host's, or those of a sibling.
+
+        Args:
+            sibling: a request with a row and the same prompt, all of which has been computed.
+        """
+        match = self.match(req)
+        ready_len = match.num_pages * self.page_size
+        if req.host_pages is not None:
+            ready_len = max(ready_len, req.host_len)
+        elif sibling is not None and self._tail_of(req, match, sibling):
+            ready_len = req.prompt_len - 1
+        return Prefix(match, ready_len)
+
+    def _tail_of(self, req: Req, match: PrefixMatch, sibling: Req) -> bool:
+        """Whether a sibling's page has all that a new request lacks of its prompt but the last token."""
+        whole, rest = divmod(req.prompt_len - 1, self.page_size)
+        return rest > 0 and req.output_len == 0 and match.num_pages == whole
+
     def unlocked_pages(self, match: PrefixMatch) -> int:
         """Pages that stop being available when this match is locked."""
         return self._cache.unlocked_pages(match)
@@ -105,6 +158,29 @@ class KVMemory:
             self._pool.append_pages(req.row, self._cache.pages_of(req.lease))
         self._pool.num_leased[req.row] = req.lease.num_pages
 
+    def restore(self, req: Req, ready_len: int, sibling: Req | None) -> None:
+        """Fill a row's first own pages with KV that exists elsewhere. Call after `grow`.
+
+        From the host, or (`sibling`) as a copy of the page that is only half the prompt's: the sibling writes its own
+        tokens behind the prompt into it, so each needs one of its own.
+        """
+        assert req.lease is not None
+        first = req.lease.num_pages
+        if req.host_pages is not None:
+            end = pages_for(ready_len, self.page_size)
+            self._host.swap_in(req.host_pages[first:end], self._pool.pages[req.row, first:end].copy())
+            self.drop_host_pages(req)
+        elif sibling is not None and ready_len > first * self.page_size:
+            source, target = self._pool.pages[sibling.row, first], self._pool.pages[req.row, first]
+            self._copies.append((int(source), int(target)))
+
+    def drop_host_pages(self, req: Req) -> None:
+        """A swapped request has come back, or ended: its pages on the host are free."""
+        assert req.host_pages is not None
+        self._host.free(req.host_pages)
+        req.host_pages = None
+        req.host_len = 0
+
     # ------------------------------------------------------------ growth
 
     def grow(self, row: int, num_tokens: int) -> None:
@@ -114,17 +190,33 @@ class KVMemory:
             self._pool.append_pages(row, self._take(missing))
 
     def rows_without_room(self, rows: IntArray) -> IntArray:
-        """Those of `rows` whose next token needs a new page."""
-        full = self._states.num_computed[rows] >= self._pool.num_pages[rows] * np.int32(self.page_size)
-        result: IntArray = rows[full]
+        """Those of `rows` that need a new page, one entry per page, so that their next token has a slot.
+
+        With lookahead slots, those of the draft tokens, too, as far as the request can ever use them.
+        """
+        needed = self._states.num_computed[rows] + np.int32(1)
+        if self._lookahead:
+            needed = np.maximum(needed, np.minimum(needed + self._lookahead, self._states.max_kv_len[rows]))
+        page_size = np.int32(self.page_size)
+        missing = -(-needed // page_size) - self._pool.num_pages[rows]
+        result: IntArray = (
+            rows[missing > 0] if not self._lookahead else np.repeat(rows, np.maximum(missing, 0))
+        )
         return result
 
     def grow_by_a_page(self, rows: IntArray) -> None:
-        """Give each row one more page."""
-        if rows.size:
-            num_pages = self._pool.num_pages[rows]
-            self._pool.pages[rows, num_pages] = self._take(int(rows.size))
-            self._pool.num_pages[rows] = num_pages + 1
+        """Give each row one more page for each time it is named; equal ones stand together."""
+        if not rows.size:
+            return
+        pages = self._take(int(rows.size))
+        num_pages = self._pool.num_pages[rows]
+        if self._lookahead:
+            first = np.concatenate([[0], np.flatnonzero(np.diff(rows)) + 1])
+            num_pages += np.arange(len(rows), dtype=np.int32) - np.repeat(
+                first, np.diff(np.append(first, len(rows)))
+            ).astype(np.int32)
+        self._pool.pages[rows, num_pages] = pages
+        self._pool.num_pages[rows] = num_pages + 1
 
     def _take(self, count: int) -> IntArray:
         missing = count - self._allocator.num_free
@@ -185,10 +277,45 @@ class KVMemory:
         self._pool.release(row)
         req.row = -1
 
+    def swap_out(self, req: Req) -> bool:
+        """Plan to copy what settled steps have computed of a running request to the host. Call before `release`.
+
+        Returns:
+            False, and nothing is changed, if the host has no room for it.
+        """
+        num_tokens = int(self._states.num_settled[req.row])
+        num_pages = pages_for(num_tokens, self.page_size)
+        if num_pages > self._host.num_free or not num_pages:
+            return False
+        req.host_pages = self._host.swap_out(self._pool.pages[req.row, :num_pages].copy())
+        req.host_len = num_tokens
+        return True
+
+    def num_own_pages(self, req: Req) -> int:
+        """Pages of a running request that come free when it leaves, because nobody else has them."""
+        return int(self._pool.num_pages[req.row] - self._pool.num_leased[req.row])
+
+    def num_swappable_pages(self, req: Req) -> int:
+        """Pages that `swap_out` would copy."""
+        return pages_for(int(self._states.num_settled[req.row]), self.page_size)
+
+    def take_copies(self) -> bytes:
+        """[C, 2] (source page, destination page) since the last call, int32 bytes, for `StepPlan.page_copies`."""
+        copies, self._copies = self._copies, []
+        return np.array(copies, dtype=np.int32).tobytes() if copies else b""
+
     def take_moved(self) -> list[tuple[int, int, int]]:
         """(row, first position, end position) of slots that changed since the last call, for `RowUpdate`."""
         moved, self._moved = self._moved, {}
         return [(row, begin * self.page_size, end * self.page_size) for row, (begin, end) in moved.items()]
+
+    @property
+    def pinned_pages(self) -> int:
+        """Pages that go last when others need room."""
+        return 0
+
+    def expire_pins(self, now_s: float) -> None:
+        """End the pins whose time is over."""
 
     def flush(self) -> tuple[int, int]:
         """Empty the prefix cache of all that is not leased; returns (pages dropped, pages kept)."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..runtime.errors import EngineError
+from .host_memory import HostMemory
 from .kv_memory import KVMemory
 from .page_allocator import PageAllocator
 from .prefix_cache import PrefixCache
@@ -25,11 +26,17 @@ class LedgerError(EngineError):
 class Ledger:
     """Checks; changes nothing."""
 
-    __slots__ = ("_allocator", "_cache", "_kv", "_pool")
+    __slots__ = ("_allocator", "_cache", "_host", "_kv", "_pool")
 
     def __init__(
-        self, allocator: PageAllocator, pool: ReqToTokenPool, prefix_cache: PrefixCache, kv: KVMemory
+        self,
+        allocator: PageAllocator,
+        pool: ReqToTokenPool,
+        prefix_cache: PrefixCache,
+        kv: KVMemory,
+        host: HostMemory,
     ) -> None:
+        self._host = host
         self._allocator = allocator
         self._pool = pool
         self._cache = prefix_cache
@@ -63,12 +70,16 @@ class Ledger:
                 f"no request is left, but {self._kv.held_pages} pages are held, {self._cache.locked_pages} are locked "
                 f"and {rows_out} rows are taken"
             )
+        if self._host.num_free != self._host.num_pages:
+            taken = self._host.num_pages - self._host.num_free
+            raise LedgerError(f"no request is left, but {taken} pages of host memory are taken")
 
-    def audit(self, reqs: Iterable[Req]) -> None:
+    def audit(self, reqs: Iterable[Req], swapped: Iterable[Req] = ()) -> None:
         """Everything, page by page; for tests. Costs a walk over all pages.
 
         Args:
             reqs: all requests with a row.
+            swapped: all requests whose KV is on the host.
 
         Raises:
             LedgerError: the first thing found wrong.
@@ -91,5 +102,11 @@ class Ledger:
         if owners[0] or (owners[1:] != 1).any():
             wrong = np.flatnonzero(owners != 1)[1 - min(1, int(owners[0])) :][:8]
             raise LedgerError(f"pages {wrong.tolist()} have {owners[wrong].tolist()} owners instead of one")
+        host_pages = [int(page) for req in swapped if req.host_pages is not None for page in req.host_pages]
+        taken = self._host.num_pages - self._host.num_free
+        if len(set(host_pages)) != len(host_pages) or len(host_pages) != taken:
+            raise LedgerError(
+                f"{taken} pages of host memory are taken, swapped requests have {sorted(host_pages)}"
+            )
         for text in self._cache.verify(leases):
             raise LedgerError(text)

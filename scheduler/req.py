@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from ..runtime.messages import GenerateRequest, Logprobs, Usage
 
 if TYPE_CHECKING:
+    from .arrays import IntArray
     from .prefix_cache import Lease, PrefixMatch
 
 TOKEN_ID_BYTES: Final = 4
@@ -55,6 +56,7 @@ class Req:
 
     Attributes:
         rid, sampling, arrival_s, priority, extra_key, tenant, lora_id, group: as in `GenerateRequest`.
+        received_s: when it came to the scheduler.
         seq: counts arrivals at the scheduler; the order of arrival, also between equal times.
         prompt_len: tokens of the prompt.
         max_new_tokens: `sampling.max_new_tokens`, known to be set.
@@ -64,6 +66,7 @@ class Req:
         entered_s: when each status was entered for the first time.
         row: pool row while in PREFILL or DECODE, else -1.
         lease: the request's lock in the prefix cache while it has a row.
+        host_pages: pages of the host's KV pool that hold its first `host_len` tokens while it is SWAPPED, else None.
         match, match_generation: the last look-up in the prefix cache and the cache's generation then.
         cached_tokens: prompt tokens the prefix cache had at first admission.
         num_retractions: how often its memory was taken away.
@@ -80,6 +83,8 @@ class Req:
         "extra_key",
         "fill_ids",
         "group",
+        "host_len",
+        "host_pages",
         "lease",
         "lora_id",
         "match",
@@ -92,6 +97,7 @@ class Req:
         "prompt_len",
         "prompt_logprobs",
         "queue_s",
+        "received_s",
         "rid",
         "row",
         "sampling",
@@ -109,19 +115,22 @@ class Req:
         self.tenant = message.tenant
         self.lora_id = message.lora_id
         self.group = message.group
-        self.arrival_s = message.arrival_s
+        self.arrival_s = message.arrival_s or now_s
         self.seq = seq
         self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
         self.max_new_tokens: int = message.sampling.max_new_tokens
         self.fill_ids = message.input_ids
         self.output_len = 0
-        self.status = ReqStatus.WAITING
-        self.entered_s: dict[ReqStatus, float] = {ReqStatus.WAITING: now_s}
+        self.status = ReqStatus.WAITING_GRAMMAR if message.needs_grammar else ReqStatus.WAITING
+        self.entered_s: dict[ReqStatus, float] = {self.status: now_s}
         self.row = -1
         self.lease: Lease | None = None
+        self.host_pages: IntArray | None = None
+        self.host_len = 0
         self.match: PrefixMatch | None = None
         self.match_generation = -1
         self.cached_tokens = 0
+        self.received_s = now_s
         self.queue_s = 0.0
         self.num_retractions = 0
         self.num_overtaken = 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ..runtime.messages import Finish, FinishKind, TokenOutput
-from ..runtime.step_plan import StepResult
+from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import BoolArray
 from .batch import ScheduleBatch
 from .kv_memory import KVMemory
+from .new_token_ratio import NewTokenRatio
 from .outputs import StopRules, output_row
+from .preemption_mode import PreemptionMode
 from .req import TOKEN_ID_BYTES
 from .req_to_token_pool import ReqToTokenPool
 from .requests import Requests
@@ -20,7 +22,7 @@ from .stats import SchedulerStats
 class ResultSettler:
     """Appends tokens, finishes requests, fills the prefix cache, makes the rows to send."""
 
-    __slots__ = ("_kv", "_pool", "_requests", "_states", "_stats", "_stop_rules")
+    __slots__ = ("_estimator", "_kv", "_mode", "_pool", "_requests", "_states", "_stats", "_stop_rules")
 
     def __init__(
         self,
@@ -30,6 +32,8 @@ class ResultSettler:
         pool: ReqToTokenPool,
         kv: KVMemory,
         stop_rules: StopRules,
+        estimator: NewTokenRatio,
+        mode: PreemptionMode,
         stats: SchedulerStats,
     ) -> None:
         self._requests = requests
@@ -37,6 +41,8 @@ class ResultSettler:
         self._pool = pool
         self._kv = kv
         self._stop_rules = stop_rules
+        self._estimator = estimator
+        self._mode = mode
         self._stats = stats
 
     def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> list[TokenOutput]:
@@ -55,7 +61,16 @@ class ResultSettler:
         if len(self._requests) < num_live:
             self._requests.forget_departed()
         self._stats.step_s += result.forward_s
+        self._learn_costs(batch, result)
         return rows
+
+    def _learn_costs(self, batch: ScheduleBatch, result: StepResult) -> None:
+        """What computing prompts and swapping take, for the choice between the two."""
+        num_pages = (len(batch.plan.swap_outs) + len(batch.plan.swap_ins)) // (2 * TOKEN_ID_BYTES)
+        if num_pages:
+            self._mode.measured_swap(num_pages, result.swap_s)
+        elif batch.plan.mode is ForwardMode.EXTEND:
+            self._mode.measured_prefill(batch.plan.total_num_scheduled_tokens, result.forward_s)
 
     def _settle_errors(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float

@@ -1,11 +1,11 @@
 """`make_room`: a page for each running request that needs one, by eviction, and where that is not enough by retraction.
 
-Retraction takes a running request's row and pages and sends it back to the queue; later its prompt and its output so
-far are computed again. Since sampling noise is keyed by position, its text does not change.
+Who must go is decided here; what becomes of it, in `preemption.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ class Room(NamedTuple):
 
     Attributes:
         rows, reqs: those that decode in this step, with a page for their next token.
-        retracted: those that must leave, first to last; their memory has been released.
+        retracted: those that lost their place, first to last.
         starved: the one request that remained and cannot have its page even so; None in a sound configuration.
     """
 
@@ -32,12 +32,22 @@ class Room(NamedTuple):
     starved: Req | None = None
 
 
-def make_room(running: RunningBatch, partial: list[Req], states: RowStates, kv: KVMemory) -> Room:
+def make_room(
+    running: RunningBatch,
+    partial: list[Req],
+    states: RowStates,
+    kv: KVMemory,
+    take_place: Callable[[Req], None],
+    *,
+    by_priority: bool = False,
+) -> Room:
     """Find the requests that decode in the next step and give each a page where it needs one.
 
     Args:
         running: left as it is; the caller removes who is retracted.
         partial: requests whose prompts are being computed in chunks; they hold memory, so they can be victims.
+        take_place: releases a victim's memory.
+        by_priority: those of lowest priority must go first.
 
     Victims are those with the least work to lose: shortest output, then longest input. One request always stays.
     """
@@ -57,11 +67,10 @@ def make_room(running: RunningBatch, partial: list[Req], states: RowStates, kv: 
         return _sit_out(rows, reqs, full, kv)
 
     retracted: list[Req] = []
-    for victim in _by_work_lost(reqs + partial, states)[:-1]:
+    for victim in _by_work_lost(reqs + partial, states, by_priority=by_priority)[:-1]:
         row = victim.row
         retracted.append(victim)
-        victim.fill_ids = states.known_ids(row)  # what it has generated is computed again like a prompt
-        kv.release(victim, keep=True)
+        take_place(victim)
         rows = rows[rows != row]
         full = full[full != row]
         if full.size <= kv.available_pages:
@@ -82,9 +91,12 @@ def _sit_out(rows: IntArray, reqs: list[Req], full: IntArray, kv: KVMemory) -> R
     return Room(rows[stays], [reqs[idx] for idx in np.flatnonzero(stays)], [])
 
 
-def _by_work_lost(reqs: list[Req], states: RowStates) -> list[Req]:
+def _by_work_lost(reqs: list[Req], states: RowStates, *, by_priority: bool) -> list[Req]:
     """Least work to lose first; among equals the latest arrival first."""
     rows = np.array([req.row for req in reqs], dtype=np.int32)
     output_len = states.known_len[rows] - states.prompt_len[rows]
-    order = np.lexsort((-np.array([req.seq for req in reqs]), -states.prompt_len[rows], output_len))
+    keys = [-np.array([req.seq for req in reqs]), -states.prompt_len[rows], output_len]
+    if by_priority:
+        keys.append(np.array([req.priority for req in reqs]))
+    order = np.lexsort(keys)
     return [reqs[idx] for idx in order]

@@ -20,6 +20,7 @@ class RowStates:
         known_len: [R] valid entries of `token_ids`.
         num_computed: [R] tokens whose KV exists or is being made by a step in flight.
         num_settled: [R] tokens whose KV was made by settled steps.
+        fill_len: [R] tokens that were known when the row was opened: all of them are computed before it samples.
         prompt_len: [R].
         max_kv_len: [R] KV slots the request can need at most; a row with `num_computed` there needs no more steps.
         ignore_eos: [R].
@@ -27,6 +28,7 @@ class RowStates:
     """
 
     __slots__ = (
+        "fill_len",
         "ignore_eos",
         "known_len",
         "max_kv_len",
@@ -43,6 +45,7 @@ class RowStates:
         self.known_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.num_settled: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.fill_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.prompt_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.max_kv_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.ignore_eos: BoolArray = np.zeros(num_rows, dtype=np.bool_)
@@ -55,6 +58,7 @@ class RowStates:
         self.known_len[row] = req.fill_len
         self.num_computed[row] = prefix_len
         self.num_settled[row] = prefix_len
+        self.fill_len[row] = req.fill_len
         self.prompt_len[row] = req.prompt_len
         self.max_kv_len[row] = req.max_kv_len
         self.ignore_eos[row] = sampling.ignore_eos

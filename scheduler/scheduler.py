@@ -1,69 +1,59 @@
 """`Scheduler`: decides what runs next and accounts for every page. No I/O, no clock, no device.
 
 Messages and the time come in as arguments; batches, and rows for the detokenizer, come out. The server wires it to
-sockets and a model runner (`event_loop.py`), tests to a scripted one. Same calls, same decisions, bit for bit.
+sockets and a model runner (`event_loop.py`), tests to a scripted one, the simulator to a cost model. Same calls, same
+decisions, bit for bit.
 
     handle ──► waiting queue ──policy, PrefillAdder──► rows with pages ──ScheduleBatch──► runner ──► settle ──► outputs
                      ▲                                       │
-                     └──────────── retraction ◄──────────────┘
+                     └──── retraction, preemption ◄──────────┘
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import assert_never
 
 from ..runtime.config import CacheConfig, SchedulerConfig
-from ..runtime.feasibility import Capacity, pages_for
+from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
     AbortRequest,
-    BatchTokenOutput,
     DetokenizerInput,
     Explain,
-    Explanation,
     Finish,
     FinishKind,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
     GrammarReady,
-    PinDone,
     PinPrefix,
     SchedulerInput,
     SchedulerReport,
     TokenOutput,
     Usage,
 )
-from ..runtime.step_plan import StepResult
-from .admission import Admission
-from .arrays import EMPTY, IntArray
+from ..runtime.step_plan import ForwardMode, StepResult
+from .assembly import assemble
 from .batch import ScheduleBatch
-from .decision_log import DecisionLog, PassRecord, Retraction
+from .decision_log import Arrived, PassRecord, Settled
 from .intake import reason_to_refuse
-from .kv_memory import KVMemory
-from .ledger import Ledger, LedgerError
-from .new_token_ratio import NewTokenRatio
-from .outputs import StopRules, text_options
-from .page_allocator import PageAllocator
-from .policy.base import Load, PolicyParts
-from .policy.make import make_policy
-from .prefill_adder import Chunk
-from .prefix_cache import NoPrefixCache, PrefixCache
-from .radix_cache import RadixCache
+from .ledger import LedgerError
+from .outputs import text_options
+from .phases import Work
 from .req import TOKEN_ID_BYTES, Req
-from .req_to_token_pool import ReqToTokenPool
-from .requests import Requests
-from .results import ResultSettler
-from .retraction import make_room
-from .row_states import RowStates
-from .stats import SchedulerStats
-from .verdict import Reason
+from .stall import StallAction
+from .verdict import AddReqResult
 
 logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """See the module. All state of all requests is here or in the parts it owns."""
+    """See the module. All state of all requests is in the parts that `assembly.py` puts together.
+
+    Attributes:
+        decisions: what the last passes decided, and why.
+    """
 
     def __init__(
         self,
@@ -80,48 +70,12 @@ class Scheduler:
             capacity: what the runner can hold.
             eos_token_ids: tokens that end an output unless `ignore_eos`.
         """
-        self._config = config
         self._capacity = capacity
-        page_size, num_rows = capacity.page_size, capacity.max_running_requests
-        self._allocator = PageAllocator(capacity.num_pages)
-        self._pool = ReqToTokenPool(num_rows, pages_for(capacity.max_model_len, page_size), page_size)
-        self._states = RowStates(num_rows, capacity.max_model_len)
-        self._prefix_cache: PrefixCache = RadixCache(page_size) if cache.radix_cache else NoPrefixCache()
-        self._kv = KVMemory(self._allocator, self._pool, self._states, self._prefix_cache)
-        self._ledger = Ledger(self._allocator, self._pool, self._prefix_cache, self._kv)
-
-        self._policy = make_policy(config, PolicyParts(self._kv.match, page_size, self._load))
-        self._requests = Requests(self._kv, self._policy)
-        self._ratio = NewTokenRatio(config.schedule_conservativeness)
-        self._stats = SchedulerStats()
-        self._admission = Admission(
-            config,
-            self._requests,
-            self._policy,
-            states=self._states,
-            pool=self._pool,
-            kv=self._kv,
-            ratio=self._ratio,
-            stats=self._stats,
-        )
-        self._settler = ResultSettler(
-            self._requests,
-            states=self._states,
-            pool=self._pool,
-            kv=self._kv,
-            stop_rules=StopRules(eos_token_ids, capacity.vocab_size),
-            stats=self._stats,
-        )
-        self.decisions = DecisionLog()
-        self._outputs: list[DetokenizerInput] = []
+        self._parts = parts = assemble(config, cache, capacity, eos_token_ids)
+        self._requests, self._kv, self._stats = parts.requests, parts.kv, parts.stats
+        self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
+        self.decisions = parts.decisions
         self._last_step_id = 0
-        self._prefill_steps_in_a_row = 0
-
-    def _load(self) -> Load:
-        held = self._kv.num_pages - self._kv.available_pages
-        return Load(
-            len(self._requests.with_row), self._capacity.max_running_requests, held / self._kv.num_pages
-        )
 
     # ------------------------------------------------------------ messages
 
@@ -136,159 +90,172 @@ class Scheduler:
             case GenerateRequest():
                 self._receive(message, now_s)
             case AbortRequest():
-                self._abort(message, now_s)
+                req = self._requests.by_id.get(message.rid)
+                if req is not None:
+                    self._end(req, Finish(FinishKind.ABORT, message=message.reason), now_s)
+            case GrammarReady():
+                self._take_grammar(message, now_s)
             case FlushCache():
                 dropped, kept = self._kv.flush()
                 page_size = self._capacity.page_size
-                self._outputs.append(FlushCacheDone(message.flush_id, dropped * page_size, kept * page_size))
-            case GrammarReady():
-                pass
+                self._answers.message(FlushCacheDone(message.flush_id, dropped * page_size, kept * page_size))
             case PinPrefix():
-                self._outputs.append(PinDone(message.pin_id, 0, len(message.input_ids) // TOKEN_ID_BYTES))
+                self._answers.message(self._parts.pinner.pin(message, now_s))
             case Explain():
-                self._outputs.append(Explanation(message.explain_id, False, ""))
+                self._answers.message(self._parts.explainer.explain(message))
             case _:
                 assert_never(message)
 
     def take_outputs(self) -> list[DetokenizerInput]:
         """Everything to send since the last call, in order."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._answers.take()
 
     def _receive(self, message: GenerateRequest, now_s: float) -> None:
         if message.rid in self._requests.by_id:
             # Ids are the server's own, so this is its bug. An answer would end the stream of the one that lives.
             logger.error("dropped a second request with the id of a live one rid=%s", message.rid)
             return
+        prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
         reason = reason_to_refuse(message, self._capacity)
         if reason is not None:
             logger.info("refused rid=%s: %s", message.rid, reason)
             finish = Finish(FinishKind.ERROR, message=reason, status=400)
-            usage = Usage(len(message.input_ids) // TOKEN_ID_BYTES, 0)
-            row = TokenOutput(message.rid, b"", usage, finish, text_options(message.sampling))
-            self._outputs.append(BatchTokenOutput([row]))
+            options = text_options(message.sampling)
+            self._answers.rows([TokenOutput(message.rid, b"", Usage(prompt_len, 0), finish, options)])
             return
-        self._requests.receive(message, now_s)
+        req = self._requests.receive(message, now_s)
+        self._deadlines.add(req, message)
+        self.decisions.append(
+            Arrived(now_s, req.rid, prompt_len, req.max_new_tokens, req.priority, req.tenant, req.group)
+        )
 
-    def _abort(self, message: AbortRequest, now_s: float) -> None:
-        req = self._requests.by_id.get(message.rid)
-        if req is not None:
-            row = self._requests.finish(req, Finish(FinishKind.ABORT, message=message.reason), now_s)
-            self._requests.forget_departed()
-            self._outputs.append(BatchTokenOutput([row]))
+    def _take_grammar(self, message: GrammarReady, now_s: float) -> None:
+        req = self._requests.grammar.get(message.rid)
+        if req is None:
+            return
+        if message.error:
+            self._end(req, Finish(FinishKind.ERROR, message=message.error, status=400), now_s)
+        else:
+            self._requests.grammar_ready(message.rid, now_s)
+
+    def _end(self, req: Req, finish: Finish, now_s: float) -> None:
+        """End a request between steps."""
+        self._answers.rows([self._requests.finish(req, finish, now_s)])
+        self._requests.forget_departed()
+        self.decisions.append(Settled(now_s, 0, left=self._requests.take_departed()))
 
     # ------------------------------------------------------------ planning
 
     def next_batch(self, now_s: float) -> ScheduleBatch | None:
         """Plan the next step; None if there is nothing to do (or nothing until a step in flight is settled).
 
-        Mixed (the default): running requests decode, and prompt chunks share the step. Otherwise prompts go first,
-        and the running decode when there are none to admit, or after so many prefill steps in a row. When the last
-        request has left, one step without tokens has the runner forget it.
+        When the last request has left, one step without tokens has the runner forget it; the same where KV must go to
+        the host before anybody can run.
         """
-        record = PassRecord(now_s)
-        batch = self._plan_pass(record, now_s)
-        while batch is None and record.gave_memory_back:  # whoever stood in the way has left
-            record = PassRecord(now_s)
+        for req, finish in self._deadlines.take_expired(now_s):
+            self._stats.timed_out_reqs += 1
+            self._end(req, finish, now_s)
+        self._kv.expire_pins(now_s)
+        while True:
+            record = PassRecord(now_s, policy=self._policy.name)
             batch = self._plan_pass(record, now_s)
-        return batch
+            if batch is not None or not record.gave_memory_back:
+                return batch  # else whoever stood in the way has left
 
     def _plan_pass(self, record: PassRecord, now_s: float) -> ScheduleBatch | None:
         """One pass: who decodes, whose prompts are computed, and the batch made of them; `record` tells about it."""
         evicted_before = self._kv.evicted_pages_total
-        if self._config.phases == "mixed":
-            decode_rows, decode_reqs = self._plan_decodes(record, now_s)
-            chunks = self._admission.plan(record, len(decode_reqs), now_s)
-        else:
-            chunks = self._plan_prefill_alone(record, now_s)
-            decode_rows, decode_reqs = (EMPTY, []) if chunks else self._plan_decodes(record, now_s)
-
+        work = self._parts.phases.plan(record, now_s)
         batch = None
-        has_work = bool(chunks or decode_reqs)
-        if has_work or (self._pool.has_left_rows and not self._requests):
-            # The second is a step without tokens (IDLE): no other may come for hours to tell the runner who has left.
-            self._last_step_id += 1
-            self._stats.num_steps += has_work
-            batch = ScheduleBatch(
-                self._last_step_id,
-                chunks,
-                decode_rows,
-                decode_reqs,
-                states=self._states,
-                pool=self._pool,
-                kv=self._kv,
-            )
-            record.step_id, record.mode = batch.plan.step_id, batch.plan.mode
-        record.num_decodes = len(decode_reqs)
+        if work.chunks or work.decode_reqs or self._must_tell_runner():
+            batch = self._make_batch(work, record)
+        record.num_running = self._requests.num_with_row
+        record.num_decodes = len(work.decode_reqs)
         record.evicted_pages = self._kv.evicted_pages_total - evicted_before
+        record.pages = self._kv.page_counts()
+        record.notes += self._policy.take_notes()
         if not record.is_empty:  # else an idle server would soon remember nothing
             self.decisions.append(record)
+            if departed := self._requests.take_departed():
+                self.decisions.append(Settled(now_s, 0, left=departed))
         return batch
 
-    def _plan_prefill_alone(self, record: PassRecord, now_s: float) -> list[Chunk]:
-        """Without mixed steps: the chunks of a prefill step, or none when the running have waited long enough."""
-        if self._requests.running and self._prefill_steps_in_a_row >= self._config.max_prefill_steps_in_a_row:
-            chunks = self._admission.skip(record, Reason.DECODES_FIRST)
-        else:
-            chunks = self._admission.plan(record, 0, now_s)
-        self._prefill_steps_in_a_row = self._prefill_steps_in_a_row + 1 if chunks else 0
-        return chunks
+    def _must_tell_runner(self) -> bool:
+        """Whether a step without tokens (IDLE) is needed: no other may come for hours, or can come before it."""
+        return self._parts.host.has_outs or (self._parts.pool.has_left_rows and not self._requests)
 
-    def _plan_decodes(self, record: PassRecord, now_s: float) -> tuple[IntArray, list[Req]]:
-        """Who decodes in this step, each with a page for its next token."""
-        requests = self._requests
-        if not requests.running:
-            return EMPTY, []
-        room = make_room(requests.running, requests.partial, self._states, self._kv)
-        if room.retracted or room.starved:
-            for req in room.retracted:
-                requests.put_back(req, now_s)
-            if room.starved:
-                self._outputs.append(BatchTokenOutput([self._starve(room.starved, now_s)]))
-            requests.forget_departed()
-            self._stats.retracted_reqs += len(room.retracted)
-            record.retractions = [
-                Retraction(req.rid, "recompute", "memory", 0, req.output_len) for req in room.retracted
-            ]
-            record.gave_memory_back = True
-            left = requests.with_row
-            self._ratio.after_retraction(
-                len(left), sum(req.output_len for req in left), sum(req.max_new_tokens for req in left)
-            )
-        elif room.reqs:
-            self._ratio.after_decode()
-        return room.rows, room.reqs
-
-    def _starve(self, req: Req, now_s: float) -> TokenOutput:
-        available, total = self._kv.available_pages, self._capacity.num_pages
-        message = (
-            f"KV memory ran out with one request left: it has {req.prompt_len + req.output_len} tokens and needs "
-            f"another page, {available} of {total} can be had; lower max_tokens or raise --max-total-tokens"
+    def _make_batch(self, work: Work, record: PassRecord) -> ScheduleBatch:
+        self._last_step_id += 1
+        batch = ScheduleBatch(
+            self._last_step_id,
+            work.chunks,
+            work.decode_rows,
+            work.decode_reqs,
+            states=self._parts.states,
+            pool=self._parts.pool,
+            kv=self._kv,
+            host=self._parts.host,
         )
-        logger.warning("starved rid=%s: %s", req.rid, message)
-        return self._requests.finish(req, Finish(FinishKind.ERROR, message=message), now_s)
+        if batch.plan.mode is not ForwardMode.IDLE:
+            self._stats.num_steps += 1
+            self._parts.sentinel.progress()
+            self._policy.planned(work.chunks, work.decode_reqs)
+        record.step_id, record.mode, record.plan_crc = batch.plan.step_id, batch.plan.mode, batch.checksum()
+        return batch
 
     # ------------------------------------------------------------ settling
 
     def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> None:
         """Take the result of a step; see `ResultSettler.settle`. Once per batch, in the order of planning."""
-        rows = self._settler.settle(batch, result, now_s)
-        if rows:
-            self._outputs.append(BatchTokenOutput(rows))
+        self._answers.rows(self._parts.settler.settle(batch, result, now_s))
+        self.decisions.append(
+            Settled(
+                now_s,
+                result.step_id,
+                result.forward_s,
+                self._requests.take_departed(),
+                result.next_token_ids,
+                result.errors,
+                result.swap_s,
+            )
+        )
 
     # ------------------------------------------------------------ idle, and figures
 
+    def wake_s(self) -> float | None:
+        """When `next_batch` may decide something though no message comes: a deadline, or the policy's patience."""
+        if not self._requests:
+            return None
+        times = (self._deadlines.next_s(), self._policy.wake_s(self._requests.waiting))
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
     def on_idle(self) -> None:
-        """Nothing waits, runs or is in flight: the books must balance, and what was learnt about requests is forgotten.
+        """`next_batch` had nothing, and nothing is in flight.
+
+        Without requests the books must balance, and what was learnt about requests is forgotten. With requests that
+        could run, something is wrong: after a few passes everything remembered is thrown away, and if even that does
+        not help, `report` says `stalled`.
 
         Raises:
-            LedgerError: pages, locks or rows are missing, or requests wait that no pass admits. A bug.
+            LedgerError: pages, locks or rows are missing. A bug.
         """
-        if self._requests:
-            num_waiting, num_with_row = len(self._requests.waiting), len(self._requests.with_row)
-            raise LedgerError(f"{num_waiting} requests wait and {num_with_row} run, but no step comes of it")
-        self._ledger.check_idle()
-        self._ratio.reset()
+        sentinel = self._parts.sentinel
+        if not self._requests:
+            sentinel.progress()
+            self._parts.ledger.check_idle()
+            self._parts.estimator.reset()
+            return
+        if self._requests.num_with_row:
+            raise LedgerError(f"{self._requests.num_with_row} requests run, but no step comes of it")
+        record = self.decisions.last
+        if record.num_waiting == record.num_grammar or self._policy.hold(
+            self._requests.waiting, record.now_s
+        ):
+            sentinel.progress()
+        elif sentinel.no_progress(record) is StallAction.REPAIR:
+            self._parts.ledger.check_idle()
+            self._kv.flush()
+            self._parts.estimator.reset()
 
     def audit(self) -> None:
         """Check every page, lock and row; for tests, since it walks over all of them.
@@ -296,24 +263,49 @@ class Scheduler:
         Raises:
             LedgerError: with what is wrong.
         """
-        self._ledger.audit(self._requests.with_row)
+        self._parts.ledger.audit(self._requests.with_row, self._requests.swapped)
 
     def report(self, now_s: float) -> SchedulerReport:
         """The figures of the moment and the totals."""
-        stats, page_size = self._stats, self._capacity.page_size
+        stats, kv, host, page_size = self._stats, self._kv, self._parts.host, self._capacity.page_size
         return SchedulerReport(
             sent_s=now_s,
-            num_running_reqs=len(self._requests.with_row),
-            num_queue_reqs=len(self._requests.waiting),
-            kv_used_tokens=self._kv.held_pages * page_size,
-            kv_cached_tokens=self._kv.cached_pages * page_size,
+            num_running_reqs=self._requests.num_with_row,
+            num_queue_reqs=self._requests.num_waiting,
+            kv_used_tokens=kv.held_pages * page_size,
+            kv_cached_tokens=kv.cached_pages * page_size,
             kv_total_tokens=self._capacity.max_total_tokens,
-            new_token_ratio=self._ratio.current,
+            new_token_ratio=self._parts.estimator.current,
             retracted_reqs_total=stats.retracted_reqs,
             prompt_tokens_total=stats.prompt_tokens,
             generation_tokens_total=stats.generation_tokens,
             cached_tokens_total=stats.cached_tokens,
-            evicted_tokens_total=self._kv.evicted_pages_total * page_size,
+            evicted_tokens_total=kv.evicted_pages_total * page_size,
             num_steps_total=stats.num_steps,
             step_s_total=stats.step_s,
+            num_swapped_reqs=len(self._requests.swapped),
+            num_grammar_reqs=len(self._requests.grammar),
+            preempted_reqs_total=stats.preempted_reqs,
+            swapped_out_tokens_total=host.swapped_out_pages_total * page_size,
+            swapped_in_tokens_total=host.swapped_in_pages_total * page_size,
+            host_used_tokens=(host.num_pages - host.num_free) * page_size,
+            host_total_tokens=host.num_pages * page_size,
+            pinned_tokens=kv.pinned_pages * page_size,
+            timed_out_reqs_total=stats.timed_out_reqs,
+            policy=self._policy.name,
+            waiting_by_reason=self._waiting_by_reason(),
+            stalled=self._parts.sentinel.stalled,
         )
+
+    def _waiting_by_reason(self) -> dict[str, int]:
+        """Why those who wait do, as of the last pass."""
+        if not self._requests.num_waiting or not self.decisions.num_passes:
+            return {}
+        record = self.decisions.last
+        refused = (each for each in record.verdicts if each.result is not AddReqResult.CONTINUE)
+        reasons = Counter(str(verdict.reason) for verdict in refused)
+        if record.rest_reason is not None:
+            reasons[str(record.rest_reason)] += record.num_rest
+        if record.num_grammar:
+            reasons["grammar_pending"] += record.num_grammar
+        return dict(reasons)

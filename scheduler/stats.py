@@ -10,6 +10,8 @@ class SchedulerStats:
     """Counters that only grow; names as in `SchedulerReport`."""
 
     retracted_reqs: int = 0
+    preempted_reqs: int = 0
+    timed_out_reqs: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     cached_tokens: int = 0

@@ -63,7 +63,7 @@ _TEXTS: Final = {
     Reason.RETRACTING: "memory just ran out: running requests were retracted in this pass",
     Reason.DECODES_FIRST: "this step belongs to the running requests",
     Reason.OVERTAKEN_AHEAD: "a request before it has been overtaken too often",
-    Reason.LOOK_AHEAD_SPENT: "it stands too far behind a request that lacks memory",
+    Reason.LOOK_AHEAD_SPENT: "it stands too far behind others that cannot start now",
     Reason.BEHIND: "the pass ended before it",
     Reason.PREFIX_COMING: "another request is computing the beginning of its prompt, which it will share",
     Reason.SIBLING_PREFILLS: "its sibling computes the prompt, which it will share",

@@ -72,6 +72,10 @@ class SchedulePolicy:
         """Why nobody may be admitted in this pass, whatever is free; None if somebody may."""
         return None
 
+    def max_admissions(self, waiting: WaitingQueue) -> int | None:
+        """How many requests may be admitted in this pass; None for no limit of the policy's."""
+        return None
+
     def wake_s(self, waiting: WaitingQueue) -> float | None:
         """When `hold` may change its mind without any event; None if it will not."""
         return None

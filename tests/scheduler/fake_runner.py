@@ -78,7 +78,13 @@ class FakeRunner:
     """See the module. Steps run at launch; results are handed out by `wait`, as with a device that keeps order."""
 
     def __init__(
-        self, num_pages: int, page_size: int, max_model_len: int, eos: frozenset[int], vocab_size: int
+        self,
+        num_pages: int,
+        page_size: int,
+        max_model_len: int,
+        eos: frozenset[int],
+        vocab_size: int,
+        num_host_pages: int = 0,
     ) -> None:
         self.page_size = page_size
         self.max_model_len = max_model_len
@@ -86,6 +92,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.num_slots = (num_pages + 1) * page_size
         self.kv = np.full(self.num_slots, -1, dtype=np.int64)
+        self.host_kv = np.full((num_host_pages, page_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.fail_next: set[str] = set()  # rids whose next sampling step reports an error
         self.rids: dict[int, str] = {}
@@ -95,6 +102,7 @@ class FakeRunner:
         """Apply a plan in the order that its docstring gives."""
         self.steps += 1
         assert plan.step_id == self.steps
+        self.copy_pages(plan)
         for row in ints(plan.finished_rows):
             del self.rows[row]
         for new in plan.new_reqs:
@@ -113,11 +121,26 @@ class FakeRunner:
             assert (mirror[update.start : update.start + len(loc)] >= 0).all()
             mirror[update.start : update.start + len(loc)] = loc
             self.check_prefix(update.row, update.start + len(loc))
-        assert not plan.page_copies
         if plan.mode is ForwardMode.IDLE:
-            assert plan.finished_rows and not plan.total_num_scheduled_tokens and not plan.rows
+            assert plan.finished_rows or plan.swap_outs, "a step for nothing"
+            assert not plan.total_num_scheduled_tokens and not plan.rows
             return Launched(StepResult(plan.step_id))
         return Launched(self.forward(plan))
+
+    def copy_pages(self, plan: StepPlan) -> None:
+        """Out to the host, from page to page, in from the host: in this order."""
+        assert not (plan.swap_outs and plan.swap_ins), "in and out in the same step"
+        pages = self.kv.reshape(-1, self.page_size)
+        for page, host_page in pairs(plan.swap_outs):
+            self.host_kv[host_page] = pages[page]
+        copies = pairs(plan.page_copies)
+        targets = [target for _, target in copies]
+        assert len(set(targets)) == len(targets) and not set(targets) & {source for source, _ in copies}
+        for source, target in copies:
+            pages[target] = pages[source]
+        for host_page, page in pairs(plan.swap_ins):
+            pages[page] = self.host_kv[host_page]
+            self.host_kv[host_page] = -1  # whoever reads it again is wrong
 
     def forward(self, plan: StepPlan) -> StepResult:
         rows, starts = ints(plan.rows), ints(plan.num_computed_tokens)
@@ -205,3 +228,8 @@ class Launched:
 def ints(data: bytes) -> list[int]:
     """int32 bytes as a list."""
     return [int(value) for value in np.frombuffer(data, dtype=np.int32)]
+
+
+def pairs(data: bytes) -> list[tuple[int, int]]:
+    """[n, 2] int32 bytes as pairs."""
+    return [(int(first), int(second)) for first, second in np.frombuffer(data, dtype=np.int32).reshape(-1, 2)]

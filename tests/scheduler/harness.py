@@ -71,18 +71,31 @@ class Harness:
         num_pages: int = 64,
         max_model_len: int = 512,
         max_running_requests: int = 8,
+        num_host_pages: int = 0,
         radix_cache: bool = True,
         overlap: int = 0,
         eos: Sequence[int] = (0,),
+        cache: dict[str, Any] | None = None,
         **config: Any,
     ) -> None:
         config.setdefault("chunked_prefill_size", 64)
-        self.capacity = Capacity(max_model_len, num_pages, page_size, max_running_requests, VOCAB_SIZE)
+        self.capacity = Capacity(
+            max_model_len,
+            num_pages,
+            page_size,
+            max_running_requests,
+            VOCAB_SIZE,
+            num_host_pages=num_host_pages,
+            kv_token_bytes=1024,
+        )
         self.eos = frozenset(eos)
         self.scheduler = Scheduler(
-            SchedulerConfig(**config), CacheConfig(radix_cache=radix_cache), self.capacity, self.eos
+            SchedulerConfig(**config),
+            CacheConfig(radix_cache=radix_cache, **(cache or {})),
+            self.capacity,
+            self.eos,
         )
-        self.runner = FakeRunner(num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE)
+        self.runner = FakeRunner(num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages)
         self.overlap = overlap  # steps that are launched ahead of the one being settled
         self.in_flight: list[tuple[ScheduleBatch, Launched]] = []
         self.answers: dict[str, Answer] = {}
@@ -100,6 +113,7 @@ class Harness:
         prompt_len: int = 8,
         extra_key: str = "",
         ignore_eos: bool = True,
+        message: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> str:
         """Send a request; a random prompt unless one is given."""
@@ -110,7 +124,9 @@ class Harness:
         params = SamplingParams(ignore_eos=ignore_eos, seed=1, **sampling)
         self.answers[rid] = Answer(prompt, params)
         ids = np.array(prompt, dtype=np.int32).tobytes()
-        self.scheduler.handle(GenerateRequest(rid, ids, params, extra_key=extra_key), self.now_s)
+        self.scheduler.handle(
+            GenerateRequest(rid, ids, params, extra_key=extra_key, **(message or {})), self.now_s
+        )
         self.collect()
         return rid
 
@@ -208,7 +224,7 @@ class Harness:
             assert len(set(rids)) == len(rids)
             came_back = len(record.retracted)  # before admission in mixed steps, after it in others
             assert record.num_waiting in (queued, queued + came_back)
-            assert len(rids) + record.num_rest == record.num_waiting
+            assert len(rids) + record.num_rest + record.num_grammar == record.num_waiting
             assert (record.rest_reason is None) == (record.num_rest == 0)
             admitted = sum(verdict.result is AddReqResult.CONTINUE for verdict in record.verdicts)
             queued += came_back - admitted

@@ -300,7 +300,7 @@ def test_a_retraction_does_not_make_a_request_young_again(make_scheduler):
     harness.submit("a", prompt_len=8, max_new_tokens=48, ignore_eos=False)
     harness.step()
     harness.submit("b", prompt_len=12, max_new_tokens=30, ignore_eos=False)
-    req = harness.scheduler._requests.by_id["b"]
+    req = harness.scheduler._parts.requests.by_id["b"]
     req.num_overtaken = MAX_OVERTAKEN
     while not req.num_retractions:
         harness.step()

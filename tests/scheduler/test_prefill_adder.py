@@ -2,8 +2,8 @@
 
 import pytest
 
+from engine.runtime.config import SchedulerConfig
 from engine.runtime.step_plan import ForwardMode
-from engine.scheduler.admission import LOOK_AHEAD
 from engine.scheduler.budget import CLIP_MAX_NEW_TOKENS, PrefillBudget
 from engine.scheduler.policy.base import MAX_OVERTAKEN
 from engine.scheduler.verdict import AddReqResult, Reason
@@ -202,8 +202,11 @@ def test_the_look_ahead_is_bounded(make_scheduler):
     harness.step()
 
     record = harness.last_pass
-    assert len(record.verdicts) == 1 + LOOK_AHEAD
-    assert (record.num_rest, record.rest_reason) == (99 - LOOK_AHEAD, Reason.LOOK_AHEAD_SPENT)
+    assert len(record.verdicts) == 1 + SchedulerConfig().look_ahead
+    assert (record.num_rest, record.rest_reason) == (
+        99 - SchedulerConfig().look_ahead,
+        Reason.LOOK_AHEAD_SPENT,
+    )
     assert record.rest_behind == "r1"
     harness.run_until_idle()
 

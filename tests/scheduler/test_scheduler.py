@@ -113,7 +113,9 @@ def test_chunks_are_shared_before_the_prompt_is_complete(make_scheduler):
 
 
 def test_equal_prompts_in_one_step_share_pages_afterwards(make_scheduler):
-    harness = make_scheduler(page_size=4, num_pages=64, chunked_prefill_size=128)
+    harness = make_scheduler(
+        page_size=4, num_pages=64, chunked_prefill_size=128, in_batch_prefix_caching=False
+    )
     prompt = list(range(1, 33))
     for _ in range(3):
         harness.submit(prompt=prompt, max_new_tokens=5)
@@ -127,14 +129,14 @@ def test_equal_prompts_in_one_step_share_pages_afterwards(make_scheduler):
 
 
 def test_pages_that_move_in_several_settled_steps_are_told_in_one_update(make_scheduler):
-    harness = make_scheduler(page_size=4, chunked_prefill_size=128)
+    harness = make_scheduler(page_size=4, chunked_prefill_size=128, in_batch_prefix_caching=False)
     prompt = list(range(1, 33))
     for rid in ("faster", "slower"):
         harness.submit(rid, prompt=prompt, max_new_tokens=5)
     (batch, kv, states) = (
         harness.scheduler.next_batch(0.0),
-        harness.scheduler._kv,
-        harness.scheduler._states,
+        harness.scheduler._parts.kv,
+        harness.scheduler._parts.states,
     )
     for num_settled in (8, 16, 32):  # as if it came in three chunks, settled before the next step is planned
         states.num_settled[batch.rows] = num_settled
@@ -319,7 +321,7 @@ def test_who_has_got_its_prompt_logprobs_uses_the_cache_after_a_retraction(make_
     harness.step()
     rid = harness.submit("b", prompt_len=20, max_new_tokens=30, ignore_eos=False, prompt_logprobs=0)
     harness.step()
-    req = harness.scheduler._requests.by_id[rid]
+    req = harness.scheduler._parts.requests.by_id[rid]
     while not req.num_retractions:
         harness.step()
     while req.is_waiting:

@@ -1,0 +1,164 @@
+"""`assemble`: puts the scheduler's parts together, as the configuration wants them.
+
+A mechanism that is off is an object that does nothing, so that nobody else has to ask. This is the one place that knows
+which object that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from ..runtime.config import CacheConfig, SchedulerConfig, parse_chaos
+from ..runtime.feasibility import Capacity, pages_for
+from .admission import Admission
+from .answers import Answers
+from .chaos import make_chaos
+from .constraints import MaxLoras
+from .deadlines import Deadlines
+from .decision_log import DecisionLog
+from .decodes import Decodes
+from .explainer import Explainer
+from .host_memory import HostMemory
+from .kv_memory import KVMemory
+from .ledger import Ledger
+from .new_token_ratio import NewTokenRatio
+from .outputs import StopRules
+from .page_allocator import PageAllocator
+from .phases import StepPhases, make_phases
+from .pinner import Pinner
+from .policy.base import Load, PolicyParts, SchedulePolicy
+from .policy.make import make_policy
+from .preemption import Preemption
+from .preemption_mode import make_preemption_mode
+from .prefix_cache import NoPrefixCache, PrefixCache
+from .radix_cache import RadixCache
+from .req_to_token_pool import ReqToTokenPool
+from .requests import Requests
+from .results import ResultSettler
+from .row_states import RowStates
+from .shared_prefixes import HeldBack, NobodyHeldBack
+from .siblings import Siblings
+from .stall import StallSentinel
+from .stats import SchedulerStats
+from .step_limits import StepLimits
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """What a scheduler is made of; each part says in its module what it does."""
+
+    requests: Requests
+    allocator: PageAllocator
+    prefix_cache: PrefixCache
+    kv: KVMemory
+    host: HostMemory
+    states: RowStates
+    pool: ReqToTokenPool
+    ledger: Ledger
+    policy: SchedulePolicy
+    estimator: NewTokenRatio
+    phases: StepPhases
+    settler: ResultSettler
+    deadlines: Deadlines
+    sentinel: StallSentinel
+    pinner: Pinner
+    explainer: Explainer
+    answers: Answers
+    decisions: DecisionLog
+    stats: SchedulerStats
+
+
+def assemble(
+    config: SchedulerConfig, cache: CacheConfig, capacity: Capacity, eos_token_ids: frozenset[int]
+) -> SchedulerParts:
+    """Make all parts; arguments as for `Scheduler`."""
+    page_size, num_rows = capacity.page_size, capacity.max_running_requests
+    stats, answers, decisions = SchedulerStats(), Answers(), DecisionLog()
+    allocator = PageAllocator(capacity.num_pages)
+    pool = ReqToTokenPool(num_rows, pages_for(capacity.max_model_len, page_size), page_size)
+    states = RowStates(num_rows, capacity.max_model_len)
+    host = HostMemory(capacity.num_host_pages)
+    prefix_cache = _make_prefix_cache(cache, capacity)
+    kv = KVMemory(
+        allocator, pool, states, prefix_cache, host, num_lookahead_tokens=config.num_lookahead_tokens
+    )
+
+    def load() -> Load:
+        taken = (kv.num_pages - kv.available_pages) / kv.num_pages
+        return Load(num_rows - pool.num_free_rows, num_rows, taken)
+
+    policy = make_policy(config, PolicyParts(kv.match, page_size, load))
+    siblings, max_loras = Siblings(states), MaxLoras(config.max_loras_per_batch)
+    requests = Requests(kv, policy, (siblings, max_loras))
+    mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
+    preemption = Preemption(
+        requests,
+        mode,
+        states=states,
+        kv=kv,
+        host=host,
+        stats=stats,
+        priority_threshold=config.priority_preemption_threshold,
+    )
+    estimator = NewTokenRatio(config.schedule_conservativeness)
+    shares = cache.radix_cache and config.in_batch_prefix_caching
+    admission = Admission(
+        requests,
+        policy,
+        preemption,
+        StepLimits.of(config),
+        states=states,
+        pool=pool,
+        kv=kv,
+        host=host,
+        siblings=siblings,
+        estimator=estimator,
+        constraints=(max_loras,),
+        make_shared=partial(HeldBack, page_size) if shares else NobodyHeldBack,
+        stats=stats,
+    )
+    decodes = Decodes(
+        requests,
+        preemption,
+        states=states,
+        kv=kv,
+        estimator=estimator,
+        chaos=make_chaos(parse_chaos(config.chaos), config.policy_seed),
+        answers=answers,
+        by_priority=config.schedule_policy == "priority",
+    )
+    return SchedulerParts(
+        requests=requests,
+        allocator=allocator,
+        prefix_cache=prefix_cache,
+        kv=kv,
+        host=host,
+        states=states,
+        pool=pool,
+        ledger=Ledger(allocator, pool, prefix_cache, kv, host),
+        policy=policy,
+        estimator=estimator,
+        phases=make_phases(config, admission, decodes, requests),
+        settler=ResultSettler(
+            requests,
+            states=states,
+            pool=pool,
+            kv=kv,
+            stop_rules=StopRules(eos_token_ids, capacity.vocab_size),
+            estimator=estimator,
+            mode=mode,
+            stats=stats,
+        ),
+        deadlines=Deadlines(config.queue_timeout, config.request_timeout),
+        sentinel=StallSentinel(),
+        pinner=Pinner(kv),
+        explainer=Explainer(decisions),
+        answers=answers,
+        decisions=decisions,
+        stats=stats,
+    )
+
+
+def _make_prefix_cache(cache: CacheConfig, capacity: Capacity) -> PrefixCache:
+    return RadixCache(capacity.page_size) if cache.radix_cache else NoPrefixCache()

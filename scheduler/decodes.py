@@ -1,0 +1,110 @@
+"""`Decodes`: the decode half of a pass: which running requests generate a token in this step."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from ..runtime.messages import Finish, FinishKind
+from .answers import Answers
+from .arrays import EMPTY, IntArray
+from .chaos import Chaos
+from .decision_log import PassRecord
+from .kv_memory import KVMemory
+from .new_token_ratio import NewTokenRatio
+from .preemption import Preemption
+from .req import Req
+from .requests import Requests
+from .retraction import make_room
+from .row_states import RowStates
+
+logger = logging.getLogger(__name__)
+
+
+class Decodes:
+    """Finds a page for each running request's next token, and has some lose their place where there are too few."""
+
+    __slots__ = (
+        "_answers",
+        "_by_priority",
+        "_chaos",
+        "_estimator",
+        "_kv",
+        "_preemption",
+        "_requests",
+        "_states",
+    )
+
+    def __init__(
+        self,
+        requests: Requests,
+        preemption: Preemption,
+        *,
+        states: RowStates,
+        kv: KVMemory,
+        estimator: NewTokenRatio,
+        chaos: Chaos,
+        answers: Answers,
+        by_priority: bool,
+    ) -> None:
+        """`by_priority`: when memory runs out, requests of lowest priority lose their place first."""
+        self._requests = requests
+        self._preemption = preemption
+        self._states = states
+        self._kv = kv
+        self._estimator = estimator
+        self._chaos = chaos
+        self._answers = answers
+        self._by_priority = by_priority
+
+    def plan(self, record: PassRecord, now_s: float) -> tuple[IntArray, list[Req]]:
+        """([B] rows, [B] requests) that decode in this step, each with a page for its next token."""
+        requests = self._requests
+        self._cause_chaos(record, now_s)
+        if not requests.running:
+            return EMPTY, []
+        room = make_room(
+            requests.running,
+            requests.partial,
+            self._states,
+            self._kv,
+            lambda victim: self._preemption.take_place(victim, "memory", record),
+            by_priority=self._by_priority,
+        )
+        if room.retracted or room.starved:
+            if room.starved:
+                self._starve(room.starved, now_s)
+                record.gave_memory_back = True
+            self._preemption.put_back(now_s)
+            requests.forget_departed()
+            left = requests.with_row
+            self._estimator.after_retraction(
+                len(left), sum(req.output_len for req in left), sum(req.max_new_tokens for req in left)
+            )
+        elif room.reqs:
+            self._estimator.after_decode()
+        return room.rows, room.reqs
+
+    def _cause_chaos(self, record: PassRecord, now_s: float) -> None:
+        victim = self._chaos.victim(self._requests.with_row)
+        if victim is not None:
+            self._preemption.take_place(victim, "chaos", record)
+            self._preemption.put_back(now_s)
+
+    def _starve(self, req: Req, now_s: float) -> None:
+        available, total = self._kv.available_pages, self._kv.num_pages
+        message = (
+            f"KV memory ran out with one request left: it has {req.prompt_len + req.output_len} tokens and needs "
+            f"another page, {available} of {total} can be had; lower max_tokens or raise --max-total-tokens"
+        )
+        logger.warning("starved rid=%s: %s", req.rid, message)
+        self._answers.rows([self._requests.finish(req, Finish(FinishKind.ERROR, message=message), now_s)])
+
+
+def still_decoding(rows: IntArray, reqs: list[Req]) -> tuple[IntArray, list[Req]]:
+    """Those of planned decodes that have kept their row since: admission may have given it to somebody more urgent."""
+    kept = [idx for idx, req in enumerate(reqs) if req.row >= 0]
+    if len(kept) == len(reqs):
+        return rows, reqs
+    return rows[np.array(kept, dtype=np.intp)], [reqs[idx] for idx in kept]

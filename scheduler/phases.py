@@ -1,0 +1,123 @@
+"""Phases: how a step is divided between prompts and running requests. One class per mode, behind `StepPhases`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from ..runtime.config import SchedulerConfig
+from .admission import Admission
+from .arrays import EMPTY, IntArray
+from .decision_log import PassRecord
+from .decodes import Decodes, still_decoding
+from .prefill_adder import Chunk
+from .req import Req
+from .requests import Requests
+from .verdict import Reason
+
+
+class Work(NamedTuple):
+    """What a step computes: chunks of prompts, and a token for each of the decoding."""
+
+    chunks: list[Chunk]
+    decode_rows: IntArray
+    decode_reqs: list[Req]
+
+
+class StepPhases(Protocol):
+    """Plans the work of a pass."""
+
+    def plan(self, record: PassRecord, now_s: float) -> Work:
+        """Decide; takes rows and pages only for what it admits."""
+        ...
+
+
+class Together:
+    """Running requests decode in every step, and prompts fill what they leave of it.
+
+    Both "mixed" (SGLang's `mix_with_running`) and "decode-first" (vLLM V1's order, with one budget for all tokens of a
+    step) work like this; they differ in the budget that `Admission` makes.
+    """
+
+    __slots__ = ("_admission", "_decodes")
+
+    def __init__(self, admission: Admission, decodes: Decodes) -> None:
+        self._admission = admission
+        self._decodes = decodes
+
+    def plan(self, record: PassRecord, now_s: float) -> Work:
+        rows, reqs = self._decodes.plan(record, now_s)
+        num_retracted = len(record.retractions)
+        chunks = self._admission.plan(record, len(reqs), now_s)
+        if len(record.retractions) > num_retracted:
+            rows, reqs = still_decoding(rows, reqs)
+        return Work(chunks, rows, reqs)
+
+
+class PrefillFirst:
+    """A step computes prompts as long as there are any to admit, else the running decode (SGLang's default).
+
+    Two bounds keep the running from waiting: at most so many prefill steps in a row, and between two of them at least
+    so many decode steps (SGLang's `--prefill-decode-interval`).
+    """
+
+    __slots__ = (
+        "_admission",
+        "_decode_interval",
+        "_decode_steps",
+        "_decodes",
+        "_max_in_a_row",
+        "_prefill_steps",
+        "_requests",
+    )
+
+    def __init__(
+        self,
+        admission: Admission,
+        decodes: Decodes,
+        requests: Requests,
+        *,
+        max_in_a_row: int,
+        decode_interval: int,
+    ) -> None:
+        self._admission = admission
+        self._decodes = decodes
+        self._requests = requests
+        self._max_in_a_row = max_in_a_row
+        self._decode_interval = decode_interval
+        self._prefill_steps = 0  # in a row, up to now
+        self._decode_steps = decode_interval  # since the last prefill step
+
+    def plan(self, record: PassRecord, now_s: float) -> Work:
+        if self._requests.running and not self._may_prefill:
+            chunks = self._admission.skip(record, Reason.DECODES_FIRST)
+        else:
+            chunks = self._admission.plan(record, 0, now_s)
+        if chunks:
+            self._prefill_steps += 1
+            self._decode_steps = 0
+            return Work(chunks, EMPTY, [])
+        self._prefill_steps = 0
+        rows, reqs = self._decodes.plan(record, now_s)
+        self._decode_steps += bool(reqs)
+        return Work([], rows, reqs)
+
+    @property
+    def _may_prefill(self) -> bool:
+        if self._prefill_steps:
+            return self._prefill_steps < self._max_in_a_row and not self._decode_interval
+        return self._decode_steps >= self._decode_interval
+
+
+def make_phases(
+    config: SchedulerConfig, admission: Admission, decodes: Decodes, requests: Requests
+) -> StepPhases:
+    """The mode that `config.phases` names."""
+    if config.phases == "prefill-first":
+        return PrefillFirst(
+            admission,
+            decodes,
+            requests,
+            max_in_a_row=config.max_prefill_steps_in_a_row,
+            decode_interval=config.prefill_decode_interval,
+        )
+    return Together(admission, decodes)
