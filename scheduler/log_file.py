@@ -109,7 +109,7 @@ class Input(msgspec.Struct, tag="input", array_like=True):
 class Planning(msgspec.Struct, tag="planning", array_like=True):
     """`Scheduler.next_batch(now_s)` was called; the records that follow came of it.
 
-    Calls while no request was there and nothing came of them are left out.
+    Of calls in a row of which nothing came, while no request was there, the last alone is written.
     """
 
     now_s: float

@@ -17,7 +17,7 @@ from ..runtime.config import EngineConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import Explain, SchedulerInput
 from .batch import ScheduleBatch
-from .log_file import Idle, Input, Planning
+from .log_file import Idle, Input, LogRecord, Planning
 from .log_writer import LogWriter, header_of
 from .scheduler import Scheduler
 
@@ -75,7 +75,7 @@ class NoRecorder:
 class FileRecorder:
     """Writes a run of a decision log: one write per pass."""
 
-    __slots__ = ("_num_written", "_planning_s", "_scheduler", "_writer")
+    __slots__ = ("_num_written", "_planning_s", "_quiet_s", "_scheduler", "_writer")
 
     def __init__(self, scheduler: Scheduler, writer: LogWriter) -> None:
         """`scheduler` must be as new: what it decided before is not in the file."""
@@ -83,11 +83,12 @@ class FileRecorder:
         self._writer = writer
         self._num_written = scheduler.decisions.num_records
         self._planning_s: float | None = None  # of a call that has not returned
+        self._quiet_s: float | None = None  # of the last call that was not written
 
     def received(self, message: SchedulerInput, now_s: float) -> None:
         self._write_decisions()
         if not isinstance(message, Explain):  # a question changes nothing
-            self._writer.add(Input(now_s, message))
+            self._write(Input(now_s, message))
 
     def planning(self, now_s: float) -> None:
         self._write_decisions()
@@ -98,15 +99,17 @@ class FileRecorder:
         if decided or batch is not None or self._scheduler.num_unfinished:
             self._write_planning()
             self._write_decisions()
-        self._planning_s = None
-        self._writer.flush()
+            self._writer.flush()
+        else:
+            # An idle server's passes, many a minute: what they do (let a pin expire) the last of them does alone.
+            self._planning_s, self._quiet_s = None, self._planning_s
 
     def settled(self) -> None:
         self._write_decisions()
 
     def idle(self, now_s: float) -> None:
         self._write_decisions()
-        self._writer.add(Idle(now_s))
+        self._write(Idle(now_s))
         self._writer.flush()
 
     def close(self) -> None:
@@ -117,15 +120,21 @@ class FileRecorder:
 
     def _write_planning(self) -> None:
         if self._planning_s is not None:
-            self._writer.add(Planning(self._planning_s))
+            self._write(Planning(self._planning_s))
             self._planning_s = None
 
     def _write_decisions(self) -> None:
         decisions = self._scheduler.decisions
         if decisions.num_records > self._num_written:
             for record in decisions.since(self._num_written):
-                self._writer.add(record)
+                self._write(record)
             self._num_written = decisions.num_records
+
+    def _write(self, record: LogRecord) -> None:
+        if self._quiet_s is not None:
+            self._writer.add(Planning(self._quiet_s))
+            self._quiet_s = None
+        self._writer.add(record)
 
 
 def make_recorder(
