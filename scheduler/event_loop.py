@@ -61,7 +61,8 @@ class EventLoop:
     def step(self) -> None:
         """One pass: take messages, run a step if there is one, send what came of it, show signs of life.
 
-        Without work it waits for a message, but not beyond the next report.
+        Without work it waits for a message, but not beyond the next report, nor beyond the time at which the
+        scheduler may decide something without one.
         """
         messages = self._inbox.poll(self._wait_s())
         for message in messages:
@@ -80,7 +81,7 @@ class EventLoop:
             self._scheduler.settle(batch, result, self._clock())
             self._recorder.settled()
             self._idle = False
-        elif messages or not self._idle:
+        elif messages or not self._idle or self._scheduler.num_unfinished:
             self._recorder.idle(now_s)
             self._scheduler.on_idle()
             self._idle = True
@@ -92,7 +93,11 @@ class EventLoop:
         """Seconds to wait for messages before the next pass."""
         if not self._idle:
             return 0.0
-        return max(0.0, self._next_report_s - self._clock())
+        until_s = self._next_report_s
+        wake_s = self._scheduler.wake_s()
+        if wake_s is not None:
+            until_s = min(until_s, wake_s)
+        return max(0.0, until_s - self._clock())
 
     def _log_decisions(self) -> None:
         decisions = self._scheduler.decisions
