@@ -26,6 +26,8 @@ COMMANDS: Final = {
     "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
     "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
     "bench": (".bench.commands", "Measure throughput and latency."),
+    "why": (".why", "Why a request waited, was cut, lost its place or missed the cache."),
+    "replay": (".replay", "Make every decision of a decision log again, or ask what if."),
 }
 """Command -> (module with the typer `app`, one line for `--help`)."""
 EXAMPLES: Final = """Examples:

@@ -32,7 +32,7 @@ class HttpBackend:
             RequestError: not a URL, or no such model there.
             EngineError: no server, or one that refuses.
         """
-        self._base = _base_url(url)
+        self._base = base_url(url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT)
         self.where = f"at {self._base}"
@@ -57,7 +57,7 @@ class HttpBackend:
             with self._client.stream("POST", f"{self._base}/v1/chat/completions", json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     response.read()
-                    raise _error_of(response)
+                    raise error_of(response)
                 finished = False
                 for event in _events(response):
                     chunk = _chunk_of(event)
@@ -91,7 +91,7 @@ class HttpBackend:
         except httpx.HTTPError as error:
             raise EngineError(_no_connection(self._base, error)) from None
         if response.status_code != httpx.codes.OK:
-            raise _error_of(response)
+            raise error_of(response)
         try:
             entries = {str(entry["id"]): entry for entry in response.json()["data"]}
         except (ValueError, KeyError, TypeError):
@@ -105,7 +105,7 @@ class HttpBackend:
         return entries[model] if model is not None else next(iter(entries.values()))
 
 
-def _base_url(url: str) -> str:
+def base_url(url: str) -> str:
     """`host:port`, `http://host:port` and `http://host:port/v1` all name the same server."""
     if "://" not in url:
         url = f"http://{url}"
@@ -157,7 +157,7 @@ def _usage_of(usage: Mapping[str, Any] | None) -> AnswerUsage | None:
     )
 
 
-def _error_of(response: httpx.Response) -> EngineError:
+def error_of(response: httpx.Response) -> EngineError:
     """The error that a refused request stands for: 4xx is ours to mend, the rest is the server's."""
     try:
         error = response.json()["error"]

@@ -52,7 +52,7 @@ def test_help_loads_no_command_and_nothing_heavy():
     ("arguments", "message"),
     [
         (["serv"], "engine: there is no command 'serv'; did you mean 'serve'?"),
-        (["frob"], "engine: there is no command 'frob'; the commands are serve, chat, bench"),
+        (["frob"], f"engine: there is no command 'frob'; the commands are {', '.join(cli.COMMANDS)}"),
         (["serve", "--prot", "1"], "engine: No such option: --prot"),
         (["serve", "--port"], "engine: Option '--port' requires an argument"),
         (["serve", "--port", "x"], "engine: --port is 'x', but it must be a whole number"),

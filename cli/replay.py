@@ -1,0 +1,151 @@
+"""`engine replay FILE`: makes every decision of a logged run again, or tells what other settings had changed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ..runtime.config_fields import config_fields, find_field
+from ..runtime.errors import ConfigError
+from .options import CONTEXT_SETTINGS
+
+if TYPE_CHECKING:
+    from ..scheduler.log_file import Header
+    from ..scheduler.replay import Difference, Replay
+
+EXIT_DIFFERENT: Final = 1
+_GROUPS: Final = ("scheduler", "cache")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(context_settings=CONTEXT_SETTINGS)
+def replay(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Written by `engine serve --decision-log FILE`.")
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="What if this setting had been another: --set schedule_policy=lpm. May be repeated.",
+        ),
+    ] = None,
+) -> int:
+    """Make every decision of a decision log again and compare.
+
+    The same scheduler is driven by the same messages at the same times, without a model; the exit code is 1 when any
+    decision differs. With --set the workload of the log is run again with other settings and a model of its step
+    times, and the changes of latency and throughput are shown.
+    """
+    if changes:
+        return _what_if(file, parse_changes(changes))
+    return _replay_all(file)
+
+
+def parse_changes(changes: list[str]) -> dict[str, str]:
+    """The settings that `--set` names, by field name, with values that their fields accept.
+
+    Raises:
+        ConfigError: no such setting, one that is not the scheduler's, or a value that it cannot have.
+    """
+    parsed: dict[str, str] = {}
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise ConfigError(f"--set is {change!r}, but it must look like schedule_policy=lpm")
+        field = find_field(key.strip())
+        if field.group not in _GROUPS:
+            names = [each.name for each in config_fields().values() if each.group in _GROUPS]
+            raise ConfigError(
+                f"--set {field.name}: a log can be replayed with other settings of the scheduler and of KV memory "
+                f"only, such as {names[-1]}; {field.name} belongs to the group '{field.group}'"
+            )
+        field.parse(value)
+        parsed[field.name] = value.strip()
+    return parsed
+
+
+def _replay_all(path: Path) -> int:
+    from rich.console import Console
+
+    from ..scheduler.log_file import read_runs
+    from ..scheduler.replay import replay as replay_run
+
+    console = Console(highlight=False, soft_wrap=True)
+    all_equal = True
+    for number, run in enumerate(read_runs(path), 1):
+        _print_header(console, number, run.header)
+        started_s = time.perf_counter()
+        result = replay_run(run)
+        _print_result(console, result, time.perf_counter() - started_s)
+        if run.damage:
+            console.print(f"note: {run.damage}", style="yellow", markup=False)
+        all_equal = all_equal and result.is_equal
+    return 0 if all_equal else EXIT_DIFFERENT
+
+
+def _print_header(console: Any, number: int, header: Header) -> None:
+    from .. import __version__
+
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall_s))
+    settings = header.scheduler
+    console.print(
+        f"run {number}, {started}: engine {header.engine_version}, model {header.model}, "
+        f"{header.capacity.num_pages:,} pages of {header.capacity.page_size}, policy {settings['schedule_policy']}, "
+        f"chunks of {settings['chunked_prefill_size']}, {settings['phases']} steps",
+        markup=False,
+    )
+    if header.engine_version != __version__:
+        console.print(
+            f"note: this is engine {__version__}; what differs may be its doing", style="yellow", markup=False
+        )
+
+
+def _print_result(console: Any, result: Replay, seconds: float) -> None:
+    share = result.num_equal / result.num_passes if result.num_passes else 1.0
+    # Never 100 % by rounding.
+    percent = "100 %" if result.is_equal else f"{min(share * 100, 99.99):.2f} %"
+    console.print(
+        f"  {result.num_passes:,} passes, {result.num_equal:,} equal ({percent}), digest {result.digest}; "
+        f"{result.num_requests:,} requests, {result.num_steps:,} steps in {result.span_s:,.1f} s, "
+        f"replayed in {seconds:.2f} s",
+        style="green" if result.is_equal else "red",
+        markup=False,
+    )
+    if result.difference is not None:
+        _print_difference(console, result.difference)
+    elif result.raised:
+        console.print(f"  the run ended in an error, and so did the replay: {result.raised}", markup=False)
+
+
+def _print_difference(console: Any, difference: Difference) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(
+        f"  first difference after {difference.num_passes_before:,} equal passes, at {difference.now_s:.6f} s: "
+        f"{difference.what}",
+        markup=False,
+    )
+    if not difference.fields:
+        return
+    table = Table()
+    for column in ("field", "logged", "replayed"):
+        table.add_column(column)
+    for field in difference.fields:
+        table.add_row(*(Text(cell) for cell in field))
+    console.print(table, soft_wrap=False)
+
+
+def _what_if(path: Path, changes: dict[str, str]) -> int:
+    from rich.console import Console
+
+    from ..simulator.what_if import what_if
+
+    Console(highlight=False).print(what_if(path, changes))
+    return 0

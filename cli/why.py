@@ -1,0 +1,138 @@
+"""`engine why RID`: why a request waited, was cut in chunks, lost its place or missed the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import quote
+
+import typer
+
+from ..runtime.config import ServerConfig
+from ..runtime.errors import EngineError, RequestError
+from .options import CONTEXT_SETTINGS
+
+if TYPE_CHECKING:
+    from ..runtime.messages import Explanation
+
+EXIT_UNKNOWN: Final = 1
+_SERVER: Final = ServerConfig()
+DEFAULT_URL: Final = f"http://{_SERVER.host}:{_SERVER.port}"
+_TIMEOUT_S: Final = 10.0
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(context_settings=CONTEXT_SETTINGS)
+def why(
+    rid: Annotated[str, typer.Argument(metavar="RID", help="The `id` of an answer: chatcmpl-..., cmpl-...")],
+    url: Annotated[
+        str | None,
+        typer.Option("--url", metavar="URL", help=f"The server that had it  [default: {DEFAULT_URL}]"),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", metavar="TEXT", help="For that server (or set ENGINE_API_KEY).")
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", metavar="FILE", help="Ask a file of --decision-log instead of a server."),
+    ] = None,
+) -> int:
+    """Why a request fared as it did: one sentence and a table.
+
+    A server remembers its last few thousand decisions; a file has them all. The exit code is 1 when nothing is known
+    of the request.
+    """
+    if log is not None and url is not None:
+        raise RequestError("--log reads a file and --url asks a server; pass one of them")
+    if log is not None:
+        explanation = _ask_file(log, rid)
+    else:
+        key = api_key or os.environ.get("ENGINE_API_KEY")
+        explanation = _ask_server(url or DEFAULT_URL, key, rid)
+    if not explanation.found:
+        typer.echo(f"engine: {explanation.sentence}", err=True)
+        return EXIT_UNKNOWN
+    print_explanation(explanation)
+    return 0
+
+
+def _ask_file(path: Path, rid: str) -> Explanation:
+    """The answer of the last run that knows the request; a crash may have divided its life between two."""
+    from ..scheduler.log_file import read_runs
+    from ..scheduler.why import explain
+
+    answer: Explanation | None = None
+    for run in read_runs(path):
+        explanation = explain(run.decisions, rid)
+        if answer is None or explanation.found or not answer.found:
+            answer = explanation
+        if run.damage:
+            typer.echo(f"engine: note: {run.damage}", err=True)
+    assert answer is not None, "a decision log has a run"
+    return answer
+
+
+def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
+    import httpx
+
+    from ..runtime.messages import Explanation
+    from .chat.http import base_url, error_of
+
+    base = base_url(url)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(
+            f"{base}/v1/requests/{quote(rid, safe='')}/why", headers=headers, timeout=_TIMEOUT_S
+        )
+    except httpx.ConnectError:
+        raise EngineError(
+            f"no server answers at {base}; name it with --url, or read its decision log with --log FILE"
+        ) from None
+    except httpx.HTTPError as error:
+        raise EngineError(f"the connection to {base} broke: {str(error) or type(error).__name__}") from None
+    body = _json_of(response)
+    if "sentence" in body:  # also with status 404, for a request that is not known
+        columns = tuple(map(str, body.get("columns", ())))
+        rows = tuple(tuple(map(str, row)) for row in body.get("rows", ()))
+        return Explanation(0, bool(body.get("found")), str(body["sentence"]), columns, rows)
+    if response.status_code == httpx.codes.NOT_FOUND:
+        raise EngineError(f"{base} does not explain requests; is it an engine of this version? Check --url")
+    if response.status_code != httpx.codes.OK:
+        raise error_of(response)
+    raise EngineError(f"{base} gave an answer that is no explanation; check --url")
+
+
+def _json_of(response: Any) -> dict[str, Any]:
+    try:
+        body = response.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """The sentence, then the table; without a terminal, lines of values divided by tabs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        typer.echo(explanation.sentence)
+        for row in (explanation.columns, *explanation.rows):
+            typer.echo("\t".join(row))
+        return
+    console.print(explanation.sentence, markup=False, highlight=False)
+    table = Table()
+    for column in explanation.columns:
+        table.add_column(column, justify="right" if column in ("need", "have") else "left")
+    for row in explanation.rows:
+        table.add_row(*(_plain(cell) for cell in row))
+    console.print(table)
+
+
+def _plain(cell: str) -> Any:
+    from rich.text import Text
+
+    return Text(cell)
