@@ -16,6 +16,8 @@ class MissKind(enum.StrEnum):
     OTHER_NAMESPACE = "other_namespace"
     ROUNDING = "rounding"
     NOT_ASKED = "not_asked"
+    ENDS = "ends"
+    OFF = "off"
 
     @property
     def text(self) -> str:
@@ -31,6 +33,8 @@ _TEXTS: Final = {
     MissKind.OTHER_NAMESPACE: "the same tokens are cached under another cache salt or adapter, which are never shared",
     MissKind.ROUNDING: "prefixes are shared in whole pages, and the rest fills none",
     MissKind.NOT_ASKED: "the request wants log-probabilities of its prompt, so all of it is computed",
+    MissKind.ENDS: "the nearest cached prompt ends here, and this one goes on",
+    MissKind.OFF: "the prefix cache is switched off",
 }
 
 

@@ -10,6 +10,9 @@ Ownership of pages is the whole point of this interface:
   bad: what no other request uses is handed out at once.
 
 So each page has one owner at any time, and a request that ends frees exactly the pages beyond its lease.
+
+A *pin* is a wish of a client to keep a prefix for a time. It changes no ownership and blocks nobody: pinned pages stay
+evictable and count as such, they are only the last to go, and when they go the pin goes with them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,16 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from .arrays import EMPTY, AnyIntArray, IntArray
+from .cache_miss import CacheMiss, MissKind
+
+
+def namespace_of(cache_salt: str, lora_id: str) -> str:
+    """The namespace of requests with this salt and adapter; two different pairs never have the same.
+
+    Both are arbitrary strings of clients, so no separator would do: the length says where the adapter's name ends.
+    Without both it is the empty string, which no pair with one of them gives.
+    """
+    return f"{len(lora_id)}:{lora_id}{cache_salt}" if cache_salt or lora_id else ""
 
 
 class PrefixMatch(NamedTuple):
@@ -41,14 +54,16 @@ class Lease:
         extra_key: the namespace.
         num_pages: length of the prefix.
         node: where it ends; only the cache looks at it.
+        priority: of the request.
     """
 
-    __slots__ = ("extra_key", "node", "num_pages")
+    __slots__ = ("extra_key", "node", "num_pages", "priority")
 
-    def __init__(self, extra_key: str, num_pages: int, node: Any) -> None:
+    def __init__(self, extra_key: str, num_pages: int, node: Any, priority: int = 0) -> None:
         self.extra_key = extra_key
         self.num_pages = num_pages
         self.node = node
+        self.priority = priority
 
 
 class PrefixCache(Protocol):
@@ -72,6 +87,11 @@ class PrefixCache(Protocol):
         """Pages under a lease."""
         ...
 
+    @property
+    def pinned_pages(self) -> int:
+        """Distinct pages under a pin, leased or not."""
+        ...
+
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_pages`. Changes nothing."""
         ...
@@ -80,8 +100,8 @@ class PrefixCache(Protocol):
         """How many pages of the match would stop being evictable if it were locked."""
         ...
 
-    def lock(self, extra_key: str, match: PrefixMatch) -> Lease:
-        """Lease a match that is still good."""
+    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
+        """Lease a match that is still good, for a request of this priority."""
         ...
 
     def pages_of(self, lease: Lease) -> IntArray:
@@ -114,7 +134,37 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, num_pages: int) -> IntArray:
-        """Forget the least valuable unlocked pages, at most `num_pages`, and hand them over."""
+        """Forget the least valuable unlocked pages, at most `num_pages`, and hand them over.
+
+        Pinned ones go when no others are left, so `evict(evictable_pages)` drops all that is not leased, pins included.
+        """
+        ...
+
+    def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
+        """Keep what is cached of a prefix *now* until a time, as far as the quota goes, its beginning first.
+
+        Pages that come later are not covered; to cover them, pin again. That also sets the new time, which may be
+        earlier. Whoever calls sees to it that nobody pins for ever.
+
+        Returns:
+            pages of the prefix that this pin covers.
+        """
+        ...
+
+    def unpin(self, extra_key: str, token_ids: bytes) -> None:
+        """End the pin that was made with the same arguments, if it is still there."""
+        ...
+
+    def expire_pins(self, now_s: float) -> None:
+        """End the pins whose time has come. For each pass: costs nothing while there are none."""
+        ...
+
+    def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
+        """Why a match that is still good (so: before it is locked) is not longer.
+
+        Args:
+            token_ids: the whole prompt that was looked up with all but its last token allowed to match.
+        """
         ...
 
     def verify(self, leases: Iterable[Lease]) -> list[str]:
@@ -134,6 +184,7 @@ class NoPrefixCache:
     generation = 0
     evictable_pages = 0
     locked_pages = 0
+    pinned_pages = 0
 
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
         return PrefixMatch()
@@ -141,8 +192,8 @@ class NoPrefixCache:
     def unlocked_pages(self, match: PrefixMatch) -> int:
         return 0
 
-    def lock(self, extra_key: str, match: PrefixMatch) -> Lease:
-        return Lease(extra_key, 0, None)
+    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
+        return Lease(extra_key, 0, None, priority)
 
     def pages_of(self, lease: Lease) -> IntArray:
         return EMPTY
@@ -158,6 +209,18 @@ class NoPrefixCache:
 
     def evict(self, num_pages: int) -> IntArray:
         return EMPTY
+
+    def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
+        return 0
+
+    def unpin(self, extra_key: str, token_ids: bytes) -> None:
+        pass
+
+    def expire_pins(self, now_s: float) -> None:
+        pass
+
+    def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
+        return CacheMiss(rid, len(token_ids) // EMPTY.itemsize, 0, MissKind.OFF, 0)
 
     def verify(self, leases: Iterable[Lease]) -> list[str]:
         return []

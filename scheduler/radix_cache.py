@@ -10,48 +10,28 @@ its own root, so equal tokens under another adapter or salt can never meet.
 Idea: SGLang's RadixAttention (sglang:mem_cache/radix_cache.py). Different here: a look-up never splits a node, leases
 extend from where they end instead of from the root, and eviction takes pages from the end of the oldest leaf instead of
 the whole leaf, so that one short request does not cost a long prefix.
+
+Here is the tree itself. Which leaf goes first is up to the `EvictionQueue`, what clients pinned to `Pins`, and why a
+look-up found no more to the `MissExplainer` with its `Tombstones`.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
 
-from .arrays import EMPTY, AnyIntArray, IntArray
+from .arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
+from .cache_miss import CacheMiss
+from .eviction import LRU, EvictionPolicy, EvictionQueue
+from .miss_explainer import MissExplainer
+from .pins import Pins
 from .prefix_cache import Lease, PrefixMatch
-from .req import TOKEN_ID_BYTES
+from .radix_node import RadixNode, path_to_root
+from .tombstones import Tombstones
 
-
-class RadixNode:
-    """A run of pages and what follows it.
-
-    Attributes:
-        key: the tokens of the run, int32 bytes; empty for a root.
-        pages: [n] one page per page of `key`.
-        children: first page's bytes -> child.
-        parent: None for a root and for a node that has left the tree.
-        lock_ref: leases that end here or below.
-        last_access: logical time of the last release; nobody asks for it while the node is locked.
-        in_heap: whether an entry for it waits in the eviction heap (at most one does).
-        namespace: set for a root only.
-    """
-
-    __slots__ = ("children", "in_heap", "key", "last_access", "lock_ref", "namespace", "pages", "parent")
-
-    def __init__(
-        self, key: bytes, pages: AnyIntArray, parent: RadixNode | None, namespace: str | None = None
-    ) -> None:
-        self.key = key
-        self.pages = pages
-        self.children: dict[bytes, RadixNode] = {}
-        self.parent = parent
-        self.lock_ref = 0
-        self.last_access = 0
-        self.in_heap = False
-        self.namespace = namespace
+MAX_TOMBSTONES: Final = 16_384
 
 
 class RadixCache:
@@ -60,16 +40,34 @@ class RadixCache:
     __slots__ = (
         "_clock",
         "_evictable_pages",
+        "_explainer",
         "_generation",
-        "_heap",
-        "_heap_seq",
         "_locked_pages",
+        "_num_evictions",
         "_page_bytes",
+        "_pins",
+        "_queue",
         "_roots",
+        "_tombstones",
         "page_size",
     )
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        eviction: EvictionPolicy = LRU,
+        max_pinned_pages: int = 0,
+        max_tombstones: int = MAX_TOMBSTONES,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: tokens per page.
+            eviction: what goes first; see `make_eviction`.
+            max_pinned_pages: pages that pins may cover, and how many pins there may be; 0: pinning does nothing.
+            max_tombstones: evictions that `explain` remembers.
+        """
         self.page_size: Final = page_size
         self._page_bytes = page_size * TOKEN_ID_BYTES
         self._roots: dict[str, RadixNode] = {}
@@ -77,8 +75,11 @@ class RadixCache:
         self._locked_pages = 0
         self._generation = 0
         self._clock = 0
-        self._heap: list[tuple[int, int, RadixNode]] = []
-        self._heap_seq = 0
+        self._num_evictions = 0
+        self._queue = EvictionQueue(eviction)
+        self._pins = Pins(max_pinned_pages)
+        self._tombstones = Tombstones(max_tombstones)
+        self._explainer = MissExplainer(self._roots, self._tombstones, page_size)
 
     @property
     def generation(self) -> int:
@@ -91,6 +92,15 @@ class RadixCache:
     @property
     def locked_pages(self) -> int:
         return self._locked_pages
+
+    @property
+    def pinned_pages(self) -> int:
+        return self._pins.num_pages
+
+    @property
+    def num_evictions(self) -> int:
+        """Calls of `evict` so far."""
+        return self._num_evictions
 
     # ------------------------------------------------------------ look-up and locks
 
@@ -123,17 +133,15 @@ class RadixCache:
             node = node.parent
         return count
 
-    def lock(self, extra_key: str, match: PrefixMatch) -> Lease:
-        node: RadixNode | None = match.node
+    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
+        node = self._end_of(match)
         if node is None:
             node = self._root(extra_key)
-        if match.pages_in_node < len(node.pages):
-            node = self._split(node, match.pages_in_node)
-        self._lock_path(node, None)
-        return Lease(extra_key, match.num_pages, node)
+        self._lock_path(node, None, priority)
+        return Lease(extra_key, match.num_pages, node, priority)
 
     def pages_of(self, lease: Lease) -> IntArray:
-        runs = [node.pages for node in _path(lease.node)]
+        runs = [node.pages for node in path_to_root(lease.node)]
         runs.reverse()
         return np.concatenate(runs)
 
@@ -148,8 +156,16 @@ class RadixCache:
             first_page = token_ids[offset : offset + page_bytes]
             child = node.children.get(first_page)
             if child is None:
-                child = RadixNode(token_ids[offset:], pages[offset // page_bytes :].copy(), node)
+                self._clock += 1
+                child = RadixNode(
+                    token_ids[offset:],
+                    pages[offset // page_bytes :].copy(),
+                    node,
+                    created=self._clock,
+                    priority=lease.priority,
+                )
                 node.children[first_page] = child
+                self._tombstones.inserted(node, first_page)
                 self._evictable_pages += len(child.pages)  # until it is locked, a few lines below
                 self._generation += 1
             elif not token_ids.startswith(child.key, offset):
@@ -157,14 +173,14 @@ class RadixCache:
             kept.append(child.pages)
             offset += len(child.key)
             node = child
-        self._lock_path(node, lease.node)
+        self._lock_path(node, lease.node, lease.priority)
         lease.node = node
         lease.num_pages += len(pages)
         return np.concatenate(kept) if kept else EMPTY
 
     def release(self, lease: Lease) -> None:
         self._clock += 1
-        for node in _path(lease.node):
+        for node in path_to_root(lease.node):
             node.lock_ref -= 1
             node.last_access = self._clock
             if not node.lock_ref:
@@ -182,6 +198,7 @@ class RadixCache:
             parent = node.parent
             dropped.append(node.pages)
             self._evictable_pages -= len(node.pages)
+            self._queue.discard(node)
             self._remove(node)
             node = parent
         if not dropped:
@@ -192,69 +209,133 @@ class RadixCache:
     # ------------------------------------------------------------ eviction
 
     def evict(self, num_pages: int) -> IntArray:
+        self._num_evictions += 1
         freed: list[AnyIntArray] = []
         missing = num_pages
-        while missing > 0 and self._heap:
-            access, _, node = heapq.heappop(self._heap)
-            node.in_heap = False
-            if node.lock_ref or node.children or node.parent is None:
-                continue  # it is noted again when its lock or its last child goes
-            if node.last_access != access:
-                self._note_if_evictable(node)  # used since the entry was made: back with its new age
-                continue
-            keep = max(0, len(node.pages) - missing)
-            taken = node.pages[keep:]
-            freed.append(taken)
-            missing -= len(taken)
-            self._evictable_pages -= len(taken)
-            if keep:
-                node.pages = node.pages[:keep].copy()
-                node.key = node.key[: keep * self._page_bytes]
-                self._note_if_evictable(node)
+        while missing > 0 and (node := self._queue.pop()) is not None:
+            surplus = len(node.pages) - missing
+            if surplus > 0:
+                freed.append(node.pages[surplus:])
+                missing = 0
+                self._truncate(node, surplus)
             else:
-                self._remove(node)
+                freed.append(node.pages)
+                missing = -surplus
+                self._remove(node, self._num_evictions)
+        self._evictable_pages -= num_pages - missing
         if not freed:
             return EMPTY
         self._generation += 1
         return np.concatenate(freed)
 
+    def _truncate(self, node: RadixNode, num_pages: int) -> None:
+        """Cut a leaf that eviction has taken out of the queue."""
+        cut = num_pages * self._page_bytes
+        self._tombstones.truncated(node, node.key[cut : cut + self._page_bytes], self._num_evictions)
+        if node.pin_ref:
+            self._pins.truncated(len(node.pages) - num_pages)
+        node.pages = node.pages[:num_pages].copy()
+        node.key = node.key[:cut]
+        self._queue.note(node)
+
     def _note_if_evictable(self, node: RadixNode) -> None:
         if node.lock_ref or node.children:
             return
-        if node.parent is None:
-            if (
-                node.namespace is not None
-            ):  # an empty root: namespaces come from clients, so they must not pile up
-                del self._roots[node.namespace]
-                node.namespace = None
-                self._generation += 1
-        elif not node.in_heap:
-            node.in_heap = True
-            self._heap_seq += 1
-            heapq.heappush(self._heap, (node.last_access, self._heap_seq, node))
+        if node.parent is not None:
+            self._queue.note(node)
+        elif node.namespace is not None:  # an empty root: clients choose namespaces, so they must not pile up
+            del self._roots[node.namespace]
+            node.namespace = None
+            self._generation += 1
 
-    def _remove(self, node: RadixNode) -> None:
+    def _remove(self, node: RadixNode, evicted_at: int = 0) -> None:
+        """Take a leaf out of the tree; with the count of evictions where that is why."""
         parent = node.parent
         assert parent is not None
-        del parent.children[node.key[: self._page_bytes]]
+        first_page = node.key[: self._page_bytes]
+        if evicted_at:
+            self._tombstones.removed(node, parent, first_page, evicted_at)
+        if node.pin_ref:
+            self._pins.removed(node, parent)
+        del parent.children[first_page]
         node.parent = None
-        self._note_if_evictable(parent)
+        if not parent.children:
+            self._note_if_evictable(parent)
+
+    # ------------------------------------------------------------ pins
+
+    def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
+        pins, key = self._pins, self._pin_key(extra_key, token_ids)
+        self._pins_changed(pins.end(key))
+        match = self.match(extra_key, token_ids, len(token_ids) // self._page_bytes)
+        surplus = self._unpinned_pages(match) - (pins.max_pages - pins.num_pages)
+        if surplus > 0:
+            match = self.match(extra_key, token_ids, match.num_pages - surplus)
+        if not match.num_pages or not pins.has_room():
+            return 0
+        node = self._end_of(match)
+        assert node is not None
+        self._pins_changed(pins.begin(key, node, until_s))
+        return match.num_pages
+
+    def unpin(self, extra_key: str, token_ids: bytes) -> None:
+        self._pins_changed(self._pins.end(self._pin_key(extra_key, token_ids)))
+
+    def expire_pins(self, now_s: float) -> None:
+        self._pins_changed(self._pins.expire(now_s))
+
+    def _pin_key(self, extra_key: str, token_ids: bytes) -> tuple[str, bytes]:
+        whole_pages = len(token_ids) // self._page_bytes * self._page_bytes
+        return self._pins.key_of(extra_key, token_ids[:whole_pages])
+
+    def _pins_changed(self, nodes: Iterable[RadixNode]) -> None:
+        for node in nodes:
+            self._queue.pin_changed(node)
+
+    @staticmethod
+    def _unpinned_pages(match: PrefixMatch) -> int:
+        node: RadixNode | None = match.node
+        if node is None or node.pin_ref:
+            return 0
+        above = (len(each.pages) for each in path_to_root(node) if each is not node and not each.pin_ref)
+        return match.pages_in_node + sum(above)
+
+    # ------------------------------------------------------------ explanations
+
+    def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
+        return self._explainer.explain(extra_key, token_ids, match, rid)
 
     # ------------------------------------------------------------ structure
 
     def _root(self, extra_key: str) -> RadixNode:
         root = self._roots.get(extra_key)
         if root is None:
-            root = self._roots[extra_key] = RadixNode(b"", EMPTY, None, extra_key)
+            root = self._roots[extra_key] = RadixNode(b"", EMPTY, None, namespace=extra_key)
             self._generation += 1
         return root
 
+    def _end_of(self, match: PrefixMatch) -> RadixNode | None:
+        """The node that ends where the match ends; cut for it if need be. None if the namespace is not there."""
+        node: RadixNode | None = match.node
+        if node is not None and match.pages_in_node < len(node.pages):
+            return self._split(node, match.pages_in_node)
+        return node
+
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
-        """Cut a node after `num_pages`; returns the new upper part. Leases end at the lower: the old object."""
+        """Cut a node after `num_pages`; returns the upper part. Leases and pins end at the lower, the old object."""
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut = num_pages * self._page_bytes
-        upper = RadixNode(node.key[:cut], node.pages[:num_pages].copy(), node.parent)
+        upper = RadixNode(
+            node.key[:cut],
+            node.pages[:num_pages].copy(),
+            node.parent,
+            created=node.created,
+            priority=node.priority,
+        )
         upper.lock_ref = node.lock_ref
+        upper.pin_ref = node.pin_ref
+        upper.last_access = node.last_access
+        upper.num_uses = node.num_uses
         node.parent.children[node.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         node.pages = node.pages[num_pages:].copy()
@@ -263,15 +344,17 @@ class RadixCache:
         self._generation += 1
         return upper
 
-    def _lock_path(self, node: RadixNode, stop: RadixNode | None) -> None:
+    def _lock_path(self, node: RadixNode, stop: RadixNode | None, priority: int) -> None:
         """Count one more lease on `node` and all above it, up to but without `stop`, which has counted it already."""
-        for each in _path(node):
+        for each in path_to_root(node):
             if each is stop:
                 break
             if not each.lock_ref:
                 self._evictable_pages -= len(each.pages)
                 self._locked_pages += len(each.pages)
             each.lock_ref += 1
+            each.num_uses += 1
+            each.priority = max(each.priority, priority)
 
     def _common_pages(self, key: bytes, token_ids: bytes, offset: int, end: int) -> int:
         count = min(len(key), end - offset) // TOKEN_ID_BYTES
@@ -292,7 +375,7 @@ class RadixCache:
         owners: dict[int, int] = {}
         for lease in leases:
             length = 0
-            for node in _path(lease.node):
+            for node in path_to_root(lease.node):
                 owners[id(node)] = owners.get(id(node), 0) + 1
                 length += len(node.pages)
             if length != lease.num_pages:
@@ -310,13 +393,14 @@ class RadixCache:
                 locked += len(node.pages)
             else:
                 evictable += len(node.pages)
-                if node.parent is not None and not node.children and not node.in_heap:
+                if node.is_evictable_leaf and not self._queue.finds(node):
                     wrong.append("an evictable leaf that eviction would not find")
         if (evictable, locked) != (self._evictable_pages, self._locked_pages):
             wrong.append(
                 f"evictable and locked pages are counted as {self._evictable_pages} and {self._locked_pages}, "
                 f"but are {evictable} and {locked}"
             )
+        wrong.extend(self._pins.verify(self._nodes()))
         return wrong
 
     def _nodes(self) -> Iterator[RadixNode]:
@@ -325,11 +409,3 @@ class RadixCache:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-
-def _path(node: RadixNode) -> Iterator[RadixNode]:
-    """From a node up to its root."""
-    each: RadixNode | None = node
-    while each is not None:
-        yield each
-        each = each.parent

@@ -1,0 +1,157 @@
+"""`Pins`: prefixes that clients asked to keep for a time, within a quota of pages.
+
+A pin covers a path from a root to a node, so what is pinned is closed towards the roots: no unpinned page lies above
+a pinned one, and eviction can take all that is unpinned before it touches a pin. A pin is a wish, not a lock. Pinned
+pages count as evictable, and when they are evicted the pin shrinks and ends.
+
+Pins are told apart by namespace and tokens asked for. Many can cover the same pages, so there is a second bound beside
+that on pages: as many pins as pages. Otherwise prompts that share one cached page could make pins without end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from .radix_node import RadixNode, path_to_root
+
+PinKey = tuple[str, bytes]
+
+_DIGEST_BYTES: Final = 16
+_MIN_COMPACTION: Final = 64
+
+
+class Pin:
+    """One pinned prefix.
+
+    Attributes:
+        key: what was asked for.
+        node: where it ends; None once it is over.
+        until_s: when it ends by itself.
+    """
+
+    __slots__ = ("key", "node", "until_s")
+
+    def __init__(self, key: PinKey, node: RadixNode, until_s: float) -> None:
+        self.key = key
+        self.node: RadixNode | None = node
+        self.until_s = until_s
+
+
+class Pins:
+    """All pins.
+
+    Attributes:
+        max_pages: the quota.
+        num_pages: distinct pages that are pinned.
+    """
+
+    __slots__ = ("_by_key", "_by_node", "_expiries", "_seq", "max_pages", "num_pages")
+
+    def __init__(self, max_pages: int) -> None:
+        self.max_pages: Final = max_pages
+        self.num_pages = 0
+        self._by_key: dict[PinKey, Pin] = {}
+        self._by_node: dict[RadixNode, set[Pin]] = {}
+        self._expiries: list[tuple[float, int, Pin]] = []
+        self._seq = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @staticmethod
+    def key_of(extra_key: str, token_ids: bytes) -> PinKey:
+        """What tells a pin from others; a digest, because a prompt may be a megabyte."""
+        return extra_key, hashlib.blake2b(token_ids, digest_size=_DIGEST_BYTES).digest()
+
+    def has_room(self) -> bool:
+        """Whether one more may be made."""
+        return len(self._by_key) < self.max_pages
+
+    def begin(self, key: PinKey, node: RadixNode, until_s: float) -> list[RadixNode]:
+        """Pin a path; returns the nodes that were not pinned before. No pin of this key exists."""
+        assert key not in self._by_key
+        pin = self._by_key[key] = Pin(key, node, until_s)
+        self._by_node.setdefault(node, set()).add(pin)
+        self._seq += 1
+        heapq.heappush(self._expiries, (until_s, self._seq, pin))
+        changed: list[RadixNode] = []
+        for each in path_to_root(node):
+            if not each.pin_ref:
+                changed.append(each)
+                self.num_pages += len(each.pages)
+            each.pin_ref += 1
+        return changed
+
+    def end(self, key: PinKey) -> list[RadixNode]:
+        """End a pin, if there is one; returns the nodes that no pin covers any more."""
+        pin = self._by_key.get(key)
+        return self._end(pin) if pin is not None else []
+
+    def expire(self, now_s: float) -> list[RadixNode]:
+        """End the pins whose time is over; returns the nodes that no pin covers any more."""
+        changed: list[RadixNode] = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            pin = heapq.heappop(self._expiries)[2]
+            if pin.node is not None:
+                changed += self._end(pin)
+        return changed
+
+    def truncated(self, num_pages: int) -> None:
+        """The end of a pinned leaf was evicted; its pins hold what is left of it."""
+        self.num_pages -= num_pages
+
+    def removed(self, node: RadixNode, parent: RadixNode) -> None:
+        """A pinned leaf leaves the tree. Pins that ended there hold the rest of their path from now on."""
+        self.num_pages -= len(node.pages)
+        node.pin_ref = 0
+        pins = self._by_node.pop(node)
+        for pin in pins:
+            pin.node = parent
+        self._by_node.setdefault(parent, set()).update(pins)
+        if parent.parent is None:  # nothing is left of them
+            for pin in pins:
+                self._end(pin)
+
+    def _end(self, pin: Pin) -> list[RadixNode]:
+        node = pin.node
+        assert node is not None
+        pin.node = None
+        del self._by_key[pin.key]
+        pins = self._by_node[node]
+        pins.remove(pin)
+        if not pins:
+            del self._by_node[node]
+        changed: list[RadixNode] = []
+        for each in path_to_root(node):
+            each.pin_ref -= 1
+            if not each.pin_ref:
+                changed.append(each)
+                self.num_pages -= len(each.pages)
+        if len(self._expiries) > 2 * len(self._by_key) + _MIN_COMPACTION:  # many were renewed or ended early
+            self._expiries = [entry for entry in self._expiries if entry[2].node is not None]
+            heapq.heapify(self._expiries)
+        return changed
+
+    def verify(self, nodes: Iterable[RadixNode]) -> Iterator[str]:
+        """What is wrong: counters, covers without pin, pins without cover."""
+        covers: dict[RadixNode, int] = {}
+        for node, pins in self._by_node.items():
+            if any(pin.node is not node or self._by_key.get(pin.key) is not pin for pin in pins):
+                yield "a pin is filed under the wrong node or key"
+            for each in path_to_root(node):
+                covers[each] = covers.get(each, 0) + len(pins)
+        num_pages = 0
+        for node in nodes:
+            if node.pin_ref != covers.pop(node, 0):
+                yield f"a node says {node.pin_ref} pins, but another number ends there or below"
+            if node.pin_ref:
+                num_pages += len(node.pages)
+        if covers:
+            yield f"{len(covers)} nodes have pins, but are not in the tree"
+        if num_pages != self.num_pages:
+            yield f"pinned pages are counted as {self.num_pages}, but are {num_pages}"
+        if num_pages > self.max_pages or len(self._by_key) > self.max_pages:
+            yield f"{num_pages} pages have {len(self._by_key)} pins, the quota is {self.max_pages} of each"
