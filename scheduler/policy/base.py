@@ -17,6 +17,9 @@ from ..waiting_queue import WaitingQueue
 MAX_OVERTAKEN: Final = 32
 """Ageing: who was overtaken in so many passes is overtaken no more (see `Admission._note_overtaken`)."""
 
+MAX_SORTED: Final = 128
+"""Above so many waiting requests, looking them all up costs more than a good order gains: first come, first served."""
+
 
 class Load(NamedTuple):
     """How busy the engine is, for policies that look at it.
@@ -53,8 +56,13 @@ class SchedulePolicy:
     """
 
     name: ClassVar[str] = ""
-    preempts: ClassVar[bool] = False
-    """Whether running requests of lower `Req.priority` may lose their place to waiting ones."""
+    looks_ahead: ClassVar[bool] = True
+    """Whether a request that lacks memory may be overtaken; False where the order itself is the promise."""
+    full_reason: ClassVar[Reason] = Reason.BEHIND
+    """Why the others wait when `max_admissions` have been admitted."""
+
+    preempts: bool = False
+    """Whether running requests of lower `Req.priority` may lose their place to waiting ones; may change in time."""
 
     def enqueued(self, req: Req) -> None:
         """A request joined the queue: it is new, or it was retracted."""
@@ -73,7 +81,7 @@ class SchedulePolicy:
         return None
 
     def max_admissions(self, waiting: WaitingQueue) -> int | None:
-        """How many requests may be admitted in this pass; None for no limit of the policy's."""
+        """How many requests may be admitted in this pass; None for no limit of the policy's. Asked after `hold`."""
         return None
 
     def wake_s(self, waiting: WaitingQueue) -> float | None:
@@ -84,7 +92,8 @@ class SchedulePolicy:
         """The requests in the order in which they should be admitted. Changes nothing.
 
         May be lazy: the pass ends when a budget is spent, usually after a few requests of many; the queue does not
-        change while it is read. Every waiting request comes exactly once.
+        change while it is read. Every waiting request comes exactly once. One that was just admitted has its `lease`
+        when the next one is asked for, so that a lazy order can count with it.
         """
         raise NotImplementedError
 

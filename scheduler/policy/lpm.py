@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from ..req import Req
 from ..waiting_queue import WaitingQueue
-from .base import MAX_OVERTAKEN, PolicyParts, SchedulePolicy
-
-MAX_SORTED: Final = 128
-"""Above so many waiting requests, looking them all up costs more than a good order gains: first come, first served."""
+from .base import MAX_OVERTAKEN, MAX_SORTED, PolicyParts, SchedulePolicy
 
 
 class Lpm(SchedulePolicy):

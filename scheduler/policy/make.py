@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from ...runtime.config import SchedulerConfig
-from ...runtime.errors import ConfigError
+from .adaptive import Adaptive
 from .base import PolicyParts, SchedulePolicy
+from .dfs_weight import DfsWeight
+from .fair import Fair
 from .fcfs import Fcfs
+from .fifo_serial import FifoSerial
+from .hrrn import Hrrn
+from .length_estimate import make_length_estimate
+from .lof import Lof
 from .lpm import Lpm
+from .priority import Priority
+from .random_order import RandomOrder
+from .round_robin import RoundRobin
+from .sjf import Sjf
+from .srtf import Srtf
+from .static_batch import StaticBatch
 
 
 def make_policy(config: SchedulerConfig, parts: PolicyParts) -> SchedulePolicy:
@@ -16,5 +30,33 @@ def make_policy(config: SchedulerConfig, parts: PolicyParts) -> SchedulePolicy:
             return Fcfs()
         case "lpm":
             return Lpm(parts)
-        case other:
-            raise ConfigError(f"schedule_policy {other!r} is not there yet")
+        case "dfs-weight":
+            return DfsWeight(parts)
+        case "lof":
+            return Lof()
+        case "random":
+            return RandomOrder(config.policy_seed)
+        case "priority":
+            return _priority(config)
+        case "sjf":
+            return Sjf(make_length_estimate(config.length_estimate), config.length_ageing)
+        case "srtf":
+            return Srtf(make_length_estimate(config.length_estimate), config.length_ageing)
+        case "hrrn":
+            return Hrrn(parts)
+        case "round-robin":
+            return RoundRobin(config.tenant_quantum, parts.page_size)
+        case "fair":
+            return Fair(parts.page_size)
+        case "adaptive":
+            return Adaptive(parts, _priority(config))
+        case "fifo-serial":
+            return FifoSerial(parts)
+        case "static":
+            return StaticBatch(parts, config.static_batch_size, config.static_batch_wait)
+        case _:
+            assert_never(config.schedule_policy)
+
+
+def _priority(config: SchedulerConfig) -> Priority:
+    return Priority(config.priority_ageing, preempts=config.priority_preemption)

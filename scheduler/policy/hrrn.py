@@ -1,0 +1,53 @@
+"""`Hrrn`: highest response ratio next: between shortest prompt first and first come, first served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..prefill_adder import Chunk
+from ..req import Req
+from ..waiting_queue import WaitingQueue
+from .base import MAX_OVERTAKEN, MAX_SORTED, PolicyParts, SchedulePolicy
+
+
+class Hrrn(SchedulePolicy):
+    """Largest `tokens the engine has computed since the arrival / prompt tokens to compute` first.
+
+    Short prompts, and those with a cached prefix, come first, but a long one gains with every token that others are
+    given, so it starves not. Time is counted in tokens, which makes the ratio a pure number whatever the hardware.
+    Who was overtaken too often comes before everybody; above 128 waiting it is first come, first served.
+
+    As SGLang's policy of this name. There a request with nothing to compute comes first; here at least the last
+    token of a prompt is always computed.
+    """
+
+    name = "hrrn"
+
+    def __init__(self, parts: PolicyParts) -> None:
+        self._match = parts.match
+        self._page_size = parts.page_size
+        self._clock_tokens = 0
+        self._arrivals: dict[
+            int, int
+        ] = {}  # seq -> the clock when it came; of all requests that have not ended
+
+    def enqueued(self, req: Req) -> None:
+        self._arrivals.setdefault(req.seq, self._clock_tokens)
+
+    def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
+        self._clock_tokens += sum(chunk.length for chunk in chunks) + len(decodes)
+
+    def finished(self, req: Req) -> None:
+        self._arrivals.pop(req.seq, None)
+
+    def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
+        if len(waiting) > MAX_SORTED:
+            return waiting
+        return sorted(waiting, key=self._key)
+
+    def _key(self, req: Req) -> tuple[bool, float, int]:
+        if req.num_overtaken >= MAX_OVERTAKEN:
+            return (False, 0.0, req.seq)
+        waited_tokens = self._clock_tokens - self._arrivals[req.seq]
+        to_compute = req.fill_len - self._match(req).num_pages * self._page_size
+        return (True, -waited_tokens / to_compute, req.seq)

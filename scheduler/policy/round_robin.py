@@ -1,0 +1,131 @@
+"""`RoundRobin`: tenants take turns, each for a quantum of tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from ..prefill_adder import Chunk
+from ..req import Req
+from ..waiting_queue import WaitingQueue
+from .base import SchedulePolicy
+from .tenants import Offers, TenantQueue, prompt_tokens_just_admitted, tokens_served
+
+
+class RoundRobin(SchedulePolicy):
+    """Deficit round robin over tenants with waiting requests; by arrival within a tenant.
+
+    Each tenant has a balance in tokens. When its turn begins it gets a quantum, its turn lasts while the balance is
+    above 0, and all service (see `tenants.py`) is taken off, also what its running requests generate in other
+    tenants' turns. Nobody knows the cost of a request beforehand, so a balance may fall below 0; such a debt is paid
+    with the quanta of later turns. Hence tenants that always have requests waiting are served equally in the long
+    run, whatever the sizes of their requests. A turn that nobody can use because everything is full lasts until
+    there is room.
+
+    A tenant without waiting requests has no turns and saves nothing up; when its last request has ended, its debt is
+    forgotten. A pass costs O(tenants that wait). Source: Shreedhar and Varghese, "Efficient Fair Queuing using
+    Deficit Round Robin", SIGCOMM 1995; the debt instead of a deficit is "surplus round robin".
+    """
+
+    name = "round-robin"
+
+    def __init__(self, quantum: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._queues: dict[str, TenantQueue] = {}
+        self._ring = _Ring(quantum)
+        self._balances: dict[str, int] = {}  # of tenants that have requests, but none that wait
+
+    def enqueued(self, req: Req) -> None:
+        queue = self._queues.get(req.tenant)
+        if queue is None:
+            queue = self._queues[req.tenant] = TenantQueue(req.tenant)
+        queue.enqueued(req)
+        if len(queue.waiting) == 1:
+            self._ring.join(req.tenant, min(0, self._balances.pop(req.tenant, 0)))
+
+    def dequeued(self, req: Req) -> None:
+        queue = self._queues[req.tenant]
+        queue.dequeued(req)
+        if not queue.waiting:
+            self._balances[req.tenant] = self._ring.leave(req.tenant)
+
+    def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
+        for tenant, tokens in tokens_served(chunks, decodes).items():
+            if tenant in self._balances:
+                self._balances[tenant] -= tokens
+            elif tenant in self._ring:
+                self._ring.charge(tenant, tokens)
+
+    def finished(self, req: Req) -> None:
+        queue = self._queues.get(req.tenant)
+        if queue is not None:  # else it never got beyond its grammar
+            queue.finished(req)
+            if queue.is_idle:
+                del self._queues[req.tenant], self._balances[req.tenant]
+
+    def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
+        ring, offers = self._ring.copy(), Offers()
+        while ring:
+            tenant = ring.whose_turn()
+            req = offers.next_of(self._queues[tenant])
+            if req is None:
+                ring.leave(tenant)
+                continue
+            yield req
+            ring.charge(tenant, prompt_tokens_just_admitted(req, self._page_size))
+
+
+class _Ring:
+    """Whose turn it is, and the balances of those who take turns."""
+
+    __slots__ = ("_balances", "_quantum")
+
+    def __init__(self, quantum: int) -> None:
+        self._quantum = quantum
+        # The first has the turn, or the one that `whose_turn` passes it on to.
+        self._balances: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._balances)
+
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self._balances
+
+    def copy(self) -> _Ring:
+        other = _Ring(self._quantum)
+        other._balances = self._balances.copy()
+        return other
+
+    def join(self, tenant: str, balance: int) -> None:
+        """Add a tenant at the end; its turn begins at once if it is alone."""
+        self._balances[tenant] = balance + (0 if self._balances else self._quantum)
+
+    def leave(self, tenant: str) -> int:
+        """Take a tenant out; returns its balance. If it had the turn, the next one's begins."""
+        had_turn = next(iter(self._balances)) == tenant
+        balance = self._balances.pop(tenant)
+        if had_turn and self._balances:
+            self._begin_turn()
+        return balance
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        self._balances[tenant] -= tokens
+
+    def whose_turn(self) -> str:
+        """The first tenant with a balance above 0; those in debt before it have had their turn by then."""
+        balances, quantum = self._balances, self._quantum
+        while True:
+            for _ in range(len(balances)):
+                tenant = next(iter(balances))
+                if balances[tenant] > 0:
+                    return tenant
+                balances.move_to_end(tenant)
+                self._begin_turn()
+            # A whole round has helped nobody out of debt: as many rounds at once as will still help nobody.
+            rounds = -max(balances.values()) // quantum
+            if rounds > 0:
+                for tenant in balances:
+                    balances[tenant] += rounds * quantum
+
+    def _begin_turn(self) -> None:
+        self._balances[next(iter(self._balances))] += self._quantum
