@@ -145,6 +145,8 @@ class Admission:
             match verdict.result:
                 case AddReqResult.CONTINUE:
                     num_admitted += 1
+                    for constraint in self._constraints:
+                        constraint.admitted(req)
                     shared.computing(req, adder.chunks[-1].start)
                 case AddReqResult.SKIP:
                     num_skipped += 1

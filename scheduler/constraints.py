@@ -14,14 +14,18 @@ from .verdict import AddReqResult, Reason, Verdict
 
 
 class Constraint(Protocol):
-    """A `RowObserver` that has a say in admission."""
+    """Has a say in admission. It counts a request from its admission on, which is before it has a row."""
 
     def refusal(self, req: Req) -> Verdict | None:
         """Why a waiting request cannot start now; None if it can."""
         ...
 
+    def admitted(self, req: Req) -> None:
+        """It will be given a row at the end of the pass."""
+        ...
+
     def started(self, req: Req) -> None:
-        """It was given a row."""
+        """It was given a row; as for every `RowObserver`."""
         ...
 
     def stopped(self, req: Req) -> None:
@@ -49,9 +53,12 @@ class MaxLoras:
             have=self._max_loras,
         )
 
-    def started(self, req: Req) -> None:
+    def admitted(self, req: Req) -> None:
         if req.lora_id:
             self._in_use[req.lora_id] += 1
+
+    def started(self, req: Req) -> None:
+        pass
 
     def stopped(self, req: Req) -> None:
         if req.lora_id:

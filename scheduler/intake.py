@@ -11,7 +11,7 @@ import numpy as np
 from ..runtime.errors import RequestError
 from ..runtime.feasibility import Capacity, reason_against
 from ..runtime.messages import GenerateRequest
-from .req import TOKEN_ID_BYTES
+from .arrays import TOKEN_ID_BYTES
 
 
 def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None:

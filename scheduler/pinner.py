@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..runtime.messages import PinDone, PinPrefix
+from .arrays import TOKEN_ID_BYTES
 from .kv_memory import KVMemory
-from .req import TOKEN_ID_BYTES
 
 
 class Pinner:

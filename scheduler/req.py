@@ -10,12 +10,12 @@ import enum
 from typing import TYPE_CHECKING, Final
 
 from ..runtime.messages import GenerateRequest, Logprobs, Usage
+from .arrays import TOKEN_ID_BYTES
+from .prefix_cache import namespace_of
 
 if TYPE_CHECKING:
     from .arrays import IntArray
     from .prefix_cache import Lease, PrefixMatch
-
-TOKEN_ID_BYTES: Final = 4
 
 
 class ReqStatus(enum.Enum):
@@ -55,7 +55,8 @@ class Req:
     """One request.
 
     Attributes:
-        rid, sampling, arrival_s, priority, extra_key, tenant, lora_id, group: as in `GenerateRequest`.
+        rid, sampling, arrival_s, priority, tenant, lora_id, group: as in `GenerateRequest`.
+        extra_key: namespace of the prefix cache: the request's own and its adapter's.
         received_s: when it came to the scheduler.
         seq: counts arrivals at the scheduler; the order of arrival, also between equal times.
         prompt_len: tokens of the prompt.
@@ -111,7 +112,7 @@ class Req:
         self.rid = message.rid
         self.sampling = message.sampling
         self.priority = message.priority
-        self.extra_key = message.extra_key
+        self.extra_key = namespace_of(message.extra_key, message.lora_id)
         self.tenant = message.tenant
         self.lora_id = message.lora_id
         self.group = message.group

@@ -6,13 +6,12 @@ import numpy as np
 
 from ..runtime.messages import Finish, FinishKind, TokenOutput
 from ..runtime.step_plan import ForwardMode, StepResult
-from .arrays import BoolArray
+from .arrays import TOKEN_ID_BYTES, BoolArray
 from .batch import ScheduleBatch
 from .kv_memory import KVMemory
 from .new_token_ratio import NewTokenRatio
 from .outputs import StopRules, output_row
 from .preemption_mode import PreemptionMode
-from .req import TOKEN_ID_BYTES
 from .req_to_token_pool import ReqToTokenPool
 from .requests import Requests
 from .row_states import RowStates

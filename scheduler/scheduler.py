@@ -34,6 +34,7 @@ from ..runtime.messages import (
     Usage,
 )
 from ..runtime.step_plan import ForwardMode, StepResult
+from .arrays import TOKEN_ID_BYTES
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .decision_log import Arrived, PassRecord, Settled
@@ -41,7 +42,7 @@ from .intake import reason_to_refuse
 from .ledger import LedgerError
 from .outputs import text_options
 from .phases import Work
-from .req import TOKEN_ID_BYTES, Req
+from .req import Req
 from .stall import StallAction
 from .verdict import AddReqResult
 

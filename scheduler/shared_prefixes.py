@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from ..runtime.feasibility import pages_for
-from .req import TOKEN_ID_BYTES, Req
+from .arrays import TOKEN_ID_BYTES
+from .req import Req
 
 MIN_SHARED_TOKENS: Final = 32
 """Below so many common tokens, computing them twice costs less than a step of waiting."""

@@ -147,8 +147,11 @@ class Harness:
         """One turn of an event loop; with overlap, the step before is settled after this one is launched."""
         self.now_s += 0.01
         queued = self.scheduler.report(self.now_s).num_queue_reqs
+        timed_out = self.scheduler.report(self.now_s).timed_out_reqs_total
         seen = set(map(id, self.scheduler.decisions))
         batch = self.scheduler.next_batch(self.now_s)
+        if self.scheduler.report(self.now_s).timed_out_reqs_total > timed_out:
+            queued = self.last_pass.num_waiting  # deadlines come before the pass
         self.check_verdicts(
             [each for each in self.scheduler.decisions.passes if id(each) not in seen], queued
         )
