@@ -132,8 +132,9 @@ class QueueGate:
         """
         if num_new > self._max_queued + self._max_running:
             raise RequestError(
-                f"the request asks for {num_new} answers (prompts times n), but at most {self._max_running} run and "
-                f"{self._max_queued} wait; send fewer at once or raise --max-queued-requests",
+                f"the request asks for {num_new} answers (prompts times n or best_of), but at most "
+                f"{self._max_running} run and {self._max_queued} wait; send fewer at once or raise "
+                f"--max-queued-requests",
                 param="n",
                 code="invalid_value",
             )

@@ -18,6 +18,7 @@ import msgspec
 
 from ..runtime.messages import Finish, TextOutput, Usage
 from ..runtime.sampling_params import SamplingParams
+from .scheduling import Scheduling
 
 Prompt = str | list[int]
 """A text to tokenise, or token ids."""
@@ -31,7 +32,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         sampling: of all choices; with n > 1, choice i of a prompt gets seed + i.
         n: answers per prompt.
         id_prefix: first part of the request's id, which names the API it came by.
-        priority, extra_key, tenant: as in `GenerateRequest`.
+        scheduling: of all choices.
         add_special_tokens: whether tokenising puts BOS first; no for a rendered chat template.
         prompt_param, length_param: the fields that errors shall name.
         probe: asks whether the engine works, and is let in however many wait.
@@ -41,9 +42,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     n: int = 1
     id_prefix: str = "gen"
-    priority: int = 0
-    extra_key: str = ""
-    tenant: str = ""
+    scheduling: Scheduling = Scheduling()
     add_special_tokens: bool = True
     prompt_param: str = "prompt"
     length_param: str = "max_tokens"

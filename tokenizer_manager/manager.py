@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 import uuid
 from array import array
@@ -25,6 +26,7 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
     AbortRequest,
     BatchTextOutput,
+    Explain,
     Explanation,
     FinishKind,
     FlushCache,
@@ -32,20 +34,25 @@ from ..runtime.messages import (
     GenerateRequest,
     ManagerInput,
     PinDone,
+    PinPrefix,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
 )
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from .admission import QueueGate, check_may_fit, resolve_length
-from .generation import Choice, Generation, GenerationRequest
+from .generation import Choice, Generation, GenerationRequest, Prompt
 from .metrics import Metrics
 from .prompt_encoder import PromptEncoder, prompt_name
+from .questions import Questions
 from .request_log import RequestLog
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_TIMEOUT_S: Final = 10.0
+_ANSWER_TIMEOUT_S: Final = 10.0
+_TIMEOUT_CODES: Final = {503: "queue_timeout", 504: "request_timeout"}
+"""What the scheduler's error status says about a request that ran out of time."""
+_GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
 
 
 class TokenizerManager:
@@ -99,8 +106,7 @@ class TokenizerManager:
         self._death: str | None = None  # not the error: raising one object twice keeps every traceback alive
         self._live: dict[str, tuple[Generation, Choice]] = {}
         self._generations: dict[str, Generation] = {}
-        self._flushes: dict[int, asyncio.Future[FlushCacheDone]] = {}
-        self._num_flushes = 0
+        self._questions = Questions(send, _ANSWER_TIMEOUT_S)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -161,20 +167,54 @@ class TokenizerManager:
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
-        if self._death is not None:
-            raise EngineDeadError(self._death)
-        self._num_flushes += 1
-        flush_id = self._num_flushes
-        answer: asyncio.Future[FlushCacheDone] = asyncio.get_running_loop().create_future()
-        self._flushes[flush_id] = answer
-        self._send(FlushCache(flush_id=flush_id))
-        try:
-            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
-                return await answer
-        except TimeoutError:
-            raise EngineDeadError(f"the scheduler did not answer within {_FLUSH_TIMEOUT_S:g} s") from None
-        finally:
-            del self._flushes[flush_id]
+        self._check_alive()
+        return await self._questions.ask(FlushCache, FlushCacheDone)
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Why a request fared as it did, also one that has ended, as far as the scheduler remembers.
+
+        Args:
+            request_id: of one choice, or of a generation, which stands for its first choice.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._check_alive()
+        rid = f"{request_id}-0" if _GENERATION_ID.fullmatch(request_id) else request_id
+        return await self._questions.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
+
+    async def pin(
+        self, prompt: Prompt, *, ttl_s: float, extra_key: str, add_special_tokens: bool, param: str
+    ) -> PinDone:
+        """Keep what is cached of a prompt for `ttl_s` seconds; 0 unpins.
+
+        Args:
+            prompt: of which a prefix is pinned.
+            ttl_s: verified.
+            extra_key: namespace of the prefix cache.
+            add_special_tokens: as in `GenerationRequest`.
+            param: the field that errors shall name.
+
+        Raises:
+            RequestError: the prompt is empty, has tokens that there are not, or is longer than any prompt that can run.
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._check_alive()
+        if isinstance(prompt, str):
+            check_may_fit(prompt, self._encoder.tokenizer, self.capacity, param)
+        [ids] = await self._encoder.encode([prompt], add_special_tokens=add_special_tokens, param=param)
+        if not 1 <= len(ids) < self.capacity.max_model_len:
+            raise RequestError(
+                f"{param} has {len(ids)} tokens, but a prompt has at least 1 and at most "
+                f"{self.capacity.max_model_len - 1}; pin what requests will begin with",
+                param=param,
+                code="invalid_value",
+            )
+        self._check_alive()  # it may have died while we tokenised
+        input_ids = ids.tobytes()
+        return await self._questions.ask(
+            lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone
+        )
 
     def unhealthy_reason(self) -> str | None:
         """Why requests should go elsewhere now; None if all is well."""
@@ -185,6 +225,8 @@ class TokenizerManager:
         age_s = self._clock() - (self._started_s if self.report is None else self.report.sent_s)
         if age_s > self._watchdog_timeout_s:
             return f"the scheduler's last heartbeat is {age_s:.1f} s old, the limit is {self._watchdog_timeout_s:g} s"
+        if self.report is not None and self.report.stalled:
+            return f"requests wait and nothing moves: {self.report.stalled}"
         return None
 
     # ------------------------------------------------------------ from the other processes
@@ -200,11 +242,11 @@ class TokenizerManager:
                 self.report = message
                 self._gate.reported(message)
             case FlushCacheDone():
-                answer = self._flushes.get(message.flush_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-            case PinDone() | Explanation():
-                pass
+                self._questions.answered(message.flush_id, message)
+            case PinDone():
+                self._questions.answered(message.pin_id, message)
+            case Explanation():
+                self._questions.answered(message.explain_id, message)
             case _:
                 assert_never(message)
 
@@ -229,18 +271,19 @@ class TokenizerManager:
         if self._death is not None:
             return
         self._death = message
-        for answer in self._flushes.values():
-            if not answer.done():
-                answer.set_exception(EngineDeadError(message))
+        self._questions.fail(message)
         for generation in list(self._generations.values()):
             generation.fail(EngineDeadError(message))
             self._abort_rest(generation, message)
 
     # ------------------------------------------------------------ internals
 
-    def _check_open(self) -> None:
+    def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
+
+    def _check_open(self) -> None:
+        self._check_alive()
         if self.draining:
             raise RequestError(
                 "the server is shutting down; retry elsewhere", code="shutting_down", status=503
@@ -263,11 +306,14 @@ class TokenizerManager:
         arrival_s: float,
     ) -> Generation:
         generation_id = f"{request.id_prefix}-{uuid.uuid4().hex}"
+        wishes = request.scheduling
         choices: list[Choice] = []
         messages: list[GenerateRequest] = []
         for ids, sampling in zip(encoded, resolved, strict=True):
             seed = sampling.seed if sampling.seed is not None else self._draw_seed()
             input_ids = ids.tobytes()  # one copy for all n
+            # The first sibling's id names the group: nobody else has it.
+            group = f"{generation_id}-{len(choices)}" if request.n > 1 else ""
             for i in range(request.n):
                 choice = Choice(f"{generation_id}-{len(choices)}", len(choices), ids, (seed + i) & MAX_SEED)
                 choices.append(choice)
@@ -277,9 +323,12 @@ class TokenizerManager:
                         input_ids=input_ids,
                         sampling=msgspec.structs.replace(sampling, seed=choice.seed),
                         arrival_s=arrival_s,
-                        priority=request.priority,
-                        extra_key=request.extra_key,
-                        tenant=request.tenant,
+                        priority=wishes.priority,
+                        extra_key=wishes.extra_key,
+                        tenant=wishes.tenant,
+                        group=group,
+                        queue_timeout_s=wishes.queue_timeout_s,
+                        timeout_s=wishes.timeout_s,
                     )
                 )
         generation = Generation(generation_id, choices, request.n, arrival_s, self._on_reader_gone)
@@ -313,7 +362,8 @@ class TokenizerManager:
             # One failed choice fails the request: OpenAI's answer has no place for an error among choices.
             message = finish.message or f"the engine ended the request ({finish.kind.value})"
             logger.warning("request failed rid=%s status=%d error=%s", output.rid, finish.status, message)
-            generation.fail(RequestError(message, code="generation_failed", status=finish.status))
+            code = _TIMEOUT_CODES.get(finish.status, "generation_failed")
+            generation.fail(RequestError(message, code=code, status=finish.status))
             self._abort_rest(generation, "another choice of the request failed")
             return
         generation.put(choice, output)

@@ -45,6 +45,11 @@ _GAUGES: Final = (
     ("kv_cached_tokens", "KV slots in the prefix cache, in use or not."),
     ("kv_total_tokens", "KV slots of the pool."),
     ("new_token_ratio", "Share of its max_tokens that a request is expected to generate."),
+    ("num_swapped_reqs", "Requests that wait with their KV on the host."),
+    ("num_grammar_reqs", "Requests that wait for a grammar."),
+    ("host_used_tokens", "Slots of the host's KV pool that requests hold."),
+    ("host_total_tokens", "Slots of the host's KV pool."),
+    ("pinned_tokens", "KV slots of pinned prefixes."),
 )
 _TOTALS: Final = (
     ("retracted_reqs_total", "Times a request lost its KV memory to others and was computed again."),
@@ -52,6 +57,10 @@ _TOTALS: Final = (
     ("generation_tokens_total", "Tokens generated."),
     ("cached_tokens_total", "Prompt tokens taken from the prefix cache."),
     ("evicted_tokens_total", "Tokens dropped from the prefix cache to make room."),
+    ("preempted_reqs_total", "Times a request lost its KV memory to a more urgent one."),
+    ("swapped_out_tokens_total", "Tokens whose KV was copied to the host."),
+    ("swapped_in_tokens_total", "Tokens whose KV was copied back from the host."),
+    ("timed_out_reqs_total", "Requests that ran into queue_timeout or timeout."),
 )
 
 
@@ -143,6 +152,16 @@ class Metrics:
             "cache_hit_rate", "Share of all prompt tokens so far that the prefix cache had.", "gauge"
         )
         lines.append(f"engine:cache_hit_rate {hit_rate!r}")
+        lines += _head("num_queue_reqs_by_reason", "Requests that wait, by what they wait for.", "gauge")
+        lines += (
+            f'engine:num_queue_reqs_by_reason{{reason="{_label(reason)}"}} {count!r}'
+            for reason, count in sorted(shown.waiting_by_reason.items())
+        )
+        lines += _head("stalled", "1 if requests wait and nothing moves.", "gauge")
+        lines.append(f"engine:stalled {int(bool(shown.stalled))}")
+        lines += _head("schedule_policy_info", "The policy that orders the queue now.", "gauge")
+        if shown.policy:
+            lines.append(f'engine:schedule_policy_info{{policy="{_label(shown.policy)}"}} 1')
         own = (
             self.time_to_first_token,
             self.inter_token_latency,
@@ -154,6 +173,11 @@ class Metrics:
         for metric in own:
             lines += metric.lines()
         return "\n".join(lines) + "\n"
+
+
+def _label(value: str) -> str:
+    """A label's value as the text format wants it."""
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _head(name: str, text: str, kind: str) -> tuple[str, str]:

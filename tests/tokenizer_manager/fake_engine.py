@@ -23,6 +23,8 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,
     BatchTextOutput,
+    Explain,
+    Explanation,
     Finish,
     FinishKind,
     FlushCache,
@@ -30,6 +32,8 @@ from engine.runtime.messages import (
     GenerateRequest,
     Logprobs,
     ManagerInput,
+    PinDone,
+    PinPrefix,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
@@ -137,13 +141,19 @@ class FakeEngine:
     """Scheduler and detokenizer, as the manager sees them.
 
     Attributes:
-        generate, aborts: what arrived, for tests on any thread to take.
+        generate, aborts, pins, explains: what arrived, for tests on any thread to take.
+        explanations: by request id, without the id of the question; others are not found.
+        answers: whether pins, flushes and questions are answered.
         script: answers requests; None: the test does.
     """
 
     def __init__(self, script: Script | None = None) -> None:
         self.generate: queue.Queue[GenerateRequest] = queue.Queue()
         self.aborts: queue.Queue[AbortRequest] = queue.Queue()
+        self.pins: queue.Queue[PinPrefix] = queue.Queue()
+        self.explains: queue.Queue[Explain] = queue.Queue()
+        self.explanations: dict[str, Explanation] = {}
+        self.answers = True
         self.script = script
         self.deliver: Callable[[ManagerInput], None] = lambda message: None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -159,8 +169,18 @@ class FakeEngine:
                         self._later(BatchTextOutput([output]))
             case AbortRequest():
                 self.aborts.put(message)
-            case FlushCache():
+            case FlushCache() if self.answers:
                 self._later(FlushCacheDone(message.flush_id, flushed_tokens=32, kept_tokens=8))
+            case PinPrefix():
+                self.pins.put(message)
+                asked = len(message.input_ids) // 4
+                if self.answers:
+                    self._later(PinDone(message.pin_id, asked // 2, asked, "half of it is not cached"))
+            case Explain():
+                self.explains.put(message)
+                known = self.explanations.get(message.rid, Explanation(0, found=False, sentence=""))
+                if self.answers:
+                    self._later(msgspec.structs.replace(known, explain_id=message.explain_id))
 
     def next_request(self) -> GenerateRequest:
         """The next request that arrived; waits for it."""

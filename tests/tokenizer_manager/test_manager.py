@@ -16,6 +16,7 @@ from engine.tokenizer_manager.admission import QueueFullError
 from engine.tokenizer_manager.generation import Generation, GenerationRequest, Prompt
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
+from engine.tokenizer_manager.scheduling import Scheduling
 
 from .fake_engine import (
     CAPACITY,
@@ -484,9 +485,76 @@ def test_a_probe_is_let_in_when_the_queue_is_full():
     run(test, max_queued_requests=1)
 
 
-def test_answered_flushes_are_forgotten():
+def test_siblings_share_a_group_and_others_have_none():
     async def test(setup: Setup) -> None:
-        await setup.manager.flush_cache()
-        assert setup.manager._flushes == {}
+        await setup.manager.start(
+            GenerationRequest(prompts=["hi", "ho"], sampling=SamplingParams(max_new_tokens=1), n=2)
+        )
+        first, second, third, fourth = [setup.engine.next_request().group for _ in range(4)]
+        assert first == second != third == fourth
+        assert "" not in (first, third)
+
+        await setup.start("hi")
+        assert setup.engine.next_request().group == ""
+
+    run(test)
+
+
+def test_wishes_reach_the_scheduler_with_every_choice():
+    async def test(setup: Setup) -> None:
+        wishes = Scheduling(priority=3, tenant="t", extra_key="s", queue_timeout_s=1.5, timeout_s=2.5)
+        await setup.manager.start(
+            GenerationRequest(prompts=["hi"], sampling=SamplingParams(), n=2, scheduling=wishes)
+        )
+        for _ in range(2):
+            request = setup.engine.next_request()
+            assert (request.priority, request.tenant, request.extra_key) == (3, "t", "s")
+            assert (request.queue_timeout_s, request.timeout_s) == (1.5, 2.5)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(503, "queue_timeout"), (504, "request_timeout"), (500, "generation_failed")]
+)
+def test_a_request_that_ran_out_of_time_says_which_time(status, code):
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi")
+        request = setup.engine.next_request()
+        finish = Finish(FinishKind.ERROR, message="too slow", status=status)
+        setup.manager.on_message(BatchTextOutput([row(request, "", finish=finish)]))
+        with pytest.raises(RequestError, match="^too slow$") as caught:
+            await texts(generation)
+        assert (caught.value.status, caught.value.code) == (status, code)
+
+    run(test)
+
+
+def test_a_stalled_scheduler_is_not_healthy_until_it_moves_again():
+    async def test(setup: Setup) -> None:
+        assert setup.manager.unhealthy_reason() is None
+        setup.manager.on_message(
+            SchedulerReport(sent_s=setup.clock.now_s, stalled="7 passes, NO_KV need 9 have 4")
+        )
+        assert setup.manager.unhealthy_reason() == (
+            "requests wait and nothing moves: 7 passes, NO_KV need 9 have 4"
+        )
+        setup.manager.on_message(SchedulerReport(sent_s=setup.clock.now_s))
+        assert setup.manager.unhealthy_reason() is None
+
+    run(test)
+
+
+def test_questions_to_a_dead_engine_raise_at_once():
+    async def test(setup: Setup) -> None:
+        setup.manager.engine_died("the scheduler fell over")
+        questions = [
+            setup.manager.flush_cache(),
+            setup.manager.explain("gen-1"),
+            setup.manager.pin("hi", ttl_s=1.0, extra_key="", add_special_tokens=True, param="prompt"),
+        ]
+        for question in questions:
+            with pytest.raises(EngineDeadError, match="fell over"):
+                await question
 
     run(test)

@@ -18,6 +18,18 @@ FIXED_NAMES = {
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
     "cached_tokens_total": "counter",
+    "num_swapped_reqs": "gauge",
+    "num_grammar_reqs": "gauge",
+    "num_queue_reqs_by_reason": "gauge",
+    "host_used_tokens": "gauge",
+    "host_total_tokens": "gauge",
+    "pinned_tokens": "gauge",
+    "stalled": "gauge",
+    "schedule_policy_info": "gauge",
+    "preempted_reqs_total": "counter",
+    "swapped_out_tokens_total": "counter",
+    "swapped_in_tokens_total": "counter",
+    "timed_out_reqs_total": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
@@ -50,6 +62,29 @@ def test_the_schedulers_numbers_are_shown_as_reported():
     assert "engine:num_running_reqs 3\n" in page
     assert "engine:prompt_tokens_total 200\n" in page
     assert "engine:cache_hit_rate 0.25\n" in page
+
+
+def test_reasons_policy_and_stall_are_shown_with_their_labels():
+    report = SchedulerReport(
+        sent_s=1.0,
+        num_swapped_reqs=2,
+        timed_out_reqs_total=5,
+        policy="lpm",
+        waiting_by_reason={"NO_KV": 3, "BEHIND": 1, 'a "b"\\\n': 1},
+        stalled="x",
+    )
+    page = Metrics().render(report)
+
+    assert (
+        'engine:num_queue_reqs_by_reason{reason="BEHIND"} 1\n'
+        'engine:num_queue_reqs_by_reason{reason="NO_KV"} 3\n'
+        'engine:num_queue_reqs_by_reason{reason="a \\"b\\"\\\\\\n"} 1\n'
+    ) in page
+    assert 'engine:schedule_policy_info{policy="lpm"} 1\n' in page
+    assert "engine:stalled 1\n" in page
+    assert "engine:num_swapped_reqs 2\n" in page
+    assert "engine:timed_out_reqs_total 5\n" in page
+    assert "engine:stalled 0\n" in Metrics().render(None)
 
 
 def test_histogram_buckets_are_cumulative_and_include_their_bound():

@@ -34,11 +34,14 @@ class App:
         self._gate = Gate(services.config.server.api_key)
         self._docs = ApiDocs(ROUTES, services.version)
         self._exact: dict[str, dict[str, Handler]] = {}
-        self._below: dict[str, dict[str, Handler]] = {}
+        self._around: dict[tuple[str, str], dict[str, Handler]] = {}  # (before the name, behind it)
         for route in ROUTES:
-            stem, brace, _ = route.path.partition("{")
-            table = self._below if brace else self._exact
-            table.setdefault(stem, {})[route.method] = route.handler
+            before, brace, rest = route.path.partition("{")
+            if brace:
+                behind = rest.partition("}")[2]
+                self._around.setdefault((before, behind), {})[route.method] = route.handler
+            else:
+                self._exact.setdefault(before, {})[route.method] = route.handler
         self._exact["/openapi.json"] = {"GET": lambda exchange, _: self._docs.serve_json(exchange)}
         self._exact["/docs"] = {"GET": lambda exchange, _: self._docs.serve_page(exchange)}
 
@@ -60,7 +63,14 @@ class App:
         path = exchange.path
         handlers = self._exact.get(path)
         if handlers is None:
-            handlers = next((below for stem, below in self._below.items() if path.startswith(stem)), None)
+            handlers = next(
+                (
+                    handlers
+                    for (before, behind), handlers in self._around.items()
+                    if path.startswith(before) and path[len(before) :].endswith(behind)
+                ),
+                None,
+            )
         if handlers is None:
             message = f"there is no {path} here; /docs lists what there is"
             raise RequestError(message, code="not_found", status=404)

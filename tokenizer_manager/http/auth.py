@@ -30,9 +30,8 @@ class Gate:
         """
         if self._key is None or exchange.path in _OPEN_PATHS:
             return
-        scheme, _, token = exchange.headers.get(b"authorization", b"").partition(b" ")
-        # Bytes and not str: hmac refuses non-ASCII str, and a bad token must be a 401, not a 500.
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._key):
+        token = exchange.bearer_token
+        if not token or not hmac.compare_digest(token, self._key):
             given = "is wrong" if token else "is missing"
             raise RequestError(
                 f"the API key {given}; send the header `Authorization: Bearer <key>`",

@@ -59,6 +59,15 @@ class Exchange:
 
     # ------------------------------------------------------------ request
 
+    @property
+    def bearer_token(self) -> bytes:
+        """What the client sent as `Authorization: Bearer ...`, checked or not; b"" for none.
+
+        Bytes and not str: hmac refuses non-ASCII str, and a bad token must be a 401, not a 500.
+        """
+        scheme, _, token = self.headers.get(b"authorization", b"").partition(b" ")
+        return token.strip() if scheme.lower() == b"bearer" else b""
+
     async def body(self, max_bytes: int) -> bytes:
         """The whole body; one that is too large is refused before it is read, or as soon as it shows.
 

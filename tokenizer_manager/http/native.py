@@ -15,6 +15,7 @@ from ...runtime.errors import RequestError
 from ...runtime.messages import Finish, FinishKind
 from ...runtime.sampling_params import SamplingParams
 from ..generation import Choice, Generation, GenerationRequest, Row
+from .best_of import Wanted, best_answers, wanted_answers
 from .delivery import Collected, collect, event, stream
 from .exchange import Exchange
 from .field_policy import SAMPLING_NOT_YET, FieldPolicy
@@ -25,6 +26,7 @@ from .protocol import (
     NativeSampling,
     at_least_one,
     prompts_of,
+    scheduling_of,
 )
 from .renaming import renamed_fields
 from .services import Services
@@ -47,7 +49,7 @@ _POLICY: Final = FieldPolicy(
     nested={"sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET)},
 )
 _OUR_NAMES: Final = {
-    **{name: f"sampling_params.{name}" for name in ("n", *SamplingParams.__struct_fields__)},
+    **{name: f"sampling_params.{name}" for name in ("n", "best_of", *SamplingParams.__struct_fields__)},
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
     "logprobs": "top_logprobs_num",
@@ -102,27 +104,28 @@ async def generate(exchange: Exchange, services: Services) -> None:
             param="incremental",
             code="unsupported_value",
         )
-    generation_request, is_batch = _generation_request(request)
+    generation_request, wanted, is_batch = _generation_request(request, exchange.bearer_token)
     async with exchange.abort_on_disconnect():
         with renamed_fields(_OUR_NAMES):
             generation = await services.manager.start(generation_request)
         with generation:
             if request.stream:
-                answer = _NativeStream(
+                writer = _NativeStream(
                     services, generation, incremental=bool(request.incremental), warnings=warnings
                 )
-                await stream(exchange, generation, answer)
+                await stream(exchange, generation, writer)
                 return
-            answers = [
-                _body(services, generation, choice, answer)
-                for choice, answer in zip(generation.choices, await collect(generation), strict=True)
-            ]
+            answers = []
+            for choice, answer in best_answers(generation, await collect(generation), wanted):
+                if not request.return_logprob:
+                    answer.logprobs = []  # were for ranking
+                answers.append(_body(services, generation, choice, answer))
             answers[0].warnings = warnings or UNSET
             await exchange.send_json(answers if is_batch or len(answers) > 1 else answers[0])
 
 
-def _generation_request(request: NativeRequest) -> tuple[GenerationRequest, bool]:
-    """What shall be generated, and whether the client sent a list of prompts.
+def _generation_request(request: NativeRequest, api_key: bytes) -> tuple[GenerationRequest, Wanted, bool]:
+    """What shall be generated, what of it is returned, and whether the client sent a list of prompts.
 
     Raises:
         RequestError: the request contradicts itself, or a field is of a wrong type.
@@ -148,22 +151,22 @@ def _generation_request(request: NativeRequest) -> tuple[GenerationRequest, bool
         )
     with renamed_fields(_OUR_NAMES):
         max_new_tokens = at_least_one(sampling.max_new_tokens, "max_new_tokens")
+        wanted = wanted_answers(sampling.num_choices(), sampling.best_of, stream=bool(request.stream))
         generation_request = GenerationRequest(
             prompts=prompts,
             sampling=sampling.sampling(
                 max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
                 min_new_tokens=sampling.min_new_tokens,
                 keep_stop=sampling.no_stop_trim,
-                logprobs=top,
+                logprobs=wanted.logprobs(top),
                 prompt_logprobs=top if wants_prompt else None,
             ),
-            n=sampling.num_choices(),
+            n=wanted.generated,
             id_prefix="gen",
-            priority=request.priority or 0,
-            extra_key=request.cache_salt or "",
+            scheduling=scheduling_of(request, api_key),
             prompt_param=param,
         )
-    return generation_request, isinstance(value, list) and isinstance(value[0], str | list)
+    return generation_request, wanted, isinstance(value, list) and isinstance(value[0], str | list)
 
 
 class _NativeStream:

@@ -16,7 +16,7 @@ from .exchange import Exchange
 from .field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
 from .json_body import convert
 from .logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
-from .protocol import ChatRequest, StreamOptions, checked_template_variables
+from .protocol import ChatRequest, StreamOptions, checked_template_variables, scheduling_of
 from .renaming import renamed_fields
 from .services import Services
 
@@ -106,9 +106,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         sampling=sampling,
         n=request.num_choices(),
         id_prefix="chatcmpl",
-        priority=request.priority or 0,
-        extra_key=request.cache_salt or "",
-        tenant=request.user or "",
+        scheduling=scheduling_of(request, exchange.bearer_token),
         add_special_tokens=False,
         prompt_param="messages",
         length_param=length_param,

@@ -11,12 +11,13 @@ from msgspec import UNSET, UnsetType
 from ...runtime.messages import TextOutput
 from ..generation import Choice, Generation, GenerationRequest, Prompt, Row
 from .accounting import Timings, UsageBody, timings_of, usage_of
+from .best_of import best_answers, wanted_answers
 from .delivery import Collected, collect, event, finish_reason, stream
 from .exchange import Exchange
 from .field_policy import COMPLETION_NOT_YET, FieldPolicy
 from .json_body import convert
 from .logprobs import CompletionLogprobs, CompletionLogprobsBuilder, TokenLogprob, int32s, unpack
-from .protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of
+from .protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of, scheduling_of
 from .services import Services
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
@@ -59,21 +60,20 @@ async def completions(exchange: Exchange, services: Services) -> None:
     options = request.events()
     prompts = prompts_of(request.prompt, "prompt")
     max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
+    wanted = wanted_answers(request.num_choices(), request.best_of, stream=options is not None)
     sampling = request.sampling(
         max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
         min_new_tokens=request.min_tokens,
         keep_stop=request.include_stop_str_in_output,
-        logprobs=request.logprobs,
+        logprobs=wanted.logprobs(request.logprobs),
         prompt_logprobs=request.logprobs if request.echo else None,
     )
     generation_request = GenerationRequest(
         prompts=prompts,
         sampling=sampling,
-        n=request.num_choices(),
+        n=wanted.generated,
         id_prefix="cmpl",
-        priority=request.priority or 0,
-        extra_key=request.cache_salt or "",
-        tenant=request.user or "",
+        scheduling=scheduling_of(request, exchange.bearer_token),
         add_special_tokens=request.add_special_tokens is not False,
     )
     async with exchange.abort_on_disconnect():
@@ -82,7 +82,8 @@ async def completions(exchange: Exchange, services: Services) -> None:
             if options is not None:
                 await stream(exchange, generation, _CompletionStream(writer, generation, options))
             else:
-                await exchange.send_json(writer.completion(await collect(generation)))
+                answers = best_answers(generation, await collect(generation), wanted)
+                await exchange.send_json(writer.completion(answers))
 
 
 class _CompletionWriter:
@@ -108,10 +109,10 @@ class _CompletionWriter:
             self._logprobs = [CompletionLogprobsBuilder(services.tokenizer, top) for _ in generation.choices]
         self._created = int(time.time())
 
-    def completion(self, answers: list[Collected]) -> Completion:
-        """The body in one piece."""
+    def completion(self, answers: list[tuple[Choice, Collected]]) -> Completion:
+        """The body in one piece, with these answers in their order."""
         choices: list[CompletionChoice] = []
-        for choice, answer in zip(self._generation.choices, answers, strict=True):
+        for index, (choice, answer) in enumerate(answers):
             logprobs = None
             if self._logprobs is not None:
                 entries = answer.prompt_logprobs + answer.logprobs
@@ -119,7 +120,7 @@ class _CompletionWriter:
                     entries, choice.prompt_ids[0] if self._echo else None
                 )
             text = self.echo(choice) + answer.text
-            choices.append(CompletionChoice(choice.index, text, logprobs, finish_reason(answer.finish)))
+            choices.append(CompletionChoice(index, text, logprobs, finish_reason(answer.finish)))
         body = self.body(choices)
         body.usage = usage_of(self._generation)
         body.timings = timings_of(self._generation)

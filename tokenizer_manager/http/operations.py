@@ -1,5 +1,5 @@
-"""What operators ask and do: `/health`, `/health_generate`, `/server_info`, `/metrics`, the list of models,
-`/abort_request` and `/flush_cache`.
+"""What operators ask and do: `/health`, `/health_generate`, `/server_info`, `/metrics`, the list of models, why a
+request fared as it did, `/abort_request` and `/flush_cache`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ...runtime.errors import RequestError
 from ...runtime.sampling_params import SamplingParams
 from ..generation import GenerationRequest
 from ..metrics import CONTENT_TYPE
+from ..scheduling import MAX_PRIORITY, Scheduling
 from .chat_messages import MAX_MESSAGES
 from .delivery import collect
 from .exchange import Exchange
@@ -22,7 +23,9 @@ from .protocol import MAX_N, MAX_PROMPTS, AbortBody
 from .services import Services, unknown_model
 
 MODELS_PATH: Final = "/v1/models"
+REQUESTS_PATH: Final = "/v1/requests"
 _HEALTH_GENERATE_TIMEOUT_S: Final = 30.0
+_MAX_ID_CHARS: Final = 128
 _ABORT_POLICY: Final = FieldPolicy(AbortBody, {})
 
 
@@ -39,7 +42,7 @@ async def health_generate(exchange: Exchange, services: Services) -> None:
         prompts=[[0]],
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
         id_prefix="health",
-        priority=2**31,
+        scheduling=Scheduling(priority=MAX_PRIORITY + 1),
         probe=True,
     )
     try:
@@ -90,6 +93,26 @@ async def model(exchange: Exchange, services: Services) -> None:
     await exchange.send_json(_model(services))
 
 
+async def why(exchange: Exchange, services: Services) -> None:
+    """Why a request waited, was chunked, retracted or missed the cache: a sentence and a table."""
+    request_id = exchange.path.removeprefix(f"{REQUESTS_PATH}/").removesuffix("/why")
+    if len(request_id) > _MAX_ID_CHARS:
+        raise _unknown_request(f"{request_id[:_MAX_ID_CHARS]}…")
+    async with exchange.abort_on_disconnect():
+        answer = await services.manager.explain(request_id)
+        if not answer.found:
+            raise _unknown_request(request_id)
+        await exchange.send_json(
+            {
+                "id": request_id,
+                "found": True,
+                "sentence": answer.sentence,
+                "columns": answer.columns,
+                "rows": answer.rows,
+            }
+        )
+
+
 async def abort_request(exchange: Exchange, services: Services) -> None:
     """End running requests; their clients get what there is, with `finish_reason` abort. Unknown ids are no error."""
     body = await services.read_object(exchange)
@@ -117,6 +140,15 @@ def _model(services: Services) -> dict[str, object]:
         "owned_by": "engine",
         "max_model_len": services.manager.capacity.max_model_len,
     }
+
+
+def _unknown_request(request_id: str) -> RequestError:
+    return RequestError(
+        f"nothing is remembered of the request {request_id!r}; use the id of an answer, or of one of its choices, "
+        f"soon after it came",
+        code="request_not_found",
+        status=404,
+    )
 
 
 def _check_healthy(services: Services) -> None:

@@ -13,10 +13,23 @@ import msgspec
 from ...runtime.errors import RequestError
 from ...runtime.sampling_params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from ..chat_template import RESERVED_NAMES
+from ..scheduling import Scheduling, checked_priority, checked_timeout, tenant_of
 from .json_body import convert, show
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What fits into a message; larger ones would fail on their way to the scheduler."""
+
+Priority = Annotated[
+    Int | str,
+    msgspec.Meta(
+        description="Larger goes first where the policy looks at it; 'high', 'normal' and 'low' are 20, 0 and -20, "
+        "further apart than the 10 levels that may take a running request's place."
+    ),
+]
+Seconds = Annotated[
+    float,
+    msgspec.Meta(description="Seconds, above 0 and at most 86400; the server's own limit holds as well."),
+]
 
 MAX_N: Final = 128
 MAX_PROMPTS: Final = 2048
@@ -100,7 +113,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """What chat completions and completions have in common: OpenAI's fields, and those of other open engines."""
+    """What chat completions and completions have in common: OpenAI's fields, and those of other open engines.
+
+    `queue_timeout` and `timeout` count from arrival, to the start and to the end of the generation. `user` names the
+    tenant to whom the request is accounted; without it, requests with one API key are one tenant.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -108,9 +125,11 @@ class GenerationFields(SamplingFields, kw_only=True):
     max_tokens: Int | None = None
     min_tokens: Int | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Int | None = None
+    priority: Priority | None = None
     cache_salt: str | None = None
     user: str | None = None
+    queue_timeout: Seconds | None = None
+    timeout: Seconds | None = None
 
     def events(self) -> StreamOptions | None:
         """How to stream, or None to answer in one piece.
@@ -190,22 +209,13 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: Int | None = None
     add_special_tokens: bool | None = None
 
-    def num_choices(self) -> int:
-        n = super().num_choices()
-        if self.best_of is not None and self.best_of != n:
-            raise RequestError(
-                f"best_of is {self.best_of} and n is {n}, but only equal values are supported; leave best_of out",
-                param="best_of",
-                code="unsupported_value",
-            )
-        return n
-
 
 class NativeSampling(SamplingFields, kw_only=True):
     """`sampling_params` of `POST /generate`."""
 
     max_new_tokens: Int | None = None
     min_new_tokens: Int | None = None
+    best_of: Int | None = None
     no_stop_trim: bool | None = None
 
 
@@ -220,8 +230,11 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     return_logprob: bool | None = None
     top_logprobs_num: Int | None = None
     logprob_start_len: Int | None = None
-    priority: Int | None = None
+    priority: Priority | None = None
     cache_salt: str | None = None
+    user: str | None = None
+    queue_timeout: Seconds | None = None
+    timeout: Seconds | None = None
     rid: Any = None  # taken and not used, which is said
 
 
@@ -244,6 +257,19 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
+class PinRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /v1/cache/pins`: a prompt or chat messages, and for how many seconds; 0 unpins."""
+
+    ttl: float
+    model: str | None = None
+    prompt: Any = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class AbortBody(msgspec.Struct, kw_only=True):
     """Body of `POST /abort_request`: the `id` of an answer, as the server gave it, or all."""
 
@@ -252,6 +278,21 @@ class AbortBody(msgspec.Struct, kw_only=True):
 
 
 # ---------------------------------------------------------------- shared readings
+
+
+def scheduling_of(request: GenerationFields | NativeRequest, api_key: bytes) -> Scheduling:
+    """How a request that came with this API key (b"" for none) wants to be scheduled.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    return Scheduling(
+        priority=checked_priority(request.priority),
+        tenant=tenant_of(request.user, api_key),
+        extra_key=request.cache_salt or "",
+        queue_timeout_s=checked_timeout(request.queue_timeout, "queue_timeout"),
+        timeout_s=checked_timeout(request.timeout, "timeout"),
+    )
 
 
 def prompts_of(value: object, param: str) -> list[str | list[int]]:

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from . import operations, tokenizing
+from .cache_pins import pin_prefix
 from .exchange import Exchange
 from .native import generate
 from .openai_chat import chat_completions
@@ -18,6 +19,7 @@ from .protocol import (
     CompletionRequest,
     DetokenizeRequest,
     NativeRequest,
+    PinRequest,
     TokenizeRequest,
 )
 from .services import Services
@@ -26,7 +28,7 @@ Handler = Callable[[Exchange, Services], Awaitable[None]]
 
 
 class Route(NamedTuple):
-    """One method of one path; `{...}` at the end of a path stands for all that follows."""
+    """One method of one path; `{...}` stands for whatever lies between what is before and behind it."""
 
     method: str
     path: str
@@ -43,6 +45,8 @@ ROUTES: Final = (
     Route("POST", "/generate", generate, "Generate from texts or token ids.", NativeRequest),
     Route("POST", "/tokenize", tokenizing.tokenize, "Token ids of a text or a chat.", TokenizeRequest),
     Route("POST", "/detokenize", tokenizing.detokenize, "Text of token ids.", DetokenizeRequest),
+    Route("GET", f"{operations.REQUESTS_PATH}/{{id}}/why", operations.why, "Why a request fared as it did."),
+    Route("POST", "/v1/cache/pins", pin_prefix, "Keep a cached prefix for a time, or let it go.", PinRequest),
     Route("POST", "/abort_request", operations.abort_request, "End running requests.", AbortBody),
     Route("POST", "/flush_cache", operations.flush_cache, "Empty the prefix cache."),
     Route("GET", "/health", operations.health, "Whether requests can be expected to work; needs no key."),

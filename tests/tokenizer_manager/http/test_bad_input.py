@@ -85,6 +85,30 @@ BOTH = [
     ),
     ({"model": 5}, "model", "must be a string"),
     ({"priority": 2**63}, "priority", "priority is"),
+    ({"priority": 1_000_001}, "priority", "it must lie in [-1000000, 1000000]; 0 is usual"),
+    ({"priority": -1_000_001}, "priority", "priority is -1000001, but"),
+    (
+        {"priority": "urgent"},
+        "priority",
+        'priority is "urgent", but it must be an integer or one of "high" (20)',
+    ),
+    ({"priority": ""}, "priority", 'priority is "", but'),
+    ({"priority": 1.5}, "priority", "priority is 1.5, but it must be an integer or a string"),
+    ({"priority": True}, "priority", "must be an integer or a string"),
+    ({"priority": [1]}, "priority", "must be an integer or a string"),
+    (
+        {"queue_timeout": 0},
+        "queue_timeout",
+        "queue_timeout is 0, but it must lie in (0, 86400] seconds; leave it",
+    ),
+    ({"queue_timeout": -1.5}, "queue_timeout", "queue_timeout is -1.5, but"),
+    ({"queue_timeout": "5"}, "queue_timeout", "must be a number"),
+    ({"timeout": 0.0}, "timeout", "timeout is 0, but"),
+    ({"timeout": 86401}, "timeout", "timeout is 86401, but it must lie in (0, 86400] seconds"),
+    ({"timeout": 10**400}, "timeout", "out of range"),
+    ({"timeout": True}, "timeout", "must be a number"),
+    ({"timeout": [5]}, "timeout", "must be a number"),
+    ({"user": 5}, "user", "must be a string"),
     ({"cache_salt": 5}, "cache_salt", "must be a string"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
 ]
@@ -158,7 +182,13 @@ COMPLETIONS_ONLY = [
     ({"prompt": [[1], [258]]}, "prompt[1]", "token id 258"),
     ({"prompt": ["a"] * 2048, "n": 128}, "n", "262144 answers"),
     ({"suffix": "x"}, "suffix", "not supported yet"),
-    ({"best_of": 3}, "best_of", "best_of is 3 and n is 1"),
+    ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, but n is 3"),
+    ({"best_of": 0}, "best_of", "best_of is 0, but it must lie in [1, 128]"),
+    ({"best_of": 129}, "best_of", "best_of is 129, but it must lie in [1, 128]"),
+    ({"best_of": 100}, "n", "prompts times n or best_of"),
+    ({"best_of": 3, "stream": True}, "best_of", "leave out stream or best_of"),
+    ({"best_of": "3"}, "best_of", "must be an integer"),
+    ({"best_of": 1.5}, "best_of", "must be an integer"),
     ({"logprobs": 21}, "logprobs", "[0, 20]"),
     ({"logprobs": True}, "logprobs", "must be an integer"),
     ({"echo": "yes"}, "echo", "true or false"),
@@ -179,7 +209,7 @@ def test_completions(answering: Served, fields, param, message):
 
 
 @pytest.mark.parametrize(
-    "path", [CHAT, COMPLETIONS, "/generate", "/tokenize", "/detokenize", "/abort_request"]
+    "path", [CHAT, COMPLETIONS, "/generate", "/tokenize", "/detokenize", "/abort_request", "/v1/cache/pins"]
 )
 @pytest.mark.parametrize(
     ("body", "param", "message"),
@@ -198,6 +228,8 @@ def test_completions(answering: Served, fields, param, message):
         (b'{"temperature": NaN}', "temperature", "NaN"),
         (b'{"prompt": [1, NaN]}', "prompt[1]", "NaN"),
         (b'{"temperature": -Infinity}', "temperature", "Infinity"),
+        (b'{"timeout": NaN}', "timeout", "NaN"),
+        (b'{"ttl": NaN}', "ttl", "NaN"),
         (b'{"a":' * 50_000, None, "nested too deeply"),
     ],
 )
@@ -209,6 +241,11 @@ def test_bodies_that_are_no_json_object(answering: Served, path, body, param, me
 def test_an_infinite_number_is_out_of_range(serve: Serve):
     reply = serve().client.post(COMPLETIONS, content=b'{"prompt": "a", "temperature": 1e999}')
     check_error(reply, 400, "temperature", "inf")
+    for field in ("timeout", "queue_timeout"):
+        body = b'{"prompt": "a", "' + field.encode() + b'": 1e999}'
+        check_error(
+            serve().client.post(COMPLETIONS, content=body), 400, field, f"{field} is inf, but it must"
+        )
 
 
 def test_an_unknown_model_is_a_404_that_names_the_one_there_is(serve: Serve):

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest, Logprobs
+from engine.tokenizer_manager.scheduling import tenant_of
 
 from ..conftest import Serve
 from ..fake_engine import LENGTH, TOKENIZER, floats, ids_of, row, say_all
@@ -160,12 +163,55 @@ def test_fields_with_neutral_values_pass(serve: Serve, fields):
     assert served.client.post(PATH, json={"prompt": "x"} | fields).status_code == 200
 
 
-def test_priority_salt_and_tenant_reach_the_scheduler(serve: Serve):
+def test_wishes_reach_the_scheduler(serve: Serve):
     served = serve(say_all("x"))
-    served.client.post(PATH, json={"prompt": "hi", "priority": 3, "cache_salt": "s", "user": "u"})
+    wishes = {"priority": 3, "cache_salt": "s", "user": "u", "queue_timeout": 86400, "timeout": 575.0}
+    assert served.client.post(PATH, json={"prompt": "hi"} | wishes).status_code == 200
     request = served.engine.next_request()
 
     assert (request.priority, request.extra_key, request.tenant) == (3, "s", "u")
+    assert (request.queue_timeout_s, request.timeout_s) == (86400.0, 575.0)
+
+
+@pytest.mark.parametrize(
+    ("priority", "level"), [("high", 20), ("normal", 0), ("low", -20), (None, 0), (-7, -7)]
+)
+def test_priorities_are_numbers_or_classes(serve: Serve, priority, level):
+    served = serve(say_all("x"))
+    assert served.client.post(PATH, json={"prompt": "hi", "priority": priority}).status_code == 200
+    assert served.engine.next_request().priority == level
+
+
+def test_the_tenant_is_the_user_or_the_api_key_without_showing_it(serve: Serve):
+    served = serve(say_all("x"), api_key="sk-secret")
+
+    def tenant(key: str = "sk-secret", **fields: str) -> str:
+        served.client.post(PATH, json={"prompt": "hi"} | fields, headers={"Authorization": f"Bearer {key}"})
+        return served.engine.next_request().tenant
+
+    assert tenant(user="u") == "u"
+    assert tenant() == tenant(user="") == tenant_of(None, b"sk-secret")
+    assert "secret" not in tenant()
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, "queue_timeout"), (504, "request_timeout")])
+def test_timeouts_are_openai_errors_before_and_in_a_stream(serve: Serve, status, code):
+    over = Finish(FinishKind.ERROR, message="it took 3.0 s, the limit is 2 s", status=status)
+
+    def script(request: GenerateRequest):
+        if request.sampling.max_new_tokens == 2:
+            yield row(request, "a")
+        yield row(request, "", total=1, finish=over)
+
+    client = serve(script).client
+    error = {"message": over.message, "type": "server_error", "param": None, "code": code}
+    for stream in (False, True):
+        reply = client.post(PATH, json={"prompt": "hi", "max_tokens": 1, "stream": stream})
+        assert (reply.status_code, reply.json()) == (status, {"error": error})
+    reply = client.post(PATH, json={"prompt": "hi", "max_tokens": 2, "stream": True})
+    assert reply.status_code in (200, status)  # both rows may come before the stream has begun
+    assert json.dumps(error, separators=(",", ":")) in reply.text
+    assert "[DONE]" not in reply.text
 
 
 @pytest.mark.parametrize("texts", [["x", "y"], ["", "x"], ["", ""]])

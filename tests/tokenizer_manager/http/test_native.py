@@ -146,12 +146,21 @@ def test_log_probabilities_are_streamed_in_parts(serve: Serve):
     ]
 
 
-def test_priority_and_salt_reach_the_scheduler(serve: Serve):
+def test_wishes_reach_the_scheduler(serve: Serve):
     served = serve(say_all("x"))
-    served.client.post("/generate", json={"text": "hi", "priority": 3, "cache_salt": "s"})
+    body = {
+        "text": "hi",
+        "priority": "low",
+        "cache_salt": "s",
+        "user": "u",
+        "queue_timeout": 2,
+        "timeout": 0.5,
+    }
+    served.client.post("/generate", json=body)
     request = served.engine.next_request()
 
-    assert (request.priority, request.extra_key) == (3, "s")
+    assert (request.priority, request.extra_key, request.tenant) == (-20, "s", "u")
+    assert (request.queue_timeout_s, request.timeout_s) == (2.0, 0.5)
 
 
 def test_an_id_of_the_clients_is_said_to_be_ignored(serve: Serve):

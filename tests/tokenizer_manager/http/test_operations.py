@@ -41,6 +41,17 @@ def test_health_is_the_schedulers_heartbeat(serve: Serve):
     assert served.client.get("/health").status_code == 200
 
 
+def test_health_is_red_while_requests_wait_and_nothing_moves(serve: Serve):
+    served = serve()
+    served.engine.tell(SchedulerReport(sent_s=1000.0, stalled="2 requests wait, NO_KV need 9 have 4"))
+    for path in ("/health", "/health_generate"):
+        reply = served.client.get(path)
+        assert reply.status_code == 503
+        assert "NO_KV need 9 have 4" in reply.json()["error"]["message"]
+    served.engine.tell(SchedulerReport(sent_s=1000.0))
+    assert served.client.get("/health").status_code == 200
+
+
 def test_health_generate_runs_one_token(serve: Serve):
     served = serve()
     reply = served.threads.submit(served.client.get, "/health_generate")
@@ -74,6 +85,8 @@ def test_server_info_has_settings_capacity_model_and_report(serve: Serve):
     assert info["model_spec"]["num_layers"] == 2
     assert info["limits"]["max_n"] == 128
     assert info["scheduler"]["num_running_reqs"] == 0
+    assert info["scheduler"]["waiting_by_reason"] == {}
+    assert info["scheduler"]["stalled"] == ""
 
 
 def test_metrics_count_requests_and_never_show_prompts(serve: Serve):
