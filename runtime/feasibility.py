@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .config import EngineConfig
+from .memory_budget import BYTES_OF_DTYPE, GIB
 from .messages import Record
 
 if TYPE_CHECKING:
@@ -50,12 +51,17 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
     assert isinstance(max_model_len, int), "the configuration is not resolved"
     assert isinstance(max_total_tokens, int), "the configuration is not resolved"
     assert isinstance(max_running_requests, int), "the configuration is not resolved"
+    assert config.cache.swap_space != "auto", "the configuration is not resolved"
+    assert config.model.dtype != "auto", "the configuration is not resolved"
+    kv_token_bytes = spec.kv_bytes_per_token(BYTES_OF_DTYPE[config.model.dtype])
     return Capacity(
         max_model_len=max_model_len,
         num_pages=max_total_tokens // config.cache.page_size,
         page_size=config.cache.page_size,
         max_running_requests=max_running_requests,
         vocab_size=spec.vocab_size,
+        num_host_pages=int(config.cache.swap_space * GIB) // (kv_token_bytes * config.cache.page_size),
+        kv_token_bytes=kv_token_bytes,
     )
 
 

@@ -30,6 +30,7 @@ class MemoryBudget:
         workspace_bytes: the largest step's activations, attention scores and logits, and the runtime itself.
         kv_token_bytes: keys and values of one token, all layers.
         fraction: share of what is left that the KV pool may take.
+        swap_bytes: kept for swapped KV, where that is the same memory.
     """
 
     usable_bytes: int
@@ -37,11 +38,12 @@ class MemoryBudget:
     workspace_bytes: int
     kv_token_bytes: int
     fraction: float
+    swap_bytes: int = 0
 
     @property
     def left_bytes(self) -> int:
-        """What remains beside weights and workspace; negative when those alone do not fit."""
-        return self.usable_bytes - self.weights_bytes - self.workspace_bytes
+        """What remains beside weights, workspace and swapped KV; negative when those alone do not fit."""
+        return self.usable_bytes - self.weights_bytes - self.workspace_bytes - self.swap_bytes
 
     @property
     def tokens(self) -> int:
@@ -49,12 +51,18 @@ class MemoryBudget:
         return max(0, int(self.left_bytes * self.fraction)) // self.kv_token_bytes
 
     @property
-    def sums(self) -> str:
-        """The arithmetic, in words."""
+    def left_sums(self) -> str:
+        """The arithmetic of `left_bytes`, in words."""
+        swap = f" - {size_text(self.swap_bytes)} swap space" if self.swap_bytes else ""
         return (
-            f"({_size(self.usable_bytes)} free - {_size(self.weights_bytes)} weights - "
-            f"{_size(self.workspace_bytes)} workspace) x {self.fraction:g} / {_size(self.kv_token_bytes)} per token"
+            f"({size_text(self.usable_bytes)} free - {size_text(self.weights_bytes)} weights - "
+            f"{size_text(self.workspace_bytes)} workspace{swap})"
         )
+
+    @property
+    def sums(self) -> str:
+        """The arithmetic of `tokens`, in words."""
+        return f"{self.left_sums} x {self.fraction:g} / {size_text(self.kv_token_bytes)} per token"
 
 
 def plan_memory(
@@ -91,7 +99,8 @@ def plan_memory(
     )
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """For people: `1.5 GiB`."""
     if abs(num_bytes) >= GIB:
         return f"{num_bytes / GIB:.1f} GiB"
     if abs(num_bytes) >= MIB:

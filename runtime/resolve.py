@@ -16,6 +16,7 @@ from .errors import ConfigError
 from .feasibility import pages_for
 from .host_facts import HostFacts, usable_threads
 from .memory_budget import GIB, MemoryBudget, plan_memory
+from .swap_space import SwapSpace
 
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec
@@ -29,8 +30,8 @@ CUDA_LARGE_CHUNK_TOKENS: Final = 16384
 TOKENS_PER_REQUEST: Final = 1024  # what a usual conversation holds; decides how many may run at once
 MAX_AUTO_RUNNING: Final = 256
 MIN_USEFUL_LEN: Final = 256  # a context below it answers nothing
+LONG_PREFILL_FRACTION: Final = 0.04  # of the context; vLLM's
 
-SWAP_SPACE_GIB: Final = 4.0
 T = TypeVar("T")
 
 
@@ -73,11 +74,13 @@ class _Resolver:
         fraction = self.mem_fraction(device)
         wanted_len = self.wanted_len()
         most_running = self.most_running(device, num_threads)
-        budget = self.budget(device, dtype, chunk, fraction, wanted_len, most_running)
+        swap = SwapSpace(self.config, device, self.host.mem_usable_bytes)
+        budget = swap.beside(self.budget(device, dtype, chunk, fraction, wanted_len, most_running))
         pool = self.pool_by_memory(budget)
         max_model_len = self.max_model_len(wanted_len, pool, budget)
         max_running = self.max_running_requests(device, num_threads, most_running, pool)
         max_total = self.max_total_tokens(pool, max_running, max_model_len, budget)
+        swap_space = swap.decide(max_total, budget)
         config = replace(
             self.config,
             model=replace(
@@ -91,10 +94,14 @@ class _Resolver:
                 self.config.cache,
                 mem_fraction=fraction,
                 max_total_tokens=max_total,
-                swap_space=self.swap_space(device),
+                swap_space=self.note("swap_space", swap_space.gib, swap_space.reason),
             ),
             scheduler=replace(
-                self.config.scheduler, chunked_prefill_size=chunk, max_running_requests=max_running
+                self.config.scheduler,
+                chunked_prefill_size=chunk,
+                max_running_requests=max_running,
+                max_num_batched_tokens=self.max_num_batched_tokens(chunk, max_running),
+                long_prefill_token_threshold=self.long_prefill_token_threshold(max_model_len),
             ),
         )
         _assert_no_auto(config)
@@ -146,8 +153,11 @@ class _Resolver:
         asked = self.config.scheduler.chunked_prefill_size
         if asked == -1:
             return -1
+        budget = self.config.scheduler.max_num_batched_tokens
         if asked != "auto":
             chunk, reason = asked, ""
+        elif budget is not None and self.config.scheduler.phases == "decode-first":
+            chunk, reason = budget, "one budget for prompts and decodes, --max-num-batched-tokens"
         elif device == "cpu":
             chunk, reason = (
                 CPU_CHUNK_TOKENS,
@@ -188,25 +198,51 @@ class _Resolver:
         asked = self.config.scheduler.max_running_requests
         if asked != "auto":
             return asked
-        return MAX_AUTO_RUNNING if device == "cuda" else min(MAX_AUTO_RUNNING, max(64, 16 * num_threads))
+        most = MAX_AUTO_RUNNING if device == "cuda" else min(MAX_AUTO_RUNNING, max(64, 16 * num_threads))
+        return min(most, self.most_decodes)
+
+    @property
+    def most_decodes(self) -> int:
+        """Requests for whose tokens a step has room, where one budget holds prompts and decodes."""
+        scheduler = self.config.scheduler
+        if scheduler.phases != "decode-first" or scheduler.max_num_batched_tokens is None:
+            return MAX_AUTO_RUNNING
+        return scheduler.max_num_batched_tokens
 
     def budget(
         self, device: str, dtype: str, chunk: int, fraction: float, wanted_len: int, most_running: int
     ) -> MemoryBudget:
-        """The sums for the largest step that the scheduler can make: full of prompts, and everybody else decodes."""
-        prompt_tokens = max(self.config.scheduler.max_prefill_tokens, self.page_size)
-        # Where prompts are never cut, one of any length may have a step to itself.
-        prompt_tokens = max(prompt_tokens, wanted_len) if chunk == -1 else min(prompt_tokens, chunk)
+        """The sums for the largest step that the scheduler can make."""
         return plan_memory(
             self.spec,
             usable_bytes=self.host.gpus[0].free_bytes if device == "cuda" else self.host.mem_usable_bytes,
             dtype=dtype,
             fraction=fraction,
-            step_tokens=min(prompt_tokens, most_running * wanted_len) + most_running,
+            step_tokens=self.largest_step(chunk, wanted_len, most_running),
             max_model_len=wanted_len,
             max_running_requests=most_running,
             copies_tied_head=device == "cpu",
         )
+
+    def largest_step(self, chunk: int, wanted_len: int, most_running: int) -> int:
+        """New tokens of a step that is full of prompts while everybody else decodes, unless those wait meanwhile."""
+        scheduler = self.config.scheduler
+        decodes = 0 if scheduler.phases == "prefill-first" else most_running
+        limit = self.prompt_tokens(chunk)
+        largest = max(min(limit, most_running * wanted_len) + decodes, most_running)
+        if scheduler.max_num_batched_tokens is not None:
+            # Whoever decodes does so, and leaves at least a page for a prompt.
+            largest = min(
+                largest, max(scheduler.max_num_batched_tokens, most_running, decodes + self.page_size)
+            )
+        if chunk == -1:  # prompts are never cut: one of any length may have a step to itself
+            largest = max(largest, wanted_len + decodes)
+        return largest
+
+    def prompt_tokens(self, chunk: int) -> int:
+        """Prompt tokens of a step that holds more than a single prompt."""
+        limit = max(self.config.scheduler.max_prefill_tokens, self.page_size)
+        return limit if chunk == -1 else min(limit, chunk)
 
     def pool_by_memory(self, budget: MemoryBudget) -> int:
         """KV slots that memory pays for, or that the user asked for, in whole pages."""
@@ -218,7 +254,7 @@ class _Resolver:
             raise ConfigError(
                 f"max_total_tokens is {asked}, which takes {asked * budget.kv_token_bytes / GIB:.1f} GiB, but memory "
                 f"holds {most} tokens: {replace(budget, fraction=1).sums}; "
-                f"lower --max-total-tokens"
+                f"lower --max-total-tokens{self.or_swap_space(budget)}"
             )
         else:
             pool = asked
@@ -236,7 +272,7 @@ class _Resolver:
             if pool < asked - 1 and not pool_is_given:
                 raise ConfigError(
                     f"max_model_len is {asked}, but memory holds {pool} tokens: {budget.sums}; lower --max-model-len "
-                    f"or raise --mem-fraction"
+                    f"or raise --mem-fraction{self.or_swap_space(budget)}"
                 )
             return asked
         if pool >= wanted_len:
@@ -249,7 +285,7 @@ class _Resolver:
             raise ConfigError(
                 f"memory holds a context of {pool} tokens only: {budget.sums}; free memory, raise --mem-fraction "
                 f"(now {budget.fraction:g}) or lower --chunked-prefill-size, --max-prefill-tokens and "
-                f"--max-running-requests"
+                f"--max-running-requests{self.or_swap_space(budget)}"
             )
         return self.note(
             "max_model_len", pool, f"bounded by memory, {budget.sums}; the model knows {wanted_len}"
@@ -262,6 +298,8 @@ class _Resolver:
         by_memory = max(1, pool // TOKENS_PER_REQUEST)
         if by_memory < most_running:
             reason = f"one per {TOKENS_PER_REQUEST} of {pool} KV tokens"
+        elif most_running == self.most_decodes < MAX_AUTO_RUNNING:
+            reason = f"a token of each fits into a step of --max-num-batched-tokens {most_running}"
         else:
             reason = "enough to fill the GPU" if device == "cuda" else f"for {num_threads} CPU threads"
         return self.note("max_running_requests", min(by_memory, most_running), reason)
@@ -280,15 +318,44 @@ class _Resolver:
             )
         return self.note("max_total_tokens", pool, budget.sums)
 
-    def swap_space(self, device: str) -> float:
-        asked = self.config.cache.swap_space
-        if asked != "auto":
-            return asked
-        if self.config.scheduler.preemption_mode == "recompute":
-            return self.note("swap_space", 0.0, "lost KV is computed again")
-        if device == "cpu" and self.config.scheduler.preemption_mode == "cost":
-            return self.note("swap_space", 0.0, "the KV pool is in host memory already")
-        return self.note("swap_space", SWAP_SPACE_GIB, "enough for a few requests that lost their place")
+    def max_num_batched_tokens(self, chunk: int, max_running: int) -> int | None:
+        scheduler = self.config.scheduler
+        asked, decode_first = scheduler.max_num_batched_tokens, scheduler.phases == "decode-first"
+        if asked is None:
+            if not decode_first:
+                return None
+            prompts = self.prompt_tokens(chunk)
+            return self.note(
+                "max_num_batched_tokens",
+                prompts + max_running,
+                f"{prompts} tokens of prompts beside {max_running} running requests",
+            )
+        if asked < self.page_size:
+            raise ConfigError(
+                f"max_num_batched_tokens is {asked}, less than one page of {self.page_size} tokens, so no prompt could "
+                f"be cut to fit into a step; raise it or lower --page-size"
+            )
+        if decode_first and asked < max_running:
+            raise ConfigError(
+                f"max_num_batched_tokens is {asked}, but with phases decode-first a step must hold a token of each of "
+                f"{max_running} running requests; raise it or lower --max-running-requests"
+            )
+        return asked
+
+    def long_prefill_token_threshold(self, max_model_len: int) -> int:
+        scheduler = self.config.scheduler
+        if scheduler.long_prefill_token_threshold or scheduler.max_num_partial_prefills == 1:
+            return scheduler.long_prefill_token_threshold
+        return self.note(
+            "long_prefill_token_threshold",
+            max(1, int(max_model_len * LONG_PREFILL_FRACTION)),
+            f"{LONG_PREFILL_FRACTION * 100:g} % of the context of {max_model_len}, since "
+            f"{scheduler.max_num_partial_prefills} prompts may be cut at the same time",
+        )
+
+    def or_swap_space(self, budget: MemoryBudget) -> str:
+        """One more way out, where the KV pool shares its memory with swapped KV."""
+        return " (or --swap-space)" if budget.swap_bytes else ""
 
     def note(self, name: str, value: T, reason: str) -> T:
         if reason:

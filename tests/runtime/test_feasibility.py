@@ -6,7 +6,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.feasibility import Capacity, fits, max_new_tokens_for, pages_for, reason_against
+from engine.runtime.config_sources import from_arguments, merge
+from engine.runtime.feasibility import (
+    Capacity,
+    capacity_of,
+    fits,
+    max_new_tokens_for,
+    pages_for,
+    reason_against,
+)
+from engine.runtime.model_files.model_spec import ModelSpec
+
+SPEC = ModelSpec(
+    model_type="llama",
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+    torch_dtype="float32",
+)
 
 
 def capacity(max_model_len: int, num_pages: int, page_size: int) -> Capacity:
@@ -63,3 +88,19 @@ def test_the_way_out_that_is_named_works(prompt_len, max_model_len, num_pages):
 )
 def test_a_reason_names_the_sums_and_the_way_out(prompt_len, max_new_tokens, words):
     assert words in str(reason_against(prompt_len, max_new_tokens, capacity(512, 64, 4)))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize("host_pages", [0, 0.5, 1, 7.9])
+def test_capacity_has_the_pages_that_the_resolved_sizes_pay_for(dtype, width, host_pages):
+    token_bytes = 2 * 3 * 2 * 16 * width
+    settings = {
+        "max_model_len": 64,
+        "max_total_tokens": 103,
+        "page_size": 4,
+        "max_running_requests": 5,
+        "dtype": dtype,
+        "swap_space": host_pages * 4 * token_bytes / (1 << 30),
+    }
+    it = capacity_of(merge(from_arguments(settings)).config, SPEC)
+    assert it == Capacity(64, 25, 4, 5, 100, num_host_pages=int(host_pages), kv_token_bytes=token_bytes)

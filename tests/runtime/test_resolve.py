@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from engine.runtime.config import EngineConfig
 from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
+from engine.runtime.feasibility import capacity_of
 from engine.runtime.host_facts import GpuFacts, HostFacts
 from engine.runtime.memory_budget import RUNTIME_BYTES, plan_memory
 from engine.runtime.model_files.model_spec import ModelSpec
@@ -127,6 +129,28 @@ def test_the_pool_is_what_the_sums_say():
         pytest.param(
             {"chunked_prefill_size": -1, "max_prefill_tokens": 9000}, {}, 9000 + 64, 64, id="uncut prompts"
         ),
+        pytest.param({"phases": "prefill-first"}, {}, 512, 64, id="prompts share no step with decodes"),
+        pytest.param(
+            {"phases": "prefill-first", "max_running_requests": 600},
+            {},
+            600,
+            600,
+            id="more decodes than that",
+        ),
+        pytest.param({"max_num_batched_tokens": 200}, {}, 200, 64, id="a limit on all tokens"),
+        pytest.param({"max_num_batched_tokens": 20}, {}, 64 + 16, 64, id="which leaves a page for prompts"),
+        pytest.param({"max_num_batched_tokens": 9000}, {}, 512 + 64, 64, id="and is no aim"),
+        pytest.param(
+            {"max_num_batched_tokens": 200, "chunked_prefill_size": -1},
+            {},
+            8192 + 64,
+            64,
+            id="nor holds for uncut prompts",
+        ),
+        pytest.param({"phases": "decode-first"}, {}, 512 + 64, 64, id="one budget made of both"),
+        pytest.param(
+            {"phases": "decode-first", "max_num_batched_tokens": 2048}, {}, 2048, 64, id="one budget"
+        ),
     ],
 )
 def test_the_workspace_is_that_of_the_largest_step(settings, facts, step_tokens, running):
@@ -148,9 +172,21 @@ def test_the_workspace_is_that_of_the_largest_step(settings, facts, step_tokens,
     resolve(config(max_total_tokens=most, **settings), SPEC, host(**facts))
 
 
-def test_resolving_twice_changes_nothing():
-    once = resolve(EngineConfig(), SPEC, HOST).config
-    again = resolve(once, SPEC, HOST)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"preemption_mode": "swap"},
+        {"preemption_mode": "swap", "mem_fraction": 1.0, "max_running_requests": 4096},
+        {"preemption_mode": "recompute", "swap_space": 2.0},
+        {"phases": "decode-first", "max_num_partial_prefills": 4},
+        {"phases": "decode-first", "max_num_batched_tokens": 32, "chunked_prefill_size": -1},
+        {"phases": "prefill-first", "max_num_batched_tokens": 100, "device": "cuda"},
+    ],
+)
+def test_resolving_twice_changes_nothing(settings):
+    once = resolve(config(**settings), SPEC, GPU_HOST if settings.get("device") else HOST).config
+    again = resolve(once, SPEC, GPU_HOST if settings.get("device") else HOST)
     assert again.config == once
     assert again.notes == {}
 
@@ -268,3 +304,154 @@ def test_cuda_without_gpu_or_build_is_an_error():
         resolve(config(device="cuda"), SPEC, HOST)
     with pytest.raises(ConfigError, match="not a CUDA build"):
         resolve(config(device="cuda"), SPEC, dataclasses.replace(GPU_HOST, torch_version="2.9.0+cpu"))
+
+
+def pool_bytes_of(config: EngineConfig) -> int:
+    return pool_of(config) * 2 * 30 * 3 * 64 * 2
+
+
+class TestSwapSpace:
+    def test_is_nothing_where_lost_kv_is_computed_again(self):
+        for settings in ({}, {"swap_space": 4.0}):
+            resolved = resolve(config(preemption_mode="recompute", **settings), SPEC, GPU_HOST)
+            assert resolved.config.cache.swap_space == 0.0
+            assert resolved.notes["swap_space"] == "lost KV is computed again"
+
+    def test_on_the_cpu_is_kept_only_for_those_who_ask(self):
+        by_default = resolve(EngineConfig(), SPEC, HOST)
+        assert by_default.config.cache.swap_space == 0.0
+        assert by_default.notes["swap_space"] == "the KV pool is in host memory already"
+        assert resolve(config(swap_space=0.0), SPEC, HOST).config.cache.swap_space == 0.0
+
+    @pytest.mark.parametrize("fraction", [0.1, 0.4, 1.0])
+    @pytest.mark.parametrize("settings", [{}, {"max_running_requests": 2}, {"max_total_tokens": 6000}])
+    def test_on_the_cpu_is_a_quarter_of_the_kv_pool_in_whole_pages(self, fraction, settings):
+        asked = config(preemption_mode="swap", mem_fraction=fraction, **settings)
+        resolved = resolve(asked, SPEC, host(mem_available_bytes=4 * GIB))
+        capacity = capacity_of(resolved.config, SPEC)
+        assert capacity.num_host_pages == capacity.num_pages // 4 > 0
+        assert (
+            resolved.config.cache.swap_space * GIB == capacity.num_host_pages * 16 * capacity.kv_token_bytes
+        )
+        assert resolved.notes["swap_space"].startswith("a quarter of the KV pool, ")
+
+    def test_on_the_cpu_comes_out_of_the_pools_memory(self):
+        """Both together stay within what is free beside the model."""
+        tight = host(mem_available_bytes=3 * GIB)
+        settings = {"mem_fraction": 1.0, "max_running_requests": 256}
+        without = resolve(config(**settings), SPEC, tight)
+        auto = resolve(config(preemption_mode="swap", **settings), SPEC, tight)
+        asked = resolve(config(swap_space=0.125, **settings), SPEC, tight)
+
+        assert pool_bytes_of(auto.config) == pytest.approx(pool_bytes_of(without.config) * 0.8, rel=1e-3)
+        taken = pool_bytes_of(without.config) - pool_bytes_of(asked.config)
+        assert taken == pytest.approx(GIB // 8, abs=16 * 2 * 30 * 3 * 64 * 2)
+        assert "workspace - 128 MiB swap space) x 1 /" in asked.notes["max_total_tokens"]
+        assert "swap_space" not in asked.notes
+
+    def test_of_a_tiny_pool_is_a_page(self):
+        resolved = resolve(config(preemption_mode="swap", max_total_tokens=32), SPEC, HOST)
+        assert capacity_of(resolved.config, SPEC).num_host_pages == 1
+
+    def test_beside_a_gpu_is_the_usual_or_a_quarter_of_the_free_memory(self):
+        usual = resolve(EngineConfig(), SPEC, dataclasses.replace(GPU_HOST, mem_available_bytes=64 * GIB))
+        assert usual.config.cache.swap_space == 4.0
+        assert "a few requests" in usual.notes["swap_space"]
+        some = resolve(EngineConfig(), SPEC, dataclasses.replace(GPU_HOST, mem_available_bytes=8 * GIB))
+        assert some.config.cache.swap_space == (8 - 0.5) / 4
+        assert some.notes["swap_space"] == "a quarter of (8.0 GiB free on the host - 512 MiB runtime)"
+        limited = dataclasses.replace(GPU_HOST, mem_available_bytes=64 * GIB, cgroup_free_bytes=8 * GIB)
+        assert resolve(EngineConfig(), SPEC, limited).config.cache.swap_space == (8 - 0.5) / 4
+        assert usual.config.cache.max_total_tokens == some.config.cache.max_total_tokens
+
+    def test_beside_a_gpu_without_host_memory_is_nothing_or_an_error(self):
+        full = dataclasses.replace(GPU_HOST, mem_available_bytes=GIB // 2)
+        resolved = resolve(EngineConfig(), SPEC, full)
+        assert resolved.config.cache.swap_space == 0.0
+        assert "holds no page" in resolved.notes["swap_space"]
+        with pytest.raises(ConfigError, match=r"preemption_mode is swap, but .* holds no page of 360\.0 KiB"):
+            resolve(config(preemption_mode="swap"), SPEC, full)
+
+    @pytest.mark.parametrize("facts", [HOST, GPU_HOST])
+    def test_that_does_not_fit_is_an_error_with_the_sums(self, facts):
+        with pytest.raises(ConfigError) as caught:
+            resolve(config(swap_space=20.0), SPEC, facts)
+        if facts.gpus:
+            sums = r"\(16\.0 GiB free on the host - 512 MiB runtime\) leaves 15\.5 GiB"
+        else:
+            sums = r"\(16\.0 GiB free - .* weights - .* workspace\) leaves 15\.0 GiB, which it shares with the KV pool"
+        assert re.fullmatch(f"swap_space is 20 GiB, but {sums}; lower --swap-space", str(caught.value))
+        assert resolve(config(swap_space=10.0), SPEC, facts).config.cache.swap_space == 10.0
+
+    def test_that_leaves_too_little_for_the_pool_is_named_as_a_way_out(self):
+        tight = host(mem_available_bytes=2 * GIB)
+        with pytest.raises(
+            ConfigError, match=r"context of \d+ tokens only: .* swap space.*\(or --swap-space\)"
+        ):
+            resolve(config(swap_space=0.98), SPEC, tight)
+
+    def test_below_one_page_is_an_error(self):
+        with pytest.raises(ConfigError, match=r"less than one page of 360\.0 KiB \(16 tokens x 22\.5 KiB\)"):
+            resolve(config(swap_space=0.0003), SPEC, HOST)
+
+    @pytest.mark.parametrize("facts", [HOST, GPU_HOST])
+    def test_of_nothing_cannot_be_swapped_to(self, facts):
+        with pytest.raises(
+            ConfigError, match="preemption_mode is swap, but swap_space is 0, so there is nowhere"
+        ):
+            resolve(config(swap_space=0.0, preemption_mode="swap"), SPEC, facts)
+
+
+class TestStepBudget:
+    def test_is_left_open_where_only_prompts_are_bounded(self):
+        for phases in ("mixed", "prefill-first"):
+            assert resolve(config(phases=phases), SPEC, HOST).config.scheduler.max_num_batched_tokens is None
+
+    @pytest.mark.parametrize(("chunk", "prompts"), [("auto", 512), (100, 96), (-1, 3000), (8192, 3000)])
+    def test_with_decodes_first_holds_all_of_them_and_full_prompts(self, chunk, prompts):
+        settings = {"phases": "decode-first", "chunked_prefill_size": chunk, "max_prefill_tokens": 3000}
+        resolved = resolve(config(**settings), SPEC, HOST)
+        assert resolved.config.scheduler.max_num_batched_tokens == prompts + 64
+        assert (
+            resolved.notes["max_num_batched_tokens"]
+            == f"{prompts} tokens of prompts beside 64 running requests"
+        )
+
+    def test_that_is_asked_for_sizes_chunks_and_running_requests(self):
+        resolved = resolve(config(phases="decode-first", max_num_batched_tokens=40), SPEC, HOST)
+        scheduler = resolved.config.scheduler
+        assert (scheduler.chunked_prefill_size, scheduler.max_running_requests) == (32, 40)
+        assert "--max-num-batched-tokens 40" in resolved.notes["max_running_requests"]
+        assert resolved.notes["chunked_prefill_size"].startswith("40 in whole pages of 16; one budget")
+
+    def test_below_the_running_requests_is_an_error_where_all_must_fit(self):
+        settings = {"max_num_batched_tokens": 63, "max_running_requests": 64}
+        with pytest.raises(
+            ConfigError, match="63, but with phases decode-first .* each of 64 running requests"
+        ):
+            resolve(config(phases="decode-first", **settings), SPEC, HOST)
+        assert resolve(config(**settings), SPEC, HOST).config.scheduler.max_num_batched_tokens == 63
+
+    def test_below_a_page_is_an_error(self):
+        with pytest.raises(
+            ConfigError, match="max_num_batched_tokens is 15, less than one page of 16 tokens"
+        ):
+            resolve(config(max_num_batched_tokens=15), SPEC, HOST)
+        resolve(config(max_num_batched_tokens=16), SPEC, HOST)
+
+
+@pytest.mark.parametrize(
+    ("settings", "threshold"),
+    [
+        ({}, 0),
+        ({"long_prefill_token_threshold": 7}, 7),
+        ({"max_num_partial_prefills": 4}, 327),
+        ({"max_num_partial_prefills": 4, "max_model_len": 20}, 1),
+        ({"max_num_partial_prefills": 4, "long_prefill_token_threshold": 7}, 7),
+    ],
+)
+def test_what_counts_as_long_follows_the_context_where_several_prompts_may_be_cut(settings, threshold):
+    resolved = resolve(config(**settings), SPEC, HOST)
+    assert resolved.config.scheduler.long_prefill_token_threshold == threshold
+    note = resolved.notes.get("long_prefill_token_threshold", "")
+    assert ("4 % of the context" in note) == (threshold in (327, 1))
