@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ..runtime.config_fields import config_fields, find_field
+from ..runtime.config_fields import AUTO, find_setting
 from ..runtime.errors import ConfigError
 from .options import CONTEXT_SETTINGS
 
@@ -55,18 +55,20 @@ def parse_changes(changes: list[str]) -> dict[str, str]:
     """
     parsed: dict[str, str] = {}
     for change in changes:
-        key, equals, value = change.partition("=")
+        key, equals, text = change.partition("=")
         if not equals:
             raise ConfigError(f"--set is {change!r}, but it must look like schedule_policy=lpm")
-        field = find_field(key.strip())
+        setting = find_setting(key.strip())
+        field = setting.field
         if field.group not in _GROUPS:
-            names = [each.name for each in config_fields().values() if each.group in _GROUPS]
             raise ConfigError(
-                f"--set {field.name}: a log can be replayed with other settings of the scheduler and of KV memory "
-                f"only, such as {names[-1]}; {field.name} belongs to the group '{field.group}'"
+                f"--set {setting.name}: the scheduler decides without it; what can be changed are the settings under "
+                "'KV cache' and 'Scheduling' of `engine serve --help`"
             )
-        field.parse(value)
-        parsed[field.name] = value.strip()
+        value = setting.check(text.strip())
+        if value == AUTO:
+            raise ConfigError(f"--set {setting.name}: 'auto' depends on the machine; name a value")
+        parsed[field.name] = str(value)
     return parsed
 
 
