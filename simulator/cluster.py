@@ -1,0 +1,194 @@
+"""`Cluster`: replicas on one virtual clock: who gets which request, and prefill/decode splits.
+
+Split on paper: a prefill replica computes the prompt and the first token; the KV goes over its network card, one
+request after the other; a decode replica goes on from there, and the prompt costs it memory but no arithmetic. What a
+real one adds (layer-wise transfer, retries, back pressure of the receiver) is left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from ..runtime.errors import ConfigError
+from .cost_model import CostModel
+from .dispatch import make_dispatch_rule
+from .recorder import Recorder
+from .sim_request import SimRequest, Workload
+from .simulated_engine import LiveRequest, ReplicaSettings, SimulatedEngine
+
+_NO_LIMIT: Final = 1 << 30
+_Event = tuple[float, int, SimulatedEngine, LiveRequest | None]
+
+
+class ClusterSettings(NamedTuple):
+    """How many replicas, and how they work together.
+
+    Attributes:
+        num_replicas: all of them.
+        num_prefill: of them, those that only compute prompts; 0: every replica does everything.
+        dispatch: name of the rule for requests that arrive.
+        transfer_token_s: seconds to send one token's KV to another replica.
+    """
+
+    num_replicas: int = 1
+    num_prefill: int = 0
+    dispatch: str = "least-loaded"
+    transfer_token_s: float = 0.0
+
+    def check(self) -> None:
+        """Raises:
+        ConfigError: no replicas, or a split that leaves no one to decode.
+        """
+        if self.num_replicas < 1:
+            raise ConfigError(f"--replicas is {self.num_replicas}, but it must be at least 1")
+        if self.num_prefill and not 0 < self.num_prefill < self.num_replicas:
+            raise ConfigError(
+                f"--prefill-replicas is {self.num_prefill}, but it must lie in [1, {self.num_replicas - 1}]: of "
+                f"{self.num_replicas} replicas one at least must decode; raise --replicas"
+            )
+        make_dispatch_rule(self.dispatch)
+
+
+class Cluster:
+    """See the module.
+
+    Arrivals beyond `max_queued_requests` per replica wait at the door, as clients do that are told 429 and try
+    again; so memory is bounded also where a million requests come at once.
+    """
+
+    def __init__(
+        self, settings: ClusterSettings, replica: ReplicaSettings, cost: CostModel, recorder: Recorder
+    ) -> None:
+        settings.check()
+        self._settings = settings
+        self._recorder = recorder
+        self._events: list[_Event] = []
+        self._num_events = 0
+        self._decoders: list[SimulatedEngine] = []
+        self._link_free_s: dict[int, float] = {}
+        if settings.num_prefill:
+            self._entry = [
+                SimulatedEngine(replica, cost, recorder, hand_over=self._hand_over_from(idx))
+                for idx in range(settings.num_prefill)
+            ]
+            num_decode = settings.num_replicas - settings.num_prefill
+            decode = _decode_settings(replica)
+            self._decoders = [SimulatedEngine(decode, cost, recorder) for _ in range(num_decode)]
+        else:
+            self._entry = [SimulatedEngine(replica, cost, recorder) for _ in range(settings.num_replicas)]
+        self._rule = make_dispatch_rule(settings.dispatch)
+        self._decode_rule = make_dispatch_rule("least-loaded")
+        self._max_outstanding = replica.scheduler.max_queued_requests + replica.capacity.max_running_requests
+        self._due: dict[int, tuple[float, int]] = {}  # id of a replica -> its next event; others are stale
+
+    def run(self, workload: Workload) -> None:
+        """Simulate until every request is answered."""
+        with _no_garbage_collection():
+            self._run(workload)
+
+    def _run(self, workload: Workload) -> None:
+        events = self._events
+        upcoming = next(workload, None)
+        now_s = 0.0
+        while True:
+            # At equal times arrivals go first: a step begins with all who are there.
+            while upcoming is not None and (not events or upcoming.arrival_s <= events[0][0]):
+                if not self._has_room():
+                    break
+                now_s = max(now_s, upcoming.arrival_s)
+                self._dispatch(upcoming, now_s)
+                upcoming = next(workload, None)
+            if not events:
+                assert upcoming is None, "requests wait at the door of idle replicas"
+                return
+            at_s, number, engine, live = heapq.heappop(events)
+            if live is not None:
+                now_s = at_s
+                self._deliver(engine, live, now_s)
+                continue
+            if self._due.get(id(engine)) != (at_s, number):
+                continue
+            now_s = at_s
+            del self._due[id(engine)]
+            next_s = engine.advance(now_s)
+            if next_s is not None:
+                self._wake(engine, next_s)
+
+    # ------------------------------------------------------------ requests to replicas
+
+    def _has_room(self) -> bool:
+        return any(engine.num_outstanding < self._max_outstanding for engine in self._entry)
+
+    def _dispatch(self, request: SimRequest, now_s: float) -> None:
+        entry = self._entry
+        self._recorder.first_arrival_s = min(self._recorder.first_arrival_s, request.arrival_s)
+        engine = entry[self._rule.choose(request, entry)] if len(entry) > 1 else entry[0]
+        if engine.num_outstanding >= self._max_outstanding:
+            engine = min(entry, key=lambda each: each.num_outstanding)
+        self._deliver(engine, LiveRequest(request), now_s)
+
+    def _deliver(self, engine: SimulatedEngine, live: LiveRequest, now_s: float) -> None:
+        engine.submit(live)
+        if not engine.is_busy:
+            self._wake(engine, now_s)
+
+    def _hand_over_from(self, idx: int) -> _HandOver:
+        return _HandOver(self, idx)
+
+    def hand_over(self, idx: int, live: LiveRequest, now_s: float) -> None:
+        """A prefill replica is done with a request: its KV is sent when the link is free."""
+        start_s = max(now_s, self._link_free_s.get(idx, 0.0))
+        arrives_s = start_s + live.request.prompt_len * self._settings.transfer_token_s
+        self._link_free_s[idx] = arrives_s
+        live.prefilled = True
+        engine = self._decoders[self._decode_rule.choose(live.request, self._decoders)]
+        self._push(arrives_s, engine, live)
+
+    # ------------------------------------------------------------ events
+
+    def _wake(self, engine: SimulatedEngine, at_s: float) -> None:
+        due = self._due.get(id(engine))
+        if due is None or at_s < due[0]:
+            self._due[id(engine)] = (at_s, self._push(at_s, engine, None))
+
+    def _push(self, at_s: float, engine: SimulatedEngine, live: LiveRequest | None) -> int:
+        self._num_events += 1
+        heapq.heappush(self._events, (at_s, self._num_events, engine, live))
+        return self._num_events
+
+
+class _HandOver:
+    """Gives a request from one prefill replica to the cluster."""
+
+    __slots__ = ("_cluster", "_idx")
+
+    def __init__(self, cluster: Cluster, idx: int) -> None:
+        self._cluster, self._idx = cluster, idx
+
+    def __call__(self, live: LiveRequest, now_s: float) -> None:
+        self._cluster.hand_over(self._idx, live, now_s)
+
+
+def _decode_settings(replica: ReplicaSettings) -> ReplicaSettings:
+    """Those of a decode replica: prompts come computed, so the limits on computing them do not apply."""
+    scheduler = replace(
+        replica.scheduler, chunked_prefill_size=-1, max_prefill_tokens=_NO_LIMIT, max_num_batched_tokens=None
+    )
+    return replica._replace(scheduler=scheduler)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Millions of live objects and no cycles among them: the collector would cost a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,114 @@
+"""How long a step takes: `StepWork`, what is to be done, and the `CostModel`s that turn it into seconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from .device_facts import DeviceFacts
+from .model_facts import ModelFacts
+
+
+class StepWork(NamedTuple):
+    """What one step has to do; padding included, where a policy pads.
+
+    Attributes:
+        prefill_tokens: prompt tokens that are computed.
+        prefill_pairs: (query, key) pairs of their attention.
+        decode_rows: requests that generate from their last token alone.
+        kv_tokens: tokens whose KV the step reads: all earlier ones of each decode, those before each chunk.
+        num_sampled: tokens that are sampled.
+        swapped_tokens: tokens whose KV goes to the host or comes back.
+    """
+
+    prefill_tokens: int
+    prefill_pairs: float
+    decode_rows: int
+    kv_tokens: int
+    num_sampled: int
+    swapped_tokens: int = 0
+
+
+class CostModel(Protocol):
+    """Time of steps."""
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of a step; more work never takes less."""
+        ...
+
+
+class Roofline:
+    """Every part of a step takes as long as its arithmetic or its memory traffic, whichever is longer.
+
+        matrices   max(2 · (layer parameters · tokens + head parameters · sampled) / FLOP/s, weight bytes / bandwidth)
+        prefill    4 · layers · heads · head_dim · pairs / FLOP/s
+        decode     KV bytes / bandwidth
+        swap       KV bytes / bandwidth to the host
+        + a fixed overhead
+
+    (Williams, Waterman, Patterson: Roofline, CACM 2009; the split into matrices, which share their weights over the
+    batch, and attention, which does not, is why batching pays.)
+    """
+
+    __slots__ = (
+        "_head_s",
+        "_kv_token_s",
+        "_overhead_s",
+        "_pair_s",
+        "_swap_token_s",
+        "_token_s",
+        "_weights_s",
+        "device",
+        "model",
+    )
+
+    def __init__(self, model: ModelFacts, device: DeviceFacts) -> None:
+        self.model, self.device = model, device
+        flops = device.flops * device.compute_share
+        bandwidth = device.memory_bandwidth * device.bandwidth_share
+        self._token_s = 2 * model.layer_parameters / flops
+        self._head_s = 2 * model.head_parameters / flops
+        self._weights_s = (model.layer_parameters + model.head_parameters) * model.dtype_bytes / bandwidth
+        self._pair_s = 4 * model.num_layers * model.num_heads * model.head_dim / flops
+        self._kv_token_s = model.kv_token_bytes / bandwidth
+        self._swap_token_s = model.kv_token_bytes / (device.host_bandwidth * device.bandwidth_share)
+        self._overhead_s = device.step_overhead_s
+
+    def step_s(self, work: StepWork) -> float:
+        tokens = work.prefill_tokens + work.decode_rows
+        arithmetic_s = tokens * self._token_s + work.num_sampled * self._head_s
+        matrices_s = max(arithmetic_s, self._weights_s)
+        attention_s = work.prefill_pairs * self._pair_s + work.kv_tokens * self._kv_token_s
+        return self._overhead_s + matrices_s + attention_s + work.swapped_tokens * self._swap_token_s
+
+
+class LinearCost:
+    """A constant and so much per unit of work. With round figures, results can be checked by hand."""
+
+    __slots__ = ("_decode_row_s", "_kv_token_s", "_pair_s", "_prefill_token_s", "_step_s", "_swapped_token_s")
+
+    def __init__(
+        self,
+        *,
+        step_s: float = 0.0,
+        prefill_token_s: float = 0.0,
+        decode_row_s: float = 0.0,
+        kv_token_s: float = 0.0,
+        pair_s: float = 0.0,
+        swapped_token_s: float = 0.0,
+    ) -> None:
+        self._step_s = step_s
+        self._prefill_token_s = prefill_token_s
+        self._decode_row_s = decode_row_s
+        self._kv_token_s = kv_token_s
+        self._pair_s = pair_s
+        self._swapped_token_s = swapped_token_s
+
+    def step_s(self, work: StepWork) -> float:
+        return (
+            self._step_s
+            + self._prefill_token_s * work.prefill_tokens
+            + self._decode_row_s * work.decode_rows
+            + self._kv_token_s * work.kv_tokens
+            + self._pair_s * work.prefill_pairs
+            + self._swapped_token_s * work.swapped_tokens
+        )

@@ -1,0 +1,197 @@
+"""Generated workloads: chat, rag, batch, and requests of given lengths. Everything is a function of the seed.
+
+    chat   16 system prompts of 400 tokens, then 1 to 12 turns (3 in the mean) with questions of 60 tokens (sigma 1) and
+           answers of 150 (sigma 0.8); each turn brings the history of its conversation along
+    rag    instructions of 200 tokens, one of 2,000 documents of 3,000 tokens (sigma 0.6) by popularity (Zipf 1.0), a
+           question of 30; answers of 80 (sigma 0.6)
+    batch  instructions of 100 tokens and an item of 500 (sigma 0.8), all at once; answers of 150 (sigma 0.7)
+
+Lengths are medians of log-normal distributions: so are those of public chat traces, whose median answers are near 150
+to 250 tokens. Clients limit answers to 512, 1,024 or 2,048 tokens, whatever they get in the end; it is all that the
+scheduler knows beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from ..runtime.errors import ConfigError
+from .arrivals import Exponential, Lengths, arrivals, choices, popularity
+from .conversations import Script, Turn, interleave
+from .sim_request import Segment, SimRequest, Workload, prompt_ids
+
+_CHAT_QUESTION: Final = Lengths(60, 1.0, 4, 4000)
+_CHAT_ANSWER: Final = Lengths(150, 0.8, 1, 4000)
+_RAG_DOCUMENT: Final = Lengths(3000, 0.6, 200, 20_000)
+_RAG_QUESTION: Final = Lengths(30, 0.6, 4, 400)
+_RAG_ANSWER: Final = Lengths(80, 0.6, 1, 1000)
+_BATCH_ITEM: Final = Lengths(500, 0.8, 10, 8000)
+_BATCH_ANSWER: Final = Lengths(150, 0.7, 1, 2000)
+_THINKING: Final = Exponential(20.0)
+_LIMITS: Final = [512, 1024, 2048]
+_LIMIT_WEIGHTS: Final = [0.3, 0.5, 0.2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """How many requests, and when.
+
+    Attributes:
+        num_requests: of the run.
+        rate: mean requests per second, all replicas together; infinity: all at once.
+        burstiness: see `arrivals`.
+        seed: of everything random.
+    """
+
+    num_requests: int = 1000
+    rate: float = 10.0
+    burstiness: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 1:
+            raise ConfigError(f"--num-requests is {self.num_requests}, but it must be at least 1")
+        arrivals(self.rate, self.burstiness, np.random.default_rng(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Parameters of `chat`."""
+
+    question: Lengths = _CHAT_QUESTION
+    answer: Lengths = _CHAT_ANSWER
+    mean_turns: float = 3.0
+    max_turns: int = 12
+    think: Exponential = _THINKING
+    num_systems: int = 16
+    system_len: int = 400
+
+    def requests(self, arrival: Arrival) -> Workload:
+        """The requests; tenants are the owners of the system prompts."""
+        rng = np.random.default_rng(arrival.seed)
+        # Each conversation brings several requests, so fewer of them start than requests come.
+        starts_s = arrivals(arrival.rate / self.mean_turns, arrival.burstiness, rng)
+        think_s = self.think.draws(rng)
+        return interleave(self._scripts(rng), starts_s, think_s, arrival.num_requests, self.num_systems)
+
+    def _scripts(self, rng: np.random.Generator) -> Iterator[Script]:
+        questions, answers = self.question.draws(rng), self.answer.draws(rng)
+        limits = choices(rng, _LIMITS, _LIMIT_WEIGHTS)
+        counts = range(1, self.max_turns + 1)
+        goes_on = 1.0 - 1.0 / self.mean_turns
+        num_turns = choices(rng, list(counts), [goes_on**count for count in counts])
+        for system in popularity(rng, self.num_systems, 1.0):
+            turns = tuple(Turn(next(questions), next(answers)) for _ in range(next(num_turns)))
+            yield Script(Segment(system, self.system_len), turns, next(limits), f"app-{system}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rag:
+    """Parameters of `rag`."""
+
+    document: Lengths = _RAG_DOCUMENT
+    question: Lengths = _RAG_QUESTION
+    answer: Lengths = _RAG_ANSWER
+    instructions_len: int = 200
+    num_documents: int = 2000
+    exponent: float = 1.0
+
+    def requests(self, arrival: Arrival) -> Workload:
+        """The requests."""
+        rng = np.random.default_rng(arrival.seed)
+        document_lens = self.document.draws(rng)
+        documents = [Segment(1 + idx, next(document_lens)) for idx in range(self.num_documents)]
+        instructions = Segment(0, self.instructions_len)
+        picks = popularity(rng, self.num_documents, self.exponent)
+        questions, answers = self.question.draws(rng), self.answer.draws(rng)
+        limits = choices(rng, _LIMITS, _LIMIT_WEIGHTS)
+        moments_s = arrivals(arrival.rate, arrival.burstiness, rng)
+        for idx in range(arrival.num_requests):
+            question = Segment(1 + self.num_documents + idx, next(questions))
+            limit = next(limits)
+            yield SimRequest(
+                rid=f"r{idx}",
+                arrival_s=next(moments_s),
+                input_ids=prompt_ids([instructions, documents[next(picks)], question]),
+                output_len=min(next(answers), limit),
+                max_new_tokens=limit,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Parameters of `batch`."""
+
+    item: Lengths = _BATCH_ITEM
+    answer: Lengths = _BATCH_ANSWER
+    instructions_len: int = 100
+
+    def requests(self, arrival: Arrival) -> Workload:
+        """The requests; the rate is ignored, all come at once."""
+        rng = np.random.default_rng(arrival.seed)
+        items, answers = self.item.draws(rng), self.answer.draws(rng)
+        limits = choices(rng, _LIMITS, _LIMIT_WEIGHTS)
+        for idx in range(arrival.num_requests):
+            prompt = prompt_ids([Segment(0, self.instructions_len), Segment(1 + idx, next(items))])
+            limit = next(limits)
+            yield SimRequest(f"r{idx}", 0.0, prompt, min(next(answers), limit), limit)
+
+
+GENERATED: Final = {"chat": Chat(), "rag": Rag(), "batch": Batch()}
+
+
+def given_lengths(prompt_lens: Sequence[int], output_lens: Sequence[int], arrival: Arrival) -> Workload:
+    """Requests of exactly these lengths, nothing shared, again from the start as often as needed.
+
+    The limits are the lengths, as in a benchmark: a text book's exercise knows them, too.
+
+    Raises:
+        ConfigError: no lengths, or one below 1.
+    """
+    for flag, lens in (("--prompt-lens", prompt_lens), ("--output-lens", output_lens)):
+        if not lens or min(lens) < 1:
+            raise ConfigError(f"{flag} is {','.join(map(str, lens))!r}, but it must be lengths of 1 or more")
+    moments_s = arrivals(arrival.rate, arrival.burstiness, np.random.default_rng(arrival.seed))
+    return (
+        SimRequest(
+            rid=f"r{idx}",
+            arrival_s=next(moments_s),
+            input_ids=prompt_ids([Segment(idx, prompt_lens[idx % len(prompt_lens)])]),
+            output_len=output_lens[idx % len(output_lens)],
+            max_new_tokens=output_lens[idx % len(output_lens)],
+        )
+        for idx in range(arrival.num_requests)
+    )
+
+
+def with_medians(
+    workload: Chat | Rag | Batch, prompt_len: int | None, output_len: int | None
+) -> Chat | Rag | Batch:
+    """The same workload with other median lengths of what differs between prompts, and of answers.
+
+    Raises:
+        ConfigError: a length below 1.
+    """
+    for flag, value in (("--prompt-len", prompt_len), ("--output-len", output_len)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} is {value}, but it must be at least 1")
+    if output_len is not None:
+        workload = replace(workload, answer=_around(workload.answer, output_len))
+    if prompt_len is not None:
+        match workload:
+            case Chat():
+                workload = replace(workload, question=_around(workload.question, prompt_len))
+            case Rag():
+                workload = replace(workload, document=_around(workload.document, prompt_len))
+            case Batch():
+                workload = replace(workload, item=_around(workload.item, prompt_len))
+    return workload
+
+
+def _around(lengths: Lengths, median: int) -> Lengths:
+    return Lengths(median, lengths.sigma, min(lengths.low, median), max(lengths.high, math.ceil(8 * median)))

@@ -1,0 +1,131 @@
+"""`ModelFacts`: what of a model decides how long a step takes and how much memory a token needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ..runtime.model_files.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Sizes of a dense decoder-only model. Parameters count matrices; norms and biases are too small to matter."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    dtype_bytes: float = 2.0
+
+    @classmethod
+    def of(cls, name: str, spec: ModelSpec, dtype_bytes: float = 2.0) -> ModelFacts:
+        """Those of a model whose files are here."""
+        return cls(
+            name=name,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            vocab_size=spec.vocab_size,
+            max_position_embeddings=spec.max_position_embeddings,
+            tie_word_embeddings=spec.tie_word_embeddings,
+            dtype_bytes=dtype_bytes,
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters that every token is multiplied with."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters that only tokens which are sampled from are multiplied with."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights; an embedding that is not tied to the head counts on its own."""
+        embeddings = self.head_parameters * (1 if self.tie_word_embeddings else 2)
+        return int((self.layer_parameters + embeddings) * self.dtype_bytes)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Memory of one token's keys and values, all layers; KV is kept in 16 bits or wider."""
+        return int(2 * self.num_layers * self.num_kv_heads * self.head_dim * max(self.dtype_bytes, 2.0))
+
+
+DEFAULT_MODEL: Final = "llama-3.1-8b"
+MODELS: Final = {
+    facts.name: facts
+    for facts in (  # from the config.json files that their makers published
+        ModelFacts(
+            name="smollm2-135m",
+            num_layers=30,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            vocab_size=49_152,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        ),
+        ModelFacts(
+            name="llama-3.2-1b",
+            num_layers=16,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=64,
+            vocab_size=128_256,
+            max_position_embeddings=131_072,
+            tie_word_embeddings=True,
+        ),
+        ModelFacts(
+            name="llama-3.1-8b",
+            num_layers=32,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=128_256,
+            max_position_embeddings=131_072,
+        ),
+        ModelFacts(
+            name="qwen2.5-32b",
+            num_layers=64,
+            hidden_size=5120,
+            intermediate_size=27_648,
+            num_heads=40,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=152_064,
+            max_position_embeddings=32_768,
+        ),
+        ModelFacts(
+            name="llama-3.1-70b",
+            num_layers=80,
+            hidden_size=8192,
+            intermediate_size=28_672,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=128_256,
+            max_position_embeddings=131_072,
+        ),
+    )
+}
+"""Models whose facts need no files."""

@@ -1,0 +1,131 @@
+"""`Report`: the figures of one simulation.
+
+TTFT is arrival to first token, queue time arrival to the start of the prompt, E2E arrival to last token; TPOT is
+(E2E - TTFT) / (tokens - 1) of one request; ITL are the single gaps between tokens of all requests. Goodput counts the
+requests per second that kept every objective.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from .recorder import FloatArray, GapHistogram, Recorder
+
+SLO_METRICS = ("ttft", "tpot", "e2el")
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Of one latency, in milliseconds; 0 where nothing was measured."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values_s: FloatArray) -> Percentiles:
+        """Those of values in seconds; NaN is left out."""
+        values_s = values_s[~np.isnan(values_s)]
+        if not values_s.size:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        p50, p95, p99 = (float(each) for each in np.percentile(values_s, [50, 95, 99]) * 1e3)
+        return cls(float(values_s.mean()) * 1e3, p50, p95, p99)
+
+    @classmethod
+    def of_gaps(cls, gaps: GapHistogram) -> Percentiles:
+        """Those of the gaps between tokens, good to 1 %."""
+        p50, p95, p99 = (gaps.percentile_s(percent) * 1e3 for percent in (50, 95, 99))
+        return cls(gaps.mean_s * 1e3, p50, p95, p99)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module. Rates are per second of virtual time, from the first arrival to the last token.
+
+    Attributes:
+        name: what was simulated, for tables.
+        num_requests: that were answered.
+        failures: what others were told, and how many.
+        goodput: answered requests per second that kept all objectives; `request_rate` where there are none.
+        slo_share: of all requests, those that kept all objectives.
+        busy_share: of the replicas' time, that steps took.
+        mean_kv_use: share of KV memory that requests used, over the time of steps; `peak_kv_use` the largest.
+        cache_hit_share: of the prompts' tokens, those that the prefix cache had.
+        retractions: how often running requests lost their memory.
+        padding_share: of the tokens that steps computed, those that were padding.
+    """
+
+    name: str
+    duration_s: float
+    num_requests: int
+    failures: dict[str, int]
+    request_rate: float
+    prompt_tok_s: float
+    output_tok_s: float
+    goodput: float
+    slo_share: float
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles
+    itl_ms: Percentiles
+    e2e_ms: Percentiles
+    queue_ms: Percentiles
+    num_steps: int
+    busy_share: float
+    mean_kv_use: float
+    peak_kv_use: float
+    cache_hit_share: float
+    retractions: int
+    padding_share: float
+    prompt_tokens: int
+    output_tokens: int
+    num_replicas: int
+
+
+def make_report(
+    recorder: Recorder, *, name: str, num_replicas: int, slo_ms: Mapping[str, float] | None = None
+) -> Report:
+    """All figures of a finished simulation.
+
+    Args:
+        slo_ms: objectives in milliseconds by metric of `SLO_METRICS`; a request of one token keeps any TPOT.
+    """
+    num_answered, num_failed = recorder.num_answered, recorder.num_failed.total()
+    duration_s = max(recorder.last_end_s - recorder.first_arrival_s, 1e-9) if num_answered else 1e-9
+    columns = {"ttft": recorder.ttft_s, "tpot": recorder.tpot_s, "e2el": recorder.e2e_s}
+    kept = np.ones(num_answered, dtype=np.bool_)
+    for metric, limit_ms in (slo_ms or {}).items():
+        kept &= ~(_array(columns[metric]) * 1e3 > limit_ms)  # NaN is not above anything
+    num_kept = int(kept.sum())
+    return Report(
+        name=name,
+        duration_s=duration_s,
+        num_requests=num_answered,
+        failures=dict(recorder.num_failed),
+        request_rate=num_answered / duration_s,
+        prompt_tok_s=recorder.prompt_tokens / duration_s,
+        output_tok_s=recorder.output_tokens / duration_s,
+        goodput=num_kept / duration_s,
+        slo_share=num_kept / max(num_answered + num_failed, 1),
+        ttft_ms=Percentiles.of(_array(recorder.ttft_s)),
+        tpot_ms=Percentiles.of(_array(recorder.tpot_s)),
+        itl_ms=Percentiles.of_gaps(recorder.gaps),
+        e2e_ms=Percentiles.of(_array(recorder.e2e_s)),
+        queue_ms=Percentiles.of(_array(recorder.queue_s)),
+        num_steps=recorder.num_steps,
+        busy_share=recorder.busy_s / (duration_s * num_replicas),
+        mean_kv_use=recorder.kv_use_s / recorder.busy_s if recorder.busy_s else 0.0,
+        peak_kv_use=recorder.peak_kv_use,
+        cache_hit_share=recorder.cached_tokens / max(recorder.prompt_tokens, 1),
+        retractions=recorder.retractions,
+        padding_share=recorder.padded_tokens / max(recorder.step_tokens, 1),
+        prompt_tokens=recorder.prompt_tokens,
+        output_tokens=recorder.output_tokens,
+        num_replicas=num_replicas,
+    )
+
+
+def _array(values: array[float]) -> FloatArray:
+    return np.frombuffer(values, dtype=np.float64) if values else np.zeros(0)

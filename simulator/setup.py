@@ -1,0 +1,103 @@
+"""What a replica on a given device would be: the settings of `engine serve` with every "auto" filled in on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from ..runtime.config import EngineConfig
+from ..runtime.errors import ConfigError
+from ..runtime.feasibility import Capacity
+from ..runtime.resolve import (
+    CPU_CHUNK_TOKENS,
+    CPU_MEM_FRACTION,
+    CUDA_CHUNK_TOKENS,
+    CUDA_LARGE_CHUNK_TOKENS,
+    CUDA_MEM_FRACTION,
+    MAX_AUTO_RUNNING,
+    TOKENS_PER_REQUEST,
+)
+from .device_facts import DeviceFacts
+from .model_facts import ModelFacts
+from .sim_request import VOCAB_SIZE
+from .simulated_engine import ReplicaSettings
+
+GIB: Final = 1 << 30
+WORKSPACE_BYTES: Final = 4 * GIB
+"""Of a GPU: activations, logits, graphs, libraries."""
+MAX_AUTO_LEN: Final = 32_768
+"""Longer contexts take host memory for each row of each simulated replica; --max-model-len raises it."""
+
+
+def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> ReplicaSettings:
+    """Fill in what is "auto" as `serve` would on that device, with rounder sums for its memory.
+
+    Raises:
+        ConfigError: the model does not fit on the device.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    page_size = cache.page_size
+    max_len = config.model.max_model_len
+    if max_len == "auto":
+        max_len = min(model.max_position_embeddings, MAX_AUTO_LEN)
+    num_pages = _kv_tokens(config, model, device) // page_size
+    if num_pages < 1:
+        raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}, less than one page of {page_size}")
+    max_running = scheduler.max_running_requests
+    if max_running == "auto":
+        by_memory = max(1, num_pages * page_size // TOKENS_PER_REQUEST)
+        max_running = min(MAX_AUTO_RUNNING, by_memory) if device.is_gpu else min(64, by_memory)
+    swap_gib = cache.swap_space
+    if swap_gib == "auto":
+        swap_gib = 4.0 if device.is_gpu and scheduler.preemption_mode != "recompute" else 0.0
+    page_bytes = page_size * model.kv_token_bytes
+    capacity = Capacity(
+        max_model_len=max_len,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_running_requests=max_running,
+        vocab_size=VOCAB_SIZE,
+        num_host_pages=int(swap_gib * GIB) // page_bytes,
+        kv_token_bytes=model.kv_token_bytes,
+    )
+    return ReplicaSettings(
+        replace(
+            scheduler,
+            chunked_prefill_size=_chunk_size(config, device),
+            max_running_requests=max_running,
+        ),
+        replace(cache, max_total_tokens=max(2, num_pages * page_size), swap_space=swap_gib),
+        capacity,
+    )
+
+
+def _kv_tokens(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> int:
+    if config.cache.max_total_tokens != "auto":
+        return config.cache.max_total_tokens
+    fraction = config.cache.mem_fraction
+    if fraction == "auto":
+        fraction = CUDA_MEM_FRACTION if device.is_gpu else CPU_MEM_FRACTION
+    workspace = WORKSPACE_BYTES if device.is_gpu else GIB
+    left = device.memory_bytes - model.weight_bytes - workspace
+    tokens = int(max(0, left) * fraction) // model.kv_token_bytes
+    if tokens < config.cache.page_size:
+        raise ConfigError(
+            f"{model.name} does not fit on {device.name}: {device.memory_bytes / GIB:.0f} GiB less "
+            f"{model.weight_bytes / GIB:.0f} GiB of weights and {workspace / GIB:.0f} GiB of workspace leave no KV "
+            f"memory; raise --tp, or take a larger --device or a smaller model"
+        )
+    return tokens
+
+
+def _chunk_size(config: EngineConfig, device: DeviceFacts) -> int:
+    asked, page_size = config.scheduler.chunked_prefill_size, config.cache.page_size
+    if asked == -1:
+        return -1
+    if asked != "auto":
+        chunk = asked
+    elif device.is_gpu:
+        gib = device.memory_bytes / GIB
+        chunk = next((size for below, size in CUDA_CHUNK_TOKENS if gib < below), CUDA_LARGE_CHUNK_TOKENS)
+    else:
+        chunk = CPU_CHUNK_TOKENS
+    return max(page_size, chunk // page_size * page_size)

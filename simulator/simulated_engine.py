@@ -1,0 +1,356 @@
+"""`SimulatedEngine`: one replica: the product's `Scheduler`, a cost model instead of a device, a virtual clock.
+
+It does what the event loop of the server does: take messages, plan, run the step, settle. A step's tokens are made up:
+filler, and the end-of-sequence token when a request has as many as the workload says; so the scheduler knows no more
+about lengths than in a server. What is per request costs Python; what is per token is done in arrays by pool row.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..runtime.config import CacheConfig, SchedulerConfig
+from ..runtime.errors import EngineError
+from ..runtime.feasibility import Capacity
+from ..runtime.messages import AbortRequest, BatchTokenOutput, GenerateRequest
+from ..runtime.sampling_params import SamplingParams
+from ..runtime.step_plan import ForwardMode, StepResult
+from ..scheduler.batch import ScheduleBatch
+from ..scheduler.decision_log import DecisionLog
+from ..scheduler.req import Req, ReqStatus
+from ..scheduler.scheduler import Scheduler
+from .cost_model import CostModel, StepWork
+from .padding import NoPadding, Padding, StaticPadding
+from .recorder import Recorder
+from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES, SimRequest
+
+KEPT_RECORDS: Final = 64
+"""Of the decision log: nobody asks a simulated server why."""
+
+_MAX_IDLE_PASSES: Final = 100
+
+
+class SimulationError(EngineError):
+    """The scheduler has work and makes no progress; a bug, with what it says about itself."""
+
+
+class ReplicaSettings(NamedTuple):
+    """What a replica is made of.
+
+    Attributes:
+        scheduler, cache: resolved.
+        capacity: of its device.
+        eos_token_ids: tokens that end an output.
+    """
+
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    capacity: Capacity
+    eos_token_ids: frozenset[int] = frozenset({EOS_TOKEN})
+
+
+class LiveRequest:
+    """A request on its way.
+
+    Attributes:
+        request: what was asked.
+        start_s: when its prompt was begun for the first time; NaN before.
+        first_s: when its first token came; NaN before.
+        last_s: when its newest token came, while it has no row.
+        row: its row, or the one it had last; -1 before.
+        prefilled: its KV came from another replica, with the first token.
+    """
+
+    __slots__ = ("first_s", "last_s", "prefilled", "request", "row", "start_s")
+
+    def __init__(self, request: SimRequest) -> None:
+        self.request = request
+        self.start_s = self.first_s = self.last_s = math.nan
+        self.row = -1
+        self.prefilled = False
+
+
+class SimulatedEngine:
+    """One replica. See the module.
+
+    Attributes:
+        num_outstanding: requests that are queued or run here.
+        scheduler: the product's.
+    """
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        cost: CostModel,
+        recorder: Recorder,
+        *,
+        hand_over: Callable[[LiveRequest, float], None] | None = None,
+    ) -> None:
+        """Make an idle replica.
+
+        Args:
+            hand_over: takes each request once it has its first token, and another replica goes on with it.
+        """
+        self._settings = settings
+        self._cost = cost
+        self._recorder = recorder
+        self._hand_over = hand_over
+        self._padding: Padding = (
+            StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
+        )
+        self.scheduler = Scheduler(
+            settings.scheduler, settings.cache, settings.capacity, settings.eos_token_ids
+        )
+        self.scheduler.decisions = DecisionLog(KEPT_RECORDS)
+        num_rows = settings.capacity.max_running_requests
+        self._live: dict[str, LiveRequest] = {}
+        self._owners: list[LiveRequest | None] = [None] * num_rows
+        self._remaining: npt.NDArray[np.int32] = np.zeros(num_rows, dtype=np.int32)
+        self._last_s = np.zeros(num_rows)
+        self._inbox: list[GenerateRequest | AbortRequest] = []
+        self._in_flight: ScheduleBatch | None = None
+        self._in_flight_s = 0.0
+        self._eos_token = min(settings.eos_token_ids, default=EOS_TOKEN)
+        self._knows_outputs = False
+        self._num_idle = 0
+        self.num_outstanding = 0
+
+    # ------------------------------------------------------------ input
+
+    def submit(self, live: LiveRequest) -> None:
+        """A request has come; the scheduler hears of it at the next `advance`."""
+        request = live.request
+        input_ids, limit = request.input_ids, request.max_new_tokens
+        if live.prefilled:
+            input_ids += np.int32(FILLER_TOKEN).tobytes()
+            limit -= 1
+        elif self._hand_over is not None:
+            limit = 1
+        self._live[request.rid] = live
+        self._knows_outputs = self._knows_outputs or bool(request.output_ids)
+        self.num_outstanding += 1
+        self._inbox.append(
+            GenerateRequest(
+                request.rid,
+                input_ids,
+                _sampling(limit),
+                request.arrival_s,
+                request.priority,
+                request.extra_key,
+                request.tenant,
+            )
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is in flight."""
+        return self._in_flight is not None
+
+    # ------------------------------------------------------------ the loop
+
+    def advance(self, now_s: float) -> float | None:
+        """Settle the step that ends now, take messages, plan the next step.
+
+        Returns:
+            When to call again; None: not before there is a new request.
+        """
+        scheduler = self.scheduler
+        if self._in_flight is not None:
+            self._settle(self._in_flight, now_s)
+            self._in_flight = None
+        if self._inbox:
+            for message in self._inbox:
+                scheduler.handle(message, now_s)
+            self._inbox = []
+        while (batch := scheduler.next_batch(now_s)) is not None and _costs_nothing(batch):
+            scheduler.settle(batch, StepResult(batch.plan.step_id), now_s)
+        for output in scheduler.take_outputs():  # refusals, and requests that ended while planning
+            if isinstance(output, BatchTokenOutput):
+                for row in output.outputs:
+                    if row.finish is not None:
+                        self._fail(row.rid, row.finish.message or row.finish.kind, now_s)
+        if batch is None:
+            return self._idle(now_s)
+        self._num_idle = 0
+        step_s = self._launch(batch)
+        self._in_flight, self._in_flight_s = batch, step_s
+        return now_s + step_s
+
+    def _idle(self, now_s: float) -> float | None:
+        """Nothing to run now; returns when there may be, None if a message must come first."""
+        scheduler = self.scheduler
+        scheduler.on_idle()
+        if not scheduler.num_unfinished:
+            return None
+        wake_s = scheduler.wake_s()
+        if wake_s is not None and wake_s > now_s:
+            return wake_s
+        self._num_idle += 1  # `on_idle` repairs what it can after some passes
+        if self._num_idle > _MAX_IDLE_PASSES:
+            raise SimulationError(
+                f"{scheduler.num_unfinished} requests wait at {now_s:.3f} s and no step comes of it; "
+                f"last decisions: {' | '.join(scheduler.decisions.last.lines())}"
+            )
+        return now_s
+
+    # ------------------------------------------------------------ a step
+
+    def _launch(self, batch: ScheduleBatch) -> float:
+        """Note who got a row, and what the step costs; returns its seconds."""
+        plan = batch.plan
+        owners = self._owners
+        for new in plan.new_reqs:  # a row may have been taken from one that comes back later
+            if (owner := owners[new.row]) is not None:
+                owner.last_s = float(self._last_s[new.row])
+                owners[new.row] = None
+        num_transferred = 0
+        for new in plan.new_reqs:
+            live = self._live[new.rid]
+            done = len(new.input_ids) // TOKEN_ID_BYTES - new.prompt_len
+            if live.row >= 0 and owners[live.row] is live:  # its old row is still its own
+                live.last_s = float(self._last_s[live.row])
+                owners[live.row] = None
+            live.row = new.row
+            owners[new.row] = live
+            self._remaining[new.row] = live.request.output_len - done - live.prefilled
+            self._last_s[new.row] = live.last_s
+            num_transferred += live.prefilled and not done
+        work = self._work(batch, num_transferred > 0)
+        padded = self._padding.pad(batch, work)
+        step_s = self._cost.step_s(padded.work)
+        capacity = self._settings.capacity
+        pages = self.scheduler.decisions.last.pages
+        tokens = padded.work.prefill_tokens + padded.work.decode_rows
+        kv_use = (pages.held + pages.locked) / capacity.num_pages
+        self._recorder.step(step_s, tokens, padded.padded_tokens, kv_use)
+        return step_s
+
+    def _work(self, batch: ScheduleBatch, has_transferred: bool) -> StepWork:
+        plan, end, num_extends = batch.plan, batch.end, batch.num_extends
+        swapped = len(plan.swap_outs) + len(plan.swap_ins)
+        if swapped:
+            swapped = swapped // (2 * TOKEN_ID_BYTES) * self._settings.capacity.page_size
+        if not num_extends:
+            return StepWork(0, 0.0, len(end), int(end.sum()), len(end), swapped)
+        ends = end[:num_extends].astype(np.int64)
+        starts = np.frombuffer(plan.num_computed_tokens, dtype=np.int32)[:num_extends].astype(np.int64)
+        if has_transferred:  # their KV is there already: they cost what a decode costs
+            for idx in range(num_extends):
+                owner = self._owners[batch.rows[idx]]
+                if owner is not None and owner.prefilled and batch.reqs[idx].num_retractions == 0:
+                    starts[idx] = ends[idx] - 1
+        lengths = ends - starts
+        pairs = lengths * starts + lengths * (lengths + 1) / 2
+        num_decodes = len(end) - num_extends
+        kv_tokens = int(end[num_extends:].sum()) + int(starts.sum())
+        return StepWork(
+            int(lengths.sum()), float(pairs.sum()), num_decodes, kv_tokens, len(batch.sampled), swapped
+        )
+
+    def _settle(self, batch: ScheduleBatch, now_s: float) -> None:
+        """Make up the tokens of a step, and note who got the first and who the last."""
+        rows = batch.rows[batch.sampled] if batch.num_extends else batch.rows
+        remaining = self._remaining[rows] - np.int32(1)
+        self._remaining[rows] = remaining
+        ended = remaining == 0
+        has_ended = ended.any()
+        if self._knows_outputs:
+            token_ids = self._known_tokens(batch, rows)
+        elif has_ended:
+            token_ids = np.where(ended, np.int32(self._eos_token), np.int32(FILLER_TOKEN))
+        else:
+            token_ids = np.full(len(rows), FILLER_TOKEN, dtype=np.int32)
+        leaving = (
+            [batch.reqs[batch.sampled[idx]] for idx in np.flatnonzero(ended).tolist()] if has_ended else []
+        )
+        owners = [self._owners[req.row] for req in leaving]
+        result = StepResult(batch.plan.step_id, token_ids.tobytes(), forward_s=self._in_flight_s)
+        self.scheduler.settle(batch, result, now_s)
+        self.scheduler.take_outputs()  # what they say is known here already
+        self._note_gaps(batch, rows, now_s)
+        for req, owner in zip(leaving, owners, strict=True):
+            assert owner is not None
+            self._leave(req, owner, now_s)
+
+    def _known_tokens(self, batch: ScheduleBatch, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The tokens of requests whose answers were recorded, filler for the others."""
+        token_ids = np.full(len(rows), FILLER_TOKEN, dtype=np.int32)
+        for idx, (row, left) in enumerate(zip(rows.tolist(), self._remaining[rows].tolist(), strict=True)):
+            owner = self._owners[row]
+            assert owner is not None
+            request = owner.request
+            if request.output_ids:
+                position = request.output_len - 1 - left
+                token_ids[idx] = np.frombuffer(request.output_ids, dtype=np.int32, count=position + 1)[-1]
+            elif left == 0:
+                token_ids[idx] = self._eos_token
+        return token_ids
+
+    def _note_gaps(self, batch: ScheduleBatch, rows: npt.NDArray[np.int32], now_s: float) -> None:
+        last_s = self._last_s
+        num_extends = batch.num_extends
+        if num_extends:
+            num_finished_prompts = int(np.searchsorted(batch.sampled, num_extends))
+            for idx in range(num_finished_prompts):
+                owner = self._owners[rows[idx]]
+                assert owner is not None
+                if math.isnan(owner.first_s):
+                    owner.first_s = now_s
+                    last_s[rows[idx]] = now_s
+                    continue
+                self._recorder.gaps.add(np.array([now_s - last_s[rows[idx]]]))  # again after a retraction
+                last_s[rows[idx]] = now_s
+            rows = rows[num_finished_prompts:]
+        if len(rows):
+            self._recorder.gaps.add(now_s - last_s[rows])
+            last_s[rows] = now_s
+
+    # ------------------------------------------------------------ ends
+
+    def _leave(self, req: Req, live: LiveRequest, now_s: float) -> None:
+        """A request got the last token that it gets here."""
+        assert req.status is ReqStatus.FINISHED, f"{req} should have ended with its last token"
+        request, recorder = live.request, self._recorder
+        del self._live[request.rid]
+        self._owners[live.row] = None
+        live.row = -1
+        self.num_outstanding -= 1
+        if math.isnan(live.start_s):
+            live.start_s = req.entered_s[ReqStatus.PREFILL]
+        recorder.retractions += req.num_retractions
+        if not live.prefilled:
+            recorder.prompt_tokens += req.prompt_len
+            recorder.cached_tokens += req.cached_tokens
+        if self._hand_over is not None and request.output_len > 1:
+            live.last_s = now_s
+            self._hand_over(live, now_s)
+            return
+        recorder.answered(
+            arrival_s=request.arrival_s,
+            start_s=live.start_s,
+            first_s=live.first_s,
+            end_s=now_s,
+            output_len=request.output_len,
+        )
+
+    def _fail(self, rid: str, message: str, now_s: float) -> None:
+        live = self._live.pop(rid)
+        if live.row >= 0 and self._owners[live.row] is live:
+            self._owners[live.row] = None
+        self.num_outstanding -= 1
+        self._recorder.failed(message, now_s)
+
+
+def _costs_nothing(batch: ScheduleBatch) -> bool:
+    return batch.plan.mode is ForwardMode.IDLE and not batch.plan.swap_outs
+
+
+@functools.cache
+def _sampling(max_new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, seed=1)
