@@ -1,0 +1,1 @@
+"""`engine trace`: a decision log as a page to look at, or for Perfetto."""

@@ -1,0 +1,300 @@
+"""`write_page`: a `Timeline` as one HTML file that needs nothing else: no network, no server, no other file.
+
+Ids, tenants and messages come from clients. They are on the page as JSON only, in which no markup can begin, and the
+script puts them there as text; the page's policy lets nothing run but that one script.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import html
+import importlib.resources
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from ...runtime.messages import FinishKind
+from ...runtime.step_plan import ForwardMode
+from ...scheduler.cache_miss import MissKind
+from ...scheduler.verdict import Reason
+from .story import PassTable, RequestStory, Timeline
+
+MAX_PASSES: Final = 120_000
+MAX_REQUESTS: Final = 20_000
+MAX_SPANS: Final = 250_000
+MAX_MARKS: Final = 30_000
+"""With all four reached a page has about 14 MB, which a browser opens in a second or two."""
+
+MAX_TEXT_LEN: Final = 300
+_INT32_MAX: Final = 2**31 - 1
+
+WAIT_GROUPS: Final = {
+    "memory": (Reason.NO_KV, Reason.RETRACTING),
+    "compute": (
+        Reason.CHUNK_BUDGET,
+        Reason.INPUT_BUDGET,
+        Reason.PARTIAL_LIMIT,
+        Reason.LONG_PARTIAL_LIMIT,
+        Reason.DECODES_FIRST,
+    ),
+    "shared": (
+        Reason.PREFIX_COMING,
+        Reason.SIBLING_PREFILLS,
+        Reason.LORA_LIMIT,
+        Reason.GRAMMAR_PENDING,
+    ),
+}
+"""Colour of a wait; every other reason is "queue": somebody else's turn, or no place."""
+
+
+class Origin(NamedTuple):
+    """Where a timeline came from, for the head of the page.
+
+    Attributes:
+        name: of the file.
+        run, num_runs: which run of it, from 1.
+        started_s: seconds since 1970; 0 if not known.
+        model, device: may be "".
+        page_size: tokens of a KV page; 0 if not known.
+        damage: what could not be read; "" if nothing.
+    """
+
+    name: str
+    run: int = 1
+    num_runs: int = 1
+    started_s: float = 0.0
+    model: str = ""
+    device: str = ""
+    page_size: int = 0
+    damage: str = ""
+
+
+def render_page(timeline: Timeline, origin: Origin) -> str:
+    """The file's text. A log that is too large for a browser is cut or drawn coarser, and the page says so."""
+    style, script = _resource("page.css"), _resource("page.js")
+    csp = (
+        f"default-src 'none'; script-src {_csp_hash(script)}; style-src {_csp_hash(style)}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    parts = {
+        "csp": csp,
+        "title": html.escape(f"Scheduler trace · {origin.name}"),
+        "style": style,
+        "script": script,
+        "data": encode_json(page_data(timeline, origin)),
+    }
+    # In one pass: what is put in may contain what looks like another place to fill.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
+
+
+def encode_json(value: object) -> str:
+    """JSON that may stand in a script element: no `<`, so neither `</script>` nor a comment can begin in it."""
+    text = msgspec.json.encode(value).decode()
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def page_data(timeline: Timeline, origin: Origin) -> dict[str, Any]:
+    """What the script of the page reads; see `page.js` for the other side."""
+    timeline, left_out = _fitted(timeline)
+    reasons = list(Reason)
+    return {
+        "source": _source(origin),
+        "pageSize": origin.page_size,
+        "leftOut": " ".join(filter(None, [timeline.left_out, *left_out, origin.damage])),
+        "reasons": [[reason.name, reason.text, wait_group(reason)] for reason in reasons],
+        "misses": [kind.text for kind in MissKind],
+        "finishes": [kind.value for kind in FinishKind],
+        "modes": [mode.name for mode in ForwardMode],
+        "passes": _pass_data(timeline.passes, timeline.origin_s),
+        "requests": _request_data(timeline.requests, timeline.origin_s),
+    }
+
+
+def wait_group(reason: Reason) -> str:
+    """The colour of a wait for this reason."""
+    return next((group for group, members in WAIT_GROUPS.items() if reason in members), "queue")
+
+
+def _fitted(timeline: Timeline) -> tuple[Timeline, list[str]]:
+    """As much as a page can hold, and what that cost, in words."""
+    left_out = []
+    num_passes, num_requests = len(timeline.passes), len(timeline.requests)
+    if num_passes > MAX_PASSES:
+        timeline = timeline.part(num_passes - MAX_PASSES, num_passes)
+        left_out.append(
+            f"Only the last {MAX_PASSES:,} of {num_passes:,} passes are here; --from and --to choose others."
+        )
+    if len(timeline.requests) > MAX_REQUESTS:
+        timeline = timeline._replace(requests=timeline.requests[-MAX_REQUESTS:])
+        left_out.append(
+            f"Only the last {MAX_REQUESTS:,} of {num_requests:,} requests are here; --from and --to choose others."
+        )
+    timeline = timeline.coarsened(MAX_SPANS)
+    if timeline.resolution > 1:
+        left_out.append(
+            f"Neighbouring waits of fewer than {timeline.resolution:,} passes are drawn as one, in the colour of the "
+            "longest; --from and --to, or --request, show each."
+        )
+    num_marks = sum(len(story.marks) for story in timeline.requests)
+    if num_marks > MAX_MARKS:
+        left_out.append(f"Only {MAX_MARKS:,} of {num_marks:,} retractions and swaps are marked.")
+    return timeline, left_out
+
+
+def _source(origin: Origin) -> str:
+    parts = [origin.name]
+    if origin.num_runs > 1:
+        parts.append(f"run {origin.run} of {origin.num_runs}")
+    if origin.started_s:
+        started = datetime.datetime.fromtimestamp(origin.started_s, datetime.UTC)
+        parts.append(f"started {started:%Y-%m-%d %H:%M:%S} UTC")
+    parts += [text for text in (origin.model, origin.device) if text]
+    return " · ".join(part[:MAX_TEXT_LEN] for part in parts)
+
+
+# ---------------------------------------------------------------- columns
+
+
+def _pass_data(passes: PassTable, origin_s: float) -> dict[str, Any]:
+    """Columns of integers as differences, which are short; what seldom changes as runs."""
+    policies = sorted(set(passes.policies))
+    policy_idx = {name: idx for idx, name in enumerate(policies)}
+    modes, reasons = list(ForwardMode), {reason: idx for idx, reason in enumerate(Reason)}
+    starts = [_micros(start_s - origin_s) for start_s in passes.start_s]
+    return {
+        "start": _deltas(starts),
+        "length": [
+            max(_micros(end_s - start_s), 0)
+            for start_s, end_s in zip(passes.start_s, passes.end_s, strict=True)
+        ],
+        "stepId": _deltas(passes.step_ids),
+        "stepTime": [_micros(step_s) for step_s in passes.step_s],
+        "waiting": _deltas(passes.num_waiting),
+        "running": _deltas(passes.num_running),
+        "decodes": _deltas(passes.num_decodes),
+        "prefill": _deltas(passes.prefill_tokens),
+        "evicted": _deltas(passes.evicted_pages),
+        "free": _deltas(passes.free_pages),
+        "evictable": _deltas(passes.evictable_pages),
+        "locked": _deltas(passes.locked_pages),
+        "held": _deltas(passes.held_pages),
+        "kvBefore": _deltas(_int32(passes.kv_before)),
+        "kvAfter": _deltas(_int32(passes.kv_after)),
+        "stepBefore": _deltas(_int32(passes.step_before)),
+        "stepAfter": _deltas(_int32(passes.step_after)),
+        "rest": _deltas(passes.num_rest),
+        "restReason": _runs(-1 if reason is None else reasons[reason] for reason in passes.rest_reasons),
+        "mode": _runs(modes.index(mode) for mode in passes.modes),
+        "policy": _runs(policy_idx[name] for name in passes.policies),
+        "policies": policies,
+        "notes": [[idx, [_text(note) for note in notes]] for idx, notes in passes.notes.items()],
+    }
+
+
+def _request_data(stories: list[RequestStory], origin_s: float) -> dict[str, Any]:
+    finishes = {kind: idx for idx, kind in enumerate(FinishKind)}
+    misses = {kind: idx for idx, kind in enumerate(MissKind)}
+    reasons = {reason: idx for idx, reason in enumerate(Reason)}
+    marks = [
+        [idx, mark.kind, mark.pass_idx, mark.text]
+        for idx, story in enumerate(stories)
+        for mark in story.marks
+    ]
+    return {
+        "rid": [_text(story.rid) for story in stories],
+        "prompt": [story.prompt_len for story in stories],
+        "maxNew": [story.max_new_tokens for story in stories],
+        "priority": [story.priority for story in stories],
+        "tenant": {idx: _text(story.tenant) for idx, story in enumerate(stories) if story.tenant},
+        "group": {idx: _text(story.group) for idx, story in enumerate(stories) if story.group},
+        "arrived": [
+            None if story.arrived_s is None else _micros(story.arrived_s - origin_s) for story in stories
+        ],
+        "finished": [
+            None if story.finished_s is None else _micros(story.finished_s - origin_s) for story in stories
+        ],
+        "finish": [-1 if story.finish is None else finishes[story.finish] for story in stories],
+        "output": [story.output_len for story in stories],
+        "message": {idx: _text(story.message) for idx, story in enumerate(stories) if story.message},
+        "numSpans": [len(story.spans) for story in stories],
+        "spans": list(_span_numbers(stories, reasons)),
+        "marks": marks[:MAX_MARKS],
+        "looks": [
+            [idx, look.prompt_len, look.prefix_len, misses[look.kind], look.differs_at]
+            for idx, story in enumerate(stories)
+            for look in story.cache_looks
+        ],
+    }
+
+
+def _span_numbers(stories: list[RequestStory], reasons: dict[Reason, int]) -> Iterator[int]:
+    """Spans one behind the other: kind | host << 2 | verdict << 3, passes since the last, passes - 1, and a verdict."""
+    for story in stories:
+        position = 0
+        for span in story.spans:
+            has_verdict = span.num_verdicts > 0
+            yield span.kind | span.on_host << 2 | has_verdict << 3
+            yield span.first - position
+            yield span.last - span.first
+            position = span.last + 1
+            if has_verdict:
+                yield -1 if span.reason is None else reasons[span.reason]
+                yield span.num_verdicts
+                yield span.num_reasons
+                yield from _int32(
+                    (
+                        span.prefix_len,
+                        span.extend_len,
+                        span.output_len,
+                        span.need,
+                        span.have,
+                        span.first_have,
+                    )
+                )
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _int32(values: Iterable[int]) -> list[int]:
+    """Cut to what the page's arrays hold; the budgets that nobody limits are larger."""
+    return [min(max(value, -_INT32_MAX), _INT32_MAX) for value in values]
+
+
+def _deltas(values: Iterable[int]) -> list[int]:
+    result, previous = [], 0
+    for value in values:
+        result.append(value - previous)
+        previous = value
+    return result
+
+
+def _runs(values: Iterable[int]) -> list[int]:
+    """Value, count, value, count, ..."""
+    result: list[int] = []
+    for value in values:
+        if result and result[-2] == value:
+            result[-1] += 1
+        else:
+            result += (value, 1)
+    return result
+
+
+def _text(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_LEN else f"{text[: MAX_TEXT_LEN - 1]}…"
+
+
+# ---------------------------------------------------------------- resources
+
+
+def _resource(name: str) -> str:
+    return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _csp_hash(source: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -1,0 +1,298 @@
+"""`Timeline`: what a decision log says, told per request and per pass. Pure values; `timeline.py` makes them.
+
+Passes are numbered from 0 in the order of the log. A `Span` covers whole passes, both ends included, so that requests
+and the figures of passes share one axis; `PassTable` turns passes into seconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ...runtime.messages import FinishKind
+from ...runtime.step_plan import ForwardMode
+from ...scheduler.cache_miss import CacheMiss
+from ...scheduler.verdict import Reason
+
+
+class SpanKind(enum.IntEnum):
+    """What a request did over some passes. The numbers are in the page's data."""
+
+    WAIT = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+class Span(msgspec.Struct, gc=False):
+    """A request did one thing in the passes `first` to `last`.
+
+    Attributes:
+        kind: what.
+        reason: of the verdict. None for decodes, and for waits without one of their own: their passes gave one to
+            all that they did not look at, `PassTable.rest_reasons`.
+        on_host: WAIT only: its KV memory is on the host.
+        num_verdicts: how many were summed up in this span; 0 where it had none of its own.
+        num_reasons: how many different waits were drawn together by `coarsen`; else 1.
+        prefix_len, extend_len, output_len, need, have: the arithmetic of the last verdict; `extend_len` of PREFILL is
+            the sum of its chunks.
+        first_have: the `have` of the first verdict.
+    """
+
+    kind: SpanKind
+    first: int
+    last: int
+    reason: Reason | None = None
+    on_host: bool = False
+    num_verdicts: int = 0
+    num_reasons: int = 1
+    prefix_len: int = 0
+    extend_len: int = 0
+    output_len: int = 0
+    need: int = 0
+    have: int = 0
+    first_have: int = 0
+
+    @property
+    def num_passes(self) -> int:
+        """Its length."""
+        return self.last - self.first + 1
+
+
+class MarkKind(enum.IntEnum):
+    """Something that happened to a request at one moment. The numbers are in the page's data."""
+
+    RETRACTED = 0
+    SWAPPED_OUT = 1
+    SWAPPED_IN = 2
+
+
+class Mark(NamedTuple):
+    """See `MarkKind`; `text` says it to people."""
+
+    kind: MarkKind
+    pass_idx: int
+    text: str
+
+
+class RequestStory(msgspec.Struct):
+    """One request from arrival to answer.
+
+    Attributes:
+        rid, prompt_len, max_new_tokens, priority, tenant, group: as it arrived; -1 for lengths that the log lacks.
+        arrived_s: None when it came before the log began.
+        spans, marks: in order of time.
+        cache_looks: one for each admission.
+        finish: how it ended; None if it had not when the log did.
+        finished_s: when; None likewise.
+        output_len: tokens it was given.
+        message: what its client was told, for errors and aborts.
+    """
+
+    rid: str
+    prompt_len: int = -1
+    max_new_tokens: int = -1
+    priority: int = 0
+    tenant: str = ""
+    group: str = ""
+    arrived_s: float | None = None
+    spans: list[Span] = msgspec.field(default_factory=list)
+    marks: list[Mark] = msgspec.field(default_factory=list)
+    cache_looks: list[CacheMiss] = msgspec.field(default_factory=list)
+    finish: FinishKind | None = None
+    finished_s: float | None = None
+    output_len: int = 0
+    message: str = ""
+
+    @property
+    def cached_len(self) -> int:
+        """Prompt tokens that the prefix cache had at the first admission."""
+        return self.cache_looks[0].prefix_len if self.cache_looks else 0
+
+
+class PassTable:
+    """The figures of passes, one column each; all of the same length.
+
+    Attributes:
+        start_s: when the pass was made.
+        end_s: when its step was done, or the next pass began, whichever was first.
+        step_ids, modes: of the plan; 0 and IDLE without one.
+        num_waiting, num_running, num_decodes: requests.
+        prefill_tokens: computed of prompts in the step.
+        step_s: seconds the runner needed; 0 where the log does not say.
+        evicted_pages, free_pages, evictable_pages, locked_pages, held_pages: of the KV pool.
+        kv_before, kv_after: tokens of KV memory that might be promised before and after admission; -1 if not tried.
+        step_before, step_after: prompt tokens that the step might compute, before and after; -1 likewise.
+        rest_reasons, num_rest: the reason shared by those who were not looked at, and how many they were.
+        policies: name of the policy.
+        notes: pass -> what else was decided.
+    """
+
+    COLUMNS: Final = (
+        "start_s",
+        "end_s",
+        "step_ids",
+        "modes",
+        "num_waiting",
+        "num_running",
+        "num_decodes",
+        "prefill_tokens",
+        "step_s",
+        "evicted_pages",
+        "free_pages",
+        "evictable_pages",
+        "locked_pages",
+        "held_pages",
+        "kv_before",
+        "kv_after",
+        "step_before",
+        "step_after",
+        "rest_reasons",
+        "num_rest",
+        "policies",
+    )
+    __slots__ = (*COLUMNS, "notes")
+
+    def __init__(self) -> None:
+        self.start_s: list[float] = []
+        self.end_s: list[float] = []
+        self.step_ids: list[int] = []
+        self.modes: list[ForwardMode] = []
+        self.num_waiting: list[int] = []
+        self.num_running: list[int] = []
+        self.num_decodes: list[int] = []
+        self.prefill_tokens: list[int] = []
+        self.step_s: list[float] = []
+        self.evicted_pages: list[int] = []
+        self.free_pages: list[int] = []
+        self.evictable_pages: list[int] = []
+        self.locked_pages: list[int] = []
+        self.held_pages: list[int] = []
+        self.kv_before: list[int] = []
+        self.kv_after: list[int] = []
+        self.step_before: list[int] = []
+        self.step_after: list[int] = []
+        self.rest_reasons: list[Reason | None] = []
+        self.num_rest: list[int] = []
+        self.policies: list[str] = []
+        self.notes: dict[int, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self.start_s)
+
+    def part(self, start: int, stop: int) -> PassTable:
+        """The passes `start` to `stop` - 1, numbered from 0."""
+        result = PassTable()
+        for name in self.COLUMNS:
+            setattr(result, name, getattr(self, name)[start:stop])
+        result.notes = {idx - start: notes for idx, notes in self.notes.items() if start <= idx < stop}
+        return result
+
+
+class Timeline(NamedTuple):
+    """A run of the scheduler, or a part of it.
+
+    Attributes:
+        passes: at least one.
+        requests: in order of arrival.
+        origin_s: second 0 of the axis, on the clock of the log.
+        resolution: shorter waits than so many passes were drawn together; 1 if none were.
+        left_out: in words, what is not here because there was too much of it; "" if nothing.
+    """
+
+    passes: PassTable
+    requests: list[RequestStory]
+    origin_s: float
+    resolution: int = 1
+    left_out: str = ""
+
+    def window(self, from_s: float | None = None, to_s: float | None = None) -> Timeline:
+        """The passes that begin in this part of the axis, and the requests that were there then."""
+        begins = self.passes.start_s
+        start = 0 if from_s is None else bisect.bisect_left(begins, self.origin_s + from_s)
+        stop = len(begins) if to_s is None else bisect.bisect_right(begins, self.origin_s + to_s)
+        return self.part(start, stop)
+
+    def part(self, start: int, stop: int) -> Timeline:
+        """The passes `start` to `stop` - 1, numbered from 0, and the requests that were there then."""
+        if (start, stop) == (0, len(self.passes)):
+            return self
+        requests = [part for story in self.requests if (part := _clip(story, start, stop - 1)) is not None]
+        return self._replace(passes=self.passes.part(start, stop), requests=requests)
+
+    def only(self, rids: Collection[str]) -> Timeline:
+        """The same passes with these requests alone."""
+        return self._replace(requests=[story for story in self.requests if story.rid in rids])
+
+    @property
+    def extent_s(self) -> tuple[float, float]:
+        """When the first and the last pass were made, on the clock of the log."""
+        return self.passes.start_s[0], self.passes.start_s[-1]
+
+    def coarsened(self, max_spans: int) -> Timeline:
+        """The same with at most about so many spans: short neighbours are drawn together until they are few enough."""
+        resolution, requests = self.resolution, self.requests
+        while sum(len(story.spans) for story in requests) > max_spans and resolution < len(self.passes):
+            resolution *= 2
+            requests = [
+                msgspec.structs.replace(story, spans=coarsen(story.spans, resolution)) for story in requests
+            ]
+        return self._replace(resolution=resolution, requests=requests)
+
+
+def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
+    """Draw short neighbours together: waits of fewer than `resolution` passes, and chunks at most so far apart.
+
+    The longest of several waits gives the reason; its arithmetic is kept with it.
+    """
+    result: list[Span] = []
+    longest = 0  # of the waits that make up the last span
+    for span in spans:
+        last = result[-1] if result else None
+        near = last is not None and span.kind is last.kind and span.first - last.last <= resolution
+        if last is None or not near or span.kind is SpanKind.DECODE or span.on_host != last.on_host:
+            result.append(span)
+            longest = span.num_passes
+        elif span.kind is SpanKind.PREFILL:
+            result[-1] = msgspec.structs.replace(
+                span,
+                first=last.first,
+                num_verdicts=last.num_verdicts + span.num_verdicts,
+                prefix_len=last.prefix_len,
+                extend_len=last.extend_len + span.extend_len,
+                first_have=last.first_have,
+            )
+        elif min(longest, span.num_passes) < resolution:
+            kept = span if span.num_passes > longest else last
+            result[-1] = msgspec.structs.replace(
+                kept,
+                first=last.first,
+                last=span.last,
+                num_verdicts=last.num_verdicts + span.num_verdicts,
+                num_reasons=last.num_reasons + span.num_reasons,
+            )
+            longest = max(longest, span.num_passes)
+        else:
+            result.append(span)
+            longest = span.num_passes
+    return result
+
+
+def _clip(story: RequestStory, first: int, last: int) -> RequestStory | None:
+    """What a request did in these passes, numbered from `first`; None if it was not there."""
+    spans = [
+        msgspec.structs.replace(span, first=max(span.first, first) - first, last=min(span.last, last) - first)
+        for span in story.spans
+        if span.first <= last and span.last >= first
+    ]
+    if not spans:
+        return None
+    marks = [
+        mark._replace(pass_idx=mark.pass_idx - first)
+        for mark in story.marks
+        if first <= mark.pass_idx <= last
+    ]
+    return msgspec.structs.replace(story, spans=spans, marks=marks)

@@ -1,0 +1,290 @@
+"""`TimelineBuilder`: reads the records of a decision log, one by one, and makes a `Timeline` of them.
+
+A pass costs as many operations as it has verdicts of its own, however many requests wait: those who share the reason
+of the rest are looked at again only when something happens to them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Final
+
+from ...runtime.errors import EngineError
+from ...scheduler.decision_log import Arrived, DecisionRecord, Left, PassRecord, Retraction, Settled
+from ...scheduler.verdict import AddReqResult, Reason, Verdict
+from .story import Mark, MarkKind, PassTable, RequestStory, Span, SpanKind, Timeline, coarsen
+
+MAX_SPANS: Final = 1_000_000
+"""When there are more, short ones are drawn together; a span takes about 150 bytes."""
+
+
+class EmptyLogError(EngineError):
+    """A log without a single pass."""
+
+
+class _Phase(enum.Enum):
+    WAIT = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+
+
+class _Track:
+    """A request that has not been answered: its story, and what it has been doing since pass `since`."""
+
+    __slots__ = ("on_host", "phase", "since", "story")
+
+    def __init__(self, story: RequestStory, phase: _Phase, since: int) -> None:
+        self.story = story
+        self.phase = phase
+        self.since = since
+        self.on_host = False
+
+
+class TimelineBuilder:
+    """See the module. `add` the records in order, then `build` once."""
+
+    def __init__(self, *, origin_s: float | None = None, max_spans: int = MAX_SPANS) -> None:
+        """Begin; `origin_s` is second 0 of the axis, by default the time of the first record."""
+        self._origin_s = origin_s
+        self._max_spans = max_spans
+        self._passes = PassTable()
+        self._settled_s: list[float] = []  # per pass; 0 until its step is settled
+        self._requests: list[RequestStory] = []
+        self._tracks: dict[str, _Track] = {}
+        self._pass_of_step: dict[int, int] = {}
+        self._num_spans = 0
+        self._resolution = 1
+
+    def add(self, record: DecisionRecord) -> None:
+        """Take the next record."""
+        if self._origin_s is None:
+            self._origin_s = record.now_s
+        match record:
+            case PassRecord():
+                self._add_pass(record)
+            case Settled():
+                self._settle(record)
+            case Arrived():
+                self._arrive(record)
+        if self._num_spans > self._max_spans:
+            self._coarsen()
+
+    def build(self) -> Timeline:
+        """The whole story.
+
+        Raises:
+            EmptyLogError: there was no pass.
+        """
+        num_passes = len(self._passes)
+        if self._origin_s is None or not num_passes:
+            raise EmptyLogError(
+                "the log has no scheduling pass; it was written by a server that had nothing to do"
+            )
+        for track in self._tracks.values():
+            self._close(track, num_passes - 1)
+        self._set_ends()
+        return Timeline(self._passes, self._requests, self._origin_s, self._resolution)
+
+    # ------------------------------------------------------------ records
+
+    def _arrive(self, record: Arrived) -> None:
+        track = self._new_track(record.rid, _Phase.WAIT, len(self._passes))
+        story = track.story
+        story.arrived_s = record.now_s
+        story.prompt_len, story.max_new_tokens = record.prompt_len, record.max_new_tokens
+        story.priority, story.tenant, story.group = record.priority, record.tenant, record.group
+
+    def _add_pass(self, record: PassRecord) -> None:
+        idx = len(self._passes)
+        for retraction in record.retractions:  # first: who loses its place waits in this very pass
+            self._retract(retraction, idx)
+        prefill_tokens = 0
+        for verdict in record.continued:
+            prefill_tokens += self._continue(verdict, idx)
+        for verdict in record.verdicts:
+            prefill_tokens += self._judge(verdict, idx)
+        for look in record.cache_misses:
+            track = self._tracks.get(look.rid)
+            if track is not None:
+                track.story.cache_looks.append(look)
+        self._append_figures(record, prefill_tokens)
+
+    def _settle(self, record: Settled) -> None:
+        last = len(self._passes) - 1
+        idx = self._pass_of_step.pop(record.step_id, None)
+        if idx is not None:
+            self._settled_s[idx] = record.now_s
+            self._passes.step_s[idx] = record.forward_s
+        for left in record.left:
+            self._leave(left, record.now_s, last if idx is None else idx)
+
+    def _leave(self, left: Left, now_s: float, idx: int) -> None:
+        track = self._tracks.get(left.rid) or self._new_track(left.rid, _Phase.DECODE, 0)
+        # A later step may have been planned before the end was known. Its token counts for nothing, but a wait goes on
+        # to the last pass.
+        self._close(track, idx if track.phase is _Phase.DECODE else len(self._passes) - 1)
+        story = track.story
+        story.finish, story.finished_s = left.kind, now_s
+        story.output_len, story.message = left.output_len, left.message
+        del self._tracks[left.rid]
+
+    # ------------------------------------------------------------ decisions
+
+    def _judge(self, verdict: Verdict, idx: int) -> int:
+        """A waiting request was looked at; returns the tokens that the step computes for it."""
+        track = self._track(verdict.rid, _Phase.WAIT, idx)
+        self._close(track, idx - 1)
+        if verdict.result is not AddReqResult.CONTINUE:
+            self._wait(track, verdict, idx)
+            return 0
+        if verdict.reason is Reason.SWAPPED_IN or track.on_host:
+            text = f"swapped in: {verdict.prefix_len:,} tokens came back from the host"
+            track.story.marks.append(Mark(MarkKind.SWAPPED_IN, idx, text))
+        track.on_host = False
+        return self._compute(track, verdict, idx, is_last=verdict.reason is not Reason.CHUNKED)
+
+    def _continue(self, verdict: Verdict, idx: int) -> int:
+        """A prompt in progress was looked at."""
+        track = self._track(verdict.rid, _Phase.PREFILL, idx)
+        self._close(track, idx - 1)
+        if verdict.result is not AddReqResult.CONTINUE:
+            self._wait(track, verdict, idx)
+            return 0
+        return self._compute(track, verdict, idx, is_last=verdict.extend_len >= verdict.need)
+
+    def _compute(self, track: _Track, verdict: Verdict, idx: int, *, is_last: bool) -> int:
+        if verdict.extend_len or verdict.reason is not Reason.SWAPPED_IN:
+            track.story.spans.append(_span(SpanKind.PREFILL, verdict, idx))
+            self._num_spans += 1
+            track.since = idx + 1
+        else:  # all of it came back from the host: it decodes in this very step
+            track.since = idx
+        track.phase = _Phase.DECODE if is_last else _Phase.PREFILL
+        return verdict.extend_len
+
+    def _wait(self, track: _Track, verdict: Verdict, idx: int) -> None:
+        """Lengthen the wait for the same reason, or begin one."""
+        spans = track.story.spans
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last.kind is SpanKind.WAIT
+            and last.last == idx - 1
+            and last.reason is verdict.reason
+            and last.on_host == track.on_host
+        ):
+            last.last = idx
+            last.num_verdicts += 1
+            last.prefix_len, last.extend_len, last.output_len = verdict[3:6]
+            last.need, last.have = verdict.need, verdict.have
+        else:
+            span = _span(SpanKind.WAIT, verdict, idx)
+            span.on_host = track.on_host
+            spans.append(span)
+            self._num_spans += 1
+        track.since = idx + 1
+
+    def _retract(self, retraction: Retraction, idx: int) -> None:
+        track = self._track(retraction.rid, _Phase.DECODE, 0)
+        self._close(track, idx - 1)
+        swapped = retraction.mode == "swap"
+        words = "swapped out" if swapped else "retracted, to be computed again"
+        text = (
+            f"{words} ({retraction.cause}): {retraction.num_pages:,} pages, "
+            f"{retraction.output_len:,} tokens generated so far"
+        )
+        track.story.marks.append(Mark(MarkKind.SWAPPED_OUT if swapped else MarkKind.RETRACTED, idx, text))
+        track.phase, track.since, track.on_host = _Phase.WAIT, idx, swapped
+
+    # ------------------------------------------------------------ tracks
+
+    def _track(self, rid: str, phase: _Phase, since: int) -> _Track:
+        """The request, which may have come before the log began."""
+        return self._tracks.get(rid) or self._new_track(rid, phase, since)
+
+    def _new_track(self, rid: str, phase: _Phase, since: int) -> _Track:
+        track = self._tracks[rid] = _Track(RequestStory(rid), phase, since)
+        self._requests.append(track.story)
+        return track
+
+    def _close(self, track: _Track, last: int) -> None:
+        """Tell what a request did from `since` to `last`, as far as no verdict has told it."""
+        if track.since > last:
+            return
+        if track.phase is not _Phase.PREFILL:  # a prompt in progress that nobody continued: a gap says it
+            kind = SpanKind.WAIT if track.phase is _Phase.WAIT else SpanKind.DECODE
+            track.story.spans.append(Span(kind, track.since, last, on_host=track.on_host))
+            self._num_spans += 1
+        track.since = last + 1
+
+    def _coarsen(self) -> None:
+        """Draw together what is short, so that memory stays bounded whatever the log."""
+        self._num_spans = 0
+        self._resolution *= 2
+        for story in self._requests:
+            story.spans = coarsen(story.spans, self._resolution)
+            self._num_spans += len(story.spans)
+        # Where that did not help, each request has about as few spans as it can: the next try is far away.
+        self._max_spans = max(self._max_spans, self._num_spans * 3 // 2)
+
+    # ------------------------------------------------------------ figures
+
+    def _append_figures(self, record: PassRecord, prefill_tokens: int) -> None:
+        passes = self._passes
+        if record.step_id:
+            self._pass_of_step[record.step_id] = len(passes)
+        if record.notes:
+            passes.notes[len(passes)] = record.notes
+        passes.start_s.append(record.now_s)
+        passes.step_ids.append(record.step_id)
+        passes.modes.append(record.mode)
+        passes.num_waiting.append(record.num_waiting)
+        passes.num_running.append(record.num_running)
+        passes.num_decodes.append(record.num_decodes)
+        passes.prefill_tokens.append(prefill_tokens)
+        passes.step_s.append(0.0)
+        self._settled_s.append(0.0)
+        passes.evicted_pages.append(record.evicted_pages)
+        free, evictable, locked, held = record.pages
+        passes.free_pages.append(free)
+        passes.evictable_pages.append(evictable)
+        passes.locked_pages.append(locked)
+        passes.held_pages.append(held)
+        before, after = record.budget_before, record.budget_after
+        passes.kv_before.append(-1 if before is None else max(before.rem_total_tokens, 0))
+        passes.kv_after.append(-1 if after is None else max(after.rem_total_tokens, 0))
+        passes.step_before.append(-1 if before is None else max(min(before[2:]), 0))
+        passes.step_after.append(-1 if after is None else max(min(after[2:]), 0))
+        shared = record.rest_reason
+        if shared is None and record.num_grammar:
+            shared = Reason.GRAMMAR_PENDING
+        passes.rest_reasons.append(shared)
+        passes.num_rest.append(record.num_rest + record.num_grammar)
+        passes.policies.append(record.policy)
+
+    def _set_ends(self) -> None:
+        starts = self._passes.start_s
+        for idx, settled_s in enumerate(self._settled_s):
+            next_s = starts[idx + 1] if idx + 1 < len(starts) else 0.0
+            ends = [each for each in (settled_s, next_s) if each >= starts[idx]]
+            self._passes.end_s.append(min(ends) if ends else starts[idx] + self._passes.step_s[idx])
+
+
+def read_timeline(records: Iterable[DecisionRecord], *, origin_s: float | None = None) -> Timeline:
+    """The timeline of some records.
+
+    Raises:
+        EmptyLogError: there is no pass among them.
+    """
+    builder = TimelineBuilder(origin_s=origin_s)
+    for record in records:
+        builder.add(record)
+    return builder.build()
+
+
+def _span(kind: SpanKind, verdict: Verdict, idx: int) -> Span:
+    _rid, _result, reason, prefix_len, extend_len, output_len, need, have = verdict
+    return Span(
+        kind, idx, idx, reason, False, 1, 1, prefix_len, extend_len, output_len, need, have, first_have=have
+    )
