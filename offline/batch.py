@@ -12,32 +12,45 @@ from ..runtime.errors import EngineDeadError
 from ..runtime.messages import GenerateRequest
 from ..runtime.model_files.tokenizer import Tokenizer
 from ..runtime.sampling_params import SamplingParams
+from ..tokenizer_manager.scheduling import Scheduling
 from .engine import EngineThread, RowQueue
 from .outputs import GenerationChunk, GenerationOutput, OutputBuilder, encode_token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A prompt that fits, with parameters that are verified; `max_new_tokens` and `seed` are set."""
+    """A prompt that fits, with parameters that are verified; `max_new_tokens` and `seed` are set.
+
+    Attributes:
+        group: as in `GenerateRequest`.
+    """
 
     rid: str
     token_ids: list[int]
     sampling: SamplingParams
+    group: str = ""
 
 
 class Batch:
     """Runs once, by `run` or by `chunks`; ended early (Ctrl-C, a closed iterator), it aborts what is not finished."""
 
     def __init__(
-        self, engine: EngineThread, tokenizer: Tokenizer, requests: Sequence[CheckedRequest]
+        self,
+        engine: EngineThread,
+        tokenizer: Tokenizer,
+        requests: Sequence[CheckedRequest],
+        scheduling: Scheduling,
     ) -> None:
         self._engine = engine
         self._requests = requests
+        self._scheduling = scheduling
         self._index_of = {request.rid: index for index, request in enumerate(requests)}
         self._builders: list[OutputBuilder] = []
         for request in requests:
             assert request.sampling.seed is not None
-            self._builders.append(OutputBuilder(request.token_ids, request.sampling.seed, tokenizer))
+            self._builders.append(
+                OutputBuilder(request.rid, request.token_ids, request.sampling.seed, tokenizer)
+            )
 
     def run(self, *, progress_bar: bool) -> list[GenerationOutput]:
         """Generate everything; outputs in the order of the requests."""
@@ -49,6 +62,7 @@ class Batch:
     def chunks(self) -> Iterator[GenerationChunk]:
         """Generate, giving each row as it comes; requests start with the first `next`."""
         rows: RowQueue = queue.SimpleQueue()
+        wishes = self._scheduling
         try:
             for request in self._requests:
                 self._engine.submit(
@@ -57,6 +71,12 @@ class Batch:
                         input_ids=encode_token_ids(request.token_ids),
                         sampling=request.sampling,
                         arrival_s=time.monotonic(),
+                        priority=wishes.priority,
+                        extra_key=wishes.extra_key,
+                        tenant=wishes.tenant,
+                        group=request.group,
+                        queue_timeout_s=wishes.queue_timeout_s,
+                        timeout_s=wishes.timeout_s,
                     ),
                     rows,
                 )

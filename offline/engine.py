@@ -9,25 +9,29 @@ not come.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ..detokenizer.manager import Detokenizer
 from ..runtime.errors import ConfigError, EngineDeadError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
+    HEARTBEAT_INTERVAL_S,
     AbortRequest,
     BatchTextOutput,
+    Explain,
     Explanation,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
     PinDone,
+    PinPrefix,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
@@ -38,6 +42,12 @@ if TYPE_CHECKING:
     from ..scheduler.scheduler import Scheduler
 
 _CLOSE_TIMEOUT_S: Final = 30.0  # one step at most runs on after `close`
+_MIN_WAIT_S: Final = (
+    1e-3  # should the scheduler want to be asked at a time that has passed, and still do nothing
+)
+
+Answer = FlushCacheDone | PinDone | Explanation
+A = TypeVar("A", FlushCacheDone, PinDone, Explanation)
 
 RowQueue = queue.SimpleQueue[TextOutput | EngineDeadError]
 """Where rows of one or more requests arrive, in order; a dead engine puts its error there once per open request."""
@@ -95,7 +105,23 @@ class EngineThread:
         Raises:
             EngineDeadError: the engine has ended.
         """
-        return self._loop.flush_cache()
+        return self._loop.ask(FlushCache, FlushCacheDone)
+
+    def pin(self, input_ids: bytes, ttl_s: float, extra_key: str) -> PinDone:
+        """Keep what is cached of a prompt ([n] int32) for so many seconds; 0 unpins.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._loop.ask(lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone)
+
+    def explain(self, rid: str) -> Explanation:
+        """Why a request fared as it did, also one that has ended, as far as the scheduler remembers.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        return self._loop.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
 
     def close(self) -> None:
         """End the thread; open requests get an `EngineDeadError`. Closing twice is fine."""
@@ -111,8 +137,9 @@ class _Loop:
         )  # None wakes it up to close
         self._lock = threading.Lock()  # guards the three below
         self._rows_of: dict[str, RowQueue] = {}  # open requests
-        self._flushes: dict[int, queue.SimpleQueue[FlushCacheDone | EngineDeadError]] = {}
+        self._answers: dict[int, queue.SimpleQueue[Answer | EngineDeadError]] = {}  # to open questions
         self._death: EngineDeadError | None = None
+        self._question_ids = itertools.count()
         self._closing = False
         self._built: queue.SimpleQueue[Capacity | BaseException] = queue.SimpleQueue()
 
@@ -133,17 +160,19 @@ class _Loop:
     def send(self, message: SchedulerInput) -> None:
         self._inbox.put(message)
 
-    def flush_cache(self) -> FlushCacheDone:
-        answer: queue.SimpleQueue[FlushCacheDone | EngineDeadError] = queue.SimpleQueue()
-        flush_id = id(answer)
+    def ask(self, question: Callable[[int], SchedulerInput], kind: type[A]) -> A:
+        """Send the question made for an id, and wait for its answer, which is of this kind."""
+        answers: queue.SimpleQueue[Answer | EngineDeadError] = queue.SimpleQueue()
+        question_id = next(self._question_ids)
         with self._lock:
             self._check_alive()
-            self._flushes[flush_id] = answer
-        self._inbox.put(FlushCache(flush_id))
-        done = answer.get()
-        if isinstance(done, EngineDeadError):
-            raise EngineDeadError(str(done)) from done
-        return done
+            self._answers[question_id] = answers
+        self._inbox.put(question(question_id))
+        answer = answers.get()
+        if isinstance(answer, EngineDeadError):
+            raise EngineDeadError(str(answer)) from answer
+        assert isinstance(answer, kind), f"{type(answer).__name__} answers a question for {kind.__name__}"
+        return answer
 
     def close(self) -> None:
         self._closing = True
@@ -171,9 +200,9 @@ class _Loop:
             self._die(death)
 
     def _step(self, parts: EngineParts) -> None:
-        """Take in messages, run one batch, deliver what came out; sleeps when there is nothing to do."""
+        """Take in messages, run one batch, deliver what came out; sleeps while there is nothing to do."""
         scheduler = parts.scheduler
-        for message in self._take_messages(wait=False):
+        for message in self._take_messages(0.0):
             scheduler.handle(message, time.monotonic())
         batch = scheduler.next_batch(time.monotonic())
         if batch is not None:
@@ -182,12 +211,13 @@ class _Loop:
         self._deliver(parts)
         if batch is None:
             scheduler.on_idle()
-            for message in self._take_messages(wait=True):
+            for message in self._take_messages(wait_s(scheduler, time.monotonic())):
                 scheduler.handle(message, time.monotonic())
 
-    def _take_messages(self, *, wait: bool) -> Iterator[SchedulerInput]:
+    def _take_messages(self, wait_s: float | None) -> Iterator[SchedulerInput]:
+        """What has arrived; waits so many seconds for the first one, None: as long as it takes."""
         with contextlib.suppress(queue.Empty):
-            message = self._inbox.get(block=wait)
+            message = self._inbox.get(timeout=wait_s) if wait_s != 0 else self._inbox.get_nowait()
             while True:
                 if message is not None:
                     yield message
@@ -200,11 +230,18 @@ class _Loop:
                     for row in rows:
                         self._deliver_row(parts, row)
                 case FlushCacheDone() as done:
-                    with self._lock:
-                        answer = self._flushes.pop(done.flush_id)
-                    answer.put(done)
-                case SchedulerReport() | PinDone() | Explanation():
+                    self._answer(done.flush_id, done)
+                case PinDone() as done:
+                    self._answer(done.pin_id, done)
+                case Explanation() as explanation:
+                    self._answer(explanation.explain_id, explanation)
+                case SchedulerReport() | None:
                     pass
+
+    def _answer(self, question_id: int, answer: Answer) -> None:
+        with self._lock:
+            answers = self._answers.pop(question_id)
+        answers.put(answer)
 
     def _deliver_row(self, parts: EngineParts, row: TextOutput) -> None:
         finish = row.finish
@@ -219,11 +256,37 @@ class _Loop:
         with self._lock:
             self._death = death
             open_requests, self._rows_of = self._rows_of, {}
-            flushes, self._flushes = self._flushes, {}
+            questions, self._answers = self._answers, {}
         for rows in open_requests.values():
             rows.put(death)
-        for answer in flushes.values():
-            answer.put(death)
+        for answers in questions.values():
+            answers.put(death)
+
+
+class Wakeful(Protocol):
+    """What `wait_s` asks: a `Scheduler`."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        ...
+
+    def wake_s(self) -> float | None:
+        """When it may decide something though no message comes."""
+        ...
+
+
+def wait_s(scheduler: Wakeful, now_s: float) -> float | None:
+    """How long to wait for messages after a pass that had nothing to do; None: as long as it takes.
+
+    While requests wait, not beyond the time at which the scheduler may decide something by itself, and no longer than
+    a server's scheduler would: it counts fruitless passes to notice that it is stuck.
+    """
+    if not scheduler.num_unfinished:
+        return None
+    wake_s = scheduler.wake_s()
+    until_wake_s = HEARTBEAT_INTERVAL_S if wake_s is None else wake_s - now_s
+    return min(max(until_wake_s, _MIN_WAIT_S), HEARTBEAT_INTERVAL_S)
 
 
 def _stop(loop: _Loop, thread: threading.Thread) -> None:

@@ -9,17 +9,19 @@ of the batch has started.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeGuard, overload
+from typing import Any, Literal, Self, TypeGuard, Unpack, overload
 
 import msgspec
 
 from ..runtime.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import RequestError
-from ..runtime.messages import FlushCacheDone
+from ..runtime.messages import Explanation, FlushCacheDone, PinDone
 from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.prepare import prepare
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
@@ -27,7 +29,8 @@ from ..tokenizer_manager.admission import resolve_length
 from ..tokenizer_manager.chat_template import load_chat_template
 from .batch import Batch, CheckedRequest
 from .build import start_engine
-from .outputs import GenerationChunk, GenerationOutput
+from .options import CallOptions, checked_options
+from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
 
 Prompt = str | list[int]
 """A text to tokenise, or token ids."""
@@ -59,7 +62,7 @@ class LLM:
             model: folder in Hugging Face layout, .gguf file, hub name, or 'default'.
             on_step: called with the name of each step of the start, on whatever thread does it.
             on_download: called with (bytes so far, bytes in all) while model files are fetched.
-            settings: any setting of the command line, with underscores: `max_model_len=4096`, `dtype="float32"`.
+            settings: any setting of the command line, with underscores: `max_model_len=4096`, `preset="batch"`.
 
         Raises:
             ConfigError: an unknown setting, a bad value, a broken model, too little memory.
@@ -108,6 +111,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         progress_bar: bool = False,
+        **options: Unpack[CallOptions],
     ) -> GenerationOutput: ...
 
     @overload
@@ -118,6 +122,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         progress_bar: bool = False,
+        **options: Unpack[CallOptions],
     ) -> list[GenerationOutput]: ...
 
     @overload
@@ -128,6 +133,7 @@ class LLM:
         *,
         stream: Literal[True],
         progress_bar: bool = False,
+        **options: Unpack[CallOptions],
     ) -> Iterator[GenerationChunk]: ...
 
     def generate(
@@ -137,6 +143,7 @@ class LLM:
         *,
         stream: bool = False,
         progress_bar: bool = False,
+        **options: Unpack[CallOptions],
     ) -> GenerationOutput | list[GenerationOutput] | Iterator[GenerationChunk]:
         """Continue one or many prompts; many run together.
 
@@ -145,6 +152,7 @@ class LLM:
             params: for all prompts, or one per prompt; None: the defaults.
             stream: return an iterator of chunks instead; closing it ends what still runs.
             progress_bar: show finished prompts and tokens per second on standard error.
+            options: how the requests are scheduled, see `CallOptions`.
 
         Returns:
             One output for one prompt, a list in the order of the prompts for a list. A request that failed on its own,
@@ -155,10 +163,35 @@ class LLM:
             EngineDeadError: the engine has ended.
         """
         if _is_single(prompts):
-            batch = self._prepare([prompts], params, add_special_tokens=True)
+            batch = self._prepare([prompts], params, options, add_special_tokens=True)
             return batch.chunks() if stream else batch.run(progress_bar=progress_bar)[0]
-        batch = self._prepare(list(prompts), params, add_special_tokens=True)  # type: ignore[arg-type]
+        batch = self._prepare(list(prompts), params, options, add_special_tokens=True)  # type: ignore[arg-type]
         return batch.chunks() if stream else batch.run(progress_bar=progress_bar)
+
+    def sample(
+        self, prompt: Prompt, n: int, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> list[GenerationOutput]:
+        """n answers to one prompt, which is computed once; answer i has the seed of the first plus i.
+
+        Raises:
+            RequestError: n is below 1, or as for `generate`.
+        """
+        if n < 1:
+            raise RequestError(f"n is {n}, but it must be at least 1", param="n", code="invalid_value")
+        first = self._prepare_one(prompt, params or SamplingParams(), add_special_tokens=True)
+        seed = first.sampling.seed
+        assert seed is not None
+        siblings = [
+            dataclasses.replace(
+                first,
+                rid=f"{first.rid}-{i}",
+                sampling=msgspec.structs.replace(first.sampling, seed=(seed + i) & MAX_SEED),
+                group=first.rid if n > 1 else "",
+            )
+            for i in range(n)
+        ]
+        batch = Batch(self._engine, self.tokenizer, siblings, checked_options(options))
+        return batch.run(progress_bar=False)
 
     @overload
     def chat(
@@ -167,11 +200,17 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stream: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> GenerationOutput: ...
 
     @overload
     def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams | None = None, *, stream: Literal[True]
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[CallOptions],
     ) -> Iterator[GenerationChunk]: ...
 
     def chat(
@@ -180,13 +219,14 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stream: bool = False,
+        **options: Unpack[CallOptions],
     ) -> GenerationOutput | Iterator[GenerationChunk]:
         """Answer a conversation, rendered with the model's chat template.
 
         Raises:
             RequestError: a message the template refuses, or as for `generate`.
         """
-        batch = self._prepare([self.render_chat(messages)], params, add_special_tokens=False)
+        batch = self._prepare([self.render_chat(messages)], params, options, add_special_tokens=False)
         return batch.chunks() if stream else batch.run(progress_bar=False)[0]
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -210,6 +250,32 @@ class LLM:
         """Forget cached prefixes; for measurements."""
         return self._engine.flush_cache()
 
+    def pin(self, prompt: Prompt, *, ttl: float, cache_salt: str = "") -> PinDone:
+        """Keep what is cached of a prompt for `ttl` seconds, as far as the quota goes; 0 unpins.
+
+        Returns:
+            How many tokens are pinned, of how many, and why not all.
+
+        Raises:
+            RequestError: the prompt is empty or no prompt, or `ttl` is negative or not finite.
+        """
+        if not (math.isfinite(ttl) and ttl >= 0):
+            raise RequestError(
+                f"ttl is {ttl}, but it must be 0 or more seconds; 0 unpins", param="ttl", code="invalid_value"
+            )
+        token_ids = self._encode(prompt, add_special_tokens=True)
+        if not 1 <= len(token_ids) < self.max_model_len:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens, but one has at least 1 and at most {self.max_model_len - 1}",
+                param="prompt",
+                code="invalid_value",
+            )
+        return self._engine.pin(encode_token_ids(token_ids), ttl, cache_salt)
+
+    def why(self, request_id: str) -> Explanation:
+        """Why a request waited, was chunked, retracted or missed the cache; `request_id` stands in its output."""
+        return self._engine.explain(request_id)
+
     # ------------------------------------------------------------ life
 
     def close(self) -> None:
@@ -230,10 +296,12 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        options: CallOptions,
         *,
         add_special_tokens: bool,
     ) -> Batch:
         """Tokenise and check everything; starts nothing."""
+        scheduling = checked_options(options)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         elif len(params) != len(prompts):
@@ -254,17 +322,14 @@ class LLM:
                     code=error.code,
                     status=error.status,
                 ) from None
-        return Batch(self._engine, self.tokenizer, requests)
+        return Batch(self._engine, self.tokenizer, requests, scheduling)
 
     def _prepare_one(
         self, prompt: Prompt, sampling: SamplingParams, *, add_special_tokens: bool
     ) -> CheckedRequest:
         capacity = self._engine.capacity
         sampling.verify(capacity.vocab_size)
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        else:
-            token_ids = _check_token_ids(prompt, capacity.vocab_size)
+        token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         sampling = resolve_length(
             sampling, len(token_ids), capacity, prompt_param="prompt", length_param="max_new_tokens"
         )
@@ -273,6 +338,11 @@ class LLM:
                 sampling, seed=self.config.model.seed or random.randint(0, MAX_SEED)
             )
         return CheckedRequest(f"llm-{next(self._request_numbers)}", token_ids, sampling)
+
+    def _encode(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return _check_token_ids(prompt, self._engine.capacity.vocab_size)
 
 
 def _check_message(message: object, number: int) -> None:

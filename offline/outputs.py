@@ -61,6 +61,7 @@ class GenerationOutput:
         seed: with which the answer can be had again.
         logprobs: of the generated tokens, when asked for.
         prompt_logprobs: of the prompt's tokens from the second on, when asked for.
+        request_id: for `LLM.why`.
     """
 
     text: str
@@ -73,12 +74,14 @@ class GenerationOutput:
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    request_id: str = ""
 
 
 class OutputBuilder:
     """Gathers the rows of one prompt."""
 
-    def __init__(self, prompt_token_ids: list[int], seed: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, rid: str, prompt_token_ids: list[int], seed: int, tokenizer: Tokenizer) -> None:
+        self._rid = rid
         self._prompt_token_ids = prompt_token_ids
         self._seed = seed
         self._tokenizer = tokenizer
@@ -131,6 +134,7 @@ class OutputBuilder:
             error=_error(self._finish),
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
+            request_id=self._rid,
         )
 
 

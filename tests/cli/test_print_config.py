@@ -51,3 +51,15 @@ def test_the_api_key_is_never_shown():
     text = render(api_key="s3cret")
     assert "s3cret" not in text
     assert "# api_key is set and not shown (--api-key)" in text
+
+
+def test_what_a_preset_sets_has_the_preset_as_its_origin(tmp_path):
+    merged = merge(from_flags({"preset": "latency", "max_num_seqs": "3"}))
+    text = render_config(merged.config, merged, {})
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert lines["preset"].split() == ["preset:", "latency", "#", "--preset"]
+    assert lines["phases"].endswith("# preset latency")
+    assert lines["max_running_requests"].endswith("# --max-num-seqs")
+    path = tmp_path / "engine.yaml"
+    path.write_text(text)
+    assert merge(from_yaml_file(path)).config == merged.config

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from engine.detokenizer.manager import Detokenizer
-from engine.offline.engine import EngineParts, EngineThread, RowQueue
+from engine.offline.engine import EngineParts, EngineThread, RowQueue, wait_s
 from engine.runtime.config import CacheConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError, EngineDeadError
 from engine.runtime.feasibility import Capacity
-from engine.runtime.messages import FinishKind, GenerateRequest
+from engine.runtime.messages import HEARTBEAT_INTERVAL_S, FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan, StepResult
 from engine.scheduler.scheduler import Scheduler
@@ -54,9 +55,9 @@ class ScriptedRunner:
         return Done(StepResult(plan.step_id, tokens.tobytes()))
 
 
-def make_engine(before_step=lambda step_id: None, table=None):
+def make_engine(before_step=lambda step_id: None, table=None, **settings):
     def build():
-        config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4)
+        config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4, **settings)
         scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
         return EngineParts(scheduler, ScriptedRunner(before_step), Detokenizer(table or Letters()), CAPACITY)
 
@@ -67,9 +68,10 @@ def row_queue() -> RowQueue:
     return queue.SimpleQueue()
 
 
-def request(rid, max_new_tokens=4, stop=()):
+def request(rid, max_new_tokens=4, stop=(), num_prompt_tokens=3, **wishes):
     sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, stop=stop)
-    return GenerateRequest(rid, np.arange(3, dtype=np.int32).tobytes(), sampling)
+    ids = np.arange(num_prompt_tokens, dtype=np.int32).tobytes()
+    return GenerateRequest(rid, ids, sampling, arrival_s=time.monotonic(), **wishes)
 
 
 def read(rows, count=1):
@@ -186,3 +188,67 @@ def test_text_that_cannot_be_made_frees_the_request_in_the_scheduler():
     assert engine.flush_cache().kept_tokens == 0
     assert len(step_ids) <= 4  # the last one has no tokens: it tells the runner who has left
     engine.close()
+
+
+class Waiting:
+    """A scheduler in which requests wait."""
+
+    def __init__(self, num_unfinished, wake_s):
+        self.num_unfinished = num_unfinished
+        self._wake_s = wake_s
+
+    def wake_s(self):
+        return self._wake_s
+
+
+@pytest.mark.parametrize(
+    ("num_unfinished", "wake_s", "expected"),
+    [
+        (0, None, None),
+        (0, 100.1, None),
+        (1, None, HEARTBEAT_INTERVAL_S),
+        (1, 100.25, 0.25),
+        (1, 200.0, HEARTBEAT_INTERVAL_S),
+        (1, 99.0, 1e-3),
+    ],
+)
+def test_the_wait_ends_when_the_scheduler_may_act_by_itself(num_unfinished, wake_s, expected):
+    assert wait_s(Waiting(num_unfinished, wake_s), 100.0) == expected
+
+
+def test_a_request_starts_when_the_policys_patience_ends_though_nobody_sends_anything():
+    engine, rows = (
+        make_engine(schedule_policy="static", static_batch_size=2, static_batch_wait=0.02),
+        row_queue(),
+    )
+    engine.submit(request("alone"), rows)
+    assert "".join(row.text for row in read(rows)) == "abcd"
+    engine.close()
+
+
+def test_a_request_ends_when_its_time_in_the_queue_is_over_though_nobody_sends_anything():
+    engine, rows = (
+        make_engine(schedule_policy="static", static_batch_size=2, static_batch_wait=3600.0),
+        row_queue(),
+    )
+    engine.submit(request("alone", queue_timeout_s=0.02), rows)
+    [last] = read(rows)
+    assert (last.finish.kind, last.finish.status) == (FinishKind.ERROR, 503)
+    assert "the limit is 0.02 s" in last.finish.message
+    engine.close()
+
+
+def test_pins_and_explanations_are_answered():
+    engine, rows = make_engine(), row_queue()
+    prompt = request("a", max_new_tokens=1, num_prompt_tokens=9)
+    engine.submit(prompt, rows)
+    read(rows)
+    pinned = engine.pin(prompt.input_ids, 60.0, "")
+    assert (pinned.pinned_tokens, pinned.asked_tokens) == (8, 9)
+    assert engine.pin(prompt.input_ids, 60.0, "another namespace").pinned_tokens == 0
+    assert engine.explain("a").found
+    assert not engine.explain("b").found
+    engine.close()
+    for ask in (lambda: engine.explain("a"), lambda: engine.pin(b"", 1.0, ""), engine.flush_cache):
+        with pytest.raises(EngineDeadError, match="has been closed"):
+            ask()

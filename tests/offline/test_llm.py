@@ -250,3 +250,126 @@ def test_the_steps_of_the_start_are_told(tiny_model):
     steps: list[str] = []
     LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512, on_step=steps.append).close()
     assert steps == ["model files", "tokenizer", "import torch", "load weights"]
+
+
+def sent_by(monkeypatch, llm):
+    """The requests that reach the engine thread from now on."""
+    sent = []
+    submit = llm._engine.submit
+
+    def spy(request, rows):
+        sent.append(request)
+        submit(request, rows)
+
+    monkeypatch.setattr(llm._engine, "submit", spy)
+    return sent
+
+
+def test_options_of_a_call_reach_every_request(llm, monkeypatch):
+    sent = sent_by(monkeypatch, llm)
+    one = SamplingParams(max_new_tokens=1)
+    llm.generate(["a", "b"], one, priority="high", tenant="t", cache_salt="s", queue_timeout=60, timeout=90.5)
+    llm.generate("a", one)
+    wishes = [(r.priority, r.tenant, r.extra_key, r.queue_timeout_s, r.timeout_s, r.group) for r in sent]
+    assert wishes == [(20, "t", "s", 60, 90.5, "")] * 2 + [(0, "", "", None, None, "")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": "urgent"}, 'priority is "urgent", but it must be an integer or one of "high"'),
+        ({"priority": 10**7}, "priority is 10000000, but it must lie in"),
+        ({"priority": 1.5}, "priority is 1.5, but it must be an integer or a class"),
+        ({"priority": True}, "priority is True, but it must be an integer"),
+        ({"priority": None}, "priority is None, but it must be an integer"),
+        ({"tenant": 5}, "tenant is 5, but it must be a text"),
+        ({"cache_salt": b"x"}, "cache_salt is b'x', but it must be a text"),
+        ({"queue_timeout": 0}, r"queue_timeout is 0, but it must lie in \(0, 86400\] seconds"),
+        ({"timeout": float("nan")}, "timeout is nan, but"),
+        ({"timeout": float("inf")}, "timeout is inf, but"),
+        ({"timeout": "5"}, "timeout is '5', but it must be a number of seconds"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(llm, monkeypatch, options, message):
+    sent = sent_by(monkeypatch, llm)
+    with pytest.raises(RequestError, match=message):
+        llm.generate(["a", "b"], **options)
+    with pytest.raises(RequestError, match=message):
+        llm.sample("a", 2, **options)
+    assert sent == []
+
+
+def test_an_unknown_option_is_a_type_error(llm):
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'tempreature'; the options of a call are"
+    ):
+        llm.generate("a", tempreature=1)
+
+
+def test_samples_are_siblings_with_seeds_in_a_row(llm, monkeypatch):
+    sent = sent_by(monkeypatch, llm)
+    params = SamplingParams(temperature=1.0, max_new_tokens=8, ignore_eos=True, seed=40)
+    outputs = llm.sample("Hello", 3, params)
+
+    assert [output.seed for output in outputs] == [40, 41, 42]
+    assert len({request.group for request in sent}) == 1
+    assert sent[0].group
+    assert len({request.rid for request in sent}) == 3
+    for output in outputs:  # the same as alone
+        alone = llm.generate(
+            "Hello", SamplingParams(temperature=1.0, max_new_tokens=8, ignore_eos=True, seed=output.seed)
+        )
+        assert alone.token_ids == output.token_ids
+    sent.clear()
+    assert len(llm.sample("Hello", 1, params)) == 1
+    assert sent[0].group == ""
+    with pytest.raises(RequestError, match="n is 0, but it must be at least 1"):
+        llm.sample("Hello", 0)
+    assert idle(llm).kept_tokens == 0
+
+
+def test_pins_keep_a_prefix_until_they_are_taken_back(llm):
+    prompt = "instructions that every request begins with"
+    llm.flush_cache()
+    llm.generate(prompt, SamplingParams(max_new_tokens=1))
+    done = llm.pin(prompt, ttl=60)
+    assert done.asked_tokens == len(prompt)
+    assert done.pinned_tokens >= len(prompt) // 4 * 4 - 4
+    assert llm.pin(prompt, ttl=60, cache_salt="other").pinned_tokens == 0
+    assert llm.pin(prompt, ttl=0).pinned_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ttl", "message"),
+    [
+        ("a", -1, "ttl is -1, but it must be 0 or more seconds"),
+        ("a", float("nan"), "ttl is nan"),
+        ("a", float("inf"), "ttl is inf"),
+        ("", 1, "prompt has 0 tokens"),
+        ([1] * 100_000, 1, "prompt has 100000 tokens, but one has at least 1 and at most"),
+        ([-1], 1, "prompt holds -1"),
+    ],
+)
+def test_bad_pins_are_refused(llm, prompt, ttl, message):
+    with pytest.raises(RequestError, match=message):
+        llm.pin(prompt, ttl=ttl)
+
+
+def test_why_tells_of_a_finished_request(llm):
+    output = llm.generate("Hello", SamplingParams(max_new_tokens=2))
+    explanation = llm.why(output.request_id)
+    assert explanation.found
+    assert explanation.sentence
+    assert not llm.why("llm-no-such").found
+
+
+def test_presets_and_names_of_other_engines_are_settings(tiny_model):
+    with LLM(
+        str(tiny_model), dtype="float32", num_threads=1, preset="latency", max_num_seqs=3, block_size=4
+    ) as llm:
+        assert llm.config.scheduler.max_running_requests == 3
+        assert llm.config.scheduler.phases == "decode-first"
+        assert llm.config.cache.page_size == 4
+        assert len(llm.generate("Hello", GREEDY).token_ids) == 12
+    with pytest.raises(ConfigError, match="argument page_size and argument block_size are two names"):
+        LLM(str(tiny_model), page_size=4, block_size=4)
