@@ -30,10 +30,11 @@ class PrefillBudget:
         rem_input_tokens: prompt tokens the step may still compute.
         rem_chunk_tokens: the same by the chunk size; `UNLIMITED` when prompts are never cut.
         cuts_prompts: whether a prompt may be computed in several steps.
+        allows_oversized: whether a prompt that is never cut may have a step to itself that it does not fit into.
 
     The pages of the decodes that ride along have been taken before the pass and are missing from the memory already;
-    SGLang subtracts them here. Of the computing budgets they leave at least a page, so that many running requests
-    cannot keep every prompt out.
+    SGLang subtracts them here. Of the limits on prompts they leave at least a page, so that many running requests
+    cannot keep every prompt out; for the limit on all tokens of a step see `decodes_first`.
 
     Different from SGLang, too: a prompt that is cut is promised all of its memory when it is admitted. SGLang counts
     the chunk alone, so requests behind it take what its other chunks need, and it, with the least work to lose, is
@@ -41,6 +42,7 @@ class PrefillBudget:
     """
 
     __slots__ = (
+        "allows_oversized",
         "cur_rem_tokens",
         "cuts_prompts",
         "page_size",
@@ -58,13 +60,39 @@ class PrefillBudget:
         max_prefill_tokens: int,
         chunk_size: int | None,
         num_decodes: int,
+        max_num_batched_tokens: int | None = None,
+        decodes_first: bool = False,
     ) -> None:
+        """Start a pass.
+
+        Args:
+            available_tokens: KV slots that are free or can be evicted.
+            expected_tokens: slots promised to the requests with a row.
+            max_prefill_tokens: prompt tokens of a step.
+            chunk_size: the same where prompts are cut; None where they are not.
+            num_decodes: running requests that compute a token each in the same step.
+            max_num_batched_tokens: tokens of a step, prompts and decodes; None for no such limit. It is a further bound
+                on `rem_input_tokens`.
+            decodes_first: under that limit prompts get what the decodes leave, and be it nothing, as in vLLM V1: the
+                step never has more tokens, whatever waits, and prompts go on as running requests end. Otherwise they
+                get a page of each step even then, so that the first token of a new request cannot be put off for as
+                long as the others run. A step without decodes always has room for a page: smaller limits than that
+                would stop the engine for good.
+        """
         self.page_size = page_size
         self.cur_rem_tokens = available_tokens
         self.rem_total_tokens = available_tokens - math.ceil(expected_tokens)
-        self.rem_input_tokens = max(max_prefill_tokens - num_decodes, page_size)
         self.cuts_prompts = chunk_size is not None
         self.rem_chunk_tokens = UNLIMITED if chunk_size is None else max(chunk_size - num_decodes, page_size)
+        self.rem_input_tokens = max(max_prefill_tokens - num_decodes, page_size)
+        self.allows_oversized = True
+        if max_num_batched_tokens is not None:
+            nothing_left = decodes_first and num_decodes > 0
+            least = 0 if nothing_left else page_size
+            self.rem_input_tokens = min(
+                self.rem_input_tokens, max(max_num_batched_tokens - num_decodes, least)
+            )
+            self.allows_oversized = not nothing_left
 
     def state(self) -> BudgetState:
         """A copy of the figures."""
@@ -82,22 +110,41 @@ class PrefillBudget:
         self.rem_total_tokens -= num_tokens
         self.cur_rem_tokens -= num_tokens
 
-    def reserve(self, extend_len: int, later_len: int) -> None:
-        """Count an admission: whole pages for what is computed, one page for rounding, and what comes later.
+    def reserve(self, extend_len: int, later_len: int, restored_len: int = 0) -> None:
+        """Count an admission: whole pages for what it gets now, one page for rounding, and what comes later.
 
         Args:
             extend_len: prompt tokens that the step computes.
             later_len: the rest of the prompt and the expected output.
+            restored_len: tokens before those that take memory and no computing: their KV is copied.
         """
-        self.rem_total_tokens -= self._take(extend_len) + later_len
+        self.rem_total_tokens -= self._take(extend_len, restored_len) + later_len
 
     def reserve_promised(self, extend_len: int) -> None:
         """Count a further chunk of a prompt; `expected_tokens` has all of it already."""
-        self._take(extend_len)
+        self._take(extend_len, 0)
 
-    def _take(self, extend_len: int) -> int:
-        tokens = -(-extend_len // self.page_size) * self.page_size + self.page_size
+    def extend(self, extra_len: int) -> None:
+        """Count that a chunk of this pass, which ends at a page, is made longer; its memory is promised already."""
+        self.cur_rem_tokens -= -(-extra_len // self.page_size) * self.page_size
+        self._compute(extra_len)
+
+    def give_back(self, available_tokens: int, expected_tokens: int) -> None:
+        """Count what requests leave behind that lost their place during the pass.
+
+        Args:
+            available_tokens: KV slots that became free or evictable.
+            expected_tokens: how much was promised to them beyond those.
+        """
+        self.cur_rem_tokens += available_tokens
+        self.rem_total_tokens += available_tokens + expected_tokens
+
+    def _take(self, extend_len: int, restored_len: int) -> int:
+        tokens = -(-(restored_len + extend_len) // self.page_size) * self.page_size + self.page_size
         self.cur_rem_tokens -= tokens
-        self.rem_input_tokens -= extend_len
-        self.rem_chunk_tokens -= extend_len
+        self._compute(extend_len)
         return tokens
+
+    def _compute(self, num_tokens: int) -> None:
+        self.rem_input_tokens -= num_tokens
+        self.rem_chunk_tokens -= num_tokens

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-from .estimator.ratio import NewTokenRatio as NewTokenRatio
+from .estimator.ratio import NewTokenRatio
+
+__all__ = ["NewTokenRatio"]

@@ -10,9 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..runtime.feasibility import pages_for
-from .budget import CLIP_MAX_NEW_TOKENS, PrefillBudget
+from .budget import PrefillBudget
+from .estimator.base import OutputEstimator
+from .estimator.ratio import NewTokenRatio
 from .kv_memory import KVMemory
-from .req import Req
+from .partial_prefills import PartialLimits, PartialPrefills
+from .prefix import Prefix
+from .req import Req, ReqStatus
 from .verdict import AddReqResult, Reason, Verdict
 
 
@@ -42,7 +46,17 @@ class PrefillAdder:
         budget: what is left.
     """
 
-    __slots__ = ("_kv", "_max_partial", "_nothing_runs", "_num_free_rows", "_num_partial", "budget", "chunks")
+    __slots__ = (
+        "_estimator",
+        "_kv",
+        "_nothing_runs",
+        "_num_free_rows",
+        "_num_lookahead_tokens",
+        "_partial",
+        "_verdicts",
+        "budget",
+        "chunks",
+    )
 
     def __init__(
         self,
@@ -50,88 +64,165 @@ class PrefillAdder:
         budget: PrefillBudget,
         *,
         num_free_rows: int,
-        max_partial: int,
         nothing_runs: bool,
+        estimator: OutputEstimator | None = None,
+        partial_prefills: PartialPrefills | None = None,
+        num_lookahead_tokens: int = 0,
+        max_partial: int = 1,
     ) -> None:
-        """`nothing_runs`: no request has a row, so whatever fits at all must be admitted."""
+        """Start a pass.
+
+        Args:
+            kv: what the cache has, and where it is locked.
+            budget: of this pass.
+            num_free_rows: requests that may be added to those that run.
+            nothing_runs: no request has a row, so whatever fits at all must be admitted.
+            estimator: how much is kept for the output of a candidate.
+            partial_prefills: how the step is shared among prompts; None for one after the other.
+            num_lookahead_tokens: slots that each request keeps ready beyond its next token, for draft tokens.
+            max_partial: prompts in the middle of their chunks where `partial_prefills` is None.
+        """
         self._kv = kv
         self.budget = budget
         self.chunks: list[Chunk] = []
+        self._verdicts: list[Verdict] = []  # of each chunk
         self._num_free_rows = num_free_rows
-        self._max_partial = max_partial
-        self._num_partial = 0
         self._nothing_runs = nothing_runs
+        self._estimator = estimator or NewTokenRatio(1.0)
+        self._partial = partial_prefills or PartialPrefills(
+            PartialLimits(max_partial),
+            page_size=kv.page_size,
+            step_tokens=budget.rem_step_tokens,
+            num_prompts=1,
+        )
+        self._num_lookahead_tokens = num_lookahead_tokens
 
     def exhausted(self) -> Reason | None:
         """Why nobody else can be admitted in this pass; None while somebody might."""
         budget = self.budget
         if not self._num_free_rows:
             return Reason.NO_ROW
-        if budget.rem_chunk_tokens <= 0:
-            return Reason.CHUNK_BUDGET
-        if budget.rem_input_tokens <= 0:
-            return Reason.INPUT_BUDGET
+        if budget.rem_step_tokens <= 0:
+            return self._spent_budget
         if min(budget.rem_total_tokens, budget.cur_rem_tokens) <= 0 and not self._alone:
             return Reason.NO_KV
         return None
 
     def continue_chunk(self, req: Req, num_computed: int) -> Verdict:
-        """Go on with a prompt that was cut; comes before all waiting requests.
+        """Go on with a prompt that was cut; all of them come before all waiting requests.
 
-        It takes what the step's decodes have left, in whole pages, and progresses whenever a page can be had. When
-        none can, the decodes decide within a page: one finishes, or memory runs out and this request, which has the
-        least work to lose, is the one retracted.
+        It takes its share of what the step's decodes have left, in whole pages, and progresses whenever a page can be
+        had. When none can, the decodes decide within a page: one finishes, or memory runs out and this request, which
+        has the least work to lose, is the one retracted.
         """
-        page_size = self._kv.page_size
+        budget = self.budget
         remaining = req.fill_len - num_computed
-        have = min(self.budget.rem_step_tokens, self.budget.cur_rem_tokens)
-        is_last = remaining <= have
-        length = remaining if is_last else have // page_size * page_size
-        self._num_partial += not is_last
+        limit = min(budget.rem_step_tokens, self._partial.share)
+        have = min(limit, budget.cur_rem_tokens)
+        length = remaining if remaining <= have else self._whole_pages(num_computed, have)
+        self._partial.count(remaining, length)
         if length <= 0:
-            return Verdict(
-                req.rid, AddReqResult.NO_TOKEN, Reason.NO_KV, num_computed, remaining, 0, page_size, have
-            )
-        self.budget.reserve_promised(length)
-        self.chunks.append(Chunk(req, num_computed, length, is_first=False, is_last=is_last))
+            page_size = self._kv.page_size
+            if self._whole_pages(num_computed, limit) > 0:
+                result, reason = AddReqResult.NO_TOKEN, Reason.NO_KV
+            else:
+                result, reason = AddReqResult.OTHER, self._spent_budget
+            return Verdict(req.rid, result, reason, num_computed, remaining, 0, page_size, have)
+        budget.reserve_promised(length)
+        chunk = Chunk(req, num_computed, length, is_first=False, is_last=length == remaining)
         reason = Reason.CHUNK_CONTINUED
-        return Verdict(req.rid, AddReqResult.CONTINUE, reason, num_computed, length, 0, remaining, have)
+        verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, num_computed, length, 0, remaining, have)
+        return self._accept(chunk, verdict)
 
-    def add(self, req: Req) -> Verdict:
-        """Admit a waiting request or say why not. Call only while `exhausted` is None."""
+    def add(self, req: Req, prefix: Prefix | None = None) -> Verdict:
+        """Admit a waiting request or say why not; a refusal changes nothing. Call only while `exhausted` is None.
+
+        Args:
+            prefix: what the request starts with; None for what the prefix cache has. What is ready behind the cached
+                pages is memory to be found, but nothing to compute.
+        """
         kv, budget = self._kv, self.budget
-        match = kv.match(req)
-        prefix_len = match.num_pages * kv.page_size
-        extend_len = req.fill_len - prefix_len
-        output_len = _expected_output(req)
+        if prefix is None:
+            match = kv.match(req)
+            prefix = Prefix(match, match.num_pages * kv.page_size)
+        match, ready_len = prefix
+        match_len = match.num_pages * kv.page_size
+        extend_len = req.fill_len - ready_len
+        assert ready_len >= match_len and extend_len > 0, f"{req!r}: {ready_len} tokens ready"
+        if budget.cuts_prompts and self._partial.too_many_long(extend_len):
+            limit = self._partial.share
+            reason = Reason.LONG_PARTIAL_LIMIT
+            return Verdict(req.rid, AddReqResult.SKIP, reason, ready_len, extend_len, 0, extend_len, limit)
+
+        output_len = self._kept_for_output(req)
         pinned = kv.unlocked_pages(match) * kv.page_size
         if self._alone:
-            need = pages_for(req.max_kv_len, kv.page_size) * kv.page_size - prefix_len
+            need = pages_for(req.max_kv_len, kv.page_size) * kv.page_size - match_len
             have = budget.cur_rem_tokens - pinned
             enough = need <= have
         else:
-            need = extend_len + output_len + kv.page_size
+            need = req.fill_len - match_len + output_len + kv.page_size
             have = budget.rem_total_tokens - pinned
             enough = need < have
         if not enough:
             no_token = AddReqResult.NO_TOKEN
-            return Verdict(req.rid, no_token, Reason.NO_KV, prefix_len, extend_len, output_len, need, have)
+            return Verdict(req.rid, no_token, Reason.NO_KV, ready_len, extend_len, output_len, need, have)
 
-        length, refusal = self._cut(extend_len)
+        length, refusal = self._cut(ready_len, extend_len)
         if refusal is not None:
             have = budget.rem_step_tokens
-            return Verdict(req.rid, AddReqResult.OTHER, refusal, prefix_len, extend_len, 0, extend_len, have)
-        is_last = length == extend_len
-        reason = Reason.ADMITTED_ALONE if self._alone else Reason.ADMITTED
-        if not is_last:
-            reason = Reason.CHUNKED
-            self._num_partial += 1
+            return Verdict(req.rid, AddReqResult.OTHER, refusal, ready_len, extend_len, 0, extend_len, have)
+        chunk = Chunk(req, ready_len, length, is_first=True, is_last=length == extend_len)
+        reason = self._reason(chunk, alone=self._alone)
+        verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, ready_len, length, output_len, need, have)
         kv.lock(req, match)
         budget.pin(pinned)
-        budget.reserve(length, extend_len - length + output_len)
+        budget.reserve(length, extend_len - length + output_len, ready_len - match_len)
+        self._partial.count(extend_len, length)
         self._num_free_rows -= 1
-        self.chunks.append(Chunk(req, prefix_len, length, is_first=True, is_last=is_last))
-        return Verdict(req.rid, AddReqResult.CONTINUE, reason, prefix_len, length, output_len, need, have)
+        return self._accept(chunk, verdict)
+
+    def use_leftover(self) -> list[Verdict]:
+        """Give the prompts that were cut what the step has left; call at the end of the pass, before rows are taken.
+
+        Shares are made for requests that may not come: memory is short, or they need less. The prompt that lacks least
+        goes first, so that the largest number of them get their first token.
+
+        Returns:
+            the verdicts of those that got more, in place of the ones they had.
+        """
+        page_size, budget = self._kv.page_size, self.budget
+        lacking = [
+            (chunk.req.fill_len - chunk.start - chunk.length, idx)
+            for idx, chunk in enumerate(self.chunks)
+            if not chunk.is_last
+        ]
+        changed = []
+        for remaining, idx in sorted(lacking):
+            have = min(budget.rem_step_tokens, budget.cur_rem_tokens)
+            # chunks end at pages, so what follows one takes whole pages; and cur_rem_tokens is a number of pages
+            extra = remaining if remaining <= have else have // page_size * page_size
+            if extra <= 0:
+                break
+            budget.extend(extra)
+            chunk = self.chunks[idx]
+            chunk = self.chunks[idx] = chunk._replace(length=chunk.length + extra, is_last=extra == remaining)
+            reason = self._reason(chunk, alone=self._nothing_runs and not idx)
+            verdict = self._verdicts[idx]._replace(reason=reason, extend_len=chunk.length)
+            self._verdicts[idx] = verdict
+            changed.append(verdict)
+        return changed
+
+    def make_room(self, available_tokens: int, expected_tokens: int, num_rows: int) -> None:
+        """Running requests lost their place for the next candidate: count what they leave.
+
+        Args:
+            available_tokens: KV slots that became free or evictable.
+            expected_tokens: what the estimator had counted for their output.
+            num_rows: how many they were.
+        """
+        self.budget.give_back(available_tokens, expected_tokens)
+        self._num_free_rows += num_rows
 
     @property
     def _alone(self) -> bool:
@@ -142,19 +233,48 @@ class PrefillAdder:
         """
         return self._nothing_runs and not self.chunks
 
-    def _cut(self, extend_len: int) -> tuple[int, Reason | None]:
-        """How much of a prompt this step computes; the end of a cut is page aligned, since the prefix is."""
+    @property
+    def _spent_budget(self) -> Reason:
+        budget = self.budget
+        by_chunk = budget.rem_chunk_tokens <= budget.rem_input_tokens
+        return Reason.CHUNK_BUDGET if by_chunk else Reason.INPUT_BUDGET
+
+    def _kept_for_output(self, req: Req) -> int:
+        """The expected output, and the slots for draft tokens beyond it, as far as the request can ever use them."""
+        expected = self._estimator.expected_of(req)
+        most = req.max_kv_len - req.fill_len
+        return max(expected, min(expected + self._num_lookahead_tokens, most))
+
+    def _cut(self, ready_len: int, extend_len: int) -> tuple[int, Reason | None]:
+        """How much of a prompt this step computes; a cut ends at a page."""
         limit = self.budget.rem_step_tokens
-        if extend_len <= limit:
-            return extend_len, None
         if not self.budget.cuts_prompts:
-            # never cut: a prompt larger than the step's budget gets a step of its own
-            return (extend_len, None) if not self.chunks else (0, Reason.INPUT_BUDGET)
-        if self._num_partial >= self._max_partial:
-            return 0, Reason.PARTIAL_LIMIT
-        length = limit // self._kv.page_size * self._kv.page_size
-        return (length, None) if length > 0 else (0, Reason.CHUNK_BUDGET)
+            # a prompt larger than the step's budget gets a step of its own
+            if extend_len <= limit or (not self.chunks and self.budget.allows_oversized):
+                return extend_len, None
+            return 0, Reason.INPUT_BUDGET
+        share = min(limit, self._partial.share)
+        if extend_len <= share:
+            return extend_len, None
+        if not self._partial.may_cut:
+            return (extend_len, None) if extend_len <= limit else (0, Reason.PARTIAL_LIMIT)
+        length = self._whole_pages(ready_len, share)
+        return (length, None) if length > 0 else (0, self._spent_budget)
 
+    def _whole_pages(self, start: int, limit: int) -> int:
+        """The most tokens from `start` on, up to `limit`, that end at a page."""
+        return (start + limit) // self._kv.page_size * self._kv.page_size - start
 
-def _expected_output(req: Req) -> int:
-    return min(req.max_new_tokens - req.output_len, CLIP_MAX_NEW_TOKENS)
+    def _reason(self, chunk: Chunk, *, alone: bool) -> Reason:
+        if not chunk.is_first:
+            return Reason.CHUNK_CONTINUED
+        if chunk.req.status is ReqStatus.SWAPPED:
+            return Reason.SWAPPED_IN
+        if not chunk.is_last:
+            return Reason.CHUNKED
+        return Reason.ADMITTED_ALONE if alone else Reason.ADMITTED
+
+    def _accept(self, chunk: Chunk, verdict: Verdict) -> Verdict:
+        self.chunks.append(chunk)
+        self._verdicts.append(verdict)
+        return verdict

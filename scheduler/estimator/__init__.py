@@ -1,1 +1,1 @@
-"""Estimators: how much KV memory is kept for tokens that are not generated yet. One file per rule, `base.py` for all."""
+"""Estimators: how much KV memory is kept for tokens that are not generated yet. One file per rule."""

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class FullReservation:
     """Why no retraction is needed: of each request with a row, the pages it can still ask for are kept.
 
-    It holds pages for the c tokens computed and can need ceil(m / page) pages in all; ceil(m / page) - ceil(c / page) is
-    at most ceil((m - c) / page), which is what `expected` counts. A candidate is asked for its prompt, its output and a
-    page, which is no less than its pages, and decodes only take what was counted.
+    It holds pages for the c tokens computed and can need ceil(m / page) pages in all. Since ceil(m / page) -
+    ceil(c / page) <= ceil((m - c) / page), `expected` counts no less. A candidate is asked for its prompt, its
+    output and a page, which is no less than its pages; and decodes take only what was counted.
     """
 
     __slots__ = ("_page_size",)
