@@ -99,7 +99,7 @@ class RadixCache:
 
     @property
     def num_evictions(self) -> int:
-        """Calls of `evict` so far."""
+        """Calls of `evict` that took something; what `CacheMiss.evicted_at` counts."""
         return self._num_evictions
 
     # ------------------------------------------------------------ look-up and locks
@@ -209,29 +209,30 @@ class RadixCache:
     # ------------------------------------------------------------ eviction
 
     def evict(self, num_pages: int) -> IntArray:
-        self._num_evictions += 1
         freed: list[AnyIntArray] = []
         missing = num_pages
+        count = self._num_evictions + 1
         while missing > 0 and (node := self._queue.pop()) is not None:
             surplus = len(node.pages) - missing
             if surplus > 0:
                 freed.append(node.pages[surplus:])
                 missing = 0
-                self._truncate(node, surplus)
+                self._truncate(node, surplus, count)
             else:
                 freed.append(node.pages)
                 missing = -surplus
-                self._remove(node, self._num_evictions)
+                self._remove(node, count)
         self._evictable_pages -= num_pages - missing
         if not freed:
             return EMPTY
+        self._num_evictions = count
         self._generation += 1
         return np.concatenate(freed)
 
-    def _truncate(self, node: RadixNode, num_pages: int) -> None:
+    def _truncate(self, node: RadixNode, num_pages: int, evicted_at: int) -> None:
         """Cut a leaf that eviction has taken out of the queue."""
         cut = num_pages * self._page_bytes
-        self._tombstones.truncated(node, node.key[cut : cut + self._page_bytes], self._num_evictions)
+        self._tombstones.truncated(node, node.key[cut : cut + self._page_bytes], evicted_at)
         if node.pin_ref:
             self._pins.truncated(len(node.pages) - num_pages)
         node.pages = node.pages[:num_pages].copy()
