@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from engine.scheduler.recorder import Recorder, make_recorder
 from engine.scheduler.scheduler import Scheduler
 
 from .harness import Harness
+
+SCHEDULER_FIELDS = {field.name for field in dataclasses.fields(SchedulerConfig)}
 
 
 class RecordedCalls:
@@ -46,14 +49,14 @@ class RecordedCalls:
         self.scheduler.on_idle()
 
 
-def record(path: Path, **settings: Any) -> Harness:
-    """A harness as `Harness(**settings)`; the log is complete after `harness.scheduler.recorder.close()`."""
-    harness = Harness(**settings)
-    group = {name: value for name, value in settings.items() if name in SchedulerConfig.__slots__}
-    group.setdefault("chunked_prefill_size", 64)
+def record(path: Path, *, kind: type[Harness] = Harness, **settings: Any) -> Harness:
+    """A harness as `kind(**settings)`; the log is complete after `finish(harness)`."""
+    settings.setdefault("chunked_prefill_size", 64)
+    harness = kind(**settings)
+    scheduler = {name: value for name, value in settings.items() if name in SCHEDULER_FIELDS}
     config = EngineConfig(
-        scheduler=SchedulerConfig(**group),
-        cache=CacheConfig(radix_cache=settings.get("radix_cache", True)),
+        scheduler=SchedulerConfig(**scheduler),
+        cache=CacheConfig(radix_cache=settings.get("radix_cache", True), **settings.get("cache", {})),
         log=LogConfig(decision_log=str(path)),
     )
     recorder = make_recorder(
@@ -61,3 +64,10 @@ def record(path: Path, **settings: Any) -> Harness:
     )
     harness.scheduler = RecordedCalls(harness.scheduler, recorder)  # type: ignore[assignment]
     return harness
+
+
+def finish(harness: Harness) -> None:
+    """Close the log."""
+    calls = harness.scheduler
+    assert isinstance(calls, RecordedCalls)
+    calls.recorder.close()

@@ -1,0 +1,51 @@
+"""A header and one record of each kind, for tests of the decision log's file."""
+
+from __future__ import annotations
+
+from engine.runtime.config import EngineConfig
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import AbortRequest, FinishKind, GenerateRequest
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import ForwardMode
+from engine.scheduler.budget import BudgetState
+from engine.scheduler.cache_miss import CacheMiss, MissKind
+from engine.scheduler.decision_log import Arrived, Left, PageCounts, PassRecord, Retraction, Settled
+from engine.scheduler.log_file import Header, Idle, Input, LogRecord, Planning
+from engine.scheduler.log_writer import header_of
+from engine.scheduler.verdict import AddReqResult, Reason, Verdict
+
+
+def sample_header() -> Header:
+    capacity = Capacity(512, 64, 16, 8, 97)
+    return header_of(EngineConfig(), capacity, frozenset({0, 2}), wall_s=1e9, now_s=50.0)
+
+
+def sample_records() -> list[LogRecord]:
+    return [
+        Input(1.0, GenerateRequest("a", b"abcdefgh", SamplingParams(max_new_tokens=3, seed=1), tenant="t")),
+        Arrived(1.0, "a", 2, 3, 5, "t"),
+        Planning(1.5),
+        PassRecord(
+            1.5,
+            7,
+            ForwardMode.MIXED,
+            num_waiting=3,
+            budget_before=BudgetState(9, 8, 7, 6),
+            budget_after=BudgetState(5, 4, 3, 2),
+            verdicts=[Verdict("a", AddReqResult.CONTINUE, Reason.ADMITTED, 1, 2, 3, 4, 5)],
+            num_rest=2,
+            rest_reason=Reason.BEHIND,
+            rest_behind="b",
+            continued=[Verdict("c", AddReqResult.NO_TOKEN, Reason.NO_KV)],
+            retractions=[Retraction("d", "swap", "memory", 3, 4)],
+            cache_misses=[CacheMiss("a", 2, 1, MissKind.DIFFERS, 1)],
+            pages=PageCounts(1, 2, 3, 4),
+            policy="fcfs",
+            notes=["a note"],
+            plan_crc=4_000_000_000,
+        ),
+        Settled(2.0, 7, 0.01, [Left("a", FinishKind.ERROR, 1, "bad")], b"\1\0\0\0", {0: "bad"}, 0.5),
+        Input(3.0, AbortRequest("b", "gone")),
+        Settled(3.0, 0, left=[Left("b", FinishKind.ABORT, 0)]),
+        Idle(4.0),
+    ]

@@ -1,0 +1,145 @@
+"""Writing decision logs: whose files they are, and what happens when they cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from engine.runtime.errors import ConfigError
+from engine.scheduler.decision_log import Settled
+from engine.scheduler.log_file import MAX_RECORD_BYTES, Idle, read_runs
+from engine.scheduler.log_writer import LogWriter
+
+from .log_samples import sample_header
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "decisions.log"
+
+
+def read_last(path: Path) -> list[object]:
+    return [list(run.records) for run in read_runs(path)][-1]
+
+
+def test_only_the_owner_may_read_it(path):
+    LogWriter(path, sample_header()).close()
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_what_was_flushed_survives_the_writer(path):
+    writer = LogWriter(path, sample_header())
+    writer.add(Idle(1.0))
+    writer.flush()
+    writer.add(Idle(2.0))
+
+    assert read_last(path) == [Idle(1.0)]
+    writer.close()
+
+
+def test_a_flush_is_one_call_of_the_system(path, monkeypatch):
+    writer = LogWriter(path, sample_header())
+    sizes = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: sizes.append(len(data)) or write(fd, data))
+
+    for idx in range(10):
+        writer.add(Idle(float(idx)))
+    writer.flush()
+    writer.flush()
+    writer.close()
+
+    assert len(sizes) == 1
+    assert len(read_last(path)) == 10
+
+
+def test_a_file_of_somebody_else_is_left_alone(path):
+    path.write_text("my thesis")
+
+    with pytest.raises(ConfigError, match="exists and is no decision log; name another file"):
+        LogWriter(path, sample_header())
+
+    assert path.read_text() == "my thesis"
+
+
+def test_an_empty_file_is_taken(path):
+    path.touch()
+
+    LogWriter(path, sample_header()).close()
+
+    assert read_last(path) == []
+
+
+@pytest.mark.parametrize("name", [".", "no/such/folder"])
+def test_what_cannot_be_written_is_said_at_start(tmp_path, name):
+    with pytest.raises(ConfigError, match="decision_log is .*, which cannot be written"):
+        LogWriter(tmp_path / name, sample_header())
+
+
+def test_a_pipe_is_refused_and_nobody_hangs(path):
+    os.mkfifo(path)
+
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        LogWriter(path, sample_header())
+
+
+def test_two_writers_do_not_mix(path):
+    first = LogWriter(path, sample_header())
+
+    with pytest.raises(ConfigError, match="another process is writing"):
+        LogWriter(path, sample_header())
+
+    first.close()
+    LogWriter(path, sample_header()).close()
+    assert len(list(read_runs(path))) == 2
+
+
+def test_a_full_disk_costs_one_warning_and_the_rest_of_the_log(path, monkeypatch, caplog):
+    writer = LogWriter(path, sample_header())
+    writer.add(Idle(1.0))
+    writer.flush()
+
+    def full(_fd: int, _data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    for _ in range(5):
+        writer.add(Idle(2.0))
+        writer.flush()
+    monkeypatch.undo()
+    writer.add(Idle(3.0))
+    writer.close()
+
+    (message,) = caplog.messages
+    assert "decision log stops here" in message and "No space left on device" in message
+    assert read_last(path) == [Idle(1.0)]
+
+
+def test_half_a_write_is_the_end_too(path, monkeypatch, caplog):
+    writer = LogWriter(path, sample_header())
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
+    writer.add(Idle(1.0))
+    writer.flush()
+    writer.add(Idle(2.0))
+    writer.close()
+    monkeypatch.undo()
+
+    assert len(caplog.messages) == 1
+    assert read_last(path) == []
+    LogWriter(path, sample_header()).close()
+    assert len(list(read_runs(path))) == 2
+
+
+def test_a_record_that_no_reader_would_take_is_not_written(path, caplog):
+    writer = LogWriter(path, sample_header())
+    writer.add(Settled(1.0, 1, next_token_ids=bytes(MAX_RECORD_BYTES)))
+    writer.close()
+
+    assert "the limit is" in caplog.text
+    assert read_last(path) == []
