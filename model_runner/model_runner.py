@@ -18,6 +18,7 @@ import torch
 
 from ..runtime.messages import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult
+from .device_timer import DeviceTimer
 from .logprobs import TokenLogprobs, concatenate, token_logprobs
 from .row_states import SamplingFlag
 
@@ -95,7 +96,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
         started_s = time.perf_counter()
-        swap_s = self._move_pages(plan)
+        swap_timer = self._move_pages(plan)
         for row in np.frombuffer(plan.finished_rows, dtype=np.int32).tolist():
             self._states.remove(row)
             self._counts.remove(row)
@@ -106,25 +107,23 @@ class ModelRunner:
                     new.row, state.input_ids[: new.prompt_len], state.input_ids[new.prompt_len :]
                 )
         if plan.total_num_scheduled_tokens == 0:
-            return PendingStep(plan.step_id, started_s, swap_s)
+            return PendingStep(plan.step_id, started_s, swap_timer)
         batch = self._builder.build(plan)
-        return PendingStep(plan.step_id, started_s, swap_s, batch, self._forward(batch))
+        return PendingStep(plan.step_id, started_s, swap_timer, batch, self._forward(batch))
 
-    def _move_pages(self, plan: StepPlan) -> float:
-        """Swap and copy whole pages as the plan says; returns the host's seconds in swapping."""
-        swap_s = 0.0
-        if plan.swap_outs:
-            before_s = time.perf_counter()
-            self.host_kv_pool.copy_out(*_pairs(plan.swap_outs))
-            swap_s += time.perf_counter() - before_s
+    def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
+        """Swap and copy whole pages as the plan says; returns what measures the swaps, if there are any."""
+        timer = DeviceTimer(self._buffers.device) if plan.swap_outs or plan.swap_ins else None
+        if timer is not None and plan.swap_outs:
+            with timer:
+                self.host_kv_pool.copy_out(*_pairs(plan.swap_outs))
         if plan.page_copies:
             sources, destinations = _pairs(plan.page_copies)
             self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
-        if plan.swap_ins:
-            before_s = time.perf_counter()
-            self.host_kv_pool.copy_in(*_pairs(plan.swap_ins))
-            swap_s += time.perf_counter() - before_s
-        return swap_s
+        if timer is not None and plan.swap_ins:
+            with timer:
+                self.host_kv_pool.copy_in(*_pairs(plan.swap_ins))
+        return timer
 
     def _forward(self, batch: ForwardBatch) -> Forwarded:
         hidden = self.model.forward(batch)
@@ -157,22 +156,21 @@ class PendingStep:
         self,
         step_id: int,
         started_s: float,
-        swap_s: float,
+        swap_timer: DeviceTimer | None = None,
         batch: ForwardBatch | None = None,
         forwarded: Forwarded | None = None,
     ) -> None:
         self._step_id = step_id
         self._started_s = started_s
-        self._swap_s = swap_s
+        self._swap_timer = swap_timer
         self._batch = batch
         self._forwarded = forwarded
 
     def wait(self) -> StepResult:
         """Bring the tokens to the host."""
+        swap_s = self._swap_timer.wait_for_seconds() if self._swap_timer is not None else 0.0
         if self._batch is None or self._forwarded is None:
-            return StepResult(
-                self._step_id, forward_s=time.perf_counter() - self._started_s, swap_s=self._swap_s
-            )
+            return StepResult(self._step_id, forward_s=time.perf_counter() - self._started_s, swap_s=swap_s)
         batch, (sampled, cut_finite, prompts) = self._batch, self._forwarded
         token_ids, errors = b"", {}
         logprobs: tuple[Logprobs | None, ...] = ()
@@ -197,7 +195,7 @@ class PendingStep:
             prompt_logprobs=prompt_logprobs,
             errors=errors,
             forward_s=time.perf_counter() - self._started_s,
-            swap_s=self._swap_s,
+            swap_s=swap_s,
         )
 
 

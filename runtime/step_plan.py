@@ -104,10 +104,10 @@ class StepResult(Record, frozen=True):
         logprobs: one entry per sampled request (each of n = 1 token), or empty when nobody in the batch asked.
         prompt_logprobs: batch index -> log-probabilities of the prompt tokens *predicted by* this chunk: the tokens at
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
-        errors: batch index -> message, for requests that failed on their own (logits not finite); they have an
-            arbitrary entry in `next_token_ids`. The others are not affected.
+        errors: batch index -> message, for requests that failed on their own (numbers not finite, also in a chunk
+            that samples nothing); who samples has an arbitrary entry in `next_token_ids`. The others are not affected.
         forward_s: seconds from launch to tokens, for statistics.
-        swap_s: of these, seconds that swapping took; 0 without swaps.
+        swap_s: of these, seconds that the device was busy swapping; 0 without swaps.
     """
 
     step_id: int
