@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from .arrays import IntArray
-from .budget import CLIP_MAX_NEW_TOKENS, PrefillBudget
+from .budget import PrefillBudget
 from .constraints import Constraint, first_refusal
 from .decision_log import PassRecord
+from .estimator.base import OutputEstimator
 from .host_memory import HostMemory
 from .kv_memory import KVMemory
-from .new_token_ratio import NewTokenRatio
 from .policy.base import MAX_OVERTAKEN, SchedulePolicy
 from .preemption import Preemption
 from .prefill_adder import Chunk, PrefillAdder
@@ -64,7 +64,7 @@ class Admission:
         kv: KVMemory,
         host: HostMemory,
         siblings: Siblings,
-        estimator: NewTokenRatio,
+        estimator: OutputEstimator,
         constraints: Sequence[Constraint],
         make_shared: Callable[[], SharedPrefixes],
         stats: SchedulerStats,
@@ -106,8 +106,9 @@ class Admission:
         else:
             record.end(reason)
         record.budget_after = adder.budget.state()
+        record.cache_misses = self._kv.take_misses()
         for chunk in adder.chunks:
-            self._start(chunk, record, now_s)
+            self._start(chunk, now_s)
         self._preemption.put_back(now_s)
         self._note_overtaken(adder.chunks)
         return adder.chunks
@@ -198,12 +199,12 @@ class Admission:
 
     # ------------------------------------------------------------ starting them
 
-    def _start(self, chunk: Chunk, record: PassRecord, now_s: float) -> None:
+    def _start(self, chunk: Chunk, now_s: float) -> None:
         """Give a chunk its row and pages, and the request its new status."""
         req = chunk.req
         if chunk.is_first:
             sibling = self._siblings.source(req)
-            self._note_start(req, chunk, record, now_s)
+            self._note_start(req, chunk, now_s)
             req.row = self._pool.allocate()
             self._states.open(req, chunk.start)
             self._kv.open_row(req)
@@ -215,7 +216,7 @@ class Admission:
         if chunk.is_last:
             self._requests.begin_decode(req, now_s)
 
-    def _note_start(self, req: Req, chunk: Chunk, record: PassRecord, now_s: float) -> None:
+    def _note_start(self, req: Req, chunk: Chunk, now_s: float) -> None:
         if req.status is not ReqStatus.WAITING:
             return
         req.queue_s = now_s - req.received_s
@@ -257,9 +258,11 @@ class Admission:
 
     def _expected_output(self, rows: IntArray) -> float:
         states = self._states
+        max_new = states.max_kv_len[rows] - states.prompt_len[rows] + np.int32(1)
+        generated = states.known_len[rows] - states.prompt_len[rows]
+        # of a prompt in progress, all of which is promised already, only what comes behind it
         to_come = states.max_kv_len[rows] - np.maximum(states.num_computed[rows], states.fill_len[rows])
-        share = np.where(states.ignore_eos[rows], 1.0, self._estimator.current)
-        return float(share @ np.minimum(to_come, CLIP_MAX_NEW_TOKENS))
+        return self._estimator.expected(to_come, generated, max_new, states.ignore_eos[rows])
 
     def _note_overtaken(self, chunks: list[Chunk]) -> None:
         newest = max((chunk.req.seq for chunk in chunks if chunk.is_first), default=0)

@@ -18,11 +18,13 @@ from .constraints import MaxLoras
 from .deadlines import Deadlines
 from .decision_log import DecisionLog
 from .decodes import Decodes
+from .estimator.base import OutputEstimator
+from .estimator.make import make_estimator
+from .eviction import make_eviction
 from .explainer import Explainer
 from .host_memory import HostMemory
 from .kv_memory import KVMemory
 from .ledger import Ledger
-from .new_token_ratio import NewTokenRatio
 from .outputs import StopRules
 from .page_allocator import PageAllocator
 from .phases import StepPhases, make_phases
@@ -57,7 +59,7 @@ class SchedulerParts:
     pool: ReqToTokenPool
     ledger: Ledger
     policy: SchedulePolicy
-    estimator: NewTokenRatio
+    estimator: OutputEstimator
     phases: StepPhases
     settler: ResultSettler
     deadlines: Deadlines
@@ -101,7 +103,7 @@ def assemble(
         stats=stats,
         priority_threshold=config.priority_preemption_threshold,
     )
-    estimator = NewTokenRatio(config.schedule_conservativeness)
+    estimator = make_estimator(config, page_size)
     shares = cache.radix_cache and config.in_batch_prefix_caching
     admission = Admission(
         requests,
@@ -152,7 +154,7 @@ def assemble(
         ),
         deadlines=Deadlines(config.queue_timeout, config.request_timeout),
         sentinel=StallSentinel(),
-        pinner=Pinner(kv),
+        pinner=Pinner(kv, max_pinned_tokens=int(cache.pin_fraction * capacity.num_pages) * page_size),
         explainer=Explainer(decisions),
         answers=answers,
         decisions=decisions,
@@ -161,4 +163,10 @@ def assemble(
 
 
 def _make_prefix_cache(cache: CacheConfig, capacity: Capacity) -> PrefixCache:
-    return RadixCache(capacity.page_size) if cache.radix_cache else NoPrefixCache()
+    if not cache.radix_cache:
+        return NoPrefixCache()
+    return RadixCache(
+        capacity.page_size,
+        eviction=make_eviction(cache.eviction_policy),
+        max_pinned_pages=int(cache.pin_fraction * capacity.num_pages),
+    )

@@ -11,8 +11,8 @@ from .answers import Answers
 from .arrays import EMPTY, IntArray
 from .chaos import Chaos
 from .decision_log import PassRecord
+from .estimator.base import OutputEstimator
 from .kv_memory import KVMemory
-from .new_token_ratio import NewTokenRatio
 from .preemption import Preemption
 from .req import Req
 from .requests import Requests
@@ -43,7 +43,7 @@ class Decodes:
         *,
         states: RowStates,
         kv: KVMemory,
-        estimator: NewTokenRatio,
+        estimator: OutputEstimator,
         chaos: Chaos,
         answers: Answers,
         by_priority: bool,

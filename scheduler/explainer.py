@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..runtime.messages import Explain, Explanation
 from .decision_log import DecisionLog
+from .why import explain
 
 
 class Explainer:
@@ -16,4 +17,4 @@ class Explainer:
 
     def explain(self, message: Explain) -> Explanation:
         """One sentence and a table."""
-        return Explanation(message.explain_id, False, "")
+        return explain(self._decisions, message.rid, message.explain_id)

@@ -16,12 +16,13 @@ import numpy as np
 
 from ..runtime.feasibility import pages_for
 from .arrays import IntArray
+from .cache_miss import CacheMiss, MissKind
 from .decision_log import PageCounts
 from .host_memory import HostMemory
 from .page_allocator import PageAllocator
 from .prefix import Prefix
 from .prefix_cache import PrefixCache, PrefixMatch
-from .req import Req
+from .req import Req, ReqStatus
 from .req_to_token_pool import ReqToTokenPool
 from .row_states import RowStates
 
@@ -41,6 +42,7 @@ class KVMemory:
         "_copies",
         "_host",
         "_lookahead",
+        "_misses",
         "_moved",
         "_pool",
         "_states",
@@ -62,6 +64,7 @@ class KVMemory:
         self._host = host
         self._lookahead = np.int32(num_lookahead_tokens)
         self._copies: list[tuple[int, int]] = []
+        self._misses: list[CacheMiss] = []
         self._allocator = allocator
         self._pool = pool
         self._states = states
@@ -148,8 +151,20 @@ class KVMemory:
 
     def lock(self, req: Req, match: PrefixMatch) -> None:
         """Lease the match for a request that is being admitted; from now on nobody can evict it."""
-        req.lease = self._cache.lock(req.extra_key, match)
+        if req.status is ReqStatus.WAITING:
+            self._misses.append(self._explain(req, match))
+        req.lease = self._cache.lock(req.extra_key, match, req.priority)
         req.match = None
+
+    def _explain(self, req: Req, match: PrefixMatch) -> CacheMiss:
+        if req.sampling.prompt_logprobs is not None:
+            return CacheMiss(req.rid, req.prompt_len, 0, MissKind.NOT_ASKED, 0)
+        return self._cache.explain(req.extra_key, req.fill_ids, match, req.rid)
+
+    def take_misses(self) -> list[CacheMiss]:
+        """Why those admitted since the last call did not find more of their prompts cached; for the decision log."""
+        misses, self._misses = self._misses, []
+        return misses
 
     def open_row(self, req: Req) -> None:
         """Put the leased pages into the request's (empty) row."""
@@ -312,10 +327,18 @@ class KVMemory:
     @property
     def pinned_pages(self) -> int:
         """Pages that go last when others need room."""
-        return 0
+        return self._cache.pinned_pages
+
+    def pin(self, extra_key: str, token_ids: bytes, until_s: float | None) -> int:
+        """Pin what is cached of a prefix until a time, or (None) end the pin; the number of pages pinned."""
+        if until_s is None:
+            self._cache.unpin(extra_key, token_ids)
+            return 0
+        return self._cache.pin(extra_key, token_ids, until_s)
 
     def expire_pins(self, now_s: float) -> None:
         """End the pins whose time is over."""
+        self._cache.expire_pins(now_s)
 
     def flush(self) -> tuple[int, int]:
         """Empty the prefix cache of all that is not leased; returns (pages dropped, pages kept)."""

@@ -10,13 +10,29 @@ from .kv_memory import KVMemory
 class Pinner:
     """Answers `PinPrefix`."""
 
-    __slots__ = ("_kv",)
+    __slots__ = ("_kv", "_max_pinned_tokens")
 
-    def __init__(self, kv: KVMemory) -> None:
+    def __init__(self, kv: KVMemory, *, max_pinned_tokens: int) -> None:
+        """`max_pinned_tokens`: the quota, for the answer; the prefix cache keeps to it."""
         self._kv = kv
+        self._max_pinned_tokens = max_pinned_tokens
 
     def pin(self, message: PinPrefix, now_s: float) -> PinDone:
         """Pin what is cached of a prefix, as far as the quota goes."""
-        return PinDone(
-            message.pin_id, 0, len(message.input_ids) // TOKEN_ID_BYTES, "pinning is not there yet"
-        )
+        page_size = self._kv.page_size
+        until_s = now_s + message.ttl_s if message.ttl_s > 0 else None
+        pinned_tokens = self._kv.pin(message.extra_key, message.input_ids, until_s) * page_size
+        asked_tokens = len(message.input_ids) // TOKEN_ID_BYTES
+        reason = ""
+        if until_s is not None and pinned_tokens < asked_tokens // page_size * page_size:
+            all_pinned = self._kv.pinned_pages * page_size
+            if all_pinned >= self._max_pinned_tokens:
+                reason = (
+                    f"the quota is {self._max_pinned_tokens} tokens and all of it is in use; wait, unpin others, or "
+                    f"raise --pin-fraction"
+                )
+            else:
+                reason = "only what is cached can be pinned; send the prompt as a request first"
+        elif pinned_tokens < asked_tokens and until_s is not None:
+            reason = f"prefixes are kept in whole pages of {page_size} tokens"
+        return PinDone(message.pin_id, pinned_tokens, asked_tokens, reason)

@@ -13,6 +13,7 @@ from ..runtime.feasibility import capacity_of
 from ..runtime.ipc import Inbox, Outbox
 from ..runtime.messages import SchedulerInput
 from .event_loop import EventLoop
+from .recorder import make_recorder
 from .scheduler import Scheduler
 from .step_log import StepLog
 
@@ -28,13 +29,17 @@ def main(child: Child) -> None:
     started_s = time.monotonic()
     capacity = capacity_of(config, spec)
     runner = load_model_runner(config.model, config.cache, settings.source, spec, capacity)
-    scheduler = Scheduler(config.scheduler, config.cache, capacity, frozenset(spec.eos_token_ids))
+    eos_token_ids = frozenset(spec.eos_token_ids)
+    scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
     # What exists now stays; the collector need not look at it again in the middle of a step.
     gc.collect()
     gc.freeze()
     gc.enable()
 
     step_log = StepLog(config.log.log_interval)
-    loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log)
+    recorder = make_recorder(
+        config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
+    )
+    loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log, recorder=recorder)
     child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")
     loop.run()

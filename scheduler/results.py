@@ -8,8 +8,8 @@ from ..runtime.messages import Finish, FinishKind, TokenOutput
 from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import TOKEN_ID_BYTES, BoolArray
 from .batch import ScheduleBatch
+from .estimator.base import OutputEstimator
 from .kv_memory import KVMemory
-from .new_token_ratio import NewTokenRatio
 from .outputs import StopRules, output_row
 from .preemption_mode import PreemptionMode
 from .req_to_token_pool import ReqToTokenPool
@@ -31,7 +31,7 @@ class ResultSettler:
         pool: ReqToTokenPool,
         kv: KVMemory,
         stop_rules: StopRules,
-        estimator: NewTokenRatio,
+        estimator: OutputEstimator,
         mode: PreemptionMode,
         stats: SchedulerStats,
     ) -> None:
@@ -121,5 +121,6 @@ class ResultSettler:
             if finish is None:
                 rows.append(output_row(req, token_id, logprobs=logprobs))
             else:
+                self._estimator.finished(req.output_len, req.max_new_tokens)
                 rows.append(self._requests.finish(req, finish, now_s, token_id, logprobs))
         return rows
