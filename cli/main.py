@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "why": (".why", "Why a request waited, was cut, lost its place or missed the cache."),
     "replay": (".replay", "Make every decision of a decision log again, or ask what if."),
     "trace": (".trace.command", "Draw what the scheduler did, from its decision log."),
+    "simulate": (".simulate", "Try settings, policies and machines without a model."),
 }
 """Command -> (module with the typer `app`, one line for `--help`)."""
 EXAMPLES: Final = """Examples:

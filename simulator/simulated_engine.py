@@ -218,7 +218,8 @@ class SimulatedEngine:
                 owners[live.row] = None
             live.row = new.row
             owners[new.row] = live
-            self._remaining[new.row] = live.request.output_len - done - live.prefilled
+            hands_over = self._hand_over is not None
+            self._remaining[new.row] = 1 if hands_over else live.request.output_len - done - live.prefilled
             self._last_s[new.row] = live.last_s
             num_transferred += live.prefilled and not done
         work = self._work(batch, num_transferred > 0)
@@ -277,6 +278,9 @@ class SimulatedEngine:
         for req, owner in zip(leaving, owners, strict=True):
             assert owner is not None
             self._leave(req, owner, now_s)
+        assert self.scheduler.num_unfinished + len(self._inbox) == self.num_outstanding, (
+            "somebody was forgotten"
+        )
 
     def _known_tokens(self, batch: ScheduleBatch, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The tokens of requests whose answers were recorded, filler for the others."""
