@@ -19,7 +19,7 @@ from ..runtime.config import EngineConfig, ServerConfig
 from ..runtime.config_fields import config_fields
 from ..runtime.config_sources import MergedConfig
 from ..runtime.errors import ConfigError
-from ..runtime.presets import PRESETS, preset_origin
+from ..runtime.presets import PRESETS, preset_origin, preset_reasons
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -95,13 +95,11 @@ def preset_line(merged: MergedConfig) -> str:
     preset = merged.config.scheduler.preset
     if preset is None:
         return ""
-    origin = preset_origin(preset)
-    words = []
-    for name, chosen in PRESETS[preset].items():
-        if merged.origins[name] == origin:  # what the user set is not the preset's doing
-            flag = config_fields()[name].flag
-            words.append(flag if chosen.value is True else f"{flag} {chosen.value}")
-    return f"{origin}: {' '.join(words)}"
+    flags = (
+        f"{config_fields()[name].flag} {PRESETS[preset][name].value}"
+        for name in preset_reasons(preset, merged.origins)
+    )
+    return f"{preset_origin(preset)}: {' '.join(flags)}"
 
 
 def check_port(config: ServerConfig) -> None:

@@ -18,6 +18,7 @@ from .host_facts import read_host_facts
 from .model_files.load_spec import load_spec
 from .model_files.model_spec import ModelSpec
 from .model_files.source import ModelSource, resolve_source
+from .presets import preset_reasons
 from .resolve import resolve
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Prepared:
         config: every value concrete.
         source: the model's files.
         spec: the model's architecture.
-        notes: setting -> why it has its value, where that was computed.
+        notes: setting -> why it has its value, where that was computed or is a preset's.
     """
 
     config: EngineConfig
@@ -69,7 +70,8 @@ def prepare(
     )
     spec = load_spec(source)
     resolved = resolve(config, spec, read_host_facts())
-    model, notes = resolved.config.model, dict(resolved.notes)
+    model = resolved.config.model
+    notes = {**preset_reasons(config.scheduler.preset, merged.origins), **resolved.notes}
     if model.served_model_name is None:
         notes["served_model_name"] = "the model's own name"
         model = dataclasses.replace(model, served_model_name=source.name)

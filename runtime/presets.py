@@ -61,6 +61,21 @@ PRESETS: Final[Mapping[str, Mapping[str, PresetValue]]] = {
 assert set(PRESETS) == set(get_args(PresetName))
 
 
+def preset_reasons(preset: str | None, origins: Mapping[str, str]) -> dict[str, str]:
+    """Setting -> why it has its value, for those that have it from the preset.
+
+    Args:
+        preset: the one that was chosen.
+        origins: setting -> where its value was written.
+    """
+    chosen = PRESETS[preset] if preset is not None else {}
+    return {
+        name: value.reason
+        for name, value in chosen.items()
+        if origins[name] == preset_origin(str(preset))  # what the user set is not the preset's doing
+    }
+
+
 def preset_origin(preset: str) -> str:
     """The origin of what a preset sets: `preset chat`."""
     return f"preset {preset}"

@@ -347,7 +347,7 @@ class TokenizerManager:
         if entry is None:
             return  # answered or aborted already: late rows are expected
         generation, choice = entry
-        self._observe(generation, choice, output, now_s)
+        self._metrics.row_arrived(generation, choice, output, now_s)
         if output.token_ids:
             self.request_log.deliver(output.rid, output.token_ids)
         finish = output.finish
@@ -369,22 +369,6 @@ class TokenizerManager:
         generation.put(choice, output)
         if generation.finished:
             self._retire(generation)
-
-    def _observe(self, generation: Generation, choice: Choice, output: TextOutput, now_s: float) -> None:
-        num_tokens = len(output.token_ids) // 4
-        if num_tokens:
-            if choice.last_token_s is None:
-                choice.first_token_s = now_s
-                self._metrics.time_to_first_token.observe(now_s - generation.arrival_s)
-                self._metrics.queue_time.observe(output.usage.queue_s)
-            else:
-                gap_s = (now_s - choice.last_token_s) / num_tokens
-                self._metrics.inter_token_latency.observe(gap_s, num_tokens)
-            choice.last_token_s = now_s
-        if output.finish is not None:
-            self._metrics.finished_reqs.add(output.finish.kind.value)
-            if output.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
-                self._metrics.e2e_request_latency.observe(now_s - generation.arrival_s)
 
     def _on_reader_gone(self, generation: Generation) -> None:
         self._abort_rest(generation, "client disconnected")

@@ -13,7 +13,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..runtime.messages import SchedulerReport
+from ..runtime.messages import FinishKind, SchedulerReport, TextOutput
+from .generation import Choice, Generation
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -138,6 +139,23 @@ class Metrics:
             "finished_reqs_total", "Requests that ended, by reason.", "reason"
         )
         self.http_responses = LabelledCounter("http_responses_total", "HTTP responses, by status.", "status")
+
+    def row_arrived(self, generation: Generation, choice: Choice, output: TextOutput, now_s: float) -> None:
+        """Measure a row, and note its time in its choice."""
+        num_tokens = len(output.token_ids) // 4
+        if num_tokens:
+            if choice.last_token_s is None:
+                choice.first_token_s = now_s
+                self.time_to_first_token.observe(now_s - generation.arrival_s)
+                self.queue_time.observe(output.usage.queue_s)
+            else:
+                gap_s = (now_s - choice.last_token_s) / num_tokens
+                self.inter_token_latency.observe(gap_s, num_tokens)
+            choice.last_token_s = now_s
+        if output.finish is not None:
+            self.finished_reqs.add(output.finish.kind.value)
+            if output.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
+                self.e2e_request_latency.observe(now_s - generation.arrival_s)
 
     def render(self, report: SchedulerReport | None) -> str:
         """The page, from the latest report and what was counted here."""

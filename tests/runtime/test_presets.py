@@ -8,7 +8,7 @@ from engine.runtime.config import EngineConfig
 from engine.runtime.config_fields import config_fields
 from engine.runtime.config_sources import from_arguments, from_flags, from_yaml_file, merge
 from engine.runtime.errors import ConfigError
-from engine.runtime.presets import PRESETS
+from engine.runtime.presets import PRESETS, preset_reasons
 
 
 def value_of(config: EngineConfig, name: str) -> object:
@@ -62,3 +62,10 @@ def test_a_later_layer_chooses_another_preset_and_may_choose_none(tmp_path):
 def test_an_unknown_preset_is_refused():
     with pytest.raises(ConfigError, match="--preset is 'chatt', but it must be one of .*did you mean 'chat'"):
         from_flags({"preset": "chatt"})
+
+
+def test_reasons_are_told_of_what_the_preset_still_sets():
+    merged = merge(from_arguments({"preset": "chat", "phases": "mixed"}))
+    reasons = preset_reasons("chat", merged.origins)
+    assert reasons == {name: value.reason for name, value in PRESETS["chat"].items() if name != "phases"}
+    assert preset_reasons(None, merge().origins) == {}

@@ -18,6 +18,7 @@ from .field_policy import COMPLETION_NOT_YET, FieldPolicy
 from .json_body import convert
 from .logprobs import CompletionLogprobs, CompletionLogprobsBuilder, TokenLogprob, int32s, unpack
 from .protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of, scheduling_of
+from .renaming import renamed_fields
 from .services import Services
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
@@ -77,7 +78,9 @@ async def completions(exchange: Exchange, services: Services) -> None:
         add_special_tokens=request.add_special_tokens is not False,
     )
     async with exchange.abort_on_disconnect():
-        with await services.manager.start(generation_request) as generation:
+        with renamed_fields({"n": "best_of"} if wanted.ranked else {}):
+            generation = await services.manager.start(generation_request)
+        with generation:
             writer = _CompletionWriter(services, generation, request, prompts, warnings)
             if options is not None:
                 await stream(exchange, generation, _CompletionStream(writer, generation, options))

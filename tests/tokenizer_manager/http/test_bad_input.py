@@ -185,7 +185,7 @@ COMPLETIONS_ONLY = [
     ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, but n is 3"),
     ({"best_of": 0}, "best_of", "best_of is 0, but it must lie in [1, 128]"),
     ({"best_of": 129}, "best_of", "best_of is 129, but it must lie in [1, 128]"),
-    ({"best_of": 100}, "n", "prompts times n or best_of"),
+    ({"best_of": 100}, "best_of", "prompts times n or best_of"),
     ({"best_of": 3, "stream": True}, "best_of", "leave out stream or best_of"),
     ({"best_of": "3"}, "best_of", "must be an integer"),
     ({"best_of": 1.5}, "best_of", "must be an integer"),

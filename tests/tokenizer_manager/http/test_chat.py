@@ -295,3 +295,16 @@ def test_unknown_fields_inside_are_warned_of_with_their_path(serve: Serve):
         "unknown field stream_options.include_usge was ignored",
         "unknown field messages[0].content[0].size was ignored",
     ]
+
+
+def test_wishes_and_the_group_of_siblings_reach_the_scheduler(serve: Serve):
+    served = serve(say_all("x"))
+    wishes = {"priority": "high", "cache_salt": "s", "user": "u", "queue_timeout": 2, "timeout": 3.5, "n": 2}
+    messages = [{"role": "user", "content": "hi"}]
+    assert served.client.post(PATH, json={"messages": messages} | wishes).status_code == 200
+    first, second = served.engine.next_request(), served.engine.next_request()
+
+    for request in (first, second):
+        assert (request.priority, request.extra_key, request.tenant) == (20, "s", "u")
+        assert (request.queue_timeout_s, request.timeout_s) == (2.0, 3.5)
+    assert first.group == second.group != ""

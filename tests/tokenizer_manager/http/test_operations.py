@@ -43,6 +43,7 @@ def test_health_is_the_schedulers_heartbeat(serve: Serve):
 
 def test_health_is_red_while_requests_wait_and_nothing_moves(serve: Serve):
     served = serve()
+    assert served.client.get("/health").status_code == 200
     served.engine.tell(SchedulerReport(sent_s=1000.0, stalled="2 requests wait, NO_KV need 9 have 4"))
     for path in ("/health", "/health_generate"):
         reply = served.client.get(path)
