@@ -5,9 +5,9 @@ partial prefill, which is the default, a prompt of 32,000 tokens takes whole ste
 behind it waits. With several, each may take only its share of the step, and only so many of them may be long: the
 others' shares are open to short ones.
 
-Two things are ours. The share of a request that is not there is not lost: what a pass leaves over goes to the prompts
-that were cut (`PrefillAdder.use_leftover`), so a long prompt alone is as fast as ever. And a prompt that may not be cut
-any more, since as many are as may, is taken whole if the step still has room for all of it.
+One thing is ours: a share that nobody needs is not lost. What a pass leaves over goes to the prompts that were cut
+(`PrefillAdder.use_leftover`), so a long prompt alone is as fast as ever, and beside short ones it lacks no more than
+what they take.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from ..runtime.feasibility import pages_for
 from .budget import PrefillBudget
 from .estimator.base import OutputEstimator
-from .estimator.ratio import NewTokenRatio
 from .kv_memory import KVMemory
-from .partial_prefills import PartialLimits, PartialPrefills
+from .partial_prefills import PartialPrefills
 from .prefix import Prefix
 from .req import Req, ReqStatus
 from .verdict import AddReqResult, Reason, Verdict
@@ -65,10 +64,9 @@ class PrefillAdder:
         *,
         num_free_rows: int,
         nothing_runs: bool,
-        estimator: OutputEstimator | None = None,
-        partial_prefills: PartialPrefills | None = None,
+        estimator: OutputEstimator,
+        partial_prefills: PartialPrefills,
         num_lookahead_tokens: int = 0,
-        max_partial: int = 1,
     ) -> None:
         """Start a pass.
 
@@ -78,9 +76,8 @@ class PrefillAdder:
             num_free_rows: requests that may be added to those that run.
             nothing_runs: no request has a row, so whatever fits at all must be admitted.
             estimator: how much is kept for the output of a candidate.
-            partial_prefills: how the step is shared among prompts; None for one after the other.
+            partial_prefills: how the step is shared among prompts.
             num_lookahead_tokens: slots that each request keeps ready beyond its next token, for draft tokens.
-            max_partial: prompts in the middle of their chunks where `partial_prefills` is None.
         """
         self._kv = kv
         self.budget = budget
@@ -88,13 +85,8 @@ class PrefillAdder:
         self._verdicts: list[Verdict] = []  # of each chunk
         self._num_free_rows = num_free_rows
         self._nothing_runs = nothing_runs
-        self._estimator = estimator or NewTokenRatio(1.0)
-        self._partial = partial_prefills or PartialPrefills(
-            PartialLimits(max_partial),
-            page_size=kv.page_size,
-            step_tokens=budget.rem_step_tokens,
-            num_prompts=1,
-        )
+        self._estimator = estimator
+        self._partial = partial_prefills
         self._num_lookahead_tokens = num_lookahead_tokens
 
     def exhausted(self) -> Reason | None:
@@ -134,17 +126,14 @@ class PrefillAdder:
         verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, num_computed, length, 0, remaining, have)
         return self._accept(chunk, verdict)
 
-    def add(self, req: Req, prefix: Prefix | None = None) -> Verdict:
+    def add(self, req: Req, prefix: Prefix) -> Verdict:
         """Admit a waiting request or say why not; a refusal changes nothing. Call only while `exhausted` is None.
 
         Args:
-            prefix: what the request starts with; None for what the prefix cache has. What is ready behind the cached
-                pages is memory to be found, but nothing to compute.
+            prefix: what the request starts with. What is ready behind the cached pages is memory to be found, but
+                nothing to compute.
         """
         kv, budget = self._kv, self.budget
-        if prefix is None:
-            match = kv.match(req)
-            prefix = Prefix(match, match.num_pages * kv.page_size)
         match, ready_len = prefix
         match_len = match.num_pages * kv.page_size
         extend_len = req.fill_len - ready_len
@@ -181,6 +170,27 @@ class PrefillAdder:
         self._partial.count(extend_len, length)
         self._num_free_rows -= 1
         return self._accept(chunk, verdict)
+
+    @property
+    def has_row(self) -> bool:
+        """Whether there is a row for one more request."""
+        return self._num_free_rows > 0
+
+    def missing_tokens(self, req: Req, prefix: Prefix) -> int:
+        """KV slots by which memory is too short to admit this request; 0 or less if it is not."""
+        kv = self._kv
+        match_len = prefix.match.num_pages * kv.page_size
+        need = req.fill_len - match_len + self._kept_for_output(req) + kv.page_size
+        return need + kv.unlocked_pages(prefix.match) * kv.page_size + 1 - self.budget.rem_total_tokens
+
+    def can_compute(self, req: Req, prefix: Prefix) -> bool:
+        """Whether this step could begin with its prompt, if memory and rows were no question."""
+        extend_len = req.fill_len - prefix.ready_len
+        if self.budget.rem_step_tokens <= 0:
+            return False
+        if self.budget.cuts_prompts and self._partial.too_many_long(extend_len):
+            return False
+        return self._cut(prefix.ready_len, extend_len)[1] is None
 
     def use_leftover(self) -> list[Verdict]:
         """Give the prompts that were cut what the step has left; call at the end of the pass, before rows are taken.
@@ -257,7 +267,7 @@ class PrefillAdder:
         if extend_len <= share:
             return extend_len, None
         if not self._partial.may_cut:
-            return (extend_len, None) if extend_len <= limit else (0, Reason.PARTIAL_LIMIT)
+            return 0, Reason.PARTIAL_LIMIT
         length = self._whole_pages(ready_len, share)
         return (length, None) if length > 0 else (0, self._spent_budget)
 
