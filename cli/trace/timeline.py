@@ -147,6 +147,7 @@ class TimelineBuilder:
     def _continue(self, verdict: Verdict, idx: int) -> int:
         """A prompt in progress was looked at."""
         track = self._track(verdict.rid, _Phase.PREFILL, idx)
+        track.phase = _Phase.PREFILL  # a verdict SWAPPED_IN does not say whether its chunk was the last
         self._close(track, idx - 1)
         if verdict.result is not AddReqResult.CONTINUE:
             self._wait(track, verdict, idx)
@@ -154,12 +155,9 @@ class TimelineBuilder:
         return self._compute(track, verdict, idx, is_last=verdict.extend_len >= verdict.need)
 
     def _compute(self, track: _Track, verdict: Verdict, idx: int, *, is_last: bool) -> int:
-        if verdict.extend_len or verdict.reason is not Reason.SWAPPED_IN:
-            track.story.spans.append(_span(SpanKind.PREFILL, verdict, idx))
-            self._num_spans += 1
-            track.since = idx + 1
-        else:  # all of it came back from the host: it decodes in this very step
-            track.since = idx
+        track.story.spans.append(_span(SpanKind.PREFILL, verdict, idx))
+        self._num_spans += 1
+        track.since = idx + 1
         track.phase = _Phase.DECODE if is_last else _Phase.PREFILL
         return verdict.extend_len
 

@@ -1,16 +1,21 @@
-"""Records as a small engine would leave them: a queue, a KV pool that runs out, chunks, retractions, swaps, cache hits.
+"""Records as a small engine would leave them, and files of them.
 
-Not the product's scheduler: its own rules are as simple as can be, so that thousands of requests take a second and each
-kind of event is sure to be there.
+`SampleEngine` is not the product's scheduler: its rules are as simple as can be, so that thousands of requests take a
+second and each kind of event is sure to be there: a queue, a KV pool that runs out, chunks, retractions, swaps, hits.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+import pytest
+
+from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import FinishKind
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.budget import BudgetState
@@ -24,10 +29,13 @@ from engine.scheduler.decision_log import (
     Retraction,
     Settled,
 )
+from engine.scheduler.log_file import Header
+from engine.scheduler.log_writer import LogWriter
 from engine.scheduler.verdict import AddReqResult, Reason, Verdict
 
 LOOK_AHEAD = 6
 PAGE_SIZE = 16
+START_S = 1000.0
 
 
 @dataclass
@@ -56,7 +64,7 @@ class SampleEngine:
     prompt_len: tuple[int, int] = (40, 700)
     prefill_alone: bool = False
     seed: int = 1
-    _now_s: float = 1000.0
+    _now_s: float = START_S
     _waiting: deque[_Request] = field(default_factory=deque)
     _partial: _Request | None = None
     _running: list[_Request] = field(default_factory=list)
@@ -201,8 +209,6 @@ class SampleEngine:
                 if length == extend
                 else Reason.CHUNKED
             )
-            if request.on_host:
-                length = extend = 0
             facts = (prefix, length, request.max_new_tokens // 2, need, have)
             record.verdicts.append(Verdict(request.rid, AddReqResult.CONTINUE, reason, *facts))
             if not request.on_host:
@@ -232,7 +238,7 @@ class SampleEngine:
             self._held -= victim.pages
             victim.pages = 0
             victim.on_host = mode == "swap"
-            victim.computed = victim.prompt_len if victim.on_host else 0
+            victim.computed = victim.prompt_len - 1 if victim.on_host else 0
             self._waiting.appendleft(victim)
         record.gave_memory_back = bool(record.retractions)
 
@@ -260,3 +266,36 @@ class SampleEngine:
                 self._held -= request.pages
         self._running += done
         return left
+
+
+@pytest.fixture
+def sample_engine() -> type[SampleEngine]:
+    """`SampleEngine(**settings).records()`: the records of a run."""
+    return SampleEngine
+
+
+@pytest.fixture
+def write_log(tmp_path: Path) -> Callable[..., Path]:
+    """Write a decision log with one run for each list of records."""
+
+    def write(*runs: Iterable[DecisionRecord], name: str = "decisions.log") -> Path:
+        path = tmp_path / name
+        for records in runs:
+            header = Header(
+                engine_version="1.0",
+                wall_s=1.79e9,
+                now_s=START_S,
+                scheduler=asdict(SchedulerConfig()),
+                cache=asdict(CacheConfig()),
+                capacity=Capacity(2048, 320, PAGE_SIZE, 12, 1000),
+                eos_token_ids=[0],
+                model="tiny",
+                device="cpu",
+            )
+            writer = LogWriter(path, header)
+            for record in records:
+                writer.add(record)
+            writer.close()
+        return path
+
+    return write
