@@ -9,6 +9,7 @@ import pytest
 
 from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
 from engine.offline.outputs import OutputBuilder
+from engine.runtime.presets import PRESETS
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 PROMPTS = ["one", "a longer prompt that has more tokens", "x", "the quick brown fox jumps over the lazy dog"]
@@ -373,3 +374,10 @@ def test_presets_and_names_of_other_engines_are_settings(tiny_model):
         assert len(llm.generate("Hello", GREEDY).token_ids) == 12
     with pytest.raises(ConfigError, match="argument page_size and argument block_size are two names"):
         LLM(str(tiny_model), page_size=4, block_size=4)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_changes_the_order_of_work_and_no_answer(llm, tiny_model, preset):
+    with LLM(str(tiny_model), dtype="float32", num_threads=1, page_size=4, preset=preset) as other:
+        outputs = other.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == [llm.generate(p, GREEDY).token_ids for p in PROMPTS]

@@ -103,8 +103,15 @@ def _table(schema: Mapping[str, Any]) -> Iterator[str]:
     yield "<table>"
     for name, field in schema["properties"].items():
         kind = "required" if name in required else "optional"
-        yield f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(_type_of(field))}<td>{kind}"
+        cells = (f"<code>{html.escape(name)}</code>", html.escape(_type_of(field)), kind)
+        yield "<tr>" + "".join(f"<td>{cell}" for cell in (*cells, html.escape(_about(field))))
     yield "</table>"
+
+
+def _about(field: Mapping[str, Any]) -> str:
+    """What is said of a field, also if that stands with one of its types."""
+    options = (field, *field.get("anyOf", ()))
+    return next((str(option["description"]) for option in options if "description" in option), "")
 
 
 def _type_of(field: Mapping[str, Any]) -> str:

@@ -260,7 +260,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 class PinRequest(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/cache/pins`: a prompt or chat messages, and for how many seconds; 0 unpins."""
 
-    ttl: float
+    ttl: Annotated[
+        float,
+        msgspec.Meta(
+            description="Seconds to keep it, at most 86400; 0 unpins. Pins never keep a request waiting."
+        ),
+    ]
     model: str | None = None
     prompt: Any = None
     messages: list[dict[str, Any]] | None = None
