@@ -113,8 +113,9 @@ def _print_result(console: Any, result: Replay, seconds: float) -> None:
     # Never 100 % by rounding.
     percent = "100 %" if result.is_equal else f"{min(share * 100, 99.99):.2f} %"
     console.print(
-        f"  {result.num_passes:,} passes, {result.num_equal:,} equal ({percent}), digest {result.digest}; "
-        f"{result.num_requests:,} requests, {result.num_steps:,} steps in {result.span_s:,.1f} s, "
+        f"  {_count(result.num_passes, 'pass', 'passes')}, {result.num_equal:,} equal ({percent}), "
+        f"digest {result.digest}; {_count(result.num_requests, 'request', 'requests')}, "
+        f"{_count(result.num_steps, 'step', 'steps')} in {result.span_s:,.1f} s, "
         f"replayed in {seconds:.2f} s",
         style="green" if result.is_equal else "red",
         markup=False,
@@ -123,6 +124,10 @@ def _print_result(console: Any, result: Replay, seconds: float) -> None:
         _print_difference(console, result.difference)
     elif result.raised:
         console.print(f"  the run ended in an error, and so did the replay: {result.raised}", markup=False)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
 
 
 def _print_difference(console: Any, difference: Difference) -> None:

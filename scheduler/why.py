@@ -62,10 +62,12 @@ def explain(records: Iterable[DecisionRecord], rid: str, explain_id: int = 0) ->
 def _unknown(rid: str, others: list[str], num_records: int, span_s: float) -> str:
     near = difflib.get_close_matches(rid, others, n=1) or others[-1:]
     hint = f", such as {near[0]}" if near else ""
+    count = (
+        f"{len(others)}{'+' if len(others) == _KEPT_RIDS else ''} request{'' if len(others) == 1 else 's'}"
+    )
     return (
-        f"Nothing is known of {rid}: remembered are {num_records:,} decisions of {span_s:,.1f} s, about "
-        f"{len(others)}{'+' if len(others) == _KEPT_RIDS else ''} requests{hint}; a server with --decision-log FILE "
-        "keeps all of them."
+        f"Nothing is known of {rid}: remembered are {num_records:,} decisions of {span_s:,.1f} s, about {count}{hint}; "
+        "a server with --decision-log FILE keeps all of them."
     )
 
 
