@@ -55,6 +55,8 @@ class RoundRobin(SchedulePolicy):
                 self._balances[tenant] -= tokens
             elif tenant in self._ring:
                 self._ring.charge(tenant, tokens)
+        if self._ring:
+            self._ring.whose_turn()  # passes it on, so that the quanta which a pass has used up are given for good
 
     def finished(self, req: Req) -> None:
         queue = self._queues.get(req.tenant)
@@ -82,7 +84,6 @@ class _Ring:
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
-        # The first has the turn, or the one that `whose_turn` passes it on to.
         self._balances: OrderedDict[str, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -112,7 +113,7 @@ class _Ring:
         self._balances[tenant] -= tokens
 
     def whose_turn(self) -> str:
-        """The first tenant with a balance above 0; those in debt before it have had their turn by then."""
+        """The first tenant with a balance above 0; passes the turn over those before it, which have none."""
         balances, quantum = self._balances, self._quantum
         while True:
             for _ in range(len(balances)):
