@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
@@ -105,11 +106,11 @@ def simulate(
 
     Example: engine simulate --workload chat --rate 40 --num-requests 5000 --compare static,fcfs,lpm
     """
-    from .bench.summary import parse_goodput
     from ..simulator.cluster import ClusterSettings
     from ..simulator.generated import Arrival
     from ..simulator.setup import replica_settings
     from ..simulator.simulate import simulate as run
+    from .bench.summary import parse_goodput
 
     merged = merge_options(_with_changes(settings, changes or []), config_file=config_file)
     facts, machine = _model_facts(model), _device_facts(device, tp)
@@ -155,9 +156,6 @@ def _with_changes(settings: Settings, changes: list[str]) -> Settings:
 
 def _policies(compare: str | None, merged: MergedConfig) -> Iterator[tuple[str, EngineConfig]]:
     """Each policy to simulate, with the configuration that has it."""
-    from dataclasses import replace
-    from typing import get_args
-
     config = merged.config
     if compare is None:
         yield config.scheduler.schedule_policy, config
@@ -170,7 +168,8 @@ def _policies(compare: str | None, merged: MergedConfig) -> Iterator[tuple[str, 
     if not names:
         raise ConfigError(f"--compare is {compare!r}, but it must be policies of {', '.join(known)}")
     for name in names:
-        yield name, replace(config, scheduler=replace(config.scheduler, schedule_policy=name))
+        policy: Any = name  # one of the Literal's, as was checked
+        yield name, replace(config, scheduler=replace(config.scheduler, schedule_policy=policy))
 
 
 def _model_facts(model: str) -> ModelFacts:

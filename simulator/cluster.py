@@ -86,6 +86,11 @@ class Cluster:
         self._max_outstanding = replica.scheduler.max_queued_requests + replica.capacity.max_running_requests
         self._due: dict[int, tuple[float, int]] = {}  # id of a replica -> its next event; others are stale
 
+    @property
+    def replicas(self) -> list[SimulatedEngine]:
+        """All of them, those that compute prompts first."""
+        return self._entry + self._decoders
+
     def run(self, workload: Workload) -> None:
         """Simulate until every request is answered."""
         with _no_garbage_collection():

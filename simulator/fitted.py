@@ -61,11 +61,14 @@ class Fitted:
         self.quality = quality
 
     @classmethod
-    def to(cls, steps: Sequence[MeasuredStep], *, swapped_token_s: float = 0.0) -> Fitted:
+    def to(
+        cls, steps: Sequence[MeasuredStep], *, overhead_s: float = 0.0, swapped_token_s: float = 0.0
+    ) -> Fitted:
         """Learn from steps.
 
         Args:
             steps: with the time of swaps taken out.
+            overhead_s: what passes between two steps: planning, settling, sending.
             swapped_token_s: measured apart, since few steps swap.
 
         Raises:
@@ -88,6 +91,7 @@ class Fitted:
             float(np.median(relative)),
             float(np.quantile(relative, 0.9)),
         )
+        coefficients[0] += overhead_s
         return cls(coefficients.tolist(), swapped_token_s, quality)
 
     def step_s(self, work: StepWork) -> float:

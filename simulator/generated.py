@@ -142,7 +142,7 @@ class Batch:
             yield SimRequest(f"r{idx}", 0.0, prompt, min(next(answers), limit), limit)
 
 
-GENERATED: Final = {"chat": Chat(), "rag": Rag(), "batch": Batch()}
+GENERATED: Final[dict[str, Chat | Rag | Batch]] = {"chat": Chat(), "rag": Rag(), "batch": Batch()}
 
 
 def given_lengths(prompt_lens: Sequence[int], output_lens: Sequence[int], arrival: Arrival) -> Workload:

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from ..runtime.messages import GenerateRequest
+
 EOS_TOKEN: Final = 0
 FILLER_TOKEN: Final = 1
 VOCAB_SIZE: Final = 32_768
@@ -30,8 +32,9 @@ class SimRequest(NamedTuple):
         input_ids: int32 bytes.
         output_len: tokens until the model ends by itself. The scheduler learns it when the last one is sampled.
         max_new_tokens: the client's limit, `output_len` or more; this the scheduler knows.
-        tenant, priority, extra_key: as in `GenerateRequest`.
+        tenant, priority: as in `GenerateRequest`.
         output_ids: [output_len] int32 bytes, where they are known (a recorded run); b"": filler, then EOS.
+        template: the recorded message, sent with this request's limit and arrival; None: one is made up.
     """
 
     rid: str
@@ -41,8 +44,8 @@ class SimRequest(NamedTuple):
     max_new_tokens: int
     tenant: str = ""
     priority: int = 0
-    extra_key: str = ""
     output_ids: bytes = b""
+    template: GenerateRequest | None = None
 
     @property
     def prompt_len(self) -> int:

@@ -9,30 +9,34 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..runtime.config import CacheConfig, SchedulerConfig
 from ..runtime.errors import EngineError
 from ..runtime.feasibility import Capacity
-from ..runtime.messages import AbortRequest, BatchTokenOutput, GenerateRequest
+from ..runtime.messages import BatchTokenOutput, GenerateRequest
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import ForwardMode, StepResult
 from ..scheduler.batch import ScheduleBatch
 from ..scheduler.decision_log import DecisionLog
 from ..scheduler.req import Req, ReqStatus
 from ..scheduler.scheduler import Scheduler
-from .cost_model import CostModel, StepWork
+from .cost_model import CostModel
 from .padding import NoPadding, Padding, StaticPadding
 from .recorder import Recorder
 from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES, SimRequest
+from .step_work import work_of
 
 KEPT_RECORDS: Final = 64
 """Of the decision log: nobody asks a simulated server why."""
 
+_TOKEN: Final = struct.Struct("<i")
 _MAX_IDLE_PASSES: Final = 100
 
 
@@ -47,12 +51,14 @@ class ReplicaSettings(NamedTuple):
         scheduler, cache: resolved.
         capacity: of its device.
         eos_token_ids: tokens that end an output.
+        kept_records: of the decision log; few, since nobody asks a simulated server why.
     """
 
     scheduler: SchedulerConfig
     cache: CacheConfig
     capacity: Capacity
     eos_token_ids: frozenset[int] = frozenset({EOS_TOKEN})
+    kept_records: int = 64
 
 
 class LiveRequest:
@@ -107,13 +113,13 @@ class SimulatedEngine:
         self.scheduler = Scheduler(
             settings.scheduler, settings.cache, settings.capacity, settings.eos_token_ids
         )
-        self.scheduler.decisions = DecisionLog(KEPT_RECORDS)
+        self.scheduler.decisions = DecisionLog(settings.kept_records)
         num_rows = settings.capacity.max_running_requests
         self._live: dict[str, LiveRequest] = {}
         self._owners: list[LiveRequest | None] = [None] * num_rows
         self._remaining: npt.NDArray[np.int32] = np.zeros(num_rows, dtype=np.int32)
         self._last_s = np.zeros(num_rows)
-        self._inbox: list[GenerateRequest | AbortRequest] = []
+        self._inbox: list[GenerateRequest] = []
         self._in_flight: ScheduleBatch | None = None
         self._in_flight_s = 0.0
         self._eos_token = min(settings.eos_token_ids, default=EOS_TOKEN)
@@ -135,17 +141,21 @@ class SimulatedEngine:
         self._live[request.rid] = live
         self._knows_outputs = self._knows_outputs or bool(request.output_ids)
         self.num_outstanding += 1
-        self._inbox.append(
-            GenerateRequest(
+        if request.template is not None:
+            sampling = msgspec.structs.replace(request.template.sampling, max_new_tokens=limit)
+            message = msgspec.structs.replace(
+                request.template, arrival_s=request.arrival_s, sampling=sampling
+            )
+        else:
+            message = GenerateRequest(
                 request.rid,
                 input_ids,
                 _sampling(limit),
                 request.arrival_s,
                 request.priority,
-                request.extra_key,
-                request.tenant,
+                tenant=request.tenant,
             )
-        )
+        self._inbox.append(message)
 
     @property
     def is_busy(self) -> bool:
@@ -222,36 +232,25 @@ class SimulatedEngine:
             self._remaining[new.row] = 1 if hands_over else live.request.output_len - done - live.prefilled
             self._last_s[new.row] = live.last_s
             num_transferred += live.prefilled and not done
-        work = self._work(batch, num_transferred > 0)
+        capacity = self._settings.capacity
+        transferred = self._transferred(batch) if num_transferred else None
+        work = work_of(batch, capacity.page_size, transferred)
         padded = self._padding.pad(batch, work)
         step_s = self._cost.step_s(padded.work)
-        capacity = self._settings.capacity
         pages = self.scheduler.decisions.last.pages
         tokens = padded.work.prefill_tokens + padded.work.decode_rows
         kv_use = (pages.held + pages.locked) / capacity.num_pages
         self._recorder.step(step_s, tokens, padded.padded_tokens, kv_use)
         return step_s
 
-    def _work(self, batch: ScheduleBatch, has_transferred: bool) -> StepWork:
-        plan, end, num_extends = batch.plan, batch.end, batch.num_extends
-        swapped = len(plan.swap_outs) + len(plan.swap_ins)
-        if swapped:
-            swapped = swapped // (2 * TOKEN_ID_BYTES) * self._settings.capacity.page_size
-        if not num_extends:
-            return StepWork(0, 0.0, len(end), int(end.sum()), len(end), swapped)
-        ends = end[:num_extends].astype(np.int64)
-        starts = np.frombuffer(plan.num_computed_tokens, dtype=np.int32)[:num_extends].astype(np.int64)
-        if has_transferred:  # their KV is there already: they cost what a decode costs
-            for idx in range(num_extends):
-                owner = self._owners[batch.rows[idx]]
-                if owner is not None and owner.prefilled and batch.reqs[idx].num_retractions == 0:
-                    starts[idx] = ends[idx] - 1
-        lengths = ends - starts
-        pairs = lengths * starts + lengths * (lengths + 1) / 2
-        num_decodes = len(end) - num_extends
-        kv_tokens = int(end[num_extends:].sum()) + int(starts.sum())
-        return StepWork(
-            int(lengths.sum()), float(pairs.sum()), num_decodes, kv_tokens, len(batch.sampled), swapped
+    def _transferred(self, batch: ScheduleBatch) -> npt.NDArray[np.bool_]:
+        """[num_extends] whose KV came from another replica, and is not computed for the second time."""
+        owners = [self._owners[row] for row in batch.rows[: batch.num_extends]]
+        return np.array(
+            [
+                owner is not None and owner.prefilled and not req.num_retractions
+                for owner, req in zip(owners, batch.reqs, strict=False)
+            ]
         )
 
     def _settle(self, batch: ScheduleBatch, now_s: float) -> None:
@@ -291,7 +290,7 @@ class SimulatedEngine:
             request = owner.request
             if request.output_ids:
                 position = request.output_len - 1 - left
-                token_ids[idx] = np.frombuffer(request.output_ids, dtype=np.int32, count=position + 1)[-1]
+                (token_ids[idx],) = _TOKEN.unpack_from(request.output_ids, position * TOKEN_ID_BYTES)
             elif left == 0:
                 token_ids[idx] = self._eos_token
         return token_ids

@@ -1,0 +1,260 @@
+"""`RecordedRun`: what a decision log says about a run, as a simulation needs it: requests, step times, latencies.
+
+The log holds the calls and not the requests' lives, so its calls are made again on a scheduler of the same settings
+(as `engine replay` does): each settled step then has its batch, which knows the work that was done and whose the
+tokens are.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..runtime.errors import ConfigError
+from ..runtime.messages import FinishKind, GenerateRequest
+from ..runtime.step_plan import ForwardMode, StepResult
+from ..scheduler.batch import ScheduleBatch
+from ..scheduler.decision_log import Settled
+from ..scheduler.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
+from ..scheduler.replay import new_scheduler
+from .fitted import Fitted, MeasuredStep
+from .recorder import Recorder
+from .sim_request import SimRequest
+from .step_work import work_of
+
+_HOST_COPY_BANDWIDTH: Final = 10e9  # bytes per second; for swaps where the log has none
+
+
+class RecordedRun(NamedTuple):
+    """See the module.
+
+    Attributes:
+        header: the run's settings.
+        requests: those that got tokens, by arrival; the first one arrives at 0.
+        outcome: the latencies that were.
+        steps: the work and the time of each step.
+        overhead_s: median time between two steps.
+        swapped_token_s: seconds per token that was swapped.
+        num_left_out: requests without a token: refused, timed out, aborted early.
+        damage: what could not be read; "" if nothing.
+    """
+
+    header: Header
+    requests: list[SimRequest]
+    outcome: Recorder
+    steps: list[MeasuredStep]
+    overhead_s: float
+    swapped_token_s: float
+    num_left_out: int
+    damage: str
+
+    def cost_model(self) -> Fitted:
+        """The cost model that explains the steps best.
+
+        Raises:
+            ConfigError: the run has too few of them.
+        """
+        return Fitted.to(self.steps, overhead_s=self.overhead_s, swapped_token_s=self.swapped_token_s)
+
+
+def read_recorded_run(path: str | Path) -> RecordedRun:
+    """The last run in a decision log that generated something.
+
+    Raises:
+        LogFileError: it cannot be read.
+        ConfigError: nothing was generated, or this engine decides otherwise than the one that wrote it.
+    """
+    found: RecordedRun | None = None
+    for run in read_runs(path):
+        each = _Reader(run).read()
+        found = each if each.requests else found
+    if found is None:
+        raise ConfigError(f"{path} has no request that got a token; record a run with traffic")
+    return found
+
+
+class _Life:
+    """One request of the log."""
+
+    __slots__ = ("arrival_s", "end_s", "first_s", "kind", "last_s", "message", "start_s", "tokens")
+
+    def __init__(self, message: GenerateRequest, now_s: float) -> None:
+        self.message = message
+        self.arrival_s = message.arrival_s or now_s
+        self.start_s = self.first_s = self.last_s = self.end_s = 0.0
+        self.tokens: list[int] = []
+        self.kind: FinishKind | None = None
+
+
+class _Reader:
+    """Makes the calls of one run again and notes what comes of them."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._run = run
+        self._scheduler = new_scheduler(run.header)
+        self._lives: dict[str, _Life] = {}
+        self._in_flight: deque[tuple[ScheduleBatch, float]] = deque()
+        self._steps: list[MeasuredStep] = []
+        self._gaps: list[float] = []
+        self._swapped_tokens = 0
+        self._swap_s = 0.0
+        self._overheads_s: list[float] = []
+        self._last_step: tuple[float, float] | None = None  # planned at, seconds; None after a rest
+
+    def read(self) -> RecordedRun:
+        scheduler = self._scheduler
+        for record in self._run.records:
+            match record:
+                case Input():
+                    if isinstance(record.message, GenerateRequest):
+                        self._lives[record.message.rid] = _Life(record.message, record.now_s)
+                    scheduler.handle(record.message, record.now_s)
+                case Planning():
+                    self._plan(record.now_s)
+                case Settled():
+                    if record.step_id:
+                        self._settle(record)
+                    for left in record.left:
+                        if (life := self._lives.get(left.rid)) is not None:
+                            life.kind, life.end_s = left.kind, record.now_s
+                case Idle():
+                    scheduler.on_idle()
+                    self._last_step = None
+                case _:
+                    pass
+            scheduler.take_outputs()
+        return self._result()
+
+    def _plan(self, now_s: float) -> None:
+        batch = self._scheduler.next_batch(now_s)
+        if batch is None:
+            return
+        if self._last_step is not None:
+            planned_s, forward_s = self._last_step
+            self._overheads_s.append(max(0.0, now_s - planned_s - forward_s))
+            self._last_step = None
+        for new in batch.plan.new_reqs:
+            life = self._lives[new.rid]
+            life.start_s = life.start_s or now_s
+        self._in_flight.append((batch, now_s))
+
+    def _settle(self, record: Settled) -> None:
+        if not self._in_flight or self._in_flight[0][0].plan.step_id != record.step_id:
+            raise ConfigError(
+                f"step {record.step_id} of the log is none that this engine plans; `engine replay` shows where its "
+                f"decisions differ from those of engine {self._run.header.engine_version}"
+            )
+        batch, planned_s = self._in_flight.popleft()
+        if batch.plan.mode is not ForwardMode.IDLE:
+            self._measure(batch, record)
+            self._last_step = (planned_s, record.forward_s)
+        self._note_tokens(batch, record)
+        result = StepResult(
+            record.step_id,
+            record.next_token_ids,
+            errors=record.errors,
+            forward_s=record.forward_s,
+            swap_s=record.swap_s,
+        )
+        self._scheduler.settle(batch, result, record.now_s)
+
+    def _measure(self, batch: ScheduleBatch, record: Settled) -> None:
+        work = work_of(batch, self._run.header.capacity.page_size)
+        self._swapped_tokens += work.swapped_tokens
+        self._swap_s += record.swap_s
+        self._steps.append(
+            MeasuredStep(work._replace(swapped_tokens=0), max(0.0, record.forward_s - record.swap_s))
+        )
+
+    def _note_tokens(self, batch: ScheduleBatch, record: Settled) -> None:
+        tokens = np.frombuffer(record.next_token_ids, dtype=np.int32).tolist()
+        for idx, token in zip(batch.sampled.tolist(), tokens, strict=True):
+            life = self._lives[batch.reqs[idx].rid]
+            if life.kind is not None or idx in record.errors:
+                continue
+            if life.tokens:
+                self._gaps.append(record.now_s - life.last_s)
+            else:
+                life.first_s = record.now_s
+            life.last_s = record.now_s
+            life.tokens.append(token)
+
+    # ------------------------------------------------------------ what came of it
+
+    def _result(self) -> RecordedRun:
+        lives = sorted(
+            (life for life in self._lives.values() if life.tokens), key=lambda life: life.arrival_s
+        )
+        origin_s = lives[0].arrival_s if lives else 0.0
+        return RecordedRun(
+            header=self._run.header,
+            requests=[self._request(life, origin_s) for life in lives],
+            outcome=self._outcome(lives, origin_s),
+            steps=self._steps,
+            overhead_s=statistics.median(self._overheads_s) if self._overheads_s else 0.0,
+            swapped_token_s=self._swapped_token_s(),
+            num_left_out=len(self._lives) - len(lives),
+            damage=self._run.damage,
+        )
+
+    def _request(self, life: _Life, origin_s: float) -> SimRequest:
+        """The request, with an answer that ends where it ended, whatever ended it (a stop string, the client)."""
+        sampling, output_len = life.message.sampling, len(life.tokens)
+        limit = sampling.max_new_tokens or output_len
+        eos = self._run.header.eos_token_ids
+        if output_len < limit:
+            if sampling.ignore_eos or not eos:
+                limit = output_len  # nothing else ends it in time
+            elif life.tokens[-1] not in eos:
+                life.tokens[-1] = eos[0]
+        return SimRequest(
+            rid=life.message.rid,
+            arrival_s=life.arrival_s - origin_s,
+            input_ids=life.message.input_ids,
+            output_len=output_len,
+            max_new_tokens=limit,
+            output_ids=np.array(life.tokens, dtype=np.int32).tobytes(),
+            template=_without_grammar(life.message),
+        )
+
+    def _outcome(self, lives: list[_Life], origin_s: float) -> Recorder:
+        recorder = Recorder()
+        recorder.first_arrival_s = 0.0
+        for life in lives:
+            recorder.answered(
+                arrival_s=life.arrival_s - origin_s,
+                start_s=life.start_s - origin_s,
+                first_s=life.first_s - origin_s,
+                end_s=life.last_s - origin_s,
+                output_len=len(life.tokens),
+            )
+        recorder.gaps.add(np.array(self._gaps))
+        report = self._scheduler.report(0.0)
+        recorder.prompt_tokens = report.prompt_tokens_total
+        recorder.cached_tokens = report.cached_tokens_total
+        recorder.retractions = report.retracted_reqs_total
+        recorder.num_steps = len(self._steps)
+        recorder.busy_s = sum(step.step_s for step in self._steps)
+        return recorder
+
+    def _swapped_token_s(self) -> float:
+        if self._swapped_tokens:
+            return self._swap_s / self._swapped_tokens
+        return self._run.header.capacity.kv_token_bytes / _HOST_COPY_BANDWIDTH
+
+
+def _without_grammar(message: GenerateRequest) -> GenerateRequest:
+    """The message as a simulation sends it: nobody compiles grammars there, and filler is no stop token."""
+    sampling = msgspec.structs.replace(
+        message.sampling,
+        stop_token_ids=(),
+        min_new_tokens=0,
+        logprobs=None,
+        prompt_logprobs=None,
+    )
+    return msgspec.structs.replace(message, needs_grammar=False, sampling=sampling)

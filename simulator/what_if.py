@@ -1,0 +1,325 @@
+"""`what_if`: the workload of a decision log, run again with other settings.
+
+Three runs stand side by side: the recorded one; its settings with a cost model fitted to its steps, which shows how far
+the simulation is from the truth; and the changed settings under the same cost model. Changes are told between
+the last two, so that the error of the model cancels as far as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from ..runtime.config_fields import find_setting
+from ..runtime.errors import ConfigError
+from ..runtime.feasibility import Capacity
+from ..scheduler.decision_log import PassRecord
+from ..scheduler.log_file import Header
+from ..scheduler.verdict import AddReqResult
+from .cluster import Cluster, ClusterSettings
+from .fitted import FitQuality, Fitted
+from .recorded_run import RecordedRun, read_recorded_run
+from .recorder import Recorder
+from .report import Report, make_report
+from .simulated_engine import ReplicaSettings
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+GIB: Final = 1 << 30
+_ALL_RECORDS: Final = 1 << 22
+_SHOWN_RIDS: Final = 4
+
+
+class Row(NamedTuple):
+    """One figure of the three runs.
+
+    Attributes:
+        figure: its name and unit.
+        recorded, baseline, changed: its values.
+        higher_is_better: for colours.
+    """
+
+    figure: str
+    recorded: float
+    baseline: float
+    changed: float
+    higher_is_better: bool = False
+
+    @property
+    def change(self) -> float | None:
+        """Share by which the changed settings differ from the baseline; None where that is 0."""
+        return self.changed / self.baseline - 1 if self.baseline else None
+
+
+class PassDifference(NamedTuple):
+    """The first pass in which the changed settings decided otherwise.
+
+    Attributes:
+        number: passes before it were equal.
+        at_s: virtual time since the first arrival.
+        baseline, changed: what each decided, in words; "nothing more" where its run was over.
+    """
+
+    number: int
+    at_s: float
+    baseline: str
+    changed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """The answer; `rich` prints it as a table.
+
+    Attributes:
+        changes: setting -> value.
+        recorded, baseline, changed: see the module.
+        quality: of the cost model.
+        difference: None if all passes are equal.
+        notes: what limits the answer.
+    """
+
+    changes: Mapping[str, object]
+    recorded: Report
+    baseline: Report
+    changed: Report
+    quality: FitQuality
+    difference: PassDifference | None
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The figures, latencies in ms."""
+        runs = (self.recorded, self.baseline, self.changed)
+
+        def row(figure: str, values: list[float], *, higher_is_better: bool = False) -> Row:
+            return Row(figure, values[0], values[1], values[2], higher_is_better)
+
+        rows = [
+            row("requests/s", [run.request_rate for run in runs], higher_is_better=True),
+            row("output tok/s", [run.output_tok_s for run in runs], higher_is_better=True),
+            row("goodput, requests/s", [run.goodput for run in runs], higher_is_better=True),
+        ]
+        for name, latencies in (
+            ("queue", [run.queue_ms for run in runs]),
+            ("TTFT", [run.ttft_ms for run in runs]),
+            ("TPOT", [run.tpot_ms for run in runs]),
+            ("E2E", [run.e2e_ms for run in runs]),
+        ):
+            rows.append(row(f"{name} P50, ms", [each.p50 for each in latencies]))
+            rows.append(row(f"{name} P99, ms", [each.p99 for each in latencies]))
+        rows.append(row("cache hits, %", [run.cache_hit_share * 100 for run in runs], higher_is_better=True))
+        rows.append(row("retractions", [float(run.retractions) for run in runs]))
+        rows.append(row("steps", [float(run.num_steps) for run in runs]))
+        return rows
+
+    def lines(self) -> list[str]:
+        """What stands below the table."""
+        error = self.baseline.e2e_ms.p50 / self.recorded.e2e_ms.p50 - 1 if self.recorded.e2e_ms.p50 else 0.0
+        lines = [
+            f"step times: {self.quality.text()}",
+            f"the simulation with the log's own settings is {error:+.1%} off the recorded median E2E",
+        ]
+        if self.difference is None:
+            lines.append("no pass decided differently")
+        else:
+            number, at_s, baseline, changed = self.difference
+            lines.append(f"first different pass: number {number + 1:,}, {at_s:.3f} s after the first arrival")
+            lines.append(f"  before: {baseline}")
+            lines.append(f"  now:    {changed}")
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def __rich__(self) -> RenderableType:
+        """As a table with its notes."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        changes = ", ".join(f"{name}={value}" for name, value in self.changes.items())
+        table = Table(title=f"what if {changes}", title_justify="left")
+        for column in ("", "recorded", "simulated", "changed", "change"):
+            table.add_column(column, justify="right" if column else "left")
+        for row in self.rows:
+            values = (_figure(value) for value in (row.recorded, row.baseline, row.changed))
+            table.add_row(row.figure, *values, Text(_percent(row.change), style=_style(row)))
+        return Group(table, *(Text(line) for line in self.lines()))
+
+
+def what_if(
+    path: str | Path, overrides: Mapping[str, object], *, slo_ms: Mapping[str, float] | None = None
+) -> WhatIf:
+    """Run the workload of a decision log with other settings.
+
+    Args:
+        overrides: setting -> value or its text, of the groups scheduler and cache; by any name a setting goes by.
+        slo_ms: objectives for goodput; without them every answered request counts.
+
+    Raises:
+        LogFileError: the log cannot be read.
+        ConfigError: a setting that does not exist or cannot be changed here, or too few steps to learn from.
+    """
+    changes = _checked(overrides)
+    run = read_recorded_run(path)
+    cost = run.cost_model()
+    header = run.header
+    before = ReplicaSettings(
+        header.scheduler_config(),
+        header.cache_config(),
+        header.capacity,
+        frozenset(header.eos_token_ids),
+        _ALL_RECORDS,
+    )
+    after = before._replace(
+        scheduler=header.scheduler_config(**_of_group(changes, "scheduler")),
+        cache=header.cache_config(**_of_group(changes, "cache")),
+        capacity=_capacity(header, changes),
+    )
+    baseline, passes = _simulate(run, before, cost, "simulated", slo_ms)
+    changed, changed_passes = _simulate(run, after, cost, "changed", slo_ms)
+    return WhatIf(
+        changes=changes,
+        recorded=make_report(run.outcome, name="recorded", num_replicas=1, slo_ms=slo_ms),
+        baseline=baseline,
+        changed=changed,
+        quality=cost.quality,
+        difference=_first_difference(passes, changed_passes),
+        notes=_notes(run),
+    )
+
+
+def fit_log(path: str | Path) -> Fitted:
+    """The cost model of the machine that wrote a decision log.
+
+    Raises:
+        LogFileError: the log cannot be read.
+        ConfigError: it has too few steps.
+    """
+    return read_recorded_run(path).cost_model()
+
+
+def _simulate(
+    run: RecordedRun,
+    settings: ReplicaSettings,
+    cost: Fitted,
+    name: str,
+    slo_ms: Mapping[str, float] | None,
+) -> tuple[Report, list[PassRecord]]:
+    recorder = Recorder()
+    cluster = Cluster(ClusterSettings(), settings, cost, recorder)
+    cluster.run(iter(run.requests))
+    report = make_report(recorder, name=name, num_replicas=1, slo_ms=slo_ms)
+    return report, cluster.replicas[0].scheduler.decisions.passes
+
+
+def _checked(overrides: Mapping[str, object]) -> dict[str, object]:
+    changes: dict[str, object] = {}
+    for key, value in overrides.items():
+        setting = find_setting(key)
+        if setting.field.group not in ("scheduler", "cache"):
+            raise ConfigError(
+                f"{setting.name} is a setting of the group {setting.field.group}; a log answers for scheduler "
+                f"and cache only"
+            )
+        changes[setting.field.name] = setting.check(value)
+    return changes
+
+
+def _of_group(changes: Mapping[str, object], group: str) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if find_setting(name).field.group == group}
+
+
+def _capacity(header: Header, changes: Mapping[str, Any]) -> Capacity:
+    """What the runner could hold with the changes; memory stays as large as it was."""
+    old = header.capacity
+    page_size = changes.get("page_size", old.page_size)
+    num_pages = changes.get("max_total_tokens", old.max_total_tokens) // page_size
+    if num_pages < 1:
+        raise ConfigError(f"{num_pages} pages of {page_size} tokens hold nothing; raise max_total_tokens")
+    host_tokens = old.num_host_pages * old.page_size
+    if "swap_space" in changes:
+        if not old.kv_token_bytes:
+            raise ConfigError("the log does not say how large a token's KV is, so swap_space means nothing")
+        host_tokens = int(changes["swap_space"] * GIB) // old.kv_token_bytes
+    return msgspec.structs.replace(
+        old,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_running_requests=changes.get("max_running_requests", old.max_running_requests),
+        num_host_pages=host_tokens // page_size,
+    )
+
+
+def _notes(run: RecordedRun) -> tuple[str, ...]:
+    notes = []
+    if run.num_left_out:
+        notes.append(
+            f"{run.num_left_out:,} requests without a token are left out (refused, aborted, too late)"
+        )
+    if run.damage:
+        notes.append(run.damage)
+    return tuple(notes)
+
+
+# ---------------------------------------------------------------- the first difference
+
+_Decisions = tuple[int, tuple[tuple[str, int], ...], tuple[tuple[str, str], ...]]
+
+
+def _first_difference(before: list[PassRecord], after: list[PassRecord]) -> PassDifference | None:
+    for number, (one, other) in enumerate(zip(before, after, strict=False)):
+        if _decisions(one) != _decisions(other):
+            return PassDifference(number, one.now_s, _words(_decisions(one)), _words(_decisions(other)))
+    number = min(len(before), len(after))
+    if len(before) == len(after):
+        return None
+    longer, text = (before, "nothing more") if len(before) > len(after) else (after, "nothing more")
+    words = _words(_decisions(longer[number]))
+    pair = (words, text) if longer is before else (text, words)
+    return PassDifference(number, longer[number].now_s, *pair)
+
+
+def _decisions(record: PassRecord) -> _Decisions:
+    """What a pass decided, without its arithmetic: who decodes, whose prompts go on, who loses the place."""
+    chunks = tuple(
+        (verdict.rid, verdict.extend_len)
+        for verdict in (*record.continued, *record.verdicts)
+        if verdict.result is AddReqResult.CONTINUE
+    )
+    return (
+        record.num_decodes,
+        chunks,
+        tuple((each.rid, each.mode) for each in record.retractions),
+    )
+
+
+def _words(decisions: _Decisions) -> str:
+    num_decodes, chunks, retractions = decisions
+    parts = [f"{num_decodes} decode"]
+    for rid, length in chunks[:_SHOWN_RIDS]:
+        parts.append(f"{rid} computes {length:,} tokens")
+    if len(chunks) > _SHOWN_RIDS:
+        parts.append(f"and {len(chunks) - _SHOWN_RIDS} more prompts")
+    for rid, mode in retractions[:_SHOWN_RIDS]:
+        parts.append(f"{rid} loses its place ({mode})")
+    return ", ".join(parts)
+
+
+# ---------------------------------------------------------------- cells
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.2f}"
+
+
+def _percent(change: float | None) -> str:
+    return "" if change is None else f"{change:+.1%}"
+
+
+def _style(row: Row) -> str:
+    if row.change is None or abs(row.change) < 0.005:
+        return ""
+    return "green" if (row.change > 0) == row.higher_is_better else "red"
