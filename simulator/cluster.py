@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from ..runtime.errors import ConfigError
 from .cost_model import CostModel
 from .dispatch import make_dispatch_rule
-from .recorder import Recorder
+from .measurements import Measurements
 from .sim_request import SimRequest, Workload
 from .simulated_engine import LiveRequest, ReplicaSettings, SimulatedEngine
 
@@ -62,25 +62,25 @@ class Cluster:
     """
 
     def __init__(
-        self, settings: ClusterSettings, replica: ReplicaSettings, cost: CostModel, recorder: Recorder
+        self, settings: ClusterSettings, replica: ReplicaSettings, cost: CostModel, measurements: Measurements
     ) -> None:
         settings.check()
         self._settings = settings
-        self._recorder = recorder
+        self._recorder = measurements
         self._events: list[_Event] = []
         self._num_events = 0
         self._decoders: list[SimulatedEngine] = []
         self._link_free_s: dict[int, float] = {}
         if settings.num_prefill:
             self._entry = [
-                SimulatedEngine(replica, cost, recorder, hand_over=self._hand_over_from(idx))
+                SimulatedEngine(replica, cost, measurements, hand_over=self._hand_over_from(idx))
                 for idx in range(settings.num_prefill)
             ]
             num_decode = settings.num_replicas - settings.num_prefill
             decode = _decode_settings(replica)
-            self._decoders = [SimulatedEngine(decode, cost, recorder) for _ in range(num_decode)]
+            self._decoders = [SimulatedEngine(decode, cost, measurements) for _ in range(num_decode)]
         else:
-            self._entry = [SimulatedEngine(replica, cost, recorder) for _ in range(settings.num_replicas)]
+            self._entry = [SimulatedEngine(replica, cost, measurements) for _ in range(settings.num_replicas)]
         self._rule = make_dispatch_rule(settings.dispatch)
         self._decode_rule = make_dispatch_rule("least-loaded")
         self._max_outstanding = replica.scheduler.max_queued_requests + replica.capacity.max_running_requests

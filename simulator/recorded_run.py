@@ -23,7 +23,7 @@ from ..scheduler.decision_log import Settled
 from ..scheduler.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
 from ..scheduler.replay import new_scheduler
 from .fitted import Fitted, MeasuredStep
-from .recorder import Recorder
+from .measurements import Measurements
 from .sim_request import SimRequest
 from .step_work import work_of
 
@@ -46,7 +46,7 @@ class RecordedRun(NamedTuple):
 
     header: Header
     requests: list[SimRequest]
-    outcome: Recorder
+    outcome: Measurements
     steps: list[MeasuredStep]
     overhead_s: float
     swapped_token_s: float
@@ -222,25 +222,25 @@ class _Reader:
             template=_without_grammar(life.message),
         )
 
-    def _outcome(self, lives: list[_Life], origin_s: float) -> Recorder:
-        recorder = Recorder()
-        recorder.first_arrival_s = 0.0
+    def _outcome(self, lives: list[_Life], origin_s: float) -> Measurements:
+        measurements = Measurements()
+        measurements.first_arrival_s = 0.0
         for life in lives:
-            recorder.answered(
+            measurements.answered(
                 arrival_s=life.arrival_s - origin_s,
                 start_s=life.start_s - origin_s,
                 first_s=life.first_s - origin_s,
                 end_s=life.last_s - origin_s,
                 output_len=len(life.tokens),
             )
-        recorder.gaps.add(np.array(self._gaps))
+        measurements.gaps.add(np.array(self._gaps))
         report = self._scheduler.report(0.0)
-        recorder.prompt_tokens = report.prompt_tokens_total
-        recorder.cached_tokens = report.cached_tokens_total
-        recorder.retractions = report.retracted_reqs_total
-        recorder.num_steps = len(self._steps)
-        recorder.busy_s = sum(step.step_s for step in self._steps)
-        return recorder
+        measurements.prompt_tokens = report.prompt_tokens_total
+        measurements.cached_tokens = report.cached_tokens_total
+        measurements.retractions = report.retracted_reqs_total
+        measurements.num_steps = len(self._steps)
+        measurements.busy_s = sum(step.step_s for step in self._steps)
+        return measurements
 
     def _swapped_token_s(self) -> float:
         if self._swapped_tokens:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from .recorder import FloatArray, GapHistogram, Recorder
+from .measurements import FloatArray, GapHistogram, Measurements
 
 SLO_METRICS = ("ttft", "tpot", "e2el")
 
@@ -85,16 +85,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_report(
-    recorder: Recorder, *, name: str, num_replicas: int, slo_ms: Mapping[str, float] | None = None
+    measurements: Measurements, *, name: str, num_replicas: int, slo_ms: Mapping[str, float] | None = None
 ) -> Report:
     """All figures of a finished simulation.
 
     Args:
         slo_ms: objectives in milliseconds by metric of `SLO_METRICS`; a request of one token keeps any TPOT.
     """
-    num_answered, num_failed = recorder.num_answered, recorder.num_failed.total()
-    duration_s = max(recorder.last_end_s - recorder.first_arrival_s, 1e-9) if num_answered else 1e-9
-    columns = {"ttft": recorder.ttft_s, "tpot": recorder.tpot_s, "e2el": recorder.e2e_s}
+    num_answered, num_failed = measurements.num_answered, measurements.num_failed.total()
+    duration_s = max(measurements.last_end_s - measurements.first_arrival_s, 1e-9) if num_answered else 1e-9
+    columns = {"ttft": measurements.ttft_s, "tpot": measurements.tpot_s, "e2el": measurements.e2e_s}
     kept = np.ones(num_answered, dtype=np.bool_)
     for metric, limit_ms in (slo_ms or {}).items():
         kept &= ~(_array(columns[metric]) * 1e3 > limit_ms)  # NaN is not above anything
@@ -103,26 +103,26 @@ def make_report(
         name=name,
         duration_s=duration_s,
         num_requests=num_answered,
-        failures=dict(recorder.num_failed),
+        failures=dict(measurements.num_failed),
         request_rate=num_answered / duration_s,
-        prompt_tok_s=recorder.prompt_tokens / duration_s,
-        output_tok_s=recorder.output_tokens / duration_s,
+        prompt_tok_s=measurements.prompt_tokens / duration_s,
+        output_tok_s=measurements.output_tokens / duration_s,
         goodput=num_kept / duration_s,
         slo_share=num_kept / max(num_answered + num_failed, 1),
-        ttft_ms=Percentiles.of(_array(recorder.ttft_s)),
-        tpot_ms=Percentiles.of(_array(recorder.tpot_s)),
-        itl_ms=Percentiles.of_gaps(recorder.gaps),
-        e2e_ms=Percentiles.of(_array(recorder.e2e_s)),
-        queue_ms=Percentiles.of(_array(recorder.queue_s)),
-        num_steps=recorder.num_steps,
-        busy_share=recorder.busy_s / (duration_s * num_replicas),
-        mean_kv_use=recorder.kv_use_s / recorder.busy_s if recorder.busy_s else 0.0,
-        peak_kv_use=recorder.peak_kv_use,
-        cache_hit_share=recorder.cached_tokens / max(recorder.prompt_tokens, 1),
-        retractions=recorder.retractions,
-        padding_share=recorder.padded_tokens / max(recorder.step_tokens, 1),
-        prompt_tokens=recorder.prompt_tokens,
-        output_tokens=recorder.output_tokens,
+        ttft_ms=Percentiles.of(_array(measurements.ttft_s)),
+        tpot_ms=Percentiles.of(_array(measurements.tpot_s)),
+        itl_ms=Percentiles.of_gaps(measurements.gaps),
+        e2e_ms=Percentiles.of(_array(measurements.e2e_s)),
+        queue_ms=Percentiles.of(_array(measurements.queue_s)),
+        num_steps=measurements.num_steps,
+        busy_share=measurements.busy_s / (duration_s * num_replicas),
+        mean_kv_use=measurements.kv_use_s / measurements.busy_s if measurements.busy_s else 0.0,
+        peak_kv_use=measurements.peak_kv_use,
+        cache_hit_share=measurements.cached_tokens / max(measurements.prompt_tokens, 1),
+        retractions=measurements.retractions,
+        padding_share=measurements.padded_tokens / max(measurements.step_tokens, 1),
+        prompt_tokens=measurements.prompt_tokens,
+        output_tokens=measurements.output_tokens,
         num_replicas=num_replicas,
     )
 

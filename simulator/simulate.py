@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .cluster import Cluster, ClusterSettings
 from .cost_model import CostModel
-from .recorder import Recorder
+from .measurements import Measurements
 from .report import Report, make_report
 from .sim_request import Workload
 from .simulated_engine import ReplicaSettings
@@ -28,10 +28,10 @@ def simulate(
         SimulationError: the scheduler makes no progress; a bug.
     """
     cluster = cluster or ClusterSettings()
-    recorder = Recorder()
-    Cluster(cluster, replica, cost, recorder).run(workload)
+    measurements = Measurements()
+    Cluster(cluster, replica, cost, measurements).run(workload)
     return make_report(
-        recorder,
+        measurements,
         name=name or replica.scheduler.schedule_policy,
         num_replicas=cluster.num_replicas,
         slo_ms=slo_ms,

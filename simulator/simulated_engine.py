@@ -28,8 +28,8 @@ from ..scheduler.decision_log import DecisionLog
 from ..scheduler.req import Req, ReqStatus
 from ..scheduler.scheduler import Scheduler
 from .cost_model import CostModel
+from .measurements import Measurements
 from .padding import NoPadding, Padding, StaticPadding
-from .recorder import Recorder
 from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES, SimRequest
 from .step_work import work_of
 
@@ -94,7 +94,7 @@ class SimulatedEngine:
         self,
         settings: ReplicaSettings,
         cost: CostModel,
-        recorder: Recorder,
+        measurements: Measurements,
         *,
         hand_over: Callable[[LiveRequest, float], None] | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class SimulatedEngine:
         """
         self._settings = settings
         self._cost = cost
-        self._recorder = recorder
+        self._recorder = measurements
         self._hand_over = hand_over
         self._padding: Padding = (
             StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
@@ -319,22 +319,22 @@ class SimulatedEngine:
     def _leave(self, req: Req, live: LiveRequest, now_s: float) -> None:
         """A request got the last token that it gets here."""
         assert req.status is ReqStatus.FINISHED, f"{req} should have ended with its last token"
-        request, recorder = live.request, self._recorder
+        request, measurements = live.request, self._recorder
         del self._live[request.rid]
         self._owners[live.row] = None
         live.row = -1
         self.num_outstanding -= 1
         if math.isnan(live.start_s):
             live.start_s = req.entered_s[ReqStatus.PREFILL]
-        recorder.retractions += req.num_retractions
+        measurements.retractions += req.num_retractions
         if not live.prefilled:
-            recorder.prompt_tokens += req.prompt_len
-            recorder.cached_tokens += req.cached_tokens
+            measurements.prompt_tokens += req.prompt_len
+            measurements.cached_tokens += req.cached_tokens
         if self._hand_over is not None and request.output_len > 1:
             live.last_s = now_s
             self._hand_over(live, now_s)
             return
-        recorder.answered(
+        measurements.answered(
             arrival_s=request.arrival_s,
             start_s=live.start_s,
             first_s=live.first_s,

@@ -22,8 +22,8 @@ from ..scheduler.log_file import Header
 from ..scheduler.verdict import AddReqResult
 from .cluster import Cluster, ClusterSettings
 from .fitted import FitQuality, Fitted
+from .measurements import Measurements
 from .recorded_run import RecordedRun, read_recorded_run
-from .recorder import Recorder
 from .report import Report, make_report
 from .simulated_engine import ReplicaSettings
 
@@ -208,10 +208,10 @@ def _simulate(
     name: str,
     slo_ms: Mapping[str, float] | None,
 ) -> tuple[Report, list[PassRecord]]:
-    recorder = Recorder()
-    cluster = Cluster(ClusterSettings(), settings, cost, recorder)
+    measurements = Measurements()
+    cluster = Cluster(ClusterSettings(), settings, cost, measurements)
     cluster.run(iter(run.requests))
-    report = make_report(recorder, name=name, num_replicas=1, slo_ms=slo_ms)
+    report = make_report(measurements, name=name, num_replicas=1, slo_ms=slo_ms)
     return report, cluster.replicas[0].scheduler.decisions.passes
 
 

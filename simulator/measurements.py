@@ -1,4 +1,4 @@
-"""`Recorder`: what a simulation keeps of each request and each step; 60 bytes per request."""
+"""`Measurements`: what a simulation keeps of each request and each step; 60 bytes per request."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GapHistogram:
         return self.LEAST_S * (1 + self.GROWTH) ** (min(idx, self.NUM_BUCKETS - 1) + 0.5)
 
 
-class Recorder:
+class Measurements:
     """Figures of one simulation, all replicas together.
 
     Attributes:
