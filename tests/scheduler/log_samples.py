@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
 from engine.runtime.config import EngineConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import AbortRequest, FinishKind, GenerateRequest
@@ -49,3 +53,16 @@ def sample_records() -> list[LogRecord]:
         Settled(3.0, 0, left=[Left("b", FinishKind.ABORT, 0)]),
         Idle(4.0),
     ]
+
+
+def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all writes to files from now on."""
+    sizes: list[int] = []
+    write = os.write
+
+    def counted(fd: int, data: bytes) -> int:
+        sizes.append(len(data))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", counted)
+    return sizes

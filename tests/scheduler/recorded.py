@@ -71,3 +71,10 @@ def finish(harness: Harness) -> None:
     calls = harness.scheduler
     assert isinstance(calls, RecordedCalls)
     calls.recorder.close()
+
+
+def scheduler_of(harness: Harness) -> Scheduler:
+    """The scheduler itself."""
+    calls = harness.scheduler
+    assert isinstance(calls, RecordedCalls)
+    return calls.scheduler

@@ -11,10 +11,10 @@ import pytest
 
 from engine.runtime.errors import ConfigError
 from engine.scheduler.decision_log import Settled
-from engine.scheduler.log_file import MAX_RECORD_BYTES, Idle, read_runs
+from engine.scheduler.log_file import MAX_RECORD_BYTES, Idle, LogRecord, read_runs
 from engine.scheduler.log_writer import LogWriter
 
-from .log_samples import sample_header
+from .log_samples import count_writes, sample_header
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "decisions.log"
 
 
-def read_last(path: Path) -> list[object]:
+def read_last(path: Path) -> list[LogRecord]:
     return [list(run.records) for run in read_runs(path)][-1]
 
 
@@ -44,9 +44,7 @@ def test_what_was_flushed_survives_the_writer(path):
 
 def test_a_flush_is_one_call_of_the_system(path, monkeypatch):
     writer = LogWriter(path, sample_header())
-    sizes = []
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: sizes.append(len(data)) or write(fd, data))
+    writes = count_writes(monkeypatch)
 
     for idx in range(10):
         writer.add(Idle(float(idx)))
@@ -54,7 +52,7 @@ def test_a_flush_is_one_call_of_the_system(path, monkeypatch):
     writer.flush()
     writer.close()
 
-    assert len(sizes) == 1
+    assert len(writes) == 1
     assert len(read_last(path)) == 10
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from engine.scheduler.log_file import Idle, Input, LogRecord, Planning, read_run
 from engine.scheduler.recorder import NoRecorder, make_recorder
 
 from .harness import Harness
-from .recorded import finish, record
+from .log_samples import count_writes
+from .recorded import finish, record, scheduler_of
 
 
 @pytest.fixture
@@ -67,9 +67,7 @@ def test_a_pass_is_one_write(path, monkeypatch):
     harness = record(path)
     harness.submit(max_new_tokens=10)
     harness.step()
-    writes = []
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: writes.append(len(data)) or write(fd, data))
+    writes = count_writes(monkeypatch)
 
     for _ in range(5):
         harness.step()
@@ -92,7 +90,7 @@ def test_a_message_that_the_scheduler_dies_of_is_in_the_file(path, monkeypatch):
     def die(*_args: object) -> None:
         raise AssertionError("a page is missing")
 
-    monkeypatch.setattr(harness.scheduler.scheduler, "handle", die)
+    monkeypatch.setattr(scheduler_of(harness), "handle", die)
     with pytest.raises(AssertionError):
         harness.submit("r1")
     finish(harness)
@@ -109,7 +107,7 @@ def test_a_pass_that_the_scheduler_dies_of_is_in_the_file(path, monkeypatch):
     def die(*_args: object) -> None:
         raise AssertionError("a page is missing")
 
-    monkeypatch.setattr(harness.scheduler.scheduler, "next_batch", die)
+    monkeypatch.setattr(scheduler_of(harness), "next_batch", die)
     with pytest.raises(AssertionError):
         harness.step()
     finish(harness)

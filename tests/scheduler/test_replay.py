@@ -17,7 +17,7 @@ from engine.runtime.config import EstimatorName, EvictionPolicyName, SchedulePol
 from engine.runtime.messages import GenerateRequest, GrammarReady, PinPrefix
 from engine.scheduler import replay as replay_module
 from engine.scheduler.decision_log import PassRecord, Settled
-from engine.scheduler.log_file import LogFileError, LogRecord, read_runs
+from engine.scheduler.log_file import Input, LogFileError, LogRecord, read_runs
 from engine.scheduler.log_writer import LogWriter
 from engine.scheduler.replay import Replay, replay
 from engine.scheduler.scheduler import Scheduler
@@ -277,8 +277,8 @@ def test_a_run_that_ended_in_a_bug_ends_in_it_again(path, monkeypatch):
     with pytest.raises(AssertionError):
         harness.submit("r2")
     finish(harness)
-    rewrite_calls = [each for run in read_runs(path) for each in run.records]
-    assert isinstance(rewrite_calls[-1].message, GenerateRequest)
+    last = [each for run in read_runs(path) for each in run.records][-1]
+    assert isinstance(last, Input) and isinstance(last.message, GenerateRequest)
     monkeypatch.undo()
     real = Scheduler._receive
 

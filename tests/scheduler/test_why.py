@@ -81,7 +81,7 @@ def test_the_rest_does_not_concern_who_runs_or_is_gone():
 
 
 def test_a_prompt_in_chunks():
-    records = [
+    records: list[DecisionRecord] = [
         ARRIVED,
         a_pass(1, admitted("r1", Reason.CHUNKED, extend_len=8)),
         a_pass(2, continued=[admitted("r1", Reason.CHUNK_CONTINUED, 8, 8)]),
@@ -131,7 +131,7 @@ def test_why_the_cache_had_not_more(miss, words):
 def test_a_place_that_was_lost():
     lost = Retraction("r1", "recompute", "memory", 6, 3)
     swapped = Retraction("r1", "swap", "priority", 7, 4)
-    records = [
+    records: list[DecisionRecord] = [
         ARRIVED,
         a_pass(1, admitted("r1")),
         a_pass(4, retractions=[lost], num_rest=1, rest_reason=Reason.RETRACTING),
