@@ -26,7 +26,13 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan
 from engine.scheduler.decision_log import KEPT_RECORDS, Arrived, PassRecord
 from engine.scheduler.event_loop import EventLoop
+from engine.scheduler.log_file import read_runs
+from engine.scheduler.log_writer import LogWriter
+from engine.scheduler.recorder import FileRecorder, NoRecorder, Recorder
+from engine.scheduler.replay import replay
 from engine.scheduler.step_log import StepLog
+
+from .log_samples import sample_header
 
 STEP_S = 0.125
 
@@ -34,7 +40,7 @@ STEP_S = 0.125
 class World:
     """Everything around the event loop. Time passes in polls that wait, and in steps of the runner."""
 
-    def __init__(self, harness: Any, log_interval_s: float = 10.0) -> None:
+    def __init__(self, harness: Any, log_interval_s: float = 10.0, recorder: Recorder | None = None) -> None:
         self.now_s = 50.0
         self.arriving: list[SchedulerInput] = []
         self.sent: list[Message] = []
@@ -51,6 +57,7 @@ class World:
             cast(Child, self),
             StepLog(log_interval_s),
             clock=lambda: self.now_s,
+            recorder=recorder,
         )
 
     def poll(self, timeout_s: float) -> list[SchedulerInput]:
@@ -77,10 +84,10 @@ class World:
         for _ in range(count):
             self.loop.step()
 
-    def submit(self, rid: str, max_new_tokens: int) -> None:
+    def submit(self, rid: str, max_new_tokens: int, **fields: Any) -> None:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=1, ignore_eos=True)
         ids = np.arange(1, 9, dtype=np.int32).tobytes()
-        self.arriving.append(GenerateRequest(rid, ids, sampling))
+        self.arriving.append(GenerateRequest(rid, ids, sampling, self.now_s, **fields))
 
     def sent_of(self, kind: type[Message]) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -254,3 +261,80 @@ def test_the_books_are_checked_again_after_a_message_while_idle(make_scheduler, 
     world.steps(3)
 
     assert len(checks) == 2
+
+
+def test_it_wakes_up_for_a_deadline(world):
+    world.submit("r1", max_new_tokens=5, needs_grammar=True, queue_timeout_s=0.2)
+    start_s = world.now_s
+
+    world.steps(4)
+
+    (row,) = world.rows
+    assert row.finish.status == 503
+    assert world.now_s - start_s < HEARTBEAT_INTERVAL_S
+    assert world.waits_s[1] == pytest.approx(0.2)
+
+
+def test_it_wakes_up_when_the_policy_has_waited_long_enough(make_scheduler):
+    world = World(make_scheduler(schedule_policy="static", static_batch_size=4, static_batch_wait=0.3))
+    world.submit("r1", max_new_tokens=1)
+    start_s = world.now_s
+
+    world.steps(4)
+
+    assert [row.rid for row in world.rows] == ["r1"]
+    assert world.now_s - start_s == pytest.approx(0.3 + 2 * STEP_S, abs=0.01)
+
+
+def test_while_requests_wait_each_fruitless_pass_is_noticed(make_scheduler, monkeypatch):
+    harness = make_scheduler()
+    checks = []
+    monkeypatch.setattr(harness.scheduler, "on_idle", lambda: checks.append(1))
+    world = World(harness)
+    world.submit("r1", max_new_tokens=1, needs_grammar=True)
+
+    world.steps(5)
+
+    assert len(checks) == 5
+
+
+def test_what_the_loop_did_can_be_replayed(make_scheduler, tmp_path):
+    harness = make_scheduler(max_running_requests=2)
+    header = sample_header()
+    header.capacity = harness.capacity
+    header.scheduler["chunked_prefill_size"] = 64
+    header.eos_token_ids = sorted(harness.eos)
+    path = tmp_path / "decisions.log"
+    world = World(harness, recorder=FileRecorder(harness.scheduler, LogWriter(path, header)))
+    for idx in range(6):
+        world.submit(f"r{idx}", max_new_tokens=3 + idx, queue_timeout_s=1.5)
+        world.steps(2)
+    world.arriving.append(AbortRequest("r3", "gone"))
+    world.stops_after = world.num_heartbeats + 60
+    world.loop.run()
+
+    (result,) = [replay(run) for run in read_runs(path)]
+
+    assert result.is_equal
+    assert (result.num_requests, result.num_passes) == (6, harness.scheduler.decisions.num_passes)
+
+
+def test_a_crash_of_the_loop_closes_the_log(make_scheduler, monkeypatch):
+    closed = []
+
+    class Closing(NoRecorder):
+        def close(self) -> None:
+            closed.append(1)
+
+    harness = make_scheduler()
+    world = World(harness, recorder=Closing())
+    world.submit("r1", max_new_tokens=3)
+
+    def fail(*_args: object) -> None:
+        raise AssertionError("a page is missing")
+
+    monkeypatch.setattr(harness.scheduler, "next_batch", fail)
+    with pytest.raises(AssertionError):
+        world.loop.run()
+
+    assert closed == [1]
