@@ -225,18 +225,18 @@ class _Resolver:
         )
 
     def largest_step(self, chunk: int, wanted_len: int, most_running: int) -> int:
-        """New tokens of a step that is full of prompts while everybody else decodes, unless those wait meanwhile."""
+        """New tokens of the largest step: full of prompts, or everybody decodes and leaves a page for a prompt.
+
+        Decodes that ride along with prompts take of their limit and do not add to it (see `PrefillBudget`).
+        """
         scheduler = self.config.scheduler
-        decodes = 0 if scheduler.phases == "prefill-first" else most_running
-        limit = self.prompt_tokens(chunk)
-        largest = max(min(limit, most_running * wanted_len) + decodes, most_running)
+        apart = scheduler.phases == "prefill-first"
+        most_decodes = most_running if apart else most_running + self.page_size
+        largest = max(min(self.prompt_tokens(chunk), most_running * wanted_len), most_decodes)
         if scheduler.max_num_batched_tokens is not None:
-            # Whoever decodes does so, and leaves at least a page for a prompt.
-            largest = min(
-                largest, max(scheduler.max_num_batched_tokens, most_running, decodes + self.page_size)
-            )
-        if chunk == -1:  # prompts are never cut: one of any length may have a step to itself
-            largest = max(largest, wanted_len + decodes)
+            largest = min(largest, max(scheduler.max_num_batched_tokens, most_decodes))
+        if chunk == -1:  # prompts are never cut: one of any length is computed beside whoever decodes
+            largest = max(largest, wanted_len + (0 if apart else most_running))
         return largest
 
     def prompt_tokens(self, chunk: int) -> int:

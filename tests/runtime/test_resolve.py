@@ -12,7 +12,7 @@ from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import capacity_of
 from engine.runtime.host_facts import GpuFacts, HostFacts
-from engine.runtime.memory_budget import RUNTIME_BYTES, plan_memory
+from engine.runtime.memory_budget import MIB, RUNTIME_BYTES, plan_memory
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.resolve import resolve
 
@@ -91,7 +91,7 @@ def test_the_pool_is_what_the_sums_say():
         usable_bytes=16 * GIB,
         dtype="bfloat16",
         fraction=0.4,
-        step_tokens=512 + 64,
+        step_tokens=512,
         max_model_len=8192,
         max_running_requests=64,
         copies_tied_head=True,
@@ -107,27 +107,26 @@ def test_the_pool_is_what_the_sums_say():
 @pytest.mark.parametrize(
     ("settings", "facts", "step_tokens", "running"),
     [
-        pytest.param({}, {}, 512 + 64, 64, id="plain"),
+        pytest.param({}, {}, 512, 64, id="full of prompts, with or without decodes"),
+        pytest.param({"max_running_requests": 600}, {}, 600 + 16, 600, id="decodes leave a page for prompts"),
+        pytest.param({}, {"num_cpus": 32, "num_cores": 16}, 512, 256, id="many cores run many requests"),
+        pytest.param({"max_model_len": 256}, {}, 512, 64, id="several prompts share a step"),
         pytest.param(
-            {}, {"num_cpus": 32, "num_cores": 16}, 512 + 256, 256, id="many cores run many requests"
+            {"max_model_len": 64, "max_running_requests": 2}, {}, 2 * 64, 2, id="no more than all prompts"
         ),
-        pytest.param({"max_model_len": 256}, {}, 512 + 64, 64, id="several prompts share a step"),
+        pytest.param({"max_prefill_tokens": 100}, {}, 100, 64, id="the smaller limit holds"),
         pytest.param(
-            {"max_model_len": 64, "max_running_requests": 2}, {}, 2 * 64 + 2, 2, id="no more than all prompts"
-        ),
-        pytest.param({"max_prefill_tokens": 100}, {}, 100 + 64, 64, id="the smaller limit holds"),
-        pytest.param(
-            {"max_prefill_tokens": 4, "chunked_prefill_size": 16}, {}, 16 + 64, 64, id="but a page at least"
+            {"max_prefill_tokens": 4, "chunked_prefill_size": 16}, {}, 64 + 16, 64, id="but a page at least"
         ),
         pytest.param(
             {"chunked_prefill_size": -1, "max_prefill_tokens": 1000},
             {},
             8192 + 64,
             64,
-            id="a prompt of its own",
+            id="a prompt that is never cut beside decodes",
         ),
         pytest.param(
-            {"chunked_prefill_size": -1, "max_prefill_tokens": 9000}, {}, 9000 + 64, 64, id="uncut prompts"
+            {"chunked_prefill_size": -1, "max_prefill_tokens": 9000}, {}, 9000, 64, id="uncut prompts"
         ),
         pytest.param({"phases": "prefill-first"}, {}, 512, 64, id="prompts share no step with decodes"),
         pytest.param(
@@ -137,9 +136,16 @@ def test_the_pool_is_what_the_sums_say():
             600,
             id="more decodes than that",
         ),
+        pytest.param(
+            {"phases": "prefill-first", "chunked_prefill_size": -1, "max_prefill_tokens": 1000},
+            {},
+            8192,
+            64,
+            id="an uncut prompt alone",
+        ),
         pytest.param({"max_num_batched_tokens": 200}, {}, 200, 64, id="a limit on all tokens"),
         pytest.param({"max_num_batched_tokens": 20}, {}, 64 + 16, 64, id="which leaves a page for prompts"),
-        pytest.param({"max_num_batched_tokens": 9000}, {}, 512 + 64, 64, id="and is no aim"),
+        pytest.param({"max_num_batched_tokens": 9000}, {}, 512, 64, id="and is no aim"),
         pytest.param(
             {"max_num_batched_tokens": 200, "chunked_prefill_size": -1},
             {},
@@ -147,7 +153,7 @@ def test_the_pool_is_what_the_sums_say():
             64,
             id="nor holds for uncut prompts",
         ),
-        pytest.param({"phases": "decode-first"}, {}, 512 + 64, 64, id="one budget made of both"),
+        pytest.param({"phases": "decode-first"}, {}, 512, 64, id="chunks bound one budget, too"),
         pytest.param(
             {"phases": "decode-first", "max_num_batched_tokens": 2048}, {}, 2048, 64, id="one budget"
         ),
@@ -384,11 +390,19 @@ class TestSwapSpace:
         assert resolve(config(swap_space=10.0), SPEC, facts).config.cache.swap_space == 10.0
 
     def test_that_leaves_too_little_for_the_pool_is_named_as_a_way_out(self):
-        tight = host(mem_available_bytes=2 * GIB)
-        with pytest.raises(
-            ConfigError, match=r"context of \d+ tokens only: .* swap space.*\(or --swap-space\)"
-        ):
-            resolve(config(swap_space=0.98), SPEC, tight)
+        budget = plan_memory(
+            SPEC,
+            usable_bytes=2 * GIB,
+            dtype="bfloat16",
+            fraction=0.4,
+            step_tokens=512,
+            max_model_len=8192,
+            max_running_requests=64,
+            copies_tied_head=True,
+        )
+        all_but_a_mib = (budget.left_bytes - MIB) / GIB
+        with pytest.raises(ConfigError, match=r"of 16 tokens only: .* swap space\) .*\(or --swap-space\)"):
+            resolve(config(swap_space=all_but_a_mib), SPEC, host(mem_available_bytes=2 * GIB))
 
     def test_below_one_page_is_an_error(self):
         with pytest.raises(ConfigError, match=r"less than one page of 360\.0 KiB \(16 tokens x 22\.5 KiB\)"):
