@@ -267,7 +267,7 @@ def test_it_wakes_up_for_a_deadline(world):
     world.submit("r1", max_new_tokens=5, needs_grammar=True, queue_timeout_s=0.2)
     start_s = world.now_s
 
-    world.steps(4)
+    world.steps(2)
 
     (row,) = world.rows
     assert row.finish.status == 503
