@@ -379,14 +379,17 @@ function drawRows() {
   const bottom = box.rowsBottom;
   const height = Math.max(rowHeight, 1);
   let drawn = 0, lastLabel = -Infinity;
-  for (let i = Math.max(Math.floor(view.scroll / rowHeight), 0), y = rowTop(i); i < rows.length && y < bottom;) {
+  for (let i = Math.max(Math.floor(view.scroll / rowHeight), 0), y = rowHeight >= 1 ? rowTop(i) : box.rowsTop; i < rows.length && y < bottom;) {
     drawRow(rows[i], y, height);
     if (view.rowMode === "each") lastLabel = drawLabel(rows[i][0], y, lastLabel);
     drawn++;
-    // Rows thinner than a pixel: the next one that falls on another pixel.
-    const next = rowHeight >= 1 ? i + 1 : Math.max(i + 1, Math.ceil((y + 1 + view.scroll - box.rowsTop) / rowHeight));
-    i = next;
-    y = rowTop(i);
+    if (rowHeight >= 1) {
+      i++;
+      y = rowTop(i);
+    } else {  // rows thinner than a pixel: one for each line of pixels
+      y++;
+      i = Math.floor((y - box.rowsTop + view.scroll) / rowHeight);
+    }
   }
   pen.restore();
   if (view.rowMode === "packed") drawPackedTitle();
@@ -486,9 +489,11 @@ function bar(x0, x1, y, height, colour) {
 
 function drawRequest(r, y, height) {
   const begin = R.begin[r], end = R.begin[r + 1];
-  const thick = height >= 6 ? Math.round(height * 0.72) : height >= 3 ? height - 1 : height;
+  // Whole pixels, or thin rows would shimmer.
+  const lowerEdge = Math.max(Math.round(y + height), Math.round(y) + 1);
+  const thick = height >= 6 ? Math.round(height * 0.72) : lowerEdge - Math.round(y) - (height >= 3 ? 1 : 0);
   const thin = height >= 6 ? Math.max(Math.round(height * 0.3), 2) : thick;
-  const thickY = height >= 3 ? Math.round(y + (height - thick) / 2) : y, thinY = height >= 6 ? Math.round(y + (height - thin) / 2) : thickY;
+  const thickY = height >= 6 ? Math.round(y + (height - thick) / 2) : Math.round(y), thinY = height >= 6 ? Math.round(y + (height - thin) / 2) : thickY;
   if (begin < end && extents.from[r] < spanStart(begin)) bar(place(extents.from[r]), place(spanStart(begin)), thinY, thin, colours["wait-queue"]);
   let low = begin, high = end;  // the first span that ends in view
   while (low < high) {
@@ -504,7 +509,7 @@ function drawRequest(r, y, height) {
     covered = Math.max(Math.round(x1), Math.round(x0) + 1);
     strongest = strength;
     if (kind === WAIT) {
-      pen.globalAlpha = height < 6 ? 0.5 : 1;  // as high as the others then, they would outshout them
+      pen.globalAlpha = height < 2 ? 0.35 : height < 6 ? 0.5 : 1;  // as high as the others then, they would outshout them
       drawWait(span, x0, x1, thinY, thin);
       pen.globalAlpha = 1;
     }
@@ -514,7 +519,7 @@ function drawRequest(r, y, height) {
   if (height >= 5) drawMarks(r, y, height);
   else if (R.marks.has(r)) for (const mark of R.marks.get(r)) {
     const x = Math.round(place(passStart(mark.pass)));
-    bar(x, x + 1, y, height, colours.mark);
+    bar(x, x + 1, thickY, thick, colours.mark);
   }
 }
 
@@ -807,25 +812,40 @@ function drawOverlay() {
   tip.style.top = `${Math.max(Math.min(pointer.y + 14, box.height - height - 6), 4)}px`;
 }
 
-const when = (value) => seconds(value, 4);
+const when = (value) => `${value.toLocaleString("en-US", { minimumFractionDigits: 3, maximumFractionDigits: 3 })} s`;
 const passWords = (first, last) => first === last ? `pass ${count(first)}` : `passes ${count(first)} to ${count(last)}`;
 
-function spanWords(span) {
+// The reasons that passes gave to all they did not look at, most frequent first: [index or -1, how often].
+function sharedReasons(first, last) {
+  const counts = new Map();
+  for (let p = first; p <= last; p++) counts.set(P.restReason[p], (counts.get(P.restReason[p]) || 0) + 1);
+  return [...counts].sort((a, b) => b[1] - a[1]);
+}
+
+const NOT_SEEN = ["WAITING", "no pass has looked at it", "queue"];
+const reasonOf = (index) => index >= 0 ? data.reasons[index] : NOT_SEEN;
+
+// What a span means, line by line. A wait without a verdict of its own is told for `pass`, or in sum where that is -1.
+function spanWords(span, pass = -1) {
   const kind = kindOf(span), verdict = verdictOf(span), first = R.first[span], last = R.last[span];
   const lines = [];
   if (kind === WAIT) {
-    const middle = verdict ? verdict.reason : P.restReason[last];
-    const why = middle >= 0 ? data.reasons[middle] : ["WAITING", "no pass has looked at it", "queue"];
-    lines.push([onHost(span) ? "Swapped out: its KV memory is on the host" : "Waits", "sum"]);
-    lines.push([`${why[0]}: ${why[1]}`]);
+    lines.push([onHost(span) ? "Swapped out: its KV memory is on the host" : verdict ? "Waits" : "Waits, not looked at", "sum"]);
     if (verdict) {
-      const moved = verdict.firstHave !== verdict.have && verdict.verdicts > 1 ? ` (first ${count(verdict.firstHave)})` : "";
+      const why = reasonOf(verdict.reason);
+      lines.push([`${why[0]}: ${why[1]}`]);
+      const moved = verdict.firstHave !== verdict.have && verdict.verdicts > 1 ? ` (${count(verdict.firstHave)} at first)` : "";
       if (verdict.need || verdict.have) lines.push([`need ${count(verdict.need)}, have ${count(verdict.have)}${moved}`, "sum"]);
       if (verdict.extend) lines.push([`cached ${count(verdict.prefix)}, to compute ${count(verdict.extend)}, output ${count(verdict.output)} tokens`, "quiet"]);
       if (verdict.reasons > 1) lines.push([`longest of ${count(verdict.reasons)} waits drawn together`, "quiet"]);
+    } else if (pass >= 0) {
+      const at = Math.min(Math.max(pass, first), last), why = reasonOf(P.restReason[at]);
+      lines.push([`${why[0]}: ${why[1]}`]);
+      if (P.rest[at] > 1) lines.push([`one of ${count(P.rest[at])} in pass ${count(at)}`, "quiet"]);
     } else {
-      const others = P.rest[last];
-      if (others > 1) lines.push([`one of ${count(others)} that this pass did not look at`, "quiet"]);
+      for (const [index, times] of sharedReasons(first, last).slice(0, 4)) {
+        lines.push([`${reasonOf(index)[0]} in ${plural(times, "pass")}: ${reasonOf(index)[1]}`]);
+      }
     }
   } else if (kind === PREFILL) {
     const several = verdict.verdicts > 1 ? ` in ${count(verdict.verdicts)} chunks` : "";
@@ -852,7 +872,7 @@ function requestTip(r, span) {
     else lines.push(["Holds its place; nothing is computed for it"]);
     return lines;
   }
-  lines.push(...spanWords(span));
+  lines.push(...spanWords(span, passAt(valueAt(pointer.x))));
   const from = P.start[R.first[span]], to = kindOf(span) !== WAIT ? P.end[R.last[span]] : R.last[span] + 1 < P.size ? P.start[R.last[span] + 1] : P.end[R.last[span]];
   lines.push([`${when(from)}, for ${seconds(to - from)} · ${passWords(R.first[span], R.last[span])}`, "quiet"]);
   return lines;
@@ -937,7 +957,7 @@ function pinRequest(r) {
   const items = [];
   for (let span = begin; span < end; span++) {
     const words = spanWords(span).map(([text]) => text), kind = kindOf(span), verdict = verdictOf(span);
-    const group = verdict ? data.reasons[verdict.reason][2] : P.restReason[R.first[span]] >= 0 ? data.reasons[P.restReason[R.first[span]]][2] : "queue";
+    const group = reasonOf(verdict ? verdict.reason : sharedReasons(R.first[span], R.last[span])[0][0])[2];
     const colour = kind === PREFILL ? colours.prefill : kind === 2 ? colours.decode : colours[onHost(span) ? "wait-host" : `wait-${group}`];
     const last = R.last[span], from = P.start[R.first[span]], to = kind === WAIT && last + 1 < P.size ? P.start[last + 1] : P.end[last];
     items.push([from, storyItem(colour, `at ${when(from)}, ${seconds(to - from)}`, words, () => jumpTo(spanStart(span), spanEnd(span)))]);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 
 import pytest
@@ -44,7 +45,7 @@ def test_there_is_a_named_track_for_each_request_and_its_slices_do_not_overlap(e
     for tid in names:
         slices = [e for e in events if e["ph"] == "X" and e["pid"] == REQUESTS_PID and e["tid"] == tid]
         assert slices
-        for before, after in zip(slices, slices[1:], strict=False):
+        for before, after in itertools.pairwise(slices):
             assert before["ts"] + before["dur"] <= after["ts"] + 0.01
 
 

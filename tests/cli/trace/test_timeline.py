@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -348,9 +349,7 @@ def test_spans_of_a_request_never_overlap_and_tokens_add_up(sample_engine, setti
     timeline = read_timeline(records)
 
     for story in timeline.requests:
-        assert all(
-            before.last < after.first for before, after in zip(story.spans, story.spans[1:], strict=False)
-        )
+        assert all(before.last < after.first for before, after in itertools.pairwise(story.spans))
         assert story.finish is not None
         decoded = sum(
             timeline.passes.num_decodes[idx] > 0

@@ -1,0 +1,209 @@
+"""The page in a real browser: headless Chromium, no network. Skipped where there is none (`apt install chromium`)."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from engine.cli.trace.html import Origin, render_page
+from engine.cli.trace.timeline import read_timeline
+from engine.scheduler.decision_log import Arrived, DecisionRecord, PassRecord
+from engine.scheduler.verdict import AddReqResult, Reason, Verdict
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SIZE = (1600, 1000)
+CSS = (Path(__file__).parents[3] / "cli" / "trace" / "page.css").read_text(encoding="utf-8")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here (Debian: apt install chromium)"),
+]
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Open a page; returns its document after the script ran, and where the screenshot is."""
+
+    def open_page(timeline, fragment="", origin=None):
+        page, shot = tmp_path / "page.html", tmp_path / "page.png"
+        page.write_text(render_page(timeline, origin or Origin("decisions.log")), encoding="utf-8")
+        url = f"{page.as_uri()}#{fragment}"
+        run_chromium(tmp_path, f"--screenshot={shot}", url)
+        return run_chromium(tmp_path, "--dump-dom", url), shot
+
+    return open_page
+
+
+def run_chromium(folder, *arguments):
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--disable-extensions",
+        "--disable-background-networking",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--force-device-scale-factor=1",
+        "--hide-scrollbars",
+        f"--user-data-dir={folder / 'profile'}",
+        f"--window-size={SIZE[0]},{SIZE[1]}",
+        "--virtual-time-budget=5000",
+        *arguments,
+    ]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    return done.stdout.decode()
+
+
+def root_attributes(dom):
+    """The `data-` attributes that the script left on the root element."""
+    (tag,) = re.findall(r"<html[^>]*>", dom)
+    return {name: html.unescape(value) for name, value in re.findall(r'data-([a-z-]+)="([^"]*)"', tag)}
+
+
+def pixels(path):
+    """How often each colour occurs in a PNG of 8-bit RGB or RGBA."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at, packed, width, height, channels = 8, b"", 0, 0, 0
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        body = data[at + 8 : at + 8 + length]
+        if kind == b"IHDR":
+            width, height, depth, colour_type, _, _, interlaced = struct.unpack(">IIBBBBB", body)
+            assert (depth, interlaced) == (8, 0)
+            channels = {2: 3, 6: 4}[colour_type]
+        elif kind == b"IDAT":
+            packed += body
+        at += 12 + length
+    assert (width, height) == SIZE
+    raw, stride = zlib.decompress(packed), width * channels
+    colours: Counter[bytes] = Counter()
+    above = bytearray(stride)
+    for y in range(height):
+        start = y * (stride + 1)
+        above = unfilter(raw[start], raw[start + 1 : start + 1 + stride], above, channels)
+        colours.update(bytes(above[x : x + 3]) for x in range(0, stride, channels))
+    return colours
+
+
+def unfilter(kind, line, above, channels):
+    """Undo a PNG line filter."""
+    result = bytearray(line)
+    if kind == 2:
+        return bytearray((a + b) & 255 for a, b in zip(line, above, strict=True))
+    for x in range(len(result)) if kind else ():
+        left = result[x - channels] if x >= channels else 0
+        if kind == 1:
+            guess = left
+        elif kind == 3:
+            guess = (left + above[x]) // 2
+        else:
+            corner = above[x - channels] if x >= channels else 0
+            estimate = left + above[x] - corner
+            guess = min((left, above[x], corner), key=lambda each: abs(estimate - each))
+        result[x] = (result[x] + guess) & 255
+    return result
+
+
+def palette(theme):
+    """The page's colours by name."""
+    block = CSS[CSS.index(':root[data-theme="dark"] {') :] if theme == "dark" else CSS
+    block = block[: block.index("}")]
+    return {name: bytes.fromhex(code) for name, code in re.findall(r"--([a-z-]+): #([0-9a-f]{6});", block)}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_small_log_is_drawn_in_the_colours_of_its_legend(browse, sample_engine, theme):
+    timeline = read_timeline(sample_engine(num_requests=40, num_pages=160).records())
+
+    dom, shot = browse(timeline, f"theme={theme}")
+
+    found = root_attributes(dom)
+    assert (found["ready"], found["requests"], found["rows"]) == ("1", "40", "40")
+    assert found["passes"] == str(len(timeline.passes))
+    assert "error" not in found
+    assert "<title>Scheduler trace · decisions.log</title>" in dom
+    colours, expected = pixels(shot), palette(theme)
+    assert len(colours) > 100
+    assert colours.most_common(1)[0][0] in (expected["surface"], expected["page"])
+    for name, at_least in {
+        "prefill": 1500,
+        "decode": 10_000,
+        "wait-memory": 500,
+        "wait-compute": 100,
+        "wait-shared": 150,
+        "kv-held": 10_000,
+        "kv-evictable": 500,
+        "step": 5000,
+    }.items():
+        # the swatches of the legend have at most 144 pixels, the thin ones of waits 80
+        assert colours[expected[name]] > at_least, (name, colours[expected[name]])
+
+
+def test_a_large_log_is_drawn_in_as_many_rows_as_requests_at_a_time(browse, sample_engine):
+    timeline = read_timeline(sample_engine(num_requests=5000, num_pages=600, requests_per_s=9).records())
+
+    dom, shot = browse(timeline)
+
+    found = root_attributes(dom)
+    assert (found["ready"], found["requests"]) == ("1", "5000")
+    assert "error" not in found
+    assert 10 < int(found["rows"]) < 1000
+    assert pixels(shot)[palette("light")["decode"]] > 10_000
+
+
+def test_a_pinned_request_tells_its_story_with_the_sums(browse, sample_engine):
+    timeline = read_timeline(sample_engine(num_requests=40, num_pages=160).records())
+    story = next(each for each in timeline.requests if each.marks and each.message)
+    refusal = next(span for span in story.spans if span.reason is Reason.NO_KV)
+
+    dom, _shot = browse(timeline, f"axis=pass&request={story.rid}")
+
+    assert root_attributes(dom)["pinned"] == story.rid
+    (details,) = re.findall(r'<aside id="details">(.*?)</aside>', dom, re.DOTALL)
+    text = html.unescape(re.sub(r"<[^>]+>", "\n", details))
+    assert story.rid in text
+    assert "Was aborted. the client closed the stream" in text
+    assert "NO_KV: KV memory is short" in text
+    assert f"need {refusal.need:,}, have {refusal.have:,}" in text
+    assert f"{story.output_len:,} of at most {story.max_new_tokens:,} tokens" in text
+
+
+def test_hostile_ids_are_shown_as_text(browse):
+    evil = "</script><img src=x onerror=document.documentElement.dataset.owned=1><b>\u202egnp"
+    records: list[DecisionRecord] = [
+        Arrived(1.0, evil, 8, 4, tenant="<script>document.documentElement.dataset.owned=1</script>"),
+        PassRecord(
+            1.1,
+            1,
+            num_waiting=1,
+            verdicts=[Verdict(evil, AddReqResult.NO_TOKEN, Reason.NO_KV, need=9, have=8)],
+            notes=["<svg onload=document.documentElement.dataset.owned=1>"],
+        ),
+        PassRecord(1.2, 2),
+    ]
+
+    # the fragment has the id as the page shows it: without the character that would turn the text around
+    dom, _shot = browse(
+        read_timeline(records), "request=" + "".join(f"%{byte:02x}" for byte in evil.encode())
+    )
+
+    found = root_attributes(dom)
+    assert found["ready"] == "1"
+    assert "owned" not in found
+    assert "error" not in found
+    assert found["pinned"] == evil.replace("\u202e", "·")
+    assert "<img" not in dom
+    assert "&lt;/script&gt;&lt;img" in dom
