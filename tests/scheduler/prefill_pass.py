@@ -8,6 +8,7 @@ from typing import NamedTuple
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.budget import PrefillBudget
+from engine.scheduler.estimator.ratio import NewTokenRatio
 from engine.scheduler.partial_prefills import PartialLimits, PartialPrefills
 from engine.scheduler.prefill_adder import PrefillAdder
 from engine.scheduler.prefix import Prefix
@@ -70,6 +71,7 @@ def make_adder(
         step_tokens=budget.rem_step_tokens,
         num_prompts=num_prompts,
     )
+    options.setdefault("estimator", NewTokenRatio(1.0))
     return PrefillAdder(
         kv or CountedMemory(budget.page_size),  # type: ignore[arg-type]
         budget,
@@ -87,6 +89,12 @@ class Candidate(NamedTuple):
     more_ready: int = 0
 
 
+def prefix_of(adder: PrefillAdder, req: Req, more_ready: int = 0) -> Prefix:
+    """What the cache has, and so many ready tokens behind it."""
+    match = adder._kv.match(req)
+    return Prefix(match, match.num_pages * adder.budget.page_size + more_ready)
+
+
 def run_pass(
     adder: PrefillAdder, partial: Sequence[tuple[Req, int]], waiting: Sequence[Candidate]
 ) -> list[Verdict]:
@@ -95,8 +103,7 @@ def run_pass(
     for req, more_ready in waiting:
         if adder.exhausted() is not None:
             break
-        match = adder._kv.match(req)
-        prefix = Prefix(match, match.num_pages * adder.budget.page_size + more_ready)
+        prefix = prefix_of(adder, req, more_ready)
         before = (adder.budget.state(), list(adder.chunks))
         verdict = verdicts[req.rid] = adder.add(req, prefix)
         if verdict.result is AddReqResult.CONTINUE:

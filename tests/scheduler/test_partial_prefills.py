@@ -7,13 +7,18 @@ import pytest
 
 from engine.runtime.config import SchedulerConfig
 from engine.scheduler.partial_prefills import PartialLimits, PartialPrefills, promised_tokens
-from engine.scheduler.prefill_adder import Chunk
+from engine.scheduler.prefill_adder import Chunk, PrefillAdder
 from engine.scheduler.req import Req
-from engine.scheduler.verdict import AddReqResult, Reason
+from engine.scheduler.verdict import AddReqResult, Reason, Verdict
 
-from .prefill_pass import Candidate, make_adder, make_budget, make_req, run_pass
+from .prefill_pass import Candidate, make_adder, make_budget, make_req, prefix_of, run_pass
 
 UNTIL_IDLE = 1000
+
+
+def add(adder: PrefillAdder, rid: str, prompt_len: int, max_new_tokens: int = 1) -> Verdict:
+    req = make_req(rid, prompt_len, max_new_tokens)
+    return adder.add(req, prefix_of(adder, req))
 
 
 def run_steps(
@@ -102,7 +107,7 @@ def test_a_long_prompt_that_is_nearly_done_is_long_no_more():
     adder = make_adder(make_budget(chunk_size=32), limits=limits, num_prompts=2)
 
     adder.continue_chunk(make_req("nearly", 400), 320)
-    verdict = adder.add(make_req("next", 400))
+    verdict = add(adder, "next", 400)
 
     assert (verdict.result, verdict.reason) == (AddReqResult.CONTINUE, Reason.CHUNKED)
 
@@ -112,7 +117,7 @@ def test_a_long_prompt_too_many_is_passed_over():
     adder = make_adder(make_budget(chunk_size=32), limits=limits, num_prompts=3)
 
     adder.continue_chunk(make_req("first", 400), 32)
-    long, short = adder.add(make_req("long", 101)), adder.add(make_req("short", 8))
+    long, short = add(adder, "long", 101), add(adder, "short", 8)
 
     assert (long.result, long.reason) == (AddReqResult.SKIP, Reason.LONG_PARTIAL_LIMIT)
     assert (long.need, long.have) == (101, 8)
@@ -122,7 +127,7 @@ def test_a_long_prompt_too_many_is_passed_over():
 def test_a_prompt_takes_no_more_than_its_share_and_as_many_are_cut_as_may():
     adder = make_adder(make_budget(chunk_size=64), limits=PartialLimits(2, 2, 0), num_prompts=4)
 
-    verdicts = [adder.add(make_req(f"{idx}", length)) for idx, length in enumerate((4, 40, 20, 9, 20))]
+    verdicts = [add(adder, f"{idx}", length) for idx, length in enumerate((4, 40, 20, 9, 20))]
 
     assert adder._partial.share == 32
     assert [(verdict.reason, verdict.extend_len) for verdict in verdicts] == [
@@ -139,11 +144,11 @@ def test_a_prompt_that_may_not_be_cut_ends_the_pass():
 
     for rid, computed in (("a", 4), ("b", 8)):
         adder.continue_chunk(make_req(rid, 26 + computed + 200 * (rid == "b")), computed)
-    verdict = adder.add(make_req("c", 40))
+    verdict = add(adder, "c", 40)
 
     # "a" ends and is partial no more, "b" goes on: one place is left, and six tokens of the step, a page of them
     assert [chunk.length for chunk in adder.chunks] == [26, 32, 4] and verdict.reason is Reason.CHUNKED
-    refused = adder.add(make_req("d", 40))
+    refused = add(adder, "d", 40)
     assert (refused.result, refused.reason) == (AddReqResult.OTHER, Reason.PARTIAL_LIMIT)
 
 
@@ -152,7 +157,7 @@ def test_the_leftover_goes_first_to_the_one_that_lacks_least():
         make_budget(chunk_size=64, max_prefill_tokens=64), limits=PartialLimits(4, 4, 0), num_prompts=4
     )
     for rid, length in (("long", 500), ("short", 20)):
-        adder.add(make_req(rid, length, max_new_tokens=9))
+        add(adder, rid, length, 9)
     assert [chunk.length for chunk in adder.chunks] == [16, 16]
 
     changed = adder.use_leftover()

@@ -1,14 +1,33 @@
 """Tests of `scheduler/prefill_adder.py` and `scheduler/budget.py`: verdicts, their reasons and their arithmetic."""
 
+from typing import Any
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.runtime.config import SchedulerConfig
+from engine.runtime.feasibility import pages_for
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.budget import CLIP_MAX_NEW_TOKENS, PrefillBudget
+from engine.scheduler.estimator.base import OutputEstimator
+from engine.scheduler.estimator.make import make_estimator
+from engine.scheduler.partial_prefills import PartialLimits, promised_tokens
 from engine.scheduler.policy.base import MAX_OVERTAKEN
+from engine.scheduler.req import ReqStatus
 from engine.scheduler.verdict import AddReqResult, Reason
 
 from .harness import extend_lens
+from .prefill_pass import (
+    Candidate,
+    CountedMemory,
+    make_adder,
+    make_budget,
+    make_req,
+    prefix_of,
+    run_pass,
+)
 
 
 def budget(**changes):
@@ -261,3 +280,228 @@ def test_each_admission_pins_its_prefix_for_the_next_one_in_the_pass(make_schedu
     assert before.rem_total_tokens - after.rem_total_tokens == 2 * each
     assert before.cur_rem_tokens - after.cur_rem_tokens == 2 * (each - 10)
     harness.run_until_idle()
+
+
+# ------------------------------------------------------------ the limit on all tokens of a step
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_decodes", "decodes_first", "prompt_tokens"),
+    [
+        (None, 10, True, 22),  # 32 by the chunk size
+        (24, 10, False, 14),
+        (24, 10, True, 14),
+        (24, 23, False, 4),  # a page, so that the running cannot keep all others out
+        (24, 23, True, 1),  # too little for a page: nothing is begun, a last token may be
+        (24, 24, True, 0),
+        (24, 99, True, 0),
+        (24, 99, False, 4),
+        (2, 0, True, 4),  # below a page, but nobody decodes: with nothing at all, nothing would ever run
+    ],
+)
+def test_decodes_and_prompts_share_the_tokens_of_a_step(limit, num_decodes, decodes_first, prompt_tokens):
+    it = budget(max_num_batched_tokens=limit, num_decodes=num_decodes, decodes_first=decodes_first)
+
+    assert it.rem_step_tokens == prompt_tokens
+
+
+def test_under_a_strict_limit_prompts_wait_for_the_running():
+    adder = make_adder(make_budget(max_num_batched_tokens=24, num_decodes=24, decodes_first=True))
+    assert adder.exhausted() is Reason.INPUT_BUDGET
+    verdict = adder.continue_chunk(make_req("cut", 40), 8)
+    assert (verdict.result, verdict.reason, adder.chunks) == (AddReqResult.OTHER, Reason.INPUT_BUDGET, [])
+
+    adder = make_adder(make_budget(max_num_batched_tokens=24, num_decodes=22, decodes_first=True))
+    assert adder.exhausted() is None
+    req = make_req("new", 40)
+    assert adder.add(req, prefix_of(adder, req)).result is AddReqResult.OTHER
+    assert adder.chunks == []
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "decodes_first", "admitted"), [(0, True, 1), (3, True, 0), (3, False, 1)]
+)
+def test_a_prompt_that_is_never_cut_has_a_step_to_itself(num_decodes, decodes_first, admitted):
+    adder = make_adder(
+        make_budget(
+            chunk_size=None, max_num_batched_tokens=16, num_decodes=num_decodes, decodes_first=decodes_first
+        )
+    )
+    for rid in ("a", "b"):
+        req = make_req(rid, 100)
+        if adder.exhausted() is None:
+            adder.add(req, prefix_of(adder, req))
+
+    assert [chunk.length for chunk in adder.chunks] == [100] * admitted
+
+
+# ------------------------------------------------------------ what is ready without computing
+
+
+def test_ready_tokens_behind_the_cached_pages_take_memory_and_no_computing():
+    kv = CountedMemory(4, {"r": 2})
+    adder = make_adder(make_budget(chunk_size=16), kv)
+    req = make_req("r", 30, 10)
+
+    verdict = adder.add(req, prefix_of(adder, req, more_ready=13))
+
+    assert (verdict.prefix_len, verdict.extend_len, verdict.need) == (21, 9, 22 + 10 + 4)
+    (chunk,) = adder.chunks
+    assert (chunk.start, chunk.length, chunk.is_last) == (21, 9, True)
+    assert adder.budget.rem_step_tokens == 16 - 9
+    assert adder.budget.cur_rem_tokens == 4000 - 8 - (
+        24 + 4
+    )  # locked; 22 tokens in whole pages, one for rounding
+    assert adder.budget.rem_total_tokens == 4000 - 8 - (24 + 4) - 10
+    assert kv.locked == {"r": 2}
+
+
+def test_a_cut_behind_ready_tokens_ends_at_a_page_too():
+    adder = make_adder(make_budget(chunk_size=8))
+    req = make_req("r", 30, 10)
+
+    adder.add(req, prefix_of(adder, req, more_ready=5))
+
+    (chunk,) = adder.chunks
+    assert (chunk.start, chunk.length, chunk.is_last) == (5, 7, False)
+
+
+def test_a_request_whose_memory_comes_back_from_the_host_says_so():
+    adder = make_adder(make_budget(), nothing_runs=True)
+    req = make_req("r", 30, 10)
+    for status in (ReqStatus.PREFILL, ReqStatus.SWAPPED):
+        req.enter(status, 0.0)
+
+    verdict = adder.add(req, prefix_of(adder, req, more_ready=29))
+
+    assert (verdict.reason, verdict.extend_len) == (Reason.SWAPPED_IN, 1)
+
+
+@pytest.mark.parametrize(("max_new_tokens", "kept"), [(1, 0), (4, 3), (9, 5), (900, 5)])
+def test_slots_for_draft_tokens_are_kept_as_far_as_they_can_be_used(max_new_tokens, kept):
+    none = make_estimator(SchedulerConfig(admission_estimator="none"), 4)
+    adder = make_adder(make_budget(), estimator=none, num_lookahead_tokens=5)
+    req = make_req("r", 8, max_new_tokens)
+
+    assert adder.add(req, prefix_of(adder, req)).output_len == kept
+
+
+def test_places_taken_from_others_count_at_once():
+    adder = make_adder(make_budget(available_tokens=20, expected_tokens=16))
+    req = make_req("urgent", 20, 10)
+    assert adder.add(req, prefix_of(adder, req)).reason is Reason.NO_KV
+    missing = adder.missing_tokens(req, prefix_of(adder, req))
+    assert missing == 20 + 10 + 4 + 1 - 4
+
+    adder.make_room(available_tokens=16, expected_tokens=missing - 16, num_rows=1)
+
+    assert adder.add(req, prefix_of(adder, req)).reason is Reason.ADMITTED
+
+
+# ------------------------------------------------------------ any pass
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> dict[str, Any]:
+    """Budgets, prompts in progress and waiting requests; what is in progress was admitted by the rules."""
+    page_size = draw(st.sampled_from([1, 4, 16]))
+    limits = draw(
+        st.builds(PartialLimits, st.integers(1, 4), st.integers(1, 2), st.sampled_from([0, 20, 60]))
+    )
+    in_progress = []
+    for idx in range(draw(st.integers(0, limits.max_partial))):
+        computed = draw(st.integers(1, 4)) * page_size
+        in_progress.append((make_req(f"p{idx}", computed + draw(st.integers(1, 150)), 5), computed))
+    waiting, cached = [], {}
+    for idx in range(draw(st.integers(0, 8))):
+        req = make_req(f"w{idx}", draw(st.integers(1, 200)), draw(st.integers(1, 60)))
+        cached[req.rid] = draw(st.integers(0, min(3, (req.fill_len - 1) // page_size)))
+        room = req.fill_len - 1 - cached[req.rid] * page_size
+        waiting.append(Candidate(req, draw(st.sampled_from([0, 0, room // 2, room]))))
+    return {
+        "page_size": page_size,
+        "num_pages": draw(st.integers(1, 600 // page_size)),
+        "limits": limits,
+        "in_progress": in_progress,
+        "waiting": waiting,
+        "cached": cached,
+        "num_decodes": draw(st.integers(0, 40)) if in_progress or draw(st.booleans()) else 0,
+        "chunk_size": draw(st.sampled_from([None, 3, 16, 50, 200])),
+        "max_prefill_tokens": draw(st.sampled_from([5, 40, 300])),
+        "max_num_batched_tokens": draw(st.sampled_from([None, 8, 30, 100])),
+        "decodes_first": draw(st.booleans()),
+        "estimator": draw(st.sampled_from(["ratio", "beta", "full", "none"])),
+        "num_lookahead_tokens": draw(st.sampled_from([0, 5])),
+    }
+
+
+@given(case=passes())
+def test_no_pass_breaks_a_promise(case):
+    page_size, limits = case["page_size"], case["limits"]
+    in_progress, waiting = case["in_progress"], case["waiting"]
+    if case["chunk_size"] is None:
+        in_progress = []
+    remaining = np.array([req.fill_len - computed for req, computed in in_progress], dtype=np.int32)
+    promised = promised_tokens(remaining, page_size)
+    available = max(case["num_pages"] * page_size, promised)
+    nothing_runs = not (in_progress or case["num_decodes"])
+    estimator: OutputEstimator = make_estimator(
+        SchedulerConfig(admission_estimator=case["estimator"]), page_size
+    )
+    it = PrefillBudget(
+        page_size=page_size,
+        available_tokens=available,
+        expected_tokens=promised,
+        max_prefill_tokens=case["max_prefill_tokens"],
+        chunk_size=case["chunk_size"],
+        num_decodes=case["num_decodes"],
+        max_num_batched_tokens=case["max_num_batched_tokens"],
+        decodes_first=case["decodes_first"],
+    )
+    step_tokens = it.rem_step_tokens
+    kv = CountedMemory(page_size, case["cached"])
+    adder = make_adder(
+        it,
+        kv,
+        limits=limits,
+        num_prompts=len(in_progress) + len(waiting),
+        nothing_runs=nothing_runs,
+        estimator=estimator,
+        num_lookahead_tokens=case["num_lookahead_tokens"],
+    )
+
+    verdicts = run_pass(adder, in_progress, waiting)  # checks that refusals change nothing
+
+    chunks, by_rid = adder.chunks, {verdict.rid: verdict for verdict in verdicts}
+    admitted = {verdict.rid for verdict in verdicts if verdict.result is AddReqResult.CONTINUE}
+    assert admitted == {chunk.req.rid for chunk in chunks}
+    # computing
+    oversized = case["chunk_size"] is None and len(chunks) == 1
+    assert sum(chunk.length for chunk in chunks) <= step_tokens or oversized
+    for chunk in chunks:
+        end = chunk.start + chunk.length
+        assert chunk.length > 0 and by_rid[chunk.req.rid].extend_len == chunk.length
+        assert chunk.is_last == (end == chunk.req.fill_len)
+        assert chunk.is_last or end % page_size == 0
+        assert chunk.is_last or case["chunk_size"] is not None
+    # memory: of all in progress and admitted, the whole prompts fit, and with `full` the outputs do
+    pages = promised // page_size
+    for chunk in chunks:
+        if chunk.is_first:
+            length = chunk.req.max_kv_len if case["estimator"] == "full" else chunk.req.fill_len
+            pages += pages_for(length, page_size)  # cached ones are locked now, so they count as well
+    assert pages * page_size <= available
+    # partial prefills
+    first_len = {chunk.req: chunk.req.fill_len - chunk.start for chunk in chunks if chunk.is_first}
+    unfinished = len(in_progress) - sum(chunk.is_last and not chunk.is_first for chunk in chunks)
+    unfinished += sum(chunk.is_first and not chunk.is_last for chunk in chunks)
+    assert unfinished <= limits.max_partial
+    num_long = sum(map(limits.is_long, remaining.tolist()))
+    new_long = sum(map(limits.is_long, first_len.values())) if case["chunk_size"] is not None else 0
+    assert new_long <= max(limits.max_long - num_long, 0)
+    # no computing is left where it could be used
+    if any(not chunk.is_last for chunk in chunks):
+        assert min(it.rem_step_tokens, it.cur_rem_tokens) < page_size
+    # whatever fits runs when nothing else does, under every rule and setting
+    if nothing_runs and waiting and waiting[0].req.max_kv_len <= available // page_size * page_size:
+        assert waiting[0].req.rid in admitted
