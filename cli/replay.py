@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ..runtime.config_fields import AUTO, find_setting
-from ..runtime.errors import ConfigError
+from ..runtime.errors import ConfigError, EngineError
 from .options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
@@ -152,7 +152,20 @@ def _print_difference(console: Any, difference: Difference) -> None:
 def _what_if(path: Path, changes: dict[str, str]) -> int:
     from rich.console import Console
 
+    from ..scheduler.log_file import read_runs
+    from ..scheduler.replay import replay as replay_run
     from ..simulator.what_if import what_if
 
+    for number, run in enumerate(read_runs(path), 1):
+        result = replay_run(run)
+        # Whose tokens the log's are is known by making its steps again.
+        if result.difference is not None:
+            raise EngineError(
+                f"--set needs a log that this engine replays exactly; run {number} differs after "
+                f"{result.num_equal:,} of {_count(result.num_passes, 'pass', 'passes')}: `engine replay {path}` shows "
+                "where"
+            )
+        if result.raised:
+            raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")
     Console(highlight=False).print(what_if(path, changes))
     return 0

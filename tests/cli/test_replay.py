@@ -155,3 +155,13 @@ def test_what_if_is_asked_with_the_changes(log, capsys, monkeypatch):
     assert code == 0
     assert asked == [(log, {"schedule_policy": "lpm", "look_ahead": "2"})]
     assert capsys.readouterr().out == "TTFT 12 % lower\n"
+
+
+def test_what_if_needs_a_log_that_can_be_replayed(log, capsys):
+    change_pass(log, step_id=3)
+
+    assert cli.run(["replay", str(log), "--set", "schedule_policy=lpm"]) == 1
+
+    err = capsys.readouterr().err
+    assert "run 1 differs after 2 of 4 passes" in err
+    assert err.count("\n") == 1
