@@ -8,13 +8,14 @@ larger counter that it had.
 
 The bound. Say a tenant is *backlogged* while it has a request that waits and could start; let V be the smallest counter
 of backlogged tenants, and while there are none, the counter at admission of the last one that was.
-Let U = PROMPT_WEIGHT * P + OUTPUT_WEIGHT * R * G, with P the longest prompt, G the longest output, R the rows of the
-pool: the prompt of one request, and the outputs of as many as can run.
+Let U = PROMPT_WEIGHT * P + OUTPUT_WEIGHT * R * G, with P the longest prompt, G the longest output, and R how many
+requests can have started and not ended (rows, and those whose KV is on the host): the prompt of one request, and the
+outputs of as many as can run.
 
 1. V never falls: counters only grow, a tenant that joins is lifted to V, one that leaves was not below V.
 2. V <= counter <= V + U for each backlogged tenant. The left side is the definition. For the right side look at the
    tenant's last admission, when its counter was V, since the smallest one is served. From then on it was charged for
-   that prompt and for what its requests with a row have generated, at most U, or it was lifted to V and charged
+   that prompt and for what its started requests have generated, at most U, or it was lifted to V and charged
    afterwards for those outputs alone; and V has not fallen.
 3. So counters of two backlogged tenants differ by at most U; and since nobody is lifted while it is backlogged, the
    service of two tenants over any time in which both are backlogged throughout differs by at most 2 U, however long
@@ -30,15 +31,15 @@ cached prefixes are free, and work that was lost by retraction is not charged ag
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import ChainMap, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from ..prefill_adder import Chunk
 from ..req import Req
 from ..waiting_queue import WaitingQueue
 from .base import SchedulePolicy
-from .tenants import Offers, TenantQueue, prompt_tokens_just_admitted, tokens_served
+from .tenants import Offers, TenantQueue, output_tokens, prompt_tokens
 
 PROMPT_WEIGHT: Final = 1
 OUTPUT_WEIGHT: Final = 2
@@ -49,7 +50,7 @@ MAX_IDLE_TENANTS: Final = 1024
 
 
 class Fair(SchedulePolicy):
-    """The tenant that was served least first; see the module. A pass costs O(tenants that wait), an arrival too."""
+    """The tenant that was served least first; see the module. Costs O(log tenants) per request that is offered."""
 
     name = "fair"
     looks_ahead = False
@@ -57,10 +58,9 @@ class Fair(SchedulePolicy):
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._queues: dict[str, TenantQueue] = {}  # of tenants with requests
-        self._backlogged: dict[str, TenantQueue] = {}
         self._counters: dict[str, int] = {}  # of tenants with requests, and of idle ones
         self._idle: OrderedDict[str, None] = OrderedDict()
-        self._floor = 0  # V, while nobody waits
+        self._backlog = _Backlog(self._counters)
 
     def enqueued(self, req: Req) -> None:
         tenant = req.tenant
@@ -69,23 +69,21 @@ class Fair(SchedulePolicy):
             queue = self._queues[tenant] = TenantQueue(tenant)
             self._idle.pop(tenant, None)
         if not queue.waiting:
-            self._counters[tenant] = max(self._counters.get(tenant, 0), self._smallest_counter())
-            self._backlogged[tenant] = queue
+            self._counters[tenant] = max(self._counters.get(tenant, 0), self._backlog.smallest_counter())
+            self._backlog.join(queue)
         queue.enqueued(req)
 
     def dequeued(self, req: Req) -> None:
         queue = self._queues[req.tenant]
         queue.dequeued(req)
         if not queue.waiting:
-            del self._backlogged[req.tenant]
-            if not self._backlogged:
-                self._floor = self._counters[req.tenant]
+            self._backlog.leave(req.tenant)
+        self._counters[req.tenant] += prompt_tokens(req, self._page_size) * PROMPT_WEIGHT
 
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
-        served = tokens_served(chunks, decodes, prompt_weight=PROMPT_WEIGHT, output_weight=OUTPUT_WEIGHT)
-        for tenant, tokens in served.items():
+        for tenant, tokens in output_tokens(chunks, decodes).items():
             if tenant in self._counters:
-                self._counters[tenant] += tokens
+                self._counters[tenant] += tokens * OUTPUT_WEIGHT
 
     def finished(self, req: Req) -> None:
         queue = self._queues.get(req.tenant)
@@ -100,24 +98,70 @@ class Fair(SchedulePolicy):
                 del self._counters[forgotten]
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
-        counters, offers = self._counters, Offers()
-        # Equal counters: who waits longest. No two tenants share a request, so queues are never compared.
-        heap = [
-            (counters[tenant], queue.waiting.first.seq, queue) for tenant, queue in self._backlogged.items()
-        ]
-        heapq.heapify(heap)
-        while heap:
-            counter, _, queue = heap[0]
+        counters: ChainMap[str, int] = ChainMap({}, self._counters)  # what this pass adds is in the first
+        heap, offers = self._backlog.heap(), Offers()
+        while (queue := self._backlog.least_served(heap, counters)) is not None:
             req = offers.next_of(queue)
             if req is None:
                 heapq.heappop(heap)
                 continue
             yield req
-            tokens = prompt_tokens_just_admitted(req, self._page_size)
-            if tokens:
-                heapq.heapreplace(heap, (counter + tokens * PROMPT_WEIGHT, req.seq, queue))
+            counters[queue.tenant] += prompt_tokens(req, self._page_size) * PROMPT_WEIGHT
 
-    def _smallest_counter(self) -> int:
-        if not self._backlogged:
-            return self._floor
-        return min(map(self._counters.__getitem__, self._backlogged))
+
+class _Backlog:
+    """The tenants with waiting requests, least counter first, equals in the order in which they joined.
+
+    A heap with entries that may be out of date: while a tenant waits its counter only grows, so an old entry stands too
+    far in front, and is put right when it comes to the top. Charging a tenant costs nothing here.
+    """
+
+    __slots__ = ("_counters", "_floor", "_heap", "_num_joined", "_serials")
+
+    def __init__(self, counters: Mapping[str, int]) -> None:
+        self._counters = counters
+        self._heap: list[tuple[int, int, TenantQueue]] = []
+        self._serials: dict[
+            str, int
+        ] = {}  # tenant -> the serial number of its entry; other entries have left
+        self._num_joined = 0
+        self._floor = 0  # V of the module's text, while nobody waits
+
+    def join(self, queue: TenantQueue) -> None:
+        """A tenant waits from now on."""
+        self._num_joined += 1
+        self._serials[queue.tenant] = self._num_joined
+        heapq.heappush(self._heap, (self._counters[queue.tenant], self._num_joined, queue))
+
+    def leave(self, tenant: str) -> None:
+        """A tenant waits no more."""
+        del self._serials[tenant]
+        if not self._serials:
+            self._floor = self._counters[tenant]
+        if len(self._heap) > 2 * len(self._serials) + 64:
+            self._heap = [entry for entry in self._heap if self._serials.get(entry[2].tenant) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def smallest_counter(self) -> int:
+        """V of the module's text."""
+        queue = self.least_served(self._heap, self._counters)
+        return self._floor if queue is None else self._counters[queue.tenant]
+
+    def heap(self) -> list[tuple[int, int, TenantQueue]]:
+        """A copy to take entries from."""
+        self.least_served(self._heap, self._counters)  # puts the top right for good
+        return self._heap.copy()
+
+    def least_served(
+        self, heap: list[tuple[int, int, TenantQueue]], counters: Mapping[str, int]
+    ) -> TenantQueue | None:
+        """The tenant with the smallest counter, whose entry is then on top of the heap; None if nobody waits."""
+        while heap:
+            counter, serial, queue = heap[0]
+            if self._serials.get(queue.tenant) != serial:
+                heapq.heappop(heap)
+            elif counters[queue.tenant] > counter:
+                heapq.heapreplace(heap, (counters[queue.tenant], serial, queue))
+            else:
+                return queue
+        return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ..prefill_adder import Chunk
 from ..req import Req
 from ..waiting_queue import WaitingQueue
 from .base import SchedulePolicy
-from .tenants import Offers, TenantQueue, prompt_tokens_just_admitted, tokens_served
+from .tenants import Offers, TenantQueue, output_tokens, prompt_tokens
 
 
 class RoundRobin(SchedulePolicy):
@@ -18,9 +18,13 @@ class RoundRobin(SchedulePolicy):
     Each tenant has a balance in tokens. When its turn begins it gets a quantum, its turn lasts while the balance is
     above 0, and all service (see `tenants.py`) is taken off, also what its running requests generate in other
     tenants' turns. Nobody knows the cost of a request beforehand, so a balance may fall below 0; such a debt is paid
-    with the quanta of later turns. Hence tenants that always have requests waiting are served equally in the long
-    run, whatever the sizes of their requests. A turn that nobody can use because everything is full lasts until
-    there is room.
+    with the quanta of later turns. A turn that nobody can use because everything is full lasts until there is room.
+
+    Tenants that always have requests waiting are served equally, whatever the sizes of their requests: with P the
+    longest prompt, G the longest output and R how many can have started, the service of two differs by at most
+    3 * quantum + 2 * (P + R * G) over any time. For balances lie between -(P + R * G) and a quantum, and of two
+    tenants in the ring neither has two turns without one of the other's between them. (`fair` has the smaller bound;
+    this keeps a tenant's requests together, which is kinder to the prefix cache.)
 
     A tenant without waiting requests has no turns and saves nothing up; when its last request has ended, its debt is
     forgotten. A pass costs O(tenants that wait). Source: Shreedhar and Varghese, "Efficient Fair Queuing using
@@ -46,11 +50,12 @@ class RoundRobin(SchedulePolicy):
     def dequeued(self, req: Req) -> None:
         queue = self._queues[req.tenant]
         queue.dequeued(req)
+        self._ring.charge(req.tenant, prompt_tokens(req, self._page_size))
         if not queue.waiting:
             self._balances[req.tenant] = self._ring.leave(req.tenant)
 
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
-        for tenant, tokens in tokens_served(chunks, decodes).items():
+        for tenant, tokens in output_tokens(chunks, decodes).items():
             if tenant in self._balances:
                 self._balances[tenant] -= tokens
             elif tenant in self._ring:
@@ -74,53 +79,56 @@ class RoundRobin(SchedulePolicy):
                 ring.leave(tenant)
                 continue
             yield req
-            ring.charge(tenant, prompt_tokens_just_admitted(req, self._page_size))
+            ring.charge(tenant, prompt_tokens(req, self._page_size))
 
 
 class _Ring:
     """Whose turn it is, and the balances of those who take turns."""
 
-    __slots__ = ("_balances", "_quantum")
+    __slots__ = ("_balances", "_quantum", "_turns")
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
-        self._balances: OrderedDict[str, int] = OrderedDict()
+        self._turns: deque[str] = deque()  # the first has the turn
+        self._balances: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._balances)
+        return len(self._turns)
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._balances
 
     def copy(self) -> _Ring:
         other = _Ring(self._quantum)
-        other._balances = self._balances.copy()
+        other._turns, other._balances = self._turns.copy(), self._balances.copy()
         return other
 
     def join(self, tenant: str, balance: int) -> None:
         """Add a tenant at the end; its turn begins at once if it is alone."""
-        self._balances[tenant] = balance + (0 if self._balances else self._quantum)
+        self._turns.append(tenant)
+        self._balances[tenant] = balance
+        if len(self._turns) == 1:
+            self._begin_turn()
 
     def leave(self, tenant: str) -> int:
         """Take a tenant out; returns its balance. If it had the turn, the next one's begins."""
-        had_turn = next(iter(self._balances)) == tenant
-        balance = self._balances.pop(tenant)
-        if had_turn and self._balances:
+        had_turn = self._turns[0] == tenant
+        self._turns.remove(tenant)
+        if had_turn and self._turns:
             self._begin_turn()
-        return balance
+        return self._balances.pop(tenant)
 
     def charge(self, tenant: str, tokens: int) -> None:
         self._balances[tenant] -= tokens
 
     def whose_turn(self) -> str:
         """The first tenant with a balance above 0; passes the turn over those before it, which have none."""
-        balances, quantum = self._balances, self._quantum
+        turns, balances, quantum = self._turns, self._balances, self._quantum
         while True:
-            for _ in range(len(balances)):
-                tenant = next(iter(balances))
-                if balances[tenant] > 0:
-                    return tenant
-                balances.move_to_end(tenant)
+            for _ in range(len(turns)):
+                if balances[turns[0]] > 0:
+                    return turns[0]
+                turns.rotate(-1)
                 self._begin_turn()
             # A whole round has helped nobody out of debt: as many rounds at once as will still help nobody.
             rounds = -max(balances.values()) // quantum
@@ -129,4 +137,4 @@ class _Ring:
                     balances[tenant] += rounds * quantum
 
     def _begin_turn(self) -> None:
-        self._balances[next(iter(self._balances))] += self._quantum
+        self._balances[self._turns[0]] += self._quantum

@@ -19,28 +19,21 @@ from .ordered_index import OrderedIndex
 _TENANT: Final = operator.attrgetter("tenant")
 
 
-def tokens_served(
-    chunks: Sequence[Chunk], decodes: Sequence[Req], *, prompt_weight: int = 1, output_weight: int = 1
-) -> dict[str, int]:
-    """Tenant -> weighted tokens that a step counts for it; see the module."""
-    num_decodes = Counter(map(_TENANT, decodes))
-    served = {tenant: num * output_weight for tenant, num in num_decodes.items()}
-    for chunk in chunks:
-        tokens = chunk.is_last * output_weight
-        if chunk.is_first and not chunk.req.num_retractions:
-            tokens += (chunk.req.fill_len - chunk.start) * prompt_weight
-        served[chunk.req.tenant] = served.get(chunk.req.tenant, 0) + tokens
-    return served
+def prompt_tokens(req: Req, page_size: int) -> int:
+    """What counts for the prompt of a request that has just been offered or taken out: 0 unless it was admitted.
 
-
-def prompt_tokens_just_admitted(req: Req, page_size: int) -> int:
-    """What `tokens_served` will count for the prompt of a request that was offered: 0 unless it was admitted.
-
-    For lazy orders, which go on while the pass runs. An admitted request has its prefix locked.
+    An admitted request has its prefix locked. The page that siblings copy from each other counts as computed.
     """
     if req.lease is None or req.num_retractions:
         return 0
     return req.fill_len - req.lease.num_pages * page_size
+
+
+def output_tokens(chunks: Sequence[Chunk], decodes: Sequence[Req]) -> Counter[str]:
+    """Tenant -> tokens that a step generates for it."""
+    tokens = Counter(map(_TENANT, decodes))
+    tokens.update(chunk.req.tenant for chunk in chunks if chunk.is_last)
+    return tokens
 
 
 class TenantQueue:
