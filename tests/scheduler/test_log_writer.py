@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,26 @@ def test_what_was_flushed_survives_the_writer(path):
 
     assert read_last(path) == [Idle(1.0)]
     writer.close()
+
+
+def test_what_was_flushed_survives_a_kill(path):
+    code = (
+        "import os, signal, sys\n"
+        "from engine.runtime.config import EngineConfig\n"
+        "from engine.runtime.feasibility import Capacity\n"
+        "from engine.scheduler.log_file import Idle\n"
+        "from engine.scheduler.log_writer import LogWriter, header_of\n"
+        "header = header_of(EngineConfig(), Capacity(1, 1, 1, 1, 1), frozenset(), wall_s=0.0, now_s=0.0)\n"
+        "writer = LogWriter(sys.argv[1], header)\n"
+        "writer.add(Idle(1.0)); writer.flush(); writer.add(Idle(2.0))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False, timeout=60)
+
+    assert done.returncode == -signal.SIGKILL
+    assert read_last(path) == [Idle(1.0)]
+    LogWriter(path, sample_header()).close()  # the lock went with the process
 
 
 def test_a_flush_is_one_call_of_the_system(path, monkeypatch):

@@ -146,6 +146,14 @@ def test_questions_are_not_recorded(path):
     assert [type(each) for each in read(path)] == [Idle]
 
 
+def test_a_refused_request_came_but_never_arrived(path):
+    harness = record(path, max_model_len=64)
+    harness.submit("huge", prompt_len=100)
+    finish(harness)
+
+    assert [type(each) for each in read(path)] == [Input]
+
+
 def test_off_there_is_no_recorder():
     harness = Harness()
 
