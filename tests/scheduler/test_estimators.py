@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runtime.config import SchedulerConfig
+from engine.scheduler.arrays import IntArray
 from engine.scheduler.budget import CLIP_MAX_NEW_TOKENS
 from engine.scheduler.estimator.base import OutputEstimator
 from engine.scheduler.estimator.beta import GROW_AT, WINDOW, BetaReservation
@@ -42,9 +43,16 @@ class Row:
 
 
 def expected(estimator: OutputEstimator, *rows: Row) -> float:
-    fields = ("to_come", "generated", "max_new")
-    arrays = [np.array([getattr(row, name) for row in rows], dtype=np.int32) for name in fields]
-    return estimator.expected(*arrays, np.array([row.ignore_eos for row in rows], dtype=np.bool_))
+    return estimator.expected(
+        ints([row.to_come for row in rows]),
+        ints([row.generated for row in rows]),
+        ints([row.max_new for row in rows]),
+        np.array([row.ignore_eos for row in rows], dtype=np.bool_),
+    )
+
+
+def ints(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int32)
 
 
 def whole_pages(num_tokens: int) -> int:
@@ -286,9 +294,7 @@ def test_full_keeps_every_page_that_can_come():
 @given(computed=st.integers(1, 500), to_come=st.integers(0, 500), page_size=st.sampled_from([1, 4, 16, 64]))
 def test_full_is_an_upper_bound_of_pages_wherever_a_request_stands(computed, to_come, page_size):
     full = FullReservation(page_size)
-    fields = (np.array([number], dtype=np.int32) for number in (to_come, 0, to_come + 1))
-
-    kept = full.expected(*fields, np.array([False]))
+    kept = full.expected(ints([to_come]), ints([0]), ints([to_come + 1]), np.array([False]))
 
     held, needed = -(-computed // page_size), -(-(computed + to_come) // page_size)
     assert (needed - held) * page_size <= kept < to_come + page_size
