@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
-from .arrays import EMPTY, AnyIntArray, IntArray
+from .arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from .cache_miss import CacheMiss, MissKind
 
 
@@ -71,6 +71,11 @@ class PrefixCache(Protocol):
 
     Token ids come as int32 bytes; a trailing part that fills no page is ignored.
     """
+
+    @property
+    def shares(self) -> bool:
+        """Whether anything is kept at all."""
+        ...
 
     @property
     def generation(self) -> int:
@@ -181,6 +186,7 @@ class NoPrefixCache:
 
     __slots__ = ()
 
+    shares = False
     generation = 0
     evictable_pages = 0
     locked_pages = 0
@@ -220,7 +226,7 @@ class NoPrefixCache:
         pass
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
-        return CacheMiss(rid, len(token_ids) // EMPTY.itemsize, 0, MissKind.OFF, 0)
+        return CacheMiss(rid, len(token_ids) // TOKEN_ID_BYTES, 0, MissKind.OFF, 0)
 
     def verify(self, leases: Iterable[Lease]) -> list[str]:
         return []

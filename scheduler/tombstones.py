@@ -58,7 +58,8 @@ class Tombstones:
             self._last_end_id += 1
             name = node.end_id = self._last_end_id
         key = hash((name, page))
-        self._evicted_at[key] = evicted_at
-        if len(self._evicted_at) > self._max_count:
-            self._evicted_at.popitem(last=False)
+        stones = self._evicted_at
+        stones[key] = evicted_at
+        if len(stones) > self._max_count:
+            stones.popitem(last=False)
         return key
