@@ -70,6 +70,9 @@ class Adaptive(SchedulePolicy):
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
         return self._active.order(waiting, now_s)
 
+    def may_displace(self, req: Req, victim: Req) -> bool:
+        return self._active.may_displace(req, victim)
+
     def take_notes(self) -> list[str]:
         notes, self._notes = self._notes, []
         return notes

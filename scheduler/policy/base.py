@@ -97,6 +97,10 @@ class SchedulePolicy:
         """
         raise NotImplementedError
 
+    def may_displace(self, req: Req, victim: Req) -> bool:
+        """Whether the order allows that a waiting request takes the place of a running one; asked if it `preempts`."""
+        return self.preempts
+
     def take_notes(self) -> list[str]:
         """What the policy decided about itself since the last call, in words, for the decision log."""
         return []

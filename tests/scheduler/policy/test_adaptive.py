@@ -4,7 +4,7 @@ import logging
 
 from engine.scheduler.policy.adaptive import MIN_STEPS
 
-from .model import Model
+from .model import Model, make_req
 
 
 def follow(model, loads):
@@ -92,12 +92,13 @@ def test_every_policy_knows_the_queue_when_its_turn_comes():
 
 def test_it_preempts_only_while_it_goes_by_priority():
     model = Model("adaptive")
+    low, urgent = make_req(1), make_req(2, priority=20)
     preempts = []
     for load in (0.1, 0.5, 0.9):
         follow(model, [load])
-        preempts.append(model.policy.preempts)
+        preempts.append((model.policy.preempts, model.policy.may_displace(urgent, low)))
 
-    assert preempts == [False, True, False]
+    assert preempts == [(False, False), (True, True), (False, False)]
     never = Model("adaptive", priority_preemption=False)
     follow(never, [0.5])
     assert not never.policy.preempts

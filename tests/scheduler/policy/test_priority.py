@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .model import Model
+from .model import Model, make_req
 
 
 def test_urgent_requests_do_not_wait_for_others():
@@ -63,3 +63,15 @@ def test_whether_it_preempts_is_a_setting():
     assert Model("priority").policy.preempts
     assert not Model("priority", priority_preemption=False).policy.preempts
     assert not Model("fcfs").policy.preempts
+
+
+def test_a_request_that_has_waited_its_time_is_not_displaced():
+    """Priority 0 that came 300 s before 15: it is worth 30 levels, so it would come first, and stays where it is."""
+    policy = Model("priority", priority_ageing=10.0).policy
+    old, fresh = make_req(1, priority=0, arrival_s=0.5), make_req(2, priority=0, arrival_s=290.0)
+    urgent = make_req(3, priority=15, arrival_s=300.5)
+
+    assert not policy.may_displace(urgent, old)
+    assert policy.may_displace(urgent, fresh)
+    assert not Model("priority", priority_preemption=False).policy.may_displace(urgent, fresh)
+    assert not Model("fcfs").policy.may_displace(urgent, fresh)
