@@ -46,12 +46,12 @@ def random_life(harness: Harness, seed: int, num_events: int = 120) -> None:
     rng = random.Random(seed)
     for idx in range(num_events):
         dice = rng.random()
-        rid = f"r{idx}"
         if dice < 0.3:
             message = {
                 "priority": rng.choice([0, 0, 5, 50]),
                 "tenant": rng.choice("abc"),
                 "arrival_s": harness.now_s,
+                "lora_id": rng.choice(["", "", "a", "b"]),
                 "needs_grammar": rng.random() < 0.1,
                 "timeout_s": rng.choice([None, None, 0.5]),
                 "queue_timeout_s": rng.choice([None, None, 0.3]),
@@ -59,13 +59,16 @@ def random_life(harness: Harness, seed: int, num_events: int = 120) -> None:
             prompt = [1 + position % 7 for position in range(rng.randint(0, 20))] + rng.choices(
                 range(1, 97), k=9
             )
-            harness.submit(
-                rid,
-                prompt=prompt,
-                max_new_tokens=rng.randint(1, 40),
-                extra_key=rng.choice(["", "", "salt"]),
-                message=message,
-            )
+            max_new_tokens, extra_key = rng.randint(1, 40), rng.choice(["", "", "salt"])
+            num_siblings = rng.choice([1, 1, 1, 3])
+            for sibling in range(num_siblings):
+                harness.submit(
+                    f"r{idx}-{sibling}",
+                    prompt=prompt,
+                    max_new_tokens=max_new_tokens,
+                    extra_key=extra_key,
+                    message=message | {"group": f"g{idx}" if num_siblings > 1 else ""},
+                )
         elif dice < 0.34 and harness.answers:
             harness.abort(rng.choice(list(harness.answers)))
         elif dice < 0.36:
@@ -102,6 +105,7 @@ CONFIGS = st.fixed_dictionaries(
         "admission_estimator": st.sampled_from(get_args(EstimatorName)),
         "preemption_mode": st.sampled_from(["cost", "recompute", "swap"]),
         "chunked_prefill_size": st.sampled_from([-1, 8, 24]),
+        "max_loras_per_batch": st.sampled_from([1, 8]),
         "max_num_partial_prefills": st.sampled_from([1, 3]),
         "schedule_conservativeness": st.sampled_from([0.01, 0.3, 1.0]),
         "length_estimate": st.sampled_from(["max-tokens", "tenant-average"]),
