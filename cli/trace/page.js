@@ -143,7 +143,7 @@ const STRIPS = [
   { title: "Tokens", unit: "per step", draw: drawTokens },
   { title: "Step time", unit: "", draw: drawStepTime },
 ];
-const view = { axis: "time", x0: 0, x1: 1, rowMode: R.size > 60 ? "packed" : "each", minRow: 0, scroll: 0, pinned: -1, pinnedPass: -1 };
+const view = { axis: "time", x0: 0, x1: 1, rowMode: R.size > 60 ? "packed" : "each", queue: true, minRow: 0, scroll: 0, pinned: -1, pinnedPass: -1 };
 const chart = $("#chart"), plot = $("#plot"), overlay = $("#overlay"), tip = $("#tip");
 const pen = plot.getContext("2d"), over = overlay.getContext("2d");
 const box = { width: 0, height: 0, left: LABEL_WIDTH, right: 0, rowsTop: TOP, rowsBottom: 0, strip: MIN_STRIP };
@@ -186,22 +186,28 @@ function timeToAxis(value) {
   return low;
 }
 
-// From arrival, or the first that is known, to the end; kept per axis, since every frame asks for all of them. And the
-// lanes of packed rows: each request in the highest that is free, so that there are as many as requests at a time.
-let extents = null, lanes = [], laneOf = null;
+// What is drawn of each request, from the span `shown` on, kept per axis since every frame asks for all of them: from its
+// arrival, or without the queue from its first chunk, to its end. And the lanes of packed rows: each request in the
+// highest that is free, so that there are as many as requests at a time.
+const MAX_LANES_WITH_QUEUE = 150;
+let extents = null, shown = null, lanes = [], laneOf = null;
 function measureRequests() {
   extents = { from: new Float64Array(R.size), to: new Float64Array(R.size) };
+  shown = R.begin.slice(0, R.size);
   for (let r = 0; r < R.size; r++) {
-    const begin = R.begin[r], end = R.begin[r + 1];
-    const arrived = R.arrived[r] === null ? Infinity : timeToAxis(R.arrived[r]);
+    const end = R.begin[r + 1];
+    if (!view.queue) while (shown[r] < end && kindOf(shown[r]) === WAIT) shown[r]++;
+    const begin = shown[r];
+    if (!view.queue && begin === end) { extents.from[r] = Infinity; extents.to[r] = -Infinity; continue; }
+    const arrived = R.arrived[r] === null || !view.queue ? Infinity : timeToAxis(R.arrived[r]);
     extents.from[r] = Math.min(arrived, begin < end ? spanStart(begin) : Infinity);
     const finished = R.finished[r] === null || view.axis === "pass" ? -Infinity : R.finished[r];
     extents.to[r] = Math.max(begin < end ? spanEnd(end - 1) : extents.from[r], finished);
   }
   lanes = [];
-  laneOf = new Int32Array(R.size);
-  const ends = [], order = Array.from(extents.from, (_, r) => r).sort((a, b) => extents.from[a] - extents.from[b]);
-  for (const r of order) {
+  laneOf = new Int32Array(R.size).fill(-1);
+  const ends = [], order = Array.from(extents.from, (_, r) => r).filter((r) => extents.from[r] < Infinity);
+  for (const r of order.sort((a, b) => extents.from[a] - extents.from[b])) {
     let lane = 0;
     while (lane < ends.length && ends[lane] > extents.from[r]) lane++;
     if (lane === ends.length) lanes.push([]);
@@ -209,6 +215,13 @@ function measureRequests() {
     laneOf[r] = lane;
     ends[lane] = extents.to[r];
   }
+}
+
+function setQueue(on) {
+  view.queue = on;
+  view.scroll = 0;
+  measureRequests();
+  redraw();
 }
 
 function setView(x0, x1) {
@@ -450,6 +463,7 @@ function drawPackedTitle() {
   pen.fillStyle = colours.faint;
   pen.font = font(11);
   pen.fillText(`up to ${count(rows.length)} at a time`, 14, box.rowsTop + 18);
+  if (!view.queue) pen.fillText("without the queue", 14, box.rowsTop + 33);
 }
 
 function message(text) {
@@ -488,7 +502,7 @@ function bar(x0, x1, y, height, colour) {
 }
 
 function drawRequest(r, y, height) {
-  const begin = R.begin[r], end = R.begin[r + 1];
+  const begin = shown[r], end = R.begin[r + 1];
   // Whole pixels, or thin rows would shimmer.
   const lowerEdge = Math.max(Math.round(y + height), Math.round(y) + 1);
   const thick = height >= 6 ? Math.round(height * 0.72) : lowerEdge - Math.round(y) - (height >= 3 ? 1 : 0);
@@ -516,10 +530,13 @@ function drawRequest(r, y, height) {
     else if (kind === PREFILL) bar(x0, x1 - x0 > 5 ? x1 - 1 : x1, thickY, thick, colours.prefill);
     else drawDecode(span, x0, x1, thickY, thick);
   }
-  if (height >= 5) drawMarks(r, y, height);
-  else if (R.marks.has(r)) for (const mark of R.marks.get(r)) {
+  const roomy = place(extents.to[r]) - place(extents.from[r]) >= MIN_WIDTH_FOR_SIGNS;
+  if (height >= 5 && roomy) drawMarks(r, y, height);
+  else for (const mark of R.marks.get(r) || []) {
     const x = Math.round(place(passStart(mark.pass)));
+    pen.globalAlpha = 0.6;
     bar(x, x + 1, thickY, thick, colours.mark);
+    pen.globalAlpha = 1;
   }
 }
 
@@ -552,28 +569,34 @@ function drawDecode(span, x0, x1, y, height) {
     const middle = (low + high) >> 1;
     if (runs[middle].last < R.first[span] || passEnd(runs[middle].last) < view.x0) low = middle + 1; else high = middle;
   }
-  const half = Math.floor(height * 0.36);
+  pen.globalAlpha = 0.55;
   for (; low < runs.length && runs[low].first <= R.last[span]; low++) {
     const from = place(passStart(Math.max(runs[low].first, R.first[span]))), to = place(passEnd(Math.min(runs[low].last, R.last[span])));
     if (from > box.right) break;
     if (to - from < 2) continue;
-    bar(from, to, y, half, colours.surface);
-    bar(from, to, y + height - half, half, colours.surface);
+    bar(from, to, y, height, colours.surface);
   }
+  pen.globalAlpha = 1;
 }
+
+const MIN_WIDTH_FOR_SIGNS = 26;
 
 function drawMarks(r, y, height) {
   const size = Math.min(Math.max(height * 0.36, 3), 5), middle = y + height / 2;
   const looks = R.looks.get(r);
+  let last = -Infinity;
   if (looks && looks[0].prefix > 0) {
     for (let span = R.begin[r]; span < R.begin[r + 1]; span++) {
       if (kindOf(span) !== PREFILL) continue;
-      shape("diamond", place(spanStart(span)), middle, size);
+      last = place(spanStart(span));
+      shape("diamond", last, middle, size);
       break;
     }
   }
   for (const mark of R.marks.get(r) || []) {
-    shape(mark.kind === RETRACTED ? "down" : mark.kind === SWAPPED_OUT ? "out" : "in", place(passStart(mark.pass)), middle, size);
+    const x = place(passStart(mark.pass)), sign = mark.kind === RETRACTED ? "down" : mark.kind === SWAPPED_OUT ? "out" : "in";
+    if (x - last >= size) { shape(sign, x, middle, size); last = x; }
+    else bar(x, x + 1, Math.round(middle - size), Math.round(size * 2), colours.mark);
   }
   if (R.finish[r] >= 0 && failed(r)) shape("cross", place(extents.to[r]) + size + 2, middle, size * 0.8);
 }
@@ -685,7 +708,7 @@ function drawMemory({ y, bottom }) {
   });
   pen.strokeStyle = colours.line;
   line(box.left, y - 0.5, box.right, y - 0.5);
-  return { top: count(total) };
+  return { top: total > 1 ? count(total) : "" };
 }
 
 function drawSteps({ y, bottom }, values, colour) {
@@ -763,7 +786,7 @@ function requestAt(x, y) {
 // The span at a place; thin ones are found within two pixels.
 function spanAt(r, x) {
   let best = -1, distance = 2.5;
-  for (let span = R.begin[r]; span < R.begin[r + 1]; span++) {
+  for (let span = shown[r]; span < R.begin[r + 1]; span++) {
     const x0 = place(spanStart(span)), x1 = place(spanEnd(span));
     if (x0 > x + 3) break;
     const away = Math.max(x0 - x, x - x1, 0);
@@ -866,7 +889,7 @@ function spanWords(span, pass = -1) {
 function requestTip(r, span) {
   const lines = [[R.rid[r]]];
   if (span < 0) {
-    const value = valueAt(pointer.x), begin = R.begin[r];
+    const value = valueAt(pointer.x), begin = shown[r];
     if (value < extents.from[r] || value > extents.to[r]) return null;
     if (begin < R.begin[r + 1] && value < spanStart(begin)) lines.push(["Arrived; no pass has looked at it yet"]);
     else lines.push(["Holds its place; nothing is computed for it"]);
@@ -998,6 +1021,7 @@ function jumpTo(from, to) {
 }
 
 function select(r) {
+  if (extents.from[r] === Infinity) choose("queue", true);
   const from = extents.from[r], to = extents.to[r];
   if (R.size > 40 || from < view.x0 || to > view.x1) setView(from - (to - from) * 0.25, to + (to - from) * 0.25);
   pinRequest(r);
@@ -1124,6 +1148,7 @@ const KEYS = {
   0: fit,
   t: () => choose("axis", view.axis === "time" ? "pass" : "time"),
   r: () => choose("rows", view.rowMode === "packed" ? "each" : "packed"),
+  w: () => choose("queue", !view.queue),
   "/": () => search.focus(),
   "?": () => $("#help").showModal(),
   Escape: unpin,
@@ -1138,6 +1163,7 @@ document.addEventListener("keydown", (event) => {
 
 function choose(name, value) {
   if (name === "axis") setAxis(value);
+  else if (name === "queue") setQueue(value);
   else { view.rowMode = value; view.scroll = 0; redraw(); }
   showChoices();
 }
@@ -1145,10 +1171,12 @@ function choose(name, value) {
 function showChoices() {
   for (const button of document.querySelectorAll("[data-axis]")) button.setAttribute("aria-pressed", String(button.dataset.axis === view.axis));
   for (const button of document.querySelectorAll("[data-rows]:not(html)")) button.setAttribute("aria-pressed", String(button.dataset.rows === view.rowMode));
+  $("#queue").setAttribute("aria-pressed", String(view.queue));
 }
 
 for (const button of document.querySelectorAll("button[data-axis]")) button.addEventListener("click", () => choose("axis", button.dataset.axis));
 for (const button of document.querySelectorAll("button[data-rows]")) button.addEventListener("click", () => choose("rows", button.dataset.rows));
+$("#queue").addEventListener("click", () => choose("queue", !view.queue));
 $("#fit").addEventListener("click", fit);
 $("#help-button").addEventListener("click", () => $("#help").showModal());
 $("#close").addEventListener("click", unpin);
@@ -1176,7 +1204,7 @@ function drawLegend() {
   };
   const waits = { memory: "waits for KV memory", compute: "for token budget", shared: "for a prefix, grammar or adapter", queue: "for its turn" };
   $("#legend").replaceChildren(
-    swatch(colours.prefill, "prefill"), swatch(colours.decode, "decode"),
+    swatch(colours.prefill, "prefill"), swatch(colours.decode, "decode (pale: stands still)"),
     ...GROUPS.map((group) => swatch(colours[`wait-${group}`], waits[group], "thin")),
     swatch(colours["wait-host"], "on the host", "thin"),
     symbol("diamond", "cache hit"), symbol("down", "retracted"), symbol("out", "swapped out"), symbol("in", "swapped in"), symbol("cross", "failed or aborted"),
@@ -1190,7 +1218,7 @@ function drawFacts() {
   const sum = (values) => values.reduce((total, value) => total + value, 0);
   const marks = [...R.marks.values()].flat(), prefill = sum(P.prefill), duration = P.end[P.size - 1] - P.start[0];
   const looked = [...R.looks.values()].map((looks) => looks[0]), prompt = sum(looked.map((look) => look.prompt));
-  const facts = [["requests", count(R.size)], ["passes", count(P.size)], ["duration", seconds(duration)],
+  const facts = [[R.size === 1 ? "request" : "requests", count(R.size)], [P.size === 1 ? "pass" : "passes", count(P.size)], ["duration", seconds(duration)],
     ["prefill tokens", count(prefill)], ["decode tokens", count(sum(P.decodes))]];
   if (prompt) facts.push(["prompt tokens from the cache", `${(100 * sum(looked.map((look) => look.prefix)) / prompt).toFixed(1)} %`]);
   facts.push(["retractions", count(marks.filter((mark) => mark.kind === RETRACTED).length)]);
@@ -1220,6 +1248,7 @@ function start() {
   root.dataset.requests = String(R.size);
   root.dataset.passes = String(P.size);
   measureRequests();
+  if (view.rowMode === "packed" && lanes.length > MAX_LANES_WITH_QUEUE) { view.queue = false; measureRequests(); }
   applyColours();
   drawFacts();
   const [low, high] = axisEnds();

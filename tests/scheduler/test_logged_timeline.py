@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from .harness import VOCAB_SIZE, Harness
 from .recorded import finish, record
 
 
-def play(path: Path, **settings: object) -> tuple[Harness, Timeline]:
+def play(path: Path, **settings: Any) -> tuple[Harness, Timeline]:
     """Requests that come and go for a while, some with a common beginning, one aborted."""
     harness = record(path, num_pages=64, max_running_requests=6, chunked_prefill_size=32, **settings)
     rng = np.random.default_rng(5)

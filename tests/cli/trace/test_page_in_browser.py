@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli.trace.html import Origin, render_page
+from engine.cli.trace.story import SpanKind
 from engine.cli.trace.timeline import read_timeline
 from engine.scheduler.decision_log import Arrived, DecisionRecord, PassRecord
 from engine.scheduler.verdict import AddReqResult, Reason, Verdict
@@ -32,9 +33,13 @@ pytestmark = [
 def browse(tmp_path):
     """Open a page; returns its document after the script ran, and where the screenshot is."""
 
-    def open_page(timeline, fragment="", origin=None):
+    def open_page(timeline, fragment="", script=None):
         page, shot = tmp_path / "page.html", tmp_path / "page.png"
-        page.write_text(render_page(timeline, origin or Origin("decisions.log")), encoding="utf-8")
+        text = render_page(timeline, Origin("decisions.log"))
+        if script is not None:  # the page's own policy would not let it run
+            text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+            text = text.replace("</body>", f"<script>{script}</script></body>")
+        page.write_text(text, encoding="utf-8")
         url = f"{page.as_uri()}#{fragment}"
         run_chromium(tmp_path, f"--screenshot={shot}", url)
         return run_chromium(tmp_path, "--dump-dom", url), shot
@@ -179,6 +184,68 @@ def test_a_pinned_request_tells_its_story_with_the_sums(browse, sample_engine):
     assert "NO_KV: KV memory is short" in text
     assert f"need {refusal.need:,}, have {refusal.have:,}" in text
     assert f"{story.output_len:,} of at most {story.max_new_tokens:,} tokens" in text
+
+
+USER = """
+const at = (name, x, y, more) => new PointerEvent(name, { clientX: x, clientY: y, button: 0, bubbles: true, ...more });
+const press = (key) => document.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const later = (action) => new Promise((done) => setTimeout(() => { action(); done(); }, 60));
+const note = (name) => { draw(); root.dataset[name] = `${view.x0.toFixed(3)} ${view.x1.toFixed(3)} ${rows.length}`; };
+chart.setPointerCapture = () => {};  // there is no real pointer
+(async () => {
+  await later(() => note("whole"));
+  const wheel = (more) => new WheelEvent("wheel", { clientX: 250, clientY: 400, cancelable: true, ...more });
+  await later(() => { for (let i = 0; i < 8; i++) chart.dispatchEvent(wheel({ deltaY: -120 })); });
+  await later(() => note("zoomed"));
+  const drag = ["pointerdown", "pointermove", "pointerup"];
+  await later(() => drag.forEach((name, i) => chart.dispatchEvent(at(name, 800 - 100 * i, 400))));
+  await later(() => note("dragged"));
+  await later(() => { press("0"); press("t"); press("r"); press("w"); });
+  await later(() => { press("]"); press("ArrowDown"); press("PageUp"); press("["); press("-"); press("ArrowLeft"); });
+  await later(() => { press("0"); press("t"); press("r"); press("w"); });
+  await later(() => note("back"));
+  search.value = R.rid[5].slice(4, 12);
+  await later(() => search.dispatchEvent(new Event("input")));
+  root.dataset.found = found.children[0].textContent;
+  await later(() => search.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" })));
+  draw();  // frames do not come by themselves in every headless mode
+  const frame = chart.getBoundingClientRect(), wait = R.begin[5], row = rowOf(5);
+  const x = (place(spanStart(wait)) + place(spanEnd(wait))) / 2;
+  const y = rowTop(row) + rowHeight / 2;
+  await later(() => chart.dispatchEvent(at("pointermove", frame.left + 1 + x, frame.top + 1 + y)));
+  root.dataset.tip = tip.hidden ? "" : tip.innerText;
+  await later(() => ["pointerdown", "pointerup"].forEach((name) => chart.dispatchEvent(at(name, 700, 900))));
+  root.dataset.clicked = document.querySelector("#details h2").textContent;
+  press("Escape");
+  await later(() => { root.dataset.closed = String(document.querySelector("#details").hidden); });
+})();
+"""
+
+
+def test_zoom_drag_keys_search_hover_and_click(browse, sample_engine):
+    timeline = read_timeline(sample_engine(num_requests=30, num_pages=100).records())
+    story = timeline.requests[5]
+    refusal = story.spans[0]
+    assert refusal.kind is SpanKind.WAIT and refusal.num_verdicts
+
+    dom, _shot = browse(timeline, script=USER)
+
+    found = root_attributes(dom)
+    assert "error" not in found
+    views = {
+        name: [float(part) for part in found[name].split()] for name in ("whole", "zoomed", "dragged", "back")
+    }
+    whole, zoomed, dragged = views["whole"], views["zoomed"], views["dragged"]
+    assert zoomed[1] - zoomed[0] < (whole[1] - whole[0]) / 3
+    assert zoomed[2] < whole[2] == 30  # requests that were not there then have no row
+    assert dragged[1] - dragged[0] == pytest.approx(zoomed[1] - zoomed[0], abs=0.002)
+    assert dragged[0] > zoomed[0]
+    assert views["back"] == whole
+    assert found["found"] == story.rid
+    assert found["tip"].startswith(story.rid)
+    assert f"need {refusal.need:,}, have {refusal.have:,}" in found["tip"]
+    assert re.fullmatch(r"Pass \d+", found["clicked"])
+    assert found["closed"] == "true"
 
 
 def test_hostile_ids_are_shown_as_text(browse):
