@@ -74,6 +74,25 @@ def test_full_reservation_never_needs_a_retraction(config, load):
     assert harness.scheduler.report(0.0).retracted_reqs_total == 0
 
 
+@pytest.mark.parametrize("max_num_partial_prefills", [1, 4])
+def test_full_reservation_counts_pages_and_not_tokens(max_num_partial_prefills):
+    """Large pages, and answers that all use their limits: a page forgotten would be a retraction."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        load = [(rng.randint(1, 50), 0, rng.randint(1, 60), True, rng.randint(0, 3)) for _ in range(16)]
+        config = {
+            "admission_estimator": "full",
+            "page_size": 16,
+            "num_pages": rng.randint(10, 24),
+            "max_running_requests": 12,
+            "radix_cache": False,
+            "chunked_prefill_size": rng.choice([16, 48]),
+            "max_num_partial_prefills": max_num_partial_prefills,
+        }
+        harness = run_all(config, load)
+        assert harness.scheduler.report(0.0).retracted_reqs_total == 0, seed
+
+
 @pytest.mark.parametrize("name", ["ratio", "beta", "none"])
 @settings(slow_is_fine, max_examples=20)
 @given(config=settings_of_steps, load=requests)
