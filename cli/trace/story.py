@@ -246,7 +246,7 @@ class Timeline(NamedTuple):
 def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
     """Draw short neighbours together: waits of fewer than `resolution` passes, and chunks at most so far apart.
 
-    The longest of several waits gives the reason; its arithmetic is kept with it.
+    The longest of several waits gives the reason, and its arithmetic with it.
     """
     result: list[Span] = []
     longest = 0  # of the waits that make up the last span
@@ -271,7 +271,8 @@ def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
                 kept,
                 first=last.first,
                 last=span.last,
-                num_verdicts=last.num_verdicts + span.num_verdicts,
+                # where the reason is the one that passes share, the few verdicts between have nothing to add
+                num_verdicts=last.num_verdicts + span.num_verdicts if kept.num_verdicts else 0,
                 num_reasons=last.num_reasons + span.num_reasons,
             )
             longest = max(longest, span.num_passes)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.cli.trace import html as page
 from engine.cli.trace.html import Origin, render_page
 from engine.cli.trace.story import SpanKind
 from engine.cli.trace.timeline import read_timeline
@@ -34,13 +35,13 @@ def browse(tmp_path):
     """Open a page; returns its document after the script ran, and where the screenshot is."""
 
     def open_page(timeline, fragment="", script=None):
-        page, shot = tmp_path / "page.html", tmp_path / "page.png"
+        file, shot = tmp_path / "page.html", tmp_path / "page.png"
         text = render_page(timeline, Origin("decisions.log"))
         if script is not None:  # the page's own policy would not let it run
             text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
             text = text.replace("</body>", f"<script>{script}</script></body>")
-        page.write_text(text, encoding="utf-8")
-        url = f"{page.as_uri()}#{fragment}"
+        file.write_text(text, encoding="utf-8")
+        url = f"{file.as_uri()}#{fragment}"
         run_chromium(tmp_path, f"--screenshot={shot}", url)
         return run_chromium(tmp_path, "--dump-dom", url), shot
 
@@ -167,6 +168,19 @@ def test_a_large_log_is_drawn_in_as_many_rows_as_requests_at_a_time(browse, samp
     assert "error" not in found
     assert 10 < int(found["rows"]) < 1000
     assert pixels(shot)[palette("light")["decode"]] > 10_000
+
+
+def test_a_coarser_page_is_drawn_and_says_so(browse, sample_engine, monkeypatch):
+    monkeypatch.setattr(page, "MAX_SPANS", 250)
+    timeline = read_timeline(sample_engine(num_requests=40, num_pages=160).records())
+
+    dom, shot = browse(timeline)
+
+    found = root_attributes(dom)
+    assert (found["ready"], found["rows"]) == ("1", "40")
+    assert "error" not in found
+    assert "are drawn as one, in the colour of the longest" in dom
+    assert pixels(shot)[palette("light")["wait-memory"]] > 500
 
 
 def test_a_pinned_request_tells_its_story_with_the_sums(browse, sample_engine):

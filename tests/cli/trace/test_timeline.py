@@ -397,6 +397,18 @@ def test_coarsening_joins_short_waits_and_keeps_the_longest_reason():
     assert [span.num_reasons for span in coarsen(spans[3:], 4)] == [1, 1]
 
 
+def test_coarsening_to_a_shared_reason_leaves_no_verdict():
+    """Or the page would look for the reason of a verdict that has none."""
+    for spans in (
+        [Span(SpanKind.WAIT, 0, 8), wait(9, 9, Reason.NO_KV)],
+        [wait(0, 0, Reason.NO_KV), Span(SpanKind.WAIT, 1, 9)],
+    ):
+        (span,) = coarsen(spans, 4)
+        assert (span.first, span.last, span.reason, span.num_verdicts) == (0, 9, None, 0)
+    (span,) = coarsen([wait(0, 8, Reason.NO_KV), Span(SpanKind.WAIT, 9, 9)], 4)
+    assert (span.reason, span.num_verdicts) == (Reason.NO_KV, 9)
+
+
 def test_coarsening_leaves_long_neighbours_and_sums_chunks():
     long = [wait(0, 9, Reason.NO_KV), wait(10, 19, Reason.NO_ROW)]
     assert coarsen(long, 4) == long
