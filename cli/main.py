@@ -26,8 +26,8 @@ COMMANDS: Final = {
     "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
     "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
     "bench": (".bench.commands", "Measure throughput and latency."),
-    "why": (".why", "Why a request waited, was cut, lost its place or missed the cache."),
-    "replay": (".replay", "Make every decision of a decision log again, or ask what if."),
+    "why": (".why", "Why a request waited, lost its place or missed the cache."),
+    "replay": (".replay", "Make all decisions of a log again, or ask what if."),
     "trace": (".trace.command", "Draw what the scheduler did, from its decision log."),
     "simulate": (".simulate", "Try settings, policies and machines without a model."),
 }
