@@ -32,6 +32,19 @@ MAX_MARKS: Final = 30_000
 MAX_TEXT_LEN: Final = 300
 _INT32_MAX: Final = 2**31 - 1
 
+SCRIPTS: Final = (
+    "data.js",
+    "axis.js",
+    "canvas.js",
+    "rows.js",
+    "strips.js",
+    "pointer.js",
+    "details.js",
+    "controls.js",
+    "start.js",
+)
+"""One script, in this order."""
+
 WAIT_GROUPS: Final = {
     "memory": (Reason.NO_KV, Reason.RETRACTING),
     "compute": (
@@ -75,7 +88,7 @@ class Origin(NamedTuple):
 
 def render_page(timeline: Timeline, origin: Origin) -> str:
     """The file's text. A log that is too large for a browser is cut or drawn coarser, and the page says so."""
-    style, script = _resource("page.css"), _resource("page.js")
+    style, script = _resource("page.css"), "\n".join(map(_resource, SCRIPTS))
     csp = (
         f"default-src 'none'; script-src {_csp_hash(script)}; style-src {_csp_hash(style)}; base-uri 'none'; "
         "form-action 'none'"
@@ -98,7 +111,7 @@ def encode_json(value: object) -> str:
 
 
 def page_data(timeline: Timeline, origin: Origin) -> dict[str, Any]:
-    """What the script of the page reads; see `page.js` for the other side."""
+    """What the script of the page reads; see `data.js` for the other side."""
     timeline, left_out = _fitted(timeline)
     reasons = list(Reason)
     return {

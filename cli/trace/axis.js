@@ -1,0 +1,119 @@
+// What is in view: time or passes to pixels, and where each request stands.
+
+const LABEL_WIDTH = 148, RIGHT = 18, TOP = 12, AXIS_HEIGHT = 34, STRIP_GAP = 14;
+const MIN_STRIP = 54, MAX_STRIP = 96, MIN_ROWS_HEIGHT = 150, MAX_ROW = 24;
+const STRIPS = [
+  { title: "KV pool", unit: "pages", draw: drawMemory },
+  { title: "Queue", unit: "requests", draw: (box) => drawSteps(box, P.waiting, "wait-queue-line") },
+  { title: "Running", unit: "requests", draw: (box) => drawSteps(box, P.running, "decode-line") },
+  { title: "Tokens", unit: "per step", draw: drawTokens },
+  { title: "Step time", unit: "", draw: drawStepTime },
+];
+const view = { axis: "time", x0: 0, x1: 1, rowMode: R.size > 60 ? "packed" : "each", queue: true, minRow: 0, scroll: 0, pinned: -1, pinnedPass: -1 };
+const chart = $("#chart"), plot = $("#plot"), overlay = $("#overlay"), tip = $("#tip");
+const pen = plot.getContext("2d"), over = overlay.getContext("2d");
+const box = { width: 0, height: 0, left: LABEL_WIDTH, right: 0, rowsTop: TOP, rowsBottom: 0, strip: MIN_STRIP };
+let colours = {}, hatch = null, rows = [], rowHeight = 16;
+
+const passStart = (p) => view.axis === "time" ? P.start[p] : p;
+const passEnd = (p) => view.axis === "time" ? P.end[p] : p + 1;
+const nextStart = (p) => view.axis === "pass" ? p + 1 : p + 1 < P.size ? P.start[p + 1] : P.end[p];
+const place = (value) => box.left + (value - view.x0) / (view.x1 - view.x0) * (box.right - box.left);
+const valueAt = (x) => view.x0 + (x - box.left) / (box.right - box.left) * (view.x1 - view.x0);
+const spanStart = (span) => passStart(R.first[span]);
+const spanEnd = (span) => kindOf(span) === WAIT ? nextStart(R.last[span]) : passEnd(R.last[span]);
+
+function axisEnds() {
+  if (view.axis === "pass") return [0, P.size];
+  let low = P.start[0], high = P.end[P.size - 1];
+  for (let r = 0; r < R.size; r++) {
+    if (R.arrived[r] !== null && R.begin[r + 1] > R.begin[r] && R.first[R.begin[r]] === 0) low = Math.min(low, R.arrived[r]);
+  }
+  return [low, high > low ? high : low + 1e-3];
+}
+
+// The last pass that begins at or before a value of the axis; -1 if none does.
+function passAt(value) {
+  let low = 0, high = P.size;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (passStart(middle) <= value) low = middle + 1; else high = middle;
+  }
+  return low - 1;
+}
+
+function timeToAxis(value) {
+  if (view.axis === "time") return value;
+  let low = 0, high = P.size;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (P.start[middle] < value) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+// What is drawn of each request, from the span `shown` on, kept per axis since every frame asks for all of them: from its
+// arrival, or without the queue from its first chunk, to its end. And the lanes of packed rows: each request in the
+// highest that is free, so that there are as many as requests at a time.
+const MAX_LANES_WITH_QUEUE = 150;
+let extents = null, shown = null, lanes = [], laneOf = null;
+function measureRequests() {
+  extents = { from: new Float64Array(R.size), to: new Float64Array(R.size) };
+  shown = R.begin.slice(0, R.size);
+  for (let r = 0; r < R.size; r++) {
+    const end = R.begin[r + 1];
+    if (!view.queue) while (shown[r] < end && kindOf(shown[r]) === WAIT) shown[r]++;
+    const begin = shown[r];
+    if (!view.queue && begin === end) { extents.from[r] = Infinity; extents.to[r] = -Infinity; continue; }
+    const arrived = R.arrived[r] === null || !view.queue ? Infinity : timeToAxis(R.arrived[r]);
+    extents.from[r] = Math.min(arrived, begin < end ? spanStart(begin) : Infinity);
+    const finished = R.finished[r] === null || view.axis === "pass" ? -Infinity : R.finished[r];
+    extents.to[r] = Math.max(begin < end ? spanEnd(end - 1) : extents.from[r], finished);
+  }
+  lanes = [];
+  laneOf = new Int32Array(R.size).fill(-1);
+  const ends = [], order = Array.from(extents.from, (_, r) => r).filter((r) => extents.from[r] < Infinity);
+  for (const r of order.sort((a, b) => extents.from[a] - extents.from[b])) {
+    let lane = 0;
+    while (lane < ends.length && ends[lane] > extents.from[r]) lane++;
+    if (lane === ends.length) lanes.push([]);
+    lanes[lane].push(r);
+    laneOf[r] = lane;
+    ends[lane] = extents.to[r];
+  }
+}
+
+function setQueue(on) {
+  view.queue = on;
+  view.scroll = 0;
+  measureRequests();
+  redraw();
+}
+
+function setView(x0, x1) {
+  const [low, high] = axisEnds();
+  const smallest = view.axis === "pass" ? 4 : Math.max((high - low) / Math.max(P.size, 50) * 2, 1e-5);
+  let width = Math.min(Math.max(x1 - x0, Math.min(smallest, high - low)), (high - low) * 1.02);
+  let from = x0 + (x1 - x0 - width) / 2;
+  from = Math.max(Math.min(from, high + (high - low) * 0.01 - width), low - (high - low) * 0.01);
+  view.x0 = from;
+  view.x1 = from + width;
+}
+
+function fit() {
+  const [low, high] = axisEnds();
+  view.minRow = 0;
+  view.scroll = 0;
+  setView(low - (high - low) * 0.005, high + (high - low) * 0.005);
+  redraw();
+}
+
+function setAxis(axis) {
+  if (axis === view.axis) return;
+  const first = Math.max(passAt(view.x0), 0), last = Math.max(passAt(view.x1), 0);
+  const [low, high] = axisEnds(), whole = view.x0 <= low && view.x1 >= high;
+  view.axis = axis;
+  measureRequests();
+  if (whole) { const scale = view.minRow; fit(); view.minRow = scale; } else setView(passStart(first), passEnd(last));
+  redraw();
+}

@@ -1,0 +1,85 @@
+// The head of the page, and the first drawing.
+
+function drawLegend() {
+  const swatch = (colour, text, className) => {
+    const item = element("span"), box = element("i", undefined, className);
+    box.style.background = colour;
+    item.append(box, text);
+    return item;
+  };
+  const symbol = (kind, text) => {
+    const item = element("span"), ns = "http://www.w3.org/2000/svg", svg = document.createElementNS(ns, "svg");
+    svg.setAttribute("viewBox", "-1.2 -1.2 2.4 2.4");
+    const path = document.createElementNS(ns, "path");
+    path.setAttribute("d", kind === "cross" ? "M-0.8 -0.8L0.8 0.8M0.8 -0.8L-0.8 0.8" : `M${SHAPES[kind].map((point) => point.join(" ")).join("L")}Z`);
+    path.setAttribute("fill", kind === "down" ? colours.mark : "none");
+    path.setAttribute("stroke", kind === "cross" ? colours.failed : colours.mark);
+    path.setAttribute("stroke-width", "0.28");
+    svg.append(path);
+    item.append(svg, text);
+    return item;
+  };
+  const waits = { memory: "waits for KV memory", compute: "for token budget", shared: "for a prefix, grammar or adapter", queue: "for its turn" };
+  $("#legend").replaceChildren(
+    swatch(colours.prefill, "prefill"), swatch(colours.decode, "decode (pale: stands still)"),
+    ...GROUPS.map((group) => swatch(colours[`wait-${group}`], waits[group], "thin")),
+    swatch(colours["wait-host"], "on the host", "thin"),
+    symbol("diamond", "cache hit"), symbol("down", "retracted"), symbol("out", "swapped out"), symbol("in", "swapped in"), symbol("cross", "failed or aborted"),
+    element("hr"),
+    swatch(colours["kv-held"], "KV held by requests"), swatch(colours["kv-locked"], "cached, in use"), swatch(colours["kv-evictable"], "cached, evictable"),
+    swatch(colours["wait-memory"], "evictions", "thin"),
+  );
+}
+
+function drawFacts() {
+  const sum = (values) => values.reduce((total, value) => total + value, 0);
+  const marks = [...R.marks.values()].flat(), prefill = sum(P.prefill), duration = P.end[P.size - 1] - P.start[0];
+  const looked = [...R.looks.values()].map((looks) => looks[0]), prompt = sum(looked.map((look) => look.prompt));
+  const facts = [[R.size === 1 ? "request" : "requests", count(R.size)], [P.size === 1 ? "pass" : "passes", count(P.size)], ["duration", seconds(duration)],
+    ["prefill tokens", count(prefill)], ["decode tokens", count(sum(P.decodes))]];
+  if (prompt) facts.push(["prompt tokens from the cache", `${(100 * sum(looked.map((look) => look.prefix)) / prompt).toFixed(1)} %`]);
+  facts.push(["retractions", count(marks.filter((mark) => mark.kind === RETRACTED).length)]);
+  const swaps = marks.filter((mark) => mark.kind === SWAPPED_OUT).length;
+  if (swaps) facts.push(["swaps", count(swaps)]);
+  facts.push(["evicted pages", count(sum(P.evicted))], ["longest queue", count(highest(P.waiting, 0, P.size - 1))]);
+  $("#facts").replaceChildren(...facts.map(([name, value]) => {
+    const item = element("div");
+    item.append(element("dt", name), element("dd", value));
+    return item;
+  }));
+}
+
+function applyColours() {
+  readColours();
+  drawLegend();
+  if (box.width) redraw();
+}
+
+function start() {
+  const options = new URLSearchParams(location.hash.slice(1));
+  if (["light", "dark"].includes(options.get("theme"))) root.dataset.theme = options.get("theme");
+  $("#source").textContent = printable(data.source);
+  $("#left-out").textContent = printable(data.leftOut);
+  $("#left-out").hidden = !data.leftOut;
+  if (options.get("axis") === "pass") view.axis = "pass";
+  root.dataset.requests = String(R.size);
+  root.dataset.passes = String(P.size);
+  measureRequests();
+  if (view.rowMode === "packed" && lanes.length > MAX_LANES_WITH_QUEUE) { view.queue = false; measureRequests(); }
+  applyColours();
+  drawFacts();
+  const [low, high] = axisEnds();
+  const from = Number(options.get("from") ?? low), to = Number(options.get("to") ?? high);
+  setView(from - (to - from) * 0.005, to + (to - from) * 0.005);
+  showChoices();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyColours);
+  new ResizeObserver(resize).observe(chart);
+  resize();
+  const pinned = options.get("request");
+  if (pinned !== null) {
+    const r = R.rid.indexOf(printable(pinned));
+    if (r >= 0) select(r);
+  }
+}
+
+start();
