@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections import Counter
 from typing import Final
@@ -10,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+_NUMBER: Final = re.compile(r"[0-9][0-9,.]*")
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -125,5 +127,5 @@ class Measurements:
 
     def failed(self, message: str, now_s: float) -> None:
         """A request ended otherwise."""
-        self.num_failed["".join("n" if char.isdigit() else char for char in message.partition(":")[0])] += 1
+        self.num_failed[_NUMBER.sub("n", message.partition(":")[0])] += 1
         self.last_end_s = max(self.last_end_s, now_s)
