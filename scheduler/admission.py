@@ -13,9 +13,11 @@ from .decision_log import PassRecord
 from .estimator.base import OutputEstimator
 from .host_memory import HostMemory
 from .kv_memory import KVMemory
+from .partial_prefills import PartialPrefills, promised_tokens
 from .policy.base import MAX_OVERTAKEN, SchedulePolicy
 from .preemption import Preemption
 from .prefill_adder import Chunk, PrefillAdder
+from .prefix import Prefix
 from .req import Req, ReqStatus
 from .req_to_token_pool import ReqToTokenPool
 from .requests import Requests
@@ -105,6 +107,7 @@ class Admission:
             self._admit(adder, record)
         else:
             record.end(reason)
+        _replace(record, adder.use_leftover())
         record.budget_after = adder.budget.state()
         record.cache_misses = self._kv.take_misses()
         for chunk in adder.chunks:
@@ -131,14 +134,17 @@ class Admission:
             shared.computing(req, int(self._states.num_settled[req.row]))
         refused = ""
         num_ahead = num_admitted = num_skipped = 0
+        look_ahead = self._limits.look_ahead if self._policy.looks_ahead else -1
         most = self._policy.max_admissions(self._requests.waiting)
         for req in self._candidates(record.now_s):
             spent = adder.exhausted()
+            if spent is Reason.NO_ROW and self._policy.preempts:
+                spent = None  # somebody may have to leave
             if most is not None and num_admitted >= most:
-                spent = Reason.ONE_AT_A_TIME
-            elif spent is None and (num_ahead > self._limits.look_ahead or num_skipped > _MAX_SKIPPED):
+                spent = self._policy.full_reason
+            elif spent is None and (num_ahead > look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
                 spent = Reason.LOOK_AHEAD_SPENT
-            if spent is not None and not (spent is Reason.NO_ROW and self._preempt(req, adder, record)):
+            if spent is not None:
                 record.end(spent, behind=refused)
                 return
             verdict = self._offer(req, adder, shared, record)
@@ -146,17 +152,20 @@ class Admission:
             match verdict.result:
                 case AddReqResult.CONTINUE:
                     num_admitted += 1
+                    if req.status is ReqStatus.SWAPPED:
+                        self._host.promise_in()
                     for constraint in self._constraints:
                         constraint.admitted(req)
                     shared.computing(req, adder.chunks[-1].start)
                 case AddReqResult.SKIP:
                     num_skipped += 1
                 case AddReqResult.OTHER:
-                    record.end(Reason.BEHIND, req.rid)
+                    record.end(Reason.NO_ROW if verdict.reason is Reason.NO_ROW else Reason.BEHIND, req.rid)
                     return
                 case AddReqResult.NO_TOKEN:
-                    if req.num_overtaken >= MAX_OVERTAKEN or req.status is ReqStatus.SWAPPED:
-                        record.end(Reason.OVERTAKEN_AHEAD, req.rid)
+                    swapped = req.status is ReqStatus.SWAPPED
+                    if look_ahead < 0 or swapped or req.num_overtaken >= MAX_OVERTAKEN:
+                        record.end(Reason.OVERTAKEN_AHEAD if look_ahead >= 0 else Reason.BEHIND, req.rid)
                         return
                     refused = refused or req.rid
             num_ahead += bool(refused)
@@ -167,22 +176,34 @@ class Admission:
 
     def _offer(self, req: Req, adder: PrefillAdder, shared: SharedPrefixes, record: PassRecord) -> Verdict:
         """One candidate: rules that concern it alone, then memory and computing, then whether others make place."""
-        prefix = self._kv.prefix(req, self._siblings.source(req))
+        sibling = self._siblings.source(req)
+        prefix = self._kv.prefix(req, sibling)
         skip = AddReqResult.SKIP
         if req.status is ReqStatus.SWAPPED:
             if self._host.has_outs:  # never in and out in the same step
                 return Verdict(req.rid, skip, Reason.RETRACTING, prefix.ready_len)
-        elif self._siblings.is_coming(req) or (req.group and _starts_in(req.group, adder.chunks)):
+        elif req.group and not sibling and self._sibling_prefills(req, adder.chunks):
             return Verdict(req.rid, skip, Reason.SIBLING_PREFILLS, prefix.ready_len)
         elif prefix.ready_len + 1 < req.fill_len and shared.is_coming(req, prefix.ready_len):
             return Verdict(req.rid, skip, Reason.PREFIX_COMING, prefix.ready_len)
         refusal = first_refusal(self._constraints, req)
         if refusal is not None:
             return refusal
-        verdict = adder.add(req)
-        if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, adder, record):
-            verdict = adder.add(req)
+        if not adder.has_row:
+            if not self._preempt(req, prefix, adder, record):
+                return Verdict(req.rid, AddReqResult.OTHER, Reason.NO_ROW, prefix.ready_len)
+            prefix = self._kv.prefix(req, self._siblings.source(req))  # whoever left has changed the cache
+        verdict = adder.add(req, prefix)
+        if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, prefix, adder, record):
+            verdict = adder.add(req, self._kv.prefix(req, self._siblings.source(req)))
         return verdict
+
+    def _sibling_prefills(self, req: Req, chunks: list[Chunk]) -> bool:
+        """Whether waiting for a sibling's prompt saves computing it: one step, against a prompt."""
+        if not self._kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
+            return False
+        starts = any(chunk.is_first and chunk.req.group == req.group for chunk in chunks)
+        return starts or self._siblings.is_coming(req)
 
     def _still_computing(self) -> list[Req]:
         """Requests with a row whose prompt no settled step has finished."""
@@ -190,8 +211,23 @@ class Admission:
         unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
         return self._requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
 
-    def _preempt(self, req: Req, adder: PrefillAdder, record: PassRecord) -> bool:
-        return False
+    def _preempt(self, req: Req, prefix: Prefix, adder: PrefillAdder, record: PassRecord) -> bool:
+        """Take the places of less urgent requests if that lets this one start; True if it did."""
+        if not self._policy.preempts or not adder.can_compute(req, prefix):
+            return False
+        victims = self._preemption.victims_for(
+            req, adder.missing_tokens(req, prefix), self._kept_for, self._policy.may_displace
+        )
+        if not victims:
+            return False
+        pages_before, kept_tokens = self._kv.available_pages, sum(map(self._kept_for, victims))
+        if req.status is ReqStatus.SWAPPED:
+            self._host.promise_in()  # so that nobody is swapped out for it
+        for victim in victims:
+            self._preemption.take_place(victim, "priority", record)
+        freed_tokens = (self._kv.available_pages - pages_before) * self._kv.page_size
+        adder.make_room(freed_tokens, kept_tokens, len(victims))
+        return True
 
     def _kept_for(self, req: Req) -> int:
         rows = np.array([req.row], dtype=np.int32)
@@ -227,34 +263,42 @@ class Admission:
     # ------------------------------------------------------------ sums
 
     def _adder(self, num_decodes: int) -> PrefillAdder:
-        requests, page_size = self._requests, self._kv.page_size
-        rest, output = self._expected()
+        requests, limits, page_size = self._requests, self._limits, self._kv.page_size
         budget = PrefillBudget(
             page_size=page_size,
             available_tokens=self._kv.available_pages * page_size,
-            expected_tokens=rest + output,
-            max_prefill_tokens=self._limits.max_prefill_tokens,
-            chunk_size=self._limits.chunk_size,
+            expected_tokens=self._expected(),
+            max_prefill_tokens=limits.max_prefill_tokens,
+            chunk_size=limits.chunk_size,
             num_decodes=num_decodes,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            decodes_first=limits.decodes_first,
         )
         return PrefillAdder(
             self._kv,
             budget,
             num_free_rows=self._pool.num_free_rows,
-            max_partial=1,
             nothing_runs=not requests.num_with_row,
+            estimator=self._estimator,
+            partial_prefills=PartialPrefills(
+                limits.partial,
+                page_size=page_size,
+                step_tokens=budget.rem_step_tokens,
+                num_prompts=len(requests.partial) + len(requests.waiting),
+            ),
+            num_lookahead_tokens=limits.num_lookahead_tokens,
         )
 
-    def _expected(self) -> tuple[int, float]:
+    def _expected(self) -> float:
         """Tokens that those with a row will still add: the rest of the prompts, surely, and the outputs, probably."""
         states, partial = self._states, self._requests.partial
         rows = self._requests.running.rows
-        rest = 0
-        if partial:
-            partial_rows = np.array([req.row for req in partial], dtype=np.int32)
-            rest = int((states.known_len[partial_rows] - states.num_computed[partial_rows]).sum())
-            rows = np.concatenate([rows, partial_rows])
-        return rest, self._expected_output(rows)
+        if not partial:
+            return self._expected_output(rows)
+        partial_rows = np.array([req.row for req in partial], dtype=np.int32)
+        remaining = states.fill_len[partial_rows] - states.num_computed[partial_rows]
+        rest = promised_tokens(remaining, self._kv.page_size)
+        return rest + self._expected_output(np.concatenate([rows, partial_rows]))
 
     def _expected_output(self, rows: IntArray) -> float:
         states = self._states
@@ -272,5 +316,10 @@ class Admission:
             req.num_overtaken += 1
 
 
-def _starts_in(group: str, chunks: list[Chunk]) -> bool:
-    return any(chunk.is_first and chunk.req.group == group for chunk in chunks)
+def _replace(record: PassRecord, changed: list[Verdict]) -> None:
+    """Put verdicts in the place of those that the same requests have in a record."""
+    for verdict in changed:
+        for verdicts in (record.continued, record.verdicts):
+            for idx, each in enumerate(verdicts):
+                if each.rid == verdict.rid:
+                    verdicts[idx] = verdict

@@ -18,12 +18,20 @@ class HostMemory:
         swapped_out_pages_total, swapped_in_pages_total: copies planned so far.
     """
 
-    __slots__ = ("_allocator", "_ins", "_outs", "swapped_in_pages_total", "swapped_out_pages_total")
+    __slots__ = (
+        "_allocator",
+        "_in_comes",
+        "_ins",
+        "_outs",
+        "swapped_in_pages_total",
+        "swapped_out_pages_total",
+    )
 
     def __init__(self, num_pages: int) -> None:
         self._allocator = PageAllocator(num_pages)
         self._outs: list[IntArray] = []
         self._ins: list[IntArray] = []
+        self._in_comes = False
         self.swapped_out_pages_total = 0
         self.swapped_in_pages_total = 0
 
@@ -45,15 +53,19 @@ class HostMemory:
     @property
     def has_ins(self) -> bool:
         """Whether copies from the host are planned for the next step, so that none may go there in it."""
-        return bool(self._ins)
+        return self._in_comes
 
     def swap_out(self, pages: IntArray) -> IntArray:
         """Plan to copy pages to the host; [n] the host's pages. Callers look at `num_free` before."""
-        assert not self._ins, "in and out in the same step"
+        assert not self._in_comes, "in and out in the same step"
         host_pages = self._allocator.allocate(len(pages)) - 1
         self._outs.append(np.stack([pages, host_pages], axis=1))
         self.swapped_out_pages_total += len(pages)
         return host_pages.astype(np.int32)
+
+    def promise_in(self) -> None:
+        """A swapped request was admitted; `swap_in` follows when its pages are taken, at the end of the pass."""
+        self._in_comes = True
 
     def swap_in(self, host_pages: IntArray, pages: IntArray) -> None:
         """Plan to copy pages back to the device."""
@@ -70,6 +82,7 @@ class HostMemory:
         """([O, 2] out, [I, 2] in) since the last call, for `StepPlan`."""
         outs, ins = self._outs, self._ins
         self._outs, self._ins = [], []
+        self._in_comes = False
         return _joined(outs), _joined(ins)
 
 

@@ -111,6 +111,11 @@ class KVMemory:
 
     # ------------------------------------------------------------ beginning of a request
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what one request has computed can be found by others."""
+        return self._cache.shares
+
     def match(self, req: Req) -> PrefixMatch:
         """The cached prefix of a waiting request: at most all but its last token, which must be computed to sample.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..runtime.messages import PinDone, PinPrefix
 from .arrays import TOKEN_ID_BYTES
 from .kv_memory import KVMemory
+from .prefix_cache import namespace_of
 
 
 class Pinner:
@@ -21,7 +22,9 @@ class Pinner:
         """Pin what is cached of a prefix, as far as the quota goes."""
         page_size = self._kv.page_size
         until_s = now_s + message.ttl_s if message.ttl_s > 0 else None
-        pinned_tokens = self._kv.pin(message.extra_key, message.input_ids, until_s) * page_size
+        pinned_tokens = (
+            self._kv.pin(namespace_of(message.extra_key, ""), message.input_ids, until_s) * page_size
+        )
         asked_tokens = len(message.input_ids) // TOKEN_ID_BYTES
         reason = ""
         if until_s is not None and pinned_tokens < asked_tokens // page_size * page_size:

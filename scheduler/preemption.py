@@ -70,7 +70,13 @@ class Preemption:
             self._without_place = []
             self._requests.forget_departed()
 
-    def victims_for(self, req: Req, lack_tokens: int, kept_for: Callable[[Req], int]) -> list[Req]:
+    def victims_for(
+        self,
+        req: Req,
+        lack_tokens: int,
+        kept_for: Callable[[Req], int],
+        may_displace: Callable[[Req, Req], bool],
+    ) -> list[Req]:
         """Whose places a waiting request may take so that it can start: enough of them, or nobody.
 
         Lowest priority first, among equals the newest (sglang:managers/schedule_policy.py). A victim counts with the
@@ -79,9 +85,14 @@ class Preemption:
         Args:
             lack_tokens: KV slots that must come free; 0 where only a row is missing.
             kept_for: tokens that the admission estimate keeps for the output of a running request.
+            may_displace: the policy's say: who has waited for long enough keeps the place it was given.
         """
         candidates = [
-            each for each in self._requests.running.reqs if req.priority - each.priority > self._threshold
+            each
+            for each in self._requests.running.reqs
+            if each.row >= 0  # the others have lost it just now
+            and req.priority - each.priority > self._threshold
+            and may_displace(req, each)
         ]
         candidates.sort(key=lambda each: (each.priority, -each.seq))
         victims: list[Req] = []

@@ -82,6 +82,10 @@ class RadixCache:
         self._explainer = MissExplainer(self._roots, self._tombstones, page_size)
 
     @property
+    def shares(self) -> bool:
+        return True
+
+    @property
     def generation(self) -> int:
         return self._generation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Self
 
 from ..runtime.config import SchedulerConfig
+from .partial_prefills import PartialLimits
 
 
 class StepLimits(NamedTuple):
@@ -13,12 +14,20 @@ class StepLimits(NamedTuple):
     Attributes:
         chunk_size: prompt tokens per step; None: prompts are never cut.
         max_prefill_tokens: prompt tokens per step, cut or not.
+        max_num_batched_tokens: tokens per step, decodes included; None: no such limit.
+        decodes_first: under that limit, prompts get what the decodes leave, and be it nothing.
+        partial: how the step is shared among prompts that are cut.
         look_ahead: how many requests behind one that lacks memory are tried; each costs a look into the prefix cache.
+        num_lookahead_tokens: slots that each request keeps ready for draft tokens.
     """
 
     chunk_size: int | None
     max_prefill_tokens: int
+    max_num_batched_tokens: int | None
+    decodes_first: bool
+    partial: PartialLimits
     look_ahead: int
+    num_lookahead_tokens: int
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> Self:
@@ -27,5 +36,9 @@ class StepLimits(NamedTuple):
         return cls(
             chunk_size=None if config.chunked_prefill_size == -1 else config.chunked_prefill_size,
             max_prefill_tokens=config.max_prefill_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            decodes_first=config.phases == "decode-first",
+            partial=PartialLimits.of(config),
             look_ahead=config.look_ahead,
+            num_lookahead_tokens=config.num_lookahead_tokens,
         )
