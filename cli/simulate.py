@@ -130,9 +130,8 @@ def simulate(
         requests = _workload(workload, arrival, lens, prompt_len, output_len, time_scale)
         settled = replica_settings(config, facts, machine)
         reports.append(run(requests, settled, cost, cluster, slo_ms=objectives, name=policy))
-    _print(
-        reports, f"{facts.name} on {replicas} x {machine.name}, {workload}", note, has_slo=bool(objectives)
-    )
+    what = "given lengths" if prompt_lens else workload
+    _print(reports, f"{facts.name} on {replicas} x {machine.name}, {what}", note, has_slo=bool(objectives))
     if json_file is not None:
         _write(json_file, reports)
 
