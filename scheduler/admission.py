@@ -137,9 +137,7 @@ class Admission:
         look_ahead = self._limits.look_ahead if self._policy.looks_ahead else -1
         most = self._policy.max_admissions(self._requests.waiting)
         for req in self._candidates(record.now_s):
-            spent = adder.exhausted()
-            if spent is Reason.NO_ROW and self._policy.preempts:
-                spent = None  # somebody may have to leave
+            spent = adder.exhausted(may_preempt=self._policy.preempts)
             if most is not None and num_admitted >= most:
                 spent = self._policy.full_reason
             elif spent is None and (num_ahead > look_ahead >= 0 or num_skipped > _MAX_SKIPPED):

@@ -89,13 +89,19 @@ class PrefillAdder:
         self._partial = partial_prefills
         self._num_lookahead_tokens = num_lookahead_tokens
 
-    def exhausted(self) -> Reason | None:
-        """Why nobody else can be admitted in this pass; None while somebody might."""
+    def exhausted(self, *, may_preempt: bool = False) -> Reason | None:
+        """Why nobody else can be admitted in this pass; None while somebody might.
+
+        Args:
+            may_preempt: candidates may take the places of others, so that rows and memory are never a reason.
+        """
         budget = self.budget
-        if not self._num_free_rows:
-            return Reason.NO_ROW
         if budget.rem_step_tokens <= 0:
             return self._spent_budget
+        if may_preempt:
+            return None
+        if not self.has_row:
+            return Reason.NO_ROW
         if min(budget.rem_total_tokens, budget.cur_rem_tokens) <= 0 and not self._alone:
             return Reason.NO_KV
         return None

@@ -93,7 +93,7 @@ class Scheduler:
             case AbortRequest():
                 req = self._requests.by_id.get(message.rid)
                 if req is not None:
-                    self._end(req, Finish(FinishKind.ABORT, message=message.reason), now_s)
+                    self._end([(req, Finish(FinishKind.ABORT, message=message.reason))], now_s)
             case GrammarReady():
                 self._take_grammar(message, now_s)
             case FlushCache():
@@ -135,13 +135,13 @@ class Scheduler:
         if req is None:
             return
         if message.error:
-            self._end(req, Finish(FinishKind.ERROR, message=message.error, status=400), now_s)
+            self._end([(req, Finish(FinishKind.ERROR, message=message.error, status=400))], now_s)
         else:
             self._requests.grammar_ready(message.rid, now_s)
 
-    def _end(self, req: Req, finish: Finish, now_s: float) -> None:
-        """End a request between steps."""
-        self._answers.rows([self._requests.finish(req, finish, now_s)])
+    def _end(self, ended: list[tuple[Req, Finish]], now_s: float) -> None:
+        """End requests between steps."""
+        self._answers.rows([self._requests.finish(req, finish, now_s) for req, finish in ended])
         self._requests.forget_departed()
         self.decisions.append(Settled(now_s, 0, left=self._requests.take_departed()))
 
@@ -153,9 +153,9 @@ class Scheduler:
         When the last request has left, one step without tokens has the runner forget it; the same where KV must go to
         the host before anybody can run.
         """
-        for req, finish in self._deadlines.take_expired(now_s):
-            self._stats.timed_out_reqs += 1
-            self._end(req, finish, now_s)
+        if expired := self._deadlines.take_expired(now_s):
+            self._stats.timed_out_reqs += len(expired)
+            self._end(expired, now_s)
         self._kv.expire_pins(now_s)
         while True:
             record = PassRecord(now_s, policy=self._policy.name)
