@@ -23,7 +23,7 @@ COST = LinearCost(step_s=0.005, prefill_token_s=2e-5, decode_row_s=5e-5, kv_toke
 CHAT = Chat(question=Lengths(30, 0.8, 4, 300), answer=Lengths(40, 0.7, 1, 200), system_len=64)
 RAG = Rag(document=Lengths(600, 0.4, 200, 2000), answer=Lengths(20, 0.5, 1, 60), num_documents=40)
 BATCH = Batch(item=Lengths(100, 0.8, 10, 500), answer=Lengths(60, 0.9, 1, 400))
-WORKLOADS = {"chat": CHAT, "rag": RAG, "batch": BATCH}
+WORKLOADS: dict[str, Chat | Rag | Batch] = {"chat": CHAT, "rag": RAG, "batch": BATCH}
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))

@@ -16,7 +16,7 @@ from engine.simulator.trace_files import file_requests
 
 
 def ids(data: bytes) -> list[int]:
-    return np.frombuffer(data, dtype=np.int32).tolist()
+    return [int(each) for each in np.frombuffer(data, dtype=np.int32)]
 
 
 def common(one: bytes, other: bytes) -> int:
