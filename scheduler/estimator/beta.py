@@ -56,7 +56,8 @@ class BetaReservation:
         base = np.maximum(max_new * self.current, 1.0)
         num_growths = np.searchsorted(_POWERS, generated / (base * GROW_AT), side="right")
         reserved = np.minimum(np.ceil(base * _POWERS[num_growths]), max_new)
-        left = np.where(ignore_eos, to_come, np.clip(reserved - generated, 0, to_come))
+        # the newest token has no KV yet, so one generated token takes as much as none
+        left = np.where(ignore_eos, to_come, np.clip(reserved - np.maximum(generated, 1), 0, to_come))
         return float(left.sum())  # whole numbers: exact, whatever the order
 
     def expected_of(self, req: Req) -> int:

@@ -167,6 +167,5 @@ def test_swapping_changes_no_token_and_leaks_no_page(data):
         harness.abort(data.draw(st.sampled_from(rids)))
     harness.run_until_idle()
     assert harness.scheduler.report(0.0).host_used_tokens == 0
-    assert all(
-        answer.finish.kind in (FinishKind.LENGTH, FinishKind.ABORT) for answer in harness.answers.values()
-    )
+    kinds = {answer.finish and answer.finish.kind for answer in harness.answers.values()}
+    assert kinds <= {FinishKind.LENGTH, FinishKind.ABORT}
