@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -126,10 +127,14 @@ def simulate(
     cluster.check()
     lens = _lens("--prompt-lens", prompt_lens), _lens("--output-lens", output_lens)
     reports: list[Report] = []
+    started_s = time.process_time()
     for policy, config in _policies(compare, merged):
         requests = _workload(workload, arrival, lens, prompt_len, output_len, time_scale)
         settled = replica_settings(config, facts, machine)
         reports.append(run(requests, settled, cost, cluster, slo_ms=objectives, name=policy))
+    spent_s = time.process_time() - started_s
+    num_simulated = sum(report.num_requests for report in reports)
+    note += f"; simulated in {spent_s:.1f} s, {spent_s / max(num_simulated, 1) * 1e6:.0f} us per request"
     what = "given lengths" if prompt_lens else workload
     _print(reports, f"{facts.name} on {replicas} x {machine.name}, {what}", note, has_slo=bool(objectives))
     if json_file is not None:
