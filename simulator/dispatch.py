@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from ..runtime.errors import ConfigError
@@ -72,7 +72,7 @@ class PrefixAffinity:
         return chosen
 
 
-DISPATCH_RULES: Final = {
+DISPATCH_RULES: Final[dict[str, Callable[[], DispatchRule]]] = {
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "prefix-affinity": PrefixAffinity,
@@ -87,8 +87,7 @@ def make_dispatch_rule(name: str) -> DispatchRule:
     """
     if name not in DISPATCH_RULES:
         raise ConfigError(f"--dispatch is {name!r}, but it must be one of {', '.join(DISPATCH_RULES)}")
-    rule: DispatchRule = DISPATCH_RULES[name]()
-    return rule
+    return DISPATCH_RULES[name]()
 
 
 def _prefix_hashes(request: SimRequest) -> list[int]:

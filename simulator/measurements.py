@@ -65,7 +65,7 @@ class GapHistogram:
         if not total:
             return 0.0
         idx = int(np.searchsorted(np.cumsum(self._counts), total * percent / 100))
-        return self.LEAST_S * (1 + self.GROWTH) ** (min(idx, self.NUM_BUCKETS - 1) + 0.5)
+        return self.LEAST_S * math.pow(1 + self.GROWTH, min(idx, self.NUM_BUCKETS - 1) + 0.5)
 
 
 class Measurements:

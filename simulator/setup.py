@@ -38,13 +38,13 @@ def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFact
     cache, scheduler = config.cache, config.scheduler
     page_size = cache.page_size
     max_len = config.model.max_model_len
-    if max_len == "auto":
+    if not isinstance(max_len, int):
         max_len = min(model.max_position_embeddings, MAX_AUTO_LEN)
     num_pages = _kv_tokens(config, model, device) // page_size
     if num_pages < 1:
         raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}, less than one page of {page_size}")
     max_running = scheduler.max_running_requests
-    if max_running == "auto":
+    if not isinstance(max_running, int):
         by_memory = max(1, num_pages * page_size // TOKENS_PER_REQUEST)
         max_running = min(MAX_AUTO_RUNNING, by_memory) if device.is_gpu else min(64, by_memory)
     swap_gib = cache.swap_space
