@@ -1,9 +1,12 @@
-"""`Explainer`: answers why a request fared as it did, from what the decision log still has."""
+"""`Explainer`: answers clients who ask why a request fared as it did, from what the decision log still has."""
 
 from __future__ import annotations
 
+import msgspec
+
 from ..runtime.messages import Explain, Explanation
-from .decision_log import DecisionLog
+from .cache_miss import MissKind
+from .decision_log import DecisionLog, DecisionRecord, PassRecord
 from .why import explain
 
 
@@ -17,4 +20,15 @@ class Explainer:
 
     def explain(self, message: Explain) -> Explanation:
         """One sentence and a table."""
-        return explain(self._decisions, message.rid, message.explain_id)
+        return explain(map(_for_clients, self._decisions), message.rid, message.explain_id)
+
+
+def _for_clients(record: DecisionRecord) -> DecisionRecord:
+    """What another tenant has cached under its salt is the operator's to know (`engine why --log`), not a client's."""
+    elsewhere = MissKind.OTHER_NAMESPACE
+    if not isinstance(record, PassRecord) or all(miss.kind is not elsewhere for miss in record.cache_misses):
+        return record
+    misses = [
+        miss._replace(kind=MissKind.COLD) if miss.kind is elsewhere else miss for miss in record.cache_misses
+    ]
+    return msgspec.structs.replace(record, cache_misses=misses)
