@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,8 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         on_step: told the name of each step, on the engine thread.
 
     Raises:
-        ConfigError: the weights are incomplete, damaged, or of another architecture.
+        ConfigError: the weights are incomplete, damaged, or of another architecture, or the decision log cannot be
+            written.
     """
     config, spec = prepared.config, prepared.spec
 
@@ -33,13 +35,18 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         on_step("import torch")
         shorten_spinning()
         from ..model_runner.load import load_model_runner
+        from ..scheduler.recorder import make_recorder
         from ..scheduler.scheduler import Scheduler
 
         on_step("load weights")
         capacity = capacity_of(config, spec)
         runner = load_model_runner(config.model, config.cache, prepared.source, spec, capacity)
-        scheduler = Scheduler(config.scheduler, config.cache, capacity, frozenset(spec.eos_token_ids))
+        eos_token_ids = frozenset(spec.eos_token_ids)
+        scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
         gc.collect()  # loading leaves garbage in cycles; not in the middle of an answer
-        return EngineParts(scheduler, runner, Detokenizer(tokenizer), capacity)
+        recorder = make_recorder(
+            config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
+        )
+        return EngineParts(scheduler, runner, Detokenizer(tokenizer), capacity, recorder)
 
     return EngineThread(build)

@@ -39,6 +39,7 @@ from ..runtime.messages import (
 from ..runtime.step_plan import Runner
 
 if TYPE_CHECKING:
+    from ..scheduler.recorder import Recorder
     from ..scheduler.scheduler import Scheduler
 
 _CLOSE_TIMEOUT_S: Final = 30.0  # one step at most runs on after `close`
@@ -55,12 +56,13 @@ RowQueue = queue.SimpleQueue[TextOutput | EngineDeadError]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of."""
+    """What an engine is made of; the recorder is the scheduler's."""
 
     scheduler: Scheduler
     runner: Runner
     detokenizer: Detokenizer
     capacity: Capacity
+    recorder: Recorder
 
 
 class EngineThread:
@@ -189,9 +191,10 @@ class _Loop:
         death = EngineDeadError("the engine has been closed")
         try:
             parts = build()
-            self._built.put(parts.capacity)
-            while not self._closing:
-                self._step(parts)
+            with contextlib.closing(parts.recorder):
+                self._built.put(parts.capacity)
+                while not self._closing:
+                    self._step(parts)
         except BaseException as error:  # also SystemExit: nothing but this hands it to the callers
             self._built.put(error)  # read only by a constructor that still waits
             death = EngineDeadError(f"the engine stopped because of an error: {_one_line(error)}")
@@ -201,18 +204,23 @@ class _Loop:
 
     def _step(self, parts: EngineParts) -> None:
         """Take in messages, run one batch, deliver what came out; sleeps while there is nothing to do."""
-        scheduler = parts.scheduler
+        scheduler, recorder = parts.scheduler, parts.recorder
         for message in self._take_messages(0.0):
-            scheduler.handle(message, time.monotonic())
-        batch = scheduler.next_batch(time.monotonic())
+            _handle(parts, message)
+        now_s = time.monotonic()
+        recorder.planning(now_s)
+        batch = scheduler.next_batch(now_s)
+        recorder.planned(batch)
         if batch is not None:
             result = parts.runner.launch(batch.plan).wait()
             scheduler.settle(batch, result, time.monotonic())
+            recorder.settled()
         self._deliver(parts)
         if batch is None:
+            recorder.idle(time.monotonic())
             scheduler.on_idle()
             for message in self._take_messages(wait_s(scheduler, time.monotonic())):
-                scheduler.handle(message, time.monotonic())
+                _handle(parts, message)
 
     def _take_messages(self, wait_s: float | None) -> Iterator[SchedulerInput]:
         """What has arrived; waits so many seconds for the first one, None: as long as it takes."""
@@ -246,7 +254,7 @@ class _Loop:
     def _deliver_row(self, parts: EngineParts, row: TextOutput) -> None:
         finish = row.finish
         if row.ended_by_detokenizer:  # the scheduler would go on
-            parts.scheduler.handle(AbortRequest(row.rid, "ended by the detokenizer"), time.monotonic())
+            _handle(parts, AbortRequest(row.rid, "ended by the detokenizer"))
         with self._lock:
             rows = self._rows_of.get(row.rid) if finish is None else self._rows_of.pop(row.rid, None)
         if rows is not None:
@@ -261,6 +269,12 @@ class _Loop:
             rows.put(death)
         for answers in questions.values():
             answers.put(death)
+
+
+def _handle(parts: EngineParts, message: SchedulerInput) -> None:
+    now_s = time.monotonic()
+    parts.recorder.received(message, now_s)
+    parts.scheduler.handle(message, now_s)
 
 
 class Wakeful(Protocol):

@@ -17,6 +17,7 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S, FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan, StepResult
+from engine.scheduler.recorder import NoRecorder
 from engine.scheduler.scheduler import Scheduler
 
 CAPACITY = Capacity(max_model_len=64, num_pages=16, page_size=4, max_running_requests=4, vocab_size=32)
@@ -59,7 +60,8 @@ def make_engine(before_step=lambda step_id: None, table=None, **settings):
     def build():
         config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4, **settings)
         scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
-        return EngineParts(scheduler, ScriptedRunner(before_step), Detokenizer(table or Letters()), CAPACITY)
+        detokenizer = Detokenizer(table or Letters())
+        return EngineParts(scheduler, ScriptedRunner(before_step), detokenizer, CAPACITY, NoRecorder())
 
     return EngineThread(build)
 
