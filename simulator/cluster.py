@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from ..runtime.errors import ConfigError
@@ -66,14 +67,14 @@ class Cluster:
     ) -> None:
         settings.check()
         self._settings = settings
-        self._recorder = measurements
+        self._measurements = measurements
         self._events: list[_Event] = []
         self._num_events = 0
         self._decoders: list[SimulatedEngine] = []
         self._link_free_s: dict[int, float] = {}
         if settings.num_prefill:
             self._entry = [
-                SimulatedEngine(replica, cost, measurements, hand_over=self._hand_over_from(idx))
+                SimulatedEngine(replica, cost, measurements, hand_over=partial(self._hand_over, idx))
                 for idx in range(settings.num_prefill)
             ]
             num_decode = settings.num_replicas - settings.num_prefill
@@ -131,7 +132,7 @@ class Cluster:
 
     def _dispatch(self, request: SimRequest, now_s: float) -> None:
         entry = self._entry
-        self._recorder.first_arrival_s = min(self._recorder.first_arrival_s, request.arrival_s)
+        self._measurements.first_arrival_s = min(self._measurements.first_arrival_s, request.arrival_s)
         engine = entry[self._rule.choose(request, entry)] if len(entry) > 1 else entry[0]
         if engine.num_outstanding >= self._max_outstanding:
             engine = min(entry, key=lambda each: each.num_outstanding)
@@ -142,10 +143,7 @@ class Cluster:
         if not engine.is_busy:
             self._wake(engine, now_s)
 
-    def _hand_over_from(self, idx: int) -> _HandOver:
-        return _HandOver(self, idx)
-
-    def hand_over(self, idx: int, live: LiveRequest, now_s: float) -> None:
+    def _hand_over(self, idx: int, live: LiveRequest, now_s: float) -> None:
         """A prefill replica is done with a request: its KV is sent when the link is free."""
         start_s = max(now_s, self._link_free_s.get(idx, 0.0))
         arrives_s = start_s + live.request.prompt_len * self._settings.transfer_token_s
@@ -165,18 +163,6 @@ class Cluster:
         self._num_events += 1
         heapq.heappush(self._events, (at_s, self._num_events, engine, live))
         return self._num_events
-
-
-class _HandOver:
-    """Gives a request from one prefill replica to the cluster."""
-
-    __slots__ = ("_cluster", "_idx")
-
-    def __init__(self, cluster: Cluster, idx: int) -> None:
-        self._cluster, self._idx = cluster, idx
-
-    def __call__(self, live: LiveRequest, now_s: float) -> None:
-        self._cluster.hand_over(self._idx, live, now_s)
 
 
 def _decode_settings(replica: ReplicaSettings) -> ReplicaSettings:

@@ -25,6 +25,8 @@ from .simulated_engine import ReplicaSettings
 GIB: Final = 1 << 30
 WORKSPACE_BYTES: Final = 4 * GIB
 """Of a GPU: activations, logits, graphs, libraries."""
+MAX_CPU_RUNNING: Final = 64  # as `resolve` has it for up to four threads
+SWAP_SPACE_GIB: Final = 4.0  # of host memory, per GPU replica
 MAX_AUTO_LEN: Final = 32_768
 """Longer contexts take host memory for each row of each simulated replica; --max-model-len raises it."""
 
@@ -37,19 +39,18 @@ def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFact
     """
     cache, scheduler = config.cache, config.scheduler
     page_size = cache.page_size
-    max_len = config.model.max_model_len
-    if not isinstance(max_len, int):
-        max_len = min(model.max_position_embeddings, MAX_AUTO_LEN)
+    asked_len = config.model.max_model_len
+    auto_len = min(model.max_position_embeddings, MAX_AUTO_LEN)
+    max_len = asked_len if isinstance(asked_len, int) else auto_len
     num_pages = _kv_tokens(config, model, device) // page_size
     if num_pages < 1:
         raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}, less than one page of {page_size}")
-    max_running = scheduler.max_running_requests
-    if not isinstance(max_running, int):
-        by_memory = max(1, num_pages * page_size // TOKENS_PER_REQUEST)
-        max_running = min(MAX_AUTO_RUNNING, by_memory) if device.is_gpu else min(64, by_memory)
-    swap_gib = cache.swap_space
-    if swap_gib == "auto":
-        swap_gib = 4.0 if device.is_gpu and scheduler.preemption_mode != "recompute" else 0.0
+    by_memory = max(1, num_pages * page_size // TOKENS_PER_REQUEST)
+    auto_running = min(MAX_AUTO_RUNNING if device.is_gpu else MAX_CPU_RUNNING, by_memory)
+    asked_running = scheduler.max_running_requests
+    max_running = asked_running if isinstance(asked_running, int) else auto_running
+    auto_swap = SWAP_SPACE_GIB if device.is_gpu and scheduler.preemption_mode != "recompute" else 0.0
+    swap_gib = cache.swap_space if cache.swap_space != "auto" else auto_swap
     page_bytes = page_size * model.kv_token_bytes
     capacity = Capacity(
         max_model_len=max_len,

@@ -105,7 +105,7 @@ class SimulatedEngine:
         """
         self._settings = settings
         self._cost = cost
-        self._recorder = measurements
+        self._measurements = measurements
         self._hand_over = hand_over
         self._padding: Padding = (
             StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
@@ -240,7 +240,7 @@ class SimulatedEngine:
         pages = self.scheduler.decisions.last.pages
         tokens = padded.work.prefill_tokens + padded.work.decode_rows
         kv_use = (pages.held + pages.locked) / capacity.num_pages
-        self._recorder.step(step_s, tokens, padded.padded_tokens, kv_use)
+        self._measurements.step(step_s, tokens, padded.padded_tokens, kv_use)
         return step_s
 
     def _transferred(self, batch: ScheduleBatch) -> npt.NDArray[np.bool_]:
@@ -307,11 +307,11 @@ class SimulatedEngine:
                     owner.first_s = now_s
                     last_s[rows[idx]] = now_s
                     continue
-                self._recorder.gaps.add(np.array([now_s - last_s[rows[idx]]]))  # again after a retraction
+                self._measurements.gaps.add(np.array([now_s - last_s[rows[idx]]]))  # again after a retraction
                 last_s[rows[idx]] = now_s
             rows = rows[num_finished_prompts:]
         if len(rows):
-            self._recorder.gaps.add(now_s - last_s[rows])
+            self._measurements.gaps.add(now_s - last_s[rows])
             last_s[rows] = now_s
 
     # ------------------------------------------------------------ ends
@@ -319,7 +319,7 @@ class SimulatedEngine:
     def _leave(self, req: Req, live: LiveRequest, now_s: float) -> None:
         """A request got the last token that it gets here."""
         assert req.status is ReqStatus.FINISHED, f"{req} should have ended with its last token"
-        request, measurements = live.request, self._recorder
+        request, measurements = live.request, self._measurements
         del self._live[request.rid]
         self._owners[live.row] = None
         live.row = -1
@@ -347,7 +347,7 @@ class SimulatedEngine:
         if live.row >= 0 and self._owners[live.row] is live:
             self._owners[live.row] = None
         self.num_outstanding -= 1
-        self._recorder.failed(message, now_s)
+        self._measurements.failed(message, now_s)
 
 
 def _costs_nothing(batch: ScheduleBatch) -> bool:
