@@ -170,7 +170,7 @@ def _default_text(field: ConfigField) -> str:
     """`  [default: auto]`; nothing where the help says what happens without the option."""
     if field.default is None:
         return ""
-    if field.kind is bool:
+    if field.kind is bool and field.default != AUTO:
         return f"  [default: {'' if field.default else 'no-'}{field.flag[2:]}]"
     return f"  [default: {field.default}]"
 

@@ -209,6 +209,12 @@ class SchedulerConfig:
         "the host, or whatever costs less.",
     ] = "cost"
     max_loras_per_batch: Annotated[int, "Different adapters that may run at the same time."] = 8
+    overlap: Annotated[
+        bool | Auto,
+        "Plan and launch a step while the one before still runs; an answer's end is seen one step late.",
+        Alias("async_scheduling"),
+        Alias("disable_overlap_schedule", {True: False}),
+    ] = "auto"
     num_lookahead_tokens: Annotated[
         int,
         "KV slots kept ready per running request beyond its next token, for draft tokens.",

@@ -102,6 +102,7 @@ class _Resolver:
                 max_running_requests=max_running,
                 max_num_batched_tokens=self.max_num_batched_tokens(chunk, max_running),
                 long_prefill_token_threshold=self.long_prefill_token_threshold(max_model_len),
+                overlap=self.overlap(device),
             ),
         )
         _assert_no_auto(config)
@@ -351,6 +352,16 @@ class _Resolver:
             max(1, int(max_model_len * LONG_PREFILL_FRACTION)),
             f"{LONG_PREFILL_FRACTION * 100:g} % of the context of {max_model_len}, since "
             f"{scheduler.max_num_partial_prefills} prompts may be cut at the same time",
+        )
+
+    def overlap(self, device: str) -> bool:
+        asked = self.config.scheduler.overlap
+        if asked != "auto":
+            return asked
+        if device == "cuda":
+            return self.note("overlap", True, "the GPU need not wait for the host between two steps")
+        return self.note(
+            "overlap", False, "on the CPU a launch is the whole step, so nothing would be left to overlap"
         )
 
     def or_swap_space(self, budget: MemoryBudget) -> str:

@@ -1,8 +1,7 @@
 """`EventLoop`: the scheduler's process in motion: messages in, one step, outputs out, again and again.
 
-It is the only caller of `Scheduler` in the server and the only one that knows sockets and the clock. Here
-the device is waited for in each pass; overlapping its work with planning is another loop with the same
-parts.
+It is the only one that knows sockets, the supervisor and the clock. What a step consists of, and whether the device
+works on one while the next is planned, is the `Pipeline`'s matter.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from ..runtime.ipc import Inbox, Outbox
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
 from .decision_log import PassRecord
+from .pipeline import Pipeline
 from .recorder import NoRecorder, Recorder
 from .scheduler import Scheduler
 from .step_log import StepLog
@@ -36,16 +36,23 @@ class EventLoop:
         step_log: StepLog,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
-        """Take the parts; `clock` is CLOCK_MONOTONIC, which all processes of the engine share."""
+        """Take the parts.
+
+        Args:
+            clock: CLOCK_MONOTONIC, which all processes of the engine share.
+            overlap: see `Pipeline`.
+        """
         self._scheduler = scheduler
-        self._runner = runner
         self._inbox = inbox
         self._outbox = outbox
         self._child = child
         self._step_log = step_log
         self._clock = clock
         self._recorder: Recorder = recorder if recorder is not None else NoRecorder()
+        self._pipeline = Pipeline(scheduler, runner, self._recorder, clock, overlap=overlap)
         self._idle = False
         self._num_decisions = 0  # already logged
         self._next_report_s = clock()
@@ -59,31 +66,21 @@ class EventLoop:
             self._recorder.close()
 
     def step(self) -> None:
-        """One pass: take messages, run a step if there is one, send what came of it, show signs of life.
+        """One pass: take messages, advance the steps, send what came of it, show signs of life.
 
         Without work it waits for a message, but not beyond the next report, nor beyond the time at which the
-        scheduler may decide something without one.
+        scheduler may decide something without one. While a step is in flight it never waits for messages.
         """
         messages = self._inbox.poll(self._wait_s())
         for message in messages:
-            now_s = self._clock()
-            self._recorder.received(message, now_s)
-            self._scheduler.handle(message, now_s)
-
-        now_s = self._clock()
-        self._recorder.planning(now_s)
-        batch = self._scheduler.next_batch(now_s)
-        self._recorder.planned(batch)
+            self._pipeline.handle(message)
+        advanced = self._pipeline.advance()
         if logger.isEnabledFor(logging.DEBUG):
             self._log_decisions()
-        if batch is not None:
-            result = self._runner.launch(batch.plan).wait()
-            self._scheduler.settle(batch, result, self._clock())
-            self._recorder.settled()
+        if advanced:
             self._idle = False
         elif messages or not self._idle or self._scheduler.num_unfinished:
-            self._recorder.idle(now_s)
-            self._scheduler.on_idle()
+            self._pipeline.idle()
             self._idle = True
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)

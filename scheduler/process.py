@@ -40,6 +40,8 @@ def main(child: Child) -> None:
     recorder = make_recorder(
         config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
     )
-    loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log, recorder=recorder)
+    overlap = config.scheduler.overlap
+    assert overlap != "auto"
+    loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log, recorder=recorder, overlap=overlap)
     child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")
     loop.run()

@@ -11,20 +11,20 @@ from engine.runtime.config_fields import setting_names
 from engine.runtime.errors import ConfigError
 
 SERVE_FLAGS = """
---admission-estimator --api-key --block-size --chaos --chat-template --chunked-prefill-size --config
---context-length --decision-log --device --disable-radix-cache --drain-timeout --dtype --enable-chunked-prefill
---enable-mixed-chunk --enable-prefix-caching --eviction-policy --host --in-batch-prefix-caching --length-ageing
---length-estimate --load-format --log-interval --log-level --long-prefill-token-threshold --look-ahead --max-body-mb
---max-long-partial-prefills --max-loras-per-batch --max-model-len --max-num-batched-tokens
---max-num-partial-prefills --max-num-seqs --max-prefill-steps-in-a-row --max-prefill-tokens --max-queued-requests
---max-running-requests --max-total-tokens --mem-fraction --model --no-enable-chunked-prefill
---no-enable-mixed-chunk --no-enable-prefix-caching --no-in-batch-prefix-caching --no-priority-preemption
---no-radix-cache --no-strict --num-lookahead-slots --num-lookahead-tokens --num-threads --page-size --phases
---pin-fraction --policy-seed --port --preemption-mode --prefill-decode-interval --preset --print-config
---priority-ageing --priority-preemption --priority-preemption-threshold --priority-scheduling-preemption-threshold
---queue-timeout --radix-cache --radix-eviction-policy --request-timeout --schedule-conservativeness
---schedule-policy --seed --served-model-name --startup-timeout --static-batch-size --static-batch-wait --strict
---swap-space --tenant-quantum --watchdog-timeout
+--admission-estimator --api-key --async-scheduling --block-size --chaos --chat-template --chunked-prefill-size
+--config --context-length --decision-log --device --disable-overlap-schedule --disable-radix-cache --drain-timeout
+--dtype --enable-chunked-prefill --enable-mixed-chunk --enable-prefix-caching --eviction-policy --host
+--in-batch-prefix-caching --length-ageing --length-estimate --load-format --log-interval --log-level
+--long-prefill-token-threshold --look-ahead --max-body-mb --max-long-partial-prefills --max-loras-per-batch
+--max-model-len --max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-prefill-steps-in-a-row
+--max-prefill-tokens --max-queued-requests --max-running-requests --max-total-tokens --mem-fraction --model
+--no-async-scheduling --no-enable-chunked-prefill --no-enable-mixed-chunk --no-enable-prefix-caching
+--no-in-batch-prefix-caching --no-overlap --no-priority-preemption --no-radix-cache --no-strict --num-lookahead-slots
+--num-lookahead-tokens --num-threads --overlap --page-size --phases --pin-fraction --policy-seed --port
+--preemption-mode --prefill-decode-interval --preset --print-config --priority-ageing --priority-preemption
+--priority-preemption-threshold --priority-scheduling-preemption-threshold --queue-timeout --radix-cache
+--radix-eviction-policy --request-timeout --schedule-conservativeness --schedule-policy --seed --served-model-name
+--startup-timeout --static-batch-size --static-batch-wait --strict --swap-space --tenant-quantum --watchdog-timeout
 """
 
 
@@ -69,6 +69,13 @@ def test_a_switch_has_a_negation_only_if_that_stands_for_something():
     assert options["disable_radix_cache"].secondary_opts == []
     assert options["enable_mixed_chunk"].secondary_opts == ["--no-enable-mixed-chunk"]
     assert options["enable_prefix_caching"].secondary_opts == ["--no-enable-prefix-caching"]
+
+
+def test_a_switch_that_is_left_to_the_machine_says_so():
+    options = {p.name: p for p in get_command(app).params}
+    assert options["overlap"].help.endswith("[default: auto]")  # type: ignore[attr-defined]
+    assert merge_options(settings()).config.scheduler.overlap == "auto"
+    assert merge_options(settings(overlap=False)).config.scheduler.overlap is False
 
 
 def test_the_positional_model_is_the_flag():

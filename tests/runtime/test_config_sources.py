@@ -66,6 +66,17 @@ def test_every_flag_text_reaches_its_type():
     assert (config.model.max_model_len, config.model.dtype) == ("auto", "float32")
 
 
+@pytest.mark.parametrize(("value", "means"), [("auto", "auto"), (True, True), ("off", False), (None, "auto")])
+def test_a_truth_value_may_be_left_to_the_machine(value, means):
+    arguments = {} if value is None else {"overlap": value}
+    assert merge(from_arguments(arguments)).config.scheduler.overlap == means
+
+
+def test_what_is_neither_true_nor_false_nor_auto_is_refused():
+    with pytest.raises(ConfigError, match="overlap is 'maybe', but it must be true or false or 'auto'"):
+        from_arguments({"overlap": "maybe"})
+
+
 def test_an_empty_environment_variable_counts_as_not_set():
     assert from_environment({"ENGINE_API_KEY": ""}) == {}
 
@@ -148,6 +159,8 @@ def test_python_arguments_are_checked_like_all_others():
         ("context_length", 512, "max_model_len", 512),
         ("enable_prefix_caching", False, "radix_cache", False),
         ("disable_radix_cache", True, "radix_cache", False),
+        ("async_scheduling", True, "overlap", True),
+        ("disable_overlap_schedule", True, "overlap", False),
         ("radix_eviction_policy", "lfu", "eviction_policy", "lfu"),
         ("enable_mixed_chunk", True, "phases", "mixed"),
         ("enable_mixed_chunk", False, "phases", "prefill-first"),

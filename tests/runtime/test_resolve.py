@@ -80,6 +80,7 @@ def test_the_default_model_on_a_plain_machine():
         "max_total_tokens",
         "max_running_requests",
         "chunked_prefill_size",
+        "overlap",
     }
     assert all(note and "\n" not in note for note in resolved.notes.values())
 
@@ -292,6 +293,17 @@ def test_chunks_are_whole_pages(asked, chunk):
     assert (
         resolve(config(chunked_prefill_size=asked), SPEC, HOST).config.scheduler.chunked_prefill_size == chunk
     )
+
+
+@pytest.mark.parametrize(("machine", "by_itself"), [(HOST, False), (GPU_HOST, True)], ids=["cpu", "cuda"])
+def test_steps_overlap_where_the_device_is_not_the_host(machine, by_itself):
+    resolved = resolve(EngineConfig(), SPEC, machine)
+    assert resolved.config.scheduler.overlap is by_itself
+    assert "overlap" in resolved.notes
+    for asked in (True, False):
+        resolved = resolve(config(overlap=asked), SPEC, machine)
+        assert resolved.config.scheduler.overlap is asked
+        assert "overlap" not in resolved.notes
 
 
 def test_a_gpu_is_taken_where_torch_can_use_it():

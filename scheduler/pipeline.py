@@ -1,0 +1,95 @@
+"""`Pipeline`: the steps between a scheduler and its runner: planned, launched, settled, in the order of their launch.
+
+Whoever runs a scheduler, the server's event loop or an engine on a thread, calls `advance` again and again and hands
+messages over in between. Each call plans and launches a step, and settles the oldest one when more are under way than
+may be. Nothing may be: that is the plain loop. One may be: then the device computes it while the host settles the step
+before and plans the one behind it.
+
+    plain       plan 1  launch 1  settle 1 | plan 2  launch 2  settle 2 | plan 3 ...
+    overlapped  plan 1  launch 1 | plan 2  launch 2  settle 1 | plan 3  launch 3  settle 2 | plan 4 ...
+    device              [ step 1            ][ step 2                   ][ step 3 ...
+
+The scheduler plans step 2 before it knows the tokens of step 1, which the runner keeps on the device. What only those
+tokens tell is seen one step late: whoever step 1 ended computes one surplus token in step 2, which is dropped when it
+is settled. The tokens that anybody gets are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..runtime.messages import SchedulerInput
+from ..runtime.step_plan import Pending, Runner
+from .batch import ScheduleBatch
+from .recorder import Recorder
+from .scheduler import Scheduler
+
+
+class InFlight(NamedTuple):
+    """A step that was launched and is not settled."""
+
+    batch: ScheduleBatch
+    pending: Pending
+
+
+class Pipeline:
+    """See the module. It makes all calls of the scheduler that change it, and tells the recorder of each in order."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        recorder: Recorder,
+        clock: Callable[[], float],
+        *,
+        overlap: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._recorder = recorder
+        self._clock = clock
+        self._max_left_in_flight = 1 if overlap else 0
+        self._in_flight: deque[InFlight] = deque()
+
+    def handle(self, message: SchedulerInput) -> None:
+        """Give the scheduler a message; also while steps are in flight."""
+        now_s = self._clock()
+        self._recorder.received(message, now_s)
+        self._scheduler.handle(message, now_s)
+
+    def advance(self) -> bool:
+        """Plan and launch a step, if there is one, and settle what has to be; whether anything was done.
+
+        Blocks until the device is done with the step that is settled, never longer. If no step can be planned while one
+        is in flight, that one is settled, since it may be what the next plan waits for: call again at once. After False
+        nothing is in flight, and only a message or time can change what the scheduler decides.
+        """
+        now_s = self._clock()
+        self._recorder.planning(now_s)
+        batch = self._scheduler.next_batch(now_s)
+        self._recorder.planned(batch)
+        if batch is not None:
+            self._in_flight.append(InFlight(batch, self._runner.launch(batch.plan)))
+        elif not self._in_flight:
+            return False
+        if batch is None or len(self._in_flight) > self._max_left_in_flight:
+            self._settle_oldest()
+        return True
+
+    def idle(self) -> None:
+        """`advance` had nothing to do: let the scheduler check its books.
+
+        Raises:
+            LedgerError: pages, locks or rows are missing. A bug.
+        """
+        assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
+        self._recorder.idle(self._clock())
+        self._scheduler.on_idle()
+
+    def _settle_oldest(self) -> None:
+        batch, pending = self._in_flight.popleft()
+        result = pending.wait()
+        self._scheduler.settle(batch, result, self._clock())
+        self._recorder.settled()
