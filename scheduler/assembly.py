@@ -12,6 +12,7 @@ from functools import partial
 from ..runtime.config import CacheConfig, SchedulerConfig, parse_chaos
 from ..runtime.feasibility import Capacity, pages_for
 from .admission import Admission
+from .admission_pass import AdmissionParts
 from .answers import Answers
 from .chaos import make_chaos
 from .constraints import MaxLoras
@@ -34,6 +35,7 @@ from .policy.make import make_policy
 from .preemption import Preemption
 from .preemption_mode import make_preemption_mode
 from .prefix_cache import NoPrefixCache, PrefixCache
+from .promises import Promises
 from .radix_cache import RadixCache
 from .req_to_token_pool import ReqToTokenPool
 from .requests import Requests
@@ -105,18 +107,23 @@ def assemble(
     )
     estimator = make_estimator(config, page_size)
     shares = cache.radix_cache and config.in_batch_prefix_caching
+    limits = StepLimits.of(config)
     admission = Admission(
-        requests,
-        policy,
-        preemption,
-        StepLimits.of(config),
-        states=states,
+        AdmissionParts(
+            requests=requests,
+            policy=policy,
+            preemption=preemption,
+            promises=Promises(requests, states, estimator, page_size),
+            siblings=siblings,
+            constraints=(max_loras,),
+            states=states,
+            kv=kv,
+            host=host,
+            look_ahead=limits.look_ahead,
+        ),
+        limits,
         pool=pool,
-        kv=kv,
-        host=host,
-        siblings=siblings,
         estimator=estimator,
-        constraints=(max_loras,),
         make_shared=partial(HeldBack, page_size) if shares else NobodyHeldBack,
         stats=stats,
     )

@@ -1,0 +1,195 @@
+"""`AdmissionPass`: one walk over the waiting requests; each gets a verdict, some are admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .constraints import Constraint, first_refusal
+from .decision_log import PassRecord
+from .host_memory import HostMemory
+from .kv_memory import KVMemory
+from .policy.base import MAX_OVERTAKEN, SchedulePolicy
+from .preemption import Preemption
+from .prefill_adder import PrefillAdder
+from .prefix import Prefix
+from .promises import Promises
+from .req import Req, ReqStatus
+from .requests import Requests
+from .row_states import RowStates
+from .shared_prefixes import SharedPrefixes
+from .siblings import Siblings
+from .verdict import AddReqResult, Reason, Verdict
+
+_MAX_SKIPPED = 64
+"""Requests passed over by rules that concern them alone; looking at more of them in a pass would cost too much."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionParts:
+    """What every walk needs; `look_ahead`: see `StepLimits`."""
+
+    requests: Requests
+    policy: SchedulePolicy
+    preemption: Preemption
+    promises: Promises
+    siblings: Siblings
+    constraints: Sequence[Constraint]
+    states: RowStates
+    kv: KVMemory
+    host: HostMemory
+    look_ahead: int
+
+
+class AdmissionPass:
+    """See the module. Made anew for each pass.
+
+    Attributes:
+        sources: who starts from a copy of a sibling's last page -> that sibling, which keeps its place in this pass.
+    """
+
+    __slots__ = ("_adder", "_look_ahead", "_parts", "_record", "_shared", "sources")
+
+    def __init__(
+        self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, record: PassRecord
+    ) -> None:
+        """`shared` is empty, and learns here which prefixes are being computed."""
+        self._parts = parts
+        self._adder = adder
+        self._shared = shared
+        self._record = record
+        self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
+        self.sources: dict[Req, Req] = {}
+        for req in self._still_computing():
+            shared.computing(req, int(parts.states.num_settled[req.row]))
+
+    def walk(self) -> None:
+        """Offer the waiting requests until a budget is spent: first those on the host, then in the policy's order.
+
+        A request that lacks memory does not block those behind it: up to `look_ahead` of them are tried. Whoever was
+        overtaken `MAX_OVERTAKEN` times is overtaken no more, so its turn comes when enough of the running have ended.
+        Nobody overtakes a request whose KV is on the host: it has been running already.
+        """
+        adder, record, policy = self._adder, self._record, self._parts.policy
+        refused = ""  # the first that lacks memory
+        num_ahead = num_admitted = num_skipped = 0
+        most = policy.max_admissions(self._parts.requests.waiting)
+        for req in self._candidates():
+            spent = adder.exhausted(may_preempt=policy.preempts)
+            if most is not None and num_admitted >= most:
+                spent = policy.full_reason
+            elif spent is None and (num_ahead > self._look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
+                spent = Reason.LOOK_AHEAD_SPENT
+            if spent is not None:
+                record.end(spent, behind=refused)
+                return
+            verdict = self._offer(req)
+            record.verdicts.append(verdict)
+            match verdict.result:
+                case AddReqResult.CONTINUE:
+                    num_admitted += 1
+                    self._admitted(req)
+                case AddReqResult.SKIP:
+                    num_skipped += 1
+                case AddReqResult.OTHER:
+                    record.end(Reason.NO_ROW if verdict.reason is Reason.NO_ROW else Reason.BEHIND, req.rid)
+                    return
+                case AddReqResult.NO_TOKEN:
+                    if (reason := self._reason_to_stop_at(req)) is not None:
+                        record.end(reason, req.rid)
+                        return
+                    refused = refused or req.rid
+            num_ahead += bool(refused)
+
+    def _candidates(self) -> Iterator[Req]:
+        yield from self._parts.requests.swapped
+        yield from self._parts.policy.order(self._parts.requests.waiting, self._record.now_s)
+
+    def _reason_to_stop_at(self, req: Req) -> Reason | None:
+        """Why nobody behind a request that lacks memory may be tried; None if some may."""
+        if self._look_ahead < 0:
+            return Reason.BEHIND
+        waited_enough = req.num_overtaken >= MAX_OVERTAKEN or req.status is ReqStatus.SWAPPED
+        return Reason.OVERTAKEN_AHEAD if waited_enough else None
+
+    def _admitted(self, req: Req) -> None:
+        if req.status is ReqStatus.SWAPPED:
+            self._parts.host.promise_in()
+        for constraint in self._parts.constraints:
+            constraint.admitted(req)
+        self._shared.computing(req, self._adder.chunks[-1].start)
+
+    # ------------------------------------------------------------ one candidate
+
+    def _offer(self, req: Req) -> Verdict:
+        """Rules that concern it alone, then memory and computing, then whether others make place."""
+        adder = self._adder
+        sibling = self._parts.siblings.source(req)
+        prefix = self._parts.kv.prefix(req, sibling)
+        verdict = self._rule_against(req, prefix, sibling) or first_refusal(self._parts.constraints, req)
+        if verdict is not None:
+            return verdict
+        if not adder.has_row:
+            if not self._preempt(req, prefix, sibling):
+                return Verdict(req.rid, AddReqResult.OTHER, Reason.NO_ROW, prefix.ready_len)
+            prefix = self._parts.kv.prefix(req, sibling)  # whoever left has changed the cache
+        verdict = adder.add(req, prefix)
+        if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, prefix, sibling):
+            prefix = self._parts.kv.prefix(req, sibling)
+            verdict = adder.add(req, prefix)
+        if verdict.result is AddReqResult.CONTINUE and sibling is not None:
+            self.sources[req] = sibling
+        return verdict
+
+    def _rule_against(self, req: Req, prefix: Prefix, sibling: Req | None) -> Verdict | None:
+        """Why a request had better wait although there may be room for it."""
+        reason = None
+        if req.status is ReqStatus.SWAPPED:
+            if self._parts.host.has_outs:  # never in and out in the same step
+                reason = Reason.RETRACTING
+        elif req.group and sibling is None and self._sibling_prefills(req):
+            reason = Reason.SIBLING_PREFILLS
+        elif prefix.ready_len + 1 < req.fill_len and self._shared.is_coming(req, prefix.ready_len):
+            reason = Reason.PREFIX_COMING
+        if reason is None:
+            return None
+        return Verdict(req.rid, AddReqResult.SKIP, reason, prefix.ready_len)
+
+    def _sibling_prefills(self, req: Req) -> bool:
+        """Whether waiting for a sibling's prompt saves computing it: one step, against a prompt."""
+        if not self._parts.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
+            return False
+        starts = any(chunk.is_first and chunk.req.group == req.group for chunk in self._adder.chunks)
+        return starts or self._parts.siblings.is_coming(req)
+
+    def _still_computing(self) -> list[Req]:
+        """Requests with a row whose prompt no settled step has finished."""
+        states, running = self._parts.states, self._parts.requests.running
+        unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
+        return self._parts.requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
+
+    def _preempt(self, req: Req, prefix: Prefix, sibling: Req | None) -> bool:
+        """Take the places of less urgent requests if that lets this one start; True if it did."""
+        parts, adder = self._parts, self._adder
+        if not parts.policy.preempts or not adder.can_compute(req, prefix):
+            return False
+        keeps_place = {sibling, *self.sources.values()}
+        victims = parts.preemption.victims_for(
+            req,
+            adder.missing_tokens(req, prefix),
+            parts.promises.to_output_of,
+            lambda urgent, victim: victim not in keeps_place and parts.policy.may_displace(urgent, victim),
+        )
+        if not victims:
+            return False
+        pages_before = parts.kv.available_pages
+        promised_tokens = sum(map(parts.promises.to_output_of, victims))
+        if req.status is ReqStatus.SWAPPED:
+            parts.host.promise_in()  # so that nobody is swapped out for it
+        for victim in victims:
+            parts.preemption.take_place(victim, "priority", self._record)
+        freed_tokens = (parts.kv.available_pages - pages_before) * parts.kv.page_size
+        adder.make_room(freed_tokens, promised_tokens, len(victims))
+        return True
