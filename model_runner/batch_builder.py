@@ -68,7 +68,7 @@ class BatchBuilder:
             f"step {plan.step_id}"
         )
         starts = np.cumsum(scheduled) - scheduled
-        put = self._buffers.put
+        lasts = starts + scheduled - 1
 
         num_tokens = len(out_cache_loc)
         if num_tokens == len(rows):
@@ -76,55 +76,76 @@ class BatchBuilder:
         else:
             token_rows = np.repeat(rows, scheduled)
             positions = np.repeat(computed - starts, scheduled) + np.arange(num_tokens)
-        self._update_slots(plan, token_rows * self.req_to_token.shape[1] + positions, out_cache_loc)
-
-        longer = np.flatnonzero(scheduled > 1)
-        num_extends = int(longer[-1]) + 1 if len(longer) else 0
-        attention = self._attention.plan_step(
-            BatchLayout(rows, computed, scheduled, num_extends), put(out_cache_loc)
+        slot_indices, slots = self._slot_news(
+            plan, token_rows * self.req_to_token.shape[1] + positions, out_cache_loc
         )
         samples = np.frombuffer(plan.samples, dtype=np.uint8)
         sampled, cut = np.flatnonzero(samples), np.flatnonzero(samples == 0)
         sample_rows = rows[sampled]
-        sampling = plan_sampling(
-            sample_rows,
-            (computed + scheduled)[sampled],
-            self._states,
-            self._counts,
-            self._eos_token_ids,
-            self._buffers,
+        relayed = np.flatnonzero(computed + scheduled > self._states.known_len[rows])
+
+        device = self._buffers.put_all(
+            [
+                slot_indices,
+                slots,
+                out_cache_loc,
+                positions,
+                self._known_ids(rows, computed, scheduled, starts),
+                lasts[relayed],
+                rows[relayed],
+                sample_rows,
+                lasts[sampled],
+                lasts[cut],
+            ]
         )
+        slot_indices_t, slots_t, out_cache_loc_t, positions_t, input_ids_t, *device = device
+        relayed_t, relayed_rows_t, sample_rows_t, sample_indices_t, cut_indices_t = device
+
+        self.req_to_token.view(-1).index_copy_(0, slot_indices_t, slots_t)
+        if len(relayed):
+            self._relay.fill(input_ids_t, relayed_t, relayed_rows_t)
+        longer = np.flatnonzero(scheduled > 1)
+        num_extends = int(longer[-1]) + 1 if len(longer) else 0
         return ForwardBatch(
             mode=plan.mode,
-            input_ids=self._input_ids(rows, computed, scheduled, starts),
-            positions=put(positions),
-            attention=attention,
-            sample_indices=None if len(sampled) == num_tokens else put((starts + scheduled - 1)[sampled]),
-            sample_rows=put(sample_rows),
+            input_ids=input_ids_t,
+            positions=positions_t,
+            attention=self._attention.plan_step(
+                BatchLayout(rows, computed, scheduled, num_extends), out_cache_loc_t
+            ),
+            sample_indices=None if len(sampled) == num_tokens else sample_indices_t,
+            sample_rows=sample_rows_t,
             sampled_idx_np=sampled,
-            cut_indices=put((starts + scheduled - 1)[cut]) if len(cut) else None,
+            cut_indices=cut_indices_t if len(cut) else None,
             cut_idx_np=cut,
-            sampling=sampling,
+            sampling=plan_sampling(
+                sample_rows,
+                (computed + scheduled)[sampled],
+                self._states,
+                self._counts,
+                self._eos_token_ids,
+                self._buffers,
+            ),
             prompt_spans=self._prompt_spans(rows, computed, scheduled, starts),
         )
 
-    def _input_ids(self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s) -> Tensor:
-        """[T] int64: what the host knows from the host, tokens sampled since from the relay."""
+    def _known_ids(self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s) -> Int64s:
+        """[T] the input tokens that the host knows; 0 for those sampled since, which the relay has."""
         input_ids = np.zeros(int(scheduled.sum()), dtype=np.int64)
-        known = self._states.known_len[rows]
-        for idx in np.flatnonzero(computed < known).tolist():
+        for idx in np.flatnonzero(computed < self._states.known_len[rows]).tolist():
             first, start = int(computed[idx]), int(starts[idx])
             tokens = self._states[int(rows[idx])].input_ids[first : first + int(scheduled[idx])]
             input_ids[start : start + len(tokens)] = tokens
-        result = self._buffers.put(input_ids)
-        sampled = np.flatnonzero(computed + scheduled > known)
-        if len(sampled):
-            put = self._buffers.put
-            self._relay.fill(result, put((starts + scheduled - 1)[sampled]), put(rows[sampled]))
-        return result
+        return input_ids
 
-    def _update_slots(self, plan: StepPlan, indices: Int64s, loc: Int64s) -> None:
-        """Write the plan's news into the slot table: cached prefixes, replaced slots, slots of the new tokens."""
+    def _slot_news(
+        self, plan: StepPlan, indices: Int64s, loc: Int64s
+    ) -> tuple[Int64s, npt.NDArray[np.int32]]:
+        """What the plan changes in the slot table: cached prefixes, replaced slots, slots of the new tokens.
+
+        Returns:
+            indices into the flat table, each once, and what to write there.
+        """
         if plan.new_reqs or plan.row_updates:
             news = [(new.row, 0, _int64(new.prefix_loc)) for new in plan.new_reqs]
             news += [(update.row, update.start, _int64(update.loc)) for update in plan.row_updates]
@@ -134,8 +155,7 @@ class BatchBuilder:
                 np.concatenate([*all_indices, indices]),
                 np.concatenate([*(slots for _, _, slots in news), loc]),
             )
-        put = self._buffers.put
-        self.req_to_token.view(-1).index_copy_(0, put(indices), put(loc.astype(np.int32)))
+        return indices, loc.astype(np.int32)
 
     def _prompt_spans(
         self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s

@@ -1,16 +1,21 @@
 """`InputBuffers`: the way of a step's host arrays to the device.
 
-Everything a step uploads goes through `put`, so that one place decides how: without a copy on the CPU, through pinned
+Everything a step uploads goes through here, so that one place decides how: without a copy on the CPU, through pinned
 memory and without waiting on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+_ALIGNMENT: Final = 16  # bytes; enough for any dtype, and for kernels that read four words at once
+
+Array = npt.NDArray[Any]
 
 
 class InputBuffers:
@@ -18,10 +23,46 @@ class InputBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._pinned = device.type == "cuda"
 
-    def put(self, array: npt.NDArray[Any]) -> Tensor:
+    def put(self, array: Array) -> Tensor:
         """The array on the device, in its dtype. On the CPU the tensor shares the array's memory: hand it over."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        if self._pinned:
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def put_all(self, arrays: list[Array]) -> list[Tensor]:
+        """The same for several arrays, with one copy for all of them."""
+        if self.device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        starts, num_bytes = layout(arrays)
+        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        fill(staging.numpy(), arrays, starts)
+        return views(staging.to(self.device, non_blocking=True), arrays, starts)
+
+
+def layout(arrays: list[Array]) -> tuple[list[int], int]:
+    """Where each array starts when all lie behind each other, aligned; and the bytes of all."""
+    starts, end = [], 0
+    for array in arrays:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + array.nbytes
+    return starts, end
+
+
+def fill(staging: npt.NDArray[np.uint8], arrays: list[Array], starts: list[int]) -> None:
+    """Copy each array to its start."""
+    for array, start in zip(arrays, starts, strict=True):
+        staging[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def views(staging: Tensor, arrays: list[Array], starts: list[int]) -> list[Tensor]:
+    """Tensors of the arrays' dtypes and shapes over the bytes that `fill` wrote."""
+    return [
+        staging[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]

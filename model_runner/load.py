@@ -17,6 +17,7 @@ from .input_buffers import InputBuffers
 from .kv_pool import KVPool
 from .model_runner import ModelRunner
 from .models.registry import build_model
+from .output_buffers import OutputBuffers
 from .row_states import RowStates
 from .sampler import Sampler
 from .token_counts import TokenCounts
@@ -85,7 +86,7 @@ def load_model_runner(
         logger.info("host_kv_pool_mib=%.0f", host_kv_pool.num_bytes / (1 << 20))
     req_to_token = make_req_to_token(capacity.max_running_requests, capacity.max_model_len, device)
     states = RowStates(capacity.max_running_requests, capacity.vocab_size)
-    counts = TokenCounts(capacity.vocab_size, device)
+    counts = TokenCounts(capacity.vocab_size, buffers)
     relay = TokenRelay(capacity.max_running_requests, device)
     builder = BatchBuilder(
         req_to_token=req_to_token,
@@ -106,6 +107,7 @@ def load_model_runner(
         builder=builder,
         sampler=Sampler(counts),
         buffers=buffers,
+        outputs=OutputBuffers(device),
     )
 
 

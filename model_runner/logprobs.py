@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,9 @@ class TokenLogprobs(NamedTuple):
     top_ids: Tensor
     top: Tensor
 
-    def to_cpu(self) -> TokenLogprobs:
-        """The same on the host; waits for the device."""
-        return TokenLogprobs(self.token.cpu(), self.top_ids.cpu(), self.top.cpu())
+    def through(self, fetch: Callable[[Tensor], Tensor]) -> TokenLogprobs:
+        """The same in the host tensors that `OutputBuffers.fetch` gives."""
+        return TokenLogprobs(fetch(self.token), fetch(self.top_ids), fetch(self.top))
 
     def pack(self, start: int, stop: int, top_k: int) -> Logprobs:
         """Tokens start..stop-1 with the first `top_k` <= k likeliest of each, for a message; host tensors only."""

@@ -1,7 +1,7 @@
 """`ModelRunner`: executes `StepPlan`s, decides nothing. Called by the scheduler's process and by TP ranks.
 
     runner.launch(plan)  -> PendingStep    host work and kernel launches; nothing in it waits for the device
-    pending.wait()       -> StepResult     the only place where tokens come to the host
+    pending.wait()       -> StepResult     waits for this step, and for none that was launched behind it
 
 The parts: `RowStates` (requests, host), `BatchBuilder` (plan -> `ForwardBatch`), the model, `KVPool`, `HostKVPool`
 (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The runner puts them in the order that the plan's
@@ -10,7 +10,6 @@ contract promises.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
     from .input_buffers import InputBuffers
     from .kv_pool import KVPool
     from .models.registry import CausalLM
+    from .output_buffers import OutputBuffers
     from .row_states import RowStates
-    from .sampler import Sampled, Sampler
+    from .sampler import Sampler
     from .token_counts import TokenCounts
     from .token_relay import TokenRelay
 
@@ -52,16 +52,22 @@ class PromptLogprobs(NamedTuple):
     finite: Tensor
 
 
-class Forwarded(NamedTuple):
-    """What a step's batch gave, on the device.
+class Fetched(NamedTuple):
+    """What a step's batch gave, in host tensors that are filled once the device is done with the step.
 
     Attributes:
-        sampled: None if nobody samples.
+        batch: whose results they are.
+        token_ids: [S] int32; this and the next two are None if nobody samples.
+        finite: [S] bool, see `Sampled`.
+        logprobs: see `Sampled`.
         cut_finite: [number of `ForwardBatch.cut_idx_np`] bool; where False the chunk's KV is not made of numbers.
         prompts: see `PromptLogprobs`.
     """
 
-    sampled: Sampled | None
+    batch: ForwardBatch
+    token_ids: Tensor | None
+    finite: Tensor | None
+    logprobs: TokenLogprobs | None
     cut_finite: Tensor | None
     prompts: list[PromptLogprobs]
 
@@ -81,6 +87,7 @@ class ModelRunner:
         builder: BatchBuilder,
         sampler: Sampler,
         buffers: InputBuffers,
+        outputs: OutputBuffers,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -91,12 +98,22 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
         self._buffers = buffers
+        self._outputs = outputs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
-        started_s = time.perf_counter()
-        swap_timer = self._move_pages(plan)
+        fetched = None
+        timer = DeviceTimer(self._buffers.device)
+        with timer:
+            swap_timer = self._move_pages(plan)
+            self._update_rows(plan)
+            if plan.total_num_scheduled_tokens:
+                fetched = self._forward(self._builder.build(plan))
+        return PendingStep(plan.step_id, timer, swap_timer, fetched)
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        """Forget the requests that left, and take in the new ones."""
         for row in np.frombuffer(plan.finished_rows, dtype=np.int32).tolist():
             self._states.remove(row)
             self._counts.remove(row)
@@ -106,10 +123,6 @@ class ModelRunner:
                 self._counts.add(
                     new.row, state.input_ids[: new.prompt_len], state.input_ids[new.prompt_len :]
                 )
-        if plan.total_num_scheduled_tokens == 0:
-            return PendingStep(plan.step_id, started_s, swap_timer)
-        batch = self._builder.build(plan)
-        return PendingStep(plan.step_id, started_s, swap_timer, batch, self._forward(batch))
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
         """Swap and copy whole pages as the plan says; returns what measures the swaps, if there are any."""
@@ -125,18 +138,20 @@ class ModelRunner:
                 self.host_kv_pool.copy_in(*_pairs(plan.swap_ins))
         return timer
 
-    def _forward(self, batch: ForwardBatch) -> Forwarded:
+    def _forward(self, batch: ForwardBatch) -> Fetched:
         hidden = self.model.forward(batch)
-        sampled = None
+        fetch = self._outputs.fetch
+        token_ids = finite = logprobs = cut_finite = None
         if batch.sampling.num_rows:
             last = hidden if batch.sample_indices is None else hidden.index_select(0, batch.sample_indices)
             sampled = self._sampler.sample(self.model.logits(last), batch.sampling)
             self._relay.store(batch.sample_rows, sampled.token_ids)
-        cut_finite = None
+            token_ids, finite = fetch(sampled.token_ids.to(torch.int32)), fetch(sampled.finite)
+            logprobs = sampled.logprobs.through(fetch) if sampled.logprobs is not None else None
         if batch.cut_indices is not None:
-            cut_finite = hidden.index_select(0, batch.cut_indices).sum(dim=-1).isfinite()
+            cut_finite = fetch(hidden.index_select(0, batch.cut_indices).sum(dim=-1).isfinite())
         prompts = [self._prompt_logprobs(hidden, span) for span in batch.prompt_spans]
-        return Forwarded(sampled, cut_finite, prompts)
+        return Fetched(batch, token_ids, finite, logprobs, cut_finite, prompts)
 
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan) -> PromptLogprobs:
         parts, finite = [], []
@@ -146,55 +161,48 @@ class ModelRunner:
             logits = self.model.logits(hidden[start : start + len(targets)])
             finite.append(logits.sum().isfinite())
             parts.append(token_logprobs(logits, targets, span.top_k))
-        return PromptLogprobs(span, concatenate(parts), torch.stack(finite).all())
+        fetch = self._outputs.fetch
+        return PromptLogprobs(span, concatenate(parts).through(fetch), fetch(torch.stack(finite).all()))
 
 
 class PendingStep:
     """A step under way; `wait` may be called once."""
 
     def __init__(
-        self,
-        step_id: int,
-        started_s: float,
-        swap_timer: DeviceTimer | None = None,
-        batch: ForwardBatch | None = None,
-        forwarded: Forwarded | None = None,
+        self, step_id: int, timer: DeviceTimer, swap_timer: DeviceTimer | None, fetched: Fetched | None
     ) -> None:
+        """Take what `launch` has queued; `timer` holds all of it, the copies to the host included."""
         self._step_id = step_id
-        self._started_s = started_s
+        self._timer = timer
         self._swap_timer = swap_timer
-        self._batch = batch
-        self._forwarded = forwarded
+        self._fetched = fetched
 
     def wait(self) -> StepResult:
-        """Bring the tokens to the host."""
+        """Wait for the device, and make the result of what has come to the host."""
+        forward_s = self._timer.wait_for_seconds()
         swap_s = self._swap_timer.wait_for_seconds() if self._swap_timer is not None else 0.0
-        if self._batch is None or self._forwarded is None:
-            return StepResult(self._step_id, forward_s=time.perf_counter() - self._started_s, swap_s=swap_s)
-        batch, (sampled, cut_finite, prompts) = self._batch, self._forwarded
-        token_ids, errors = b"", {}
-        logprobs: tuple[Logprobs | None, ...] = ()
-        if sampled is not None:
-            token_ids = sampled.token_ids.to(torch.int32).cpu().numpy().tobytes()
-            finite = sampled.finite.cpu().numpy()
-            errors = dict.fromkeys(batch.sampled_idx_np[~finite].tolist(), NOT_FINITE)
-            logprobs = _pack_logprobs(batch, sampled)
+        if self._fetched is None:
+            return StepResult(self._step_id, forward_s=forward_s, swap_s=swap_s)
+        batch, token_ids, finite, _, cut_finite, prompts = self._fetched
+        errors: dict[int, str] = {}
+        if finite is not None:
+            errors |= dict.fromkeys(batch.sampled_idx_np[~finite.numpy()].tolist(), NOT_FINITE)
         if cut_finite is not None:
-            errors |= dict.fromkeys(batch.cut_idx_np[~cut_finite.cpu().numpy()].tolist(), NOT_FINITE)
+            errors |= dict.fromkeys(batch.cut_idx_np[~cut_finite.numpy()].tolist(), NOT_FINITE)
         prompt_logprobs = {}
         for prompt in prompts:
             if bool(prompt.finite):
-                packed = prompt.logprobs.to_cpu().pack(0, len(prompt.span.targets), prompt.span.top_k)
+                packed = prompt.logprobs.pack(0, len(prompt.span.targets), prompt.span.top_k)
                 prompt_logprobs[prompt.span.batch_idx] = packed
             else:
                 errors[prompt.span.batch_idx] = NOT_FINITE
         return StepResult(
             step_id=self._step_id,
-            next_token_ids=token_ids,
-            logprobs=logprobs,
+            next_token_ids=b"" if token_ids is None else token_ids.numpy().tobytes(),
+            logprobs=_pack_logprobs(self._fetched),
             prompt_logprobs=prompt_logprobs,
             errors=errors,
-            forward_s=time.perf_counter() - self._started_s,
+            forward_s=forward_s,
             swap_s=swap_s,
         )
 
@@ -204,12 +212,14 @@ def _pairs(data: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(data, dtype=np.int32).reshape(-1, 2).T.astype(np.int64, order="C")
 
 
-def _pack_logprobs(batch: ForwardBatch, sampled: Sampled) -> tuple[Logprobs | None, ...]:
-    request = batch.sampling.logprobs
-    if request is None or sampled.logprobs is None:
+def _pack_logprobs(fetched: Fetched) -> tuple[Logprobs | None, ...]:
+    """One entry per sampled request, or nothing if none of them asked."""
+    sampling, logprobs = fetched.batch.sampling, fetched.logprobs
+    if sampling.logprobs is None or logprobs is None:
         return ()
-    host = sampled.logprobs.to_cpu()
-    packed: list[Logprobs | None] = [None] * batch.sampling.num_rows
-    for n, (idx, top_k) in enumerate(zip(request.sampled_idx, request.top_k, strict=True)):
-        packed[idx] = host.pack(n, n + 1, top_k)
+    packed: list[Logprobs | None] = [None] * sampling.num_rows
+    for n, (idx, top_k) in enumerate(
+        zip(sampling.logprobs.sampled_idx, sampling.logprobs.top_k, strict=True)
+    ):
+        packed[idx] = logprobs.pack(n, n + 1, top_k)
     return tuple(packed)

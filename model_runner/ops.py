@@ -64,7 +64,12 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, computed in float32; [T, K] -> [T, K]."""
+    """x / rms(x) * weight over the last axis, computed in float32; [..., K] -> [..., K].
+
+    The weight may be float32 where x is not; the result has x's dtype, and is rounded to it once.
+    """
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -80,17 +85,86 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up with the tanh approximation; [T, 2N] with the gate in the first half -> [T, N]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its token's position (Su et al. 2021), halves paired as in Hugging Face's Llama.
 
     Args:
-        x: [T, heads, D].
-        cos: [T, 1, D] both halves alike.
-        sin: [T, 1, D] the first half negated, so that x * cos + swapped(x) * sin is the rotation.
+        x: [T, heads, D]; the first R numbers of each head rotate, the others stay as they are.
+        cos: [T, 1, R] both halves alike.
+        sin: [T, 1, R] the first half negated, so that x * cos + swapped(x) * sin is the rotation.
     """
-    half = x.shape[-1] // 2
+    rotary_dim = cos.shape[-1]
+    if rotary_dim != x.shape[-1]:
+        return torch.cat((rotary(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
+    half = rotary_dim // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)
+
+
+class ExpertWeights:
+    """The weights of a layer's experts in whatever layout their kernel wants; only `sparse_mlp` looks inside."""
+
+    __slots__ = ("_packed", "_plain")
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        """Take over the weights of E experts.
+
+        Args:
+            gate_up: [E, 2N, K], the gates in the first N rows. Packed weights are copies, as with `LinearWeight`.
+            down: [E, K, N].
+        """
+        self._plain: tuple[Tensor, Tensor] | None = (gate_up, down)
+        self._packed: list[tuple[LinearWeight, LinearWeight]] | None = None
+        if gate_up.device.type == "cpu":
+            self._packed = [(LinearWeight(g), LinearWeight(d)) for g, d in zip(gate_up, down, strict=True)]
+            self._plain = None
+
+
+def route(logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Choose experts: [T, E] -> their shares [T, k] float32 and ids [T, k] int64, the largest first.
+
+    Args:
+        normalise: let the shares of a token add up to 1.
+    """
+    shares, expert_ids = logits.softmax(dim=-1, dtype=torch.float32).topk(num_active, dim=-1)
+    if normalise:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    return shares, expert_ids
+
+
+def sparse_mlp(x: Tensor, experts: ExpertWeights, shares: Tensor, expert_ids: Tensor) -> Tensor:
+    """Each token through its experts, weighted and added up in float32; [T, K] -> [T, K].
+
+    Tokens are sorted by expert, so that an expert multiplies all of its tokens at once. On the CPU that is a loop over
+    the experts that have some, elsewhere one grouped product whose group ends stay on the device.
+    """
+    num_active = expert_ids.shape[1]
+    sorted_ids, order = expert_ids.flatten().sort(stable=True)
+    rows = x.index_select(0, order // num_active)
+    if experts._packed is not None:
+        counts = torch.bincount(sorted_ids, minlength=len(experts._packed)).tolist()
+        out = torch.empty_like(rows)
+        start = 0
+        for count, (gate_up, down) in zip(counts, experts._packed, strict=True):
+            if count:
+                mine = slice(start, start + count)
+                out[mine] = linear(silu_and_mul(linear(rows[mine], gate_up)), down)
+                start += count
+    else:
+        assert experts._plain is not None
+        gate_up_weight, down_weight = experts._plain
+        expert_range = torch.arange(gate_up_weight.shape[0], device=x.device)
+        ends = torch.searchsorted(sorted_ids, expert_range, right=True).to(torch.int32)
+        hidden = silu_and_mul(F.grouped_mm(rows, gate_up_weight.transpose(1, 2), offs=ends))
+        out = F.grouped_mm(hidden, down_weight.transpose(1, 2), offs=ends)
+    by_token = torch.empty_like(out).index_copy_(0, order, out).view(x.shape[0], num_active, -1)
+    return (by_token.to(torch.float32) * shares.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
 def argmax(x: Tensor) -> Tensor:

@@ -9,11 +9,15 @@ while the host has not seen the last token yet.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .input_buffers import InputBuffers
 
 
 class TokenCounts:
@@ -24,11 +28,12 @@ class TokenCounts:
         in_output: [N, V] int32, occurrences.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, buffers: InputBuffers) -> None:
+        self._buffers = buffers
         self._slot_of: dict[int, int] = {}
         self._free: list[int] = []
-        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
-        self.in_output = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=buffers.device)
+        self.in_output = torch.zeros((0, vocab_size), dtype=torch.int32, device=buffers.device)
 
     def add(self, row: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]) -> None:
         """Start counting for the request in `row`; a retracted request brings its output along."""
@@ -36,10 +41,10 @@ class TokenCounts:
             self._grow()
         slot = self._free.pop()
         self._slot_of[row] = slot
-        device = self.in_prompt.device
-        self.in_prompt[slot].zero_()[torch.from_numpy(prompt_ids.astype(np.int64)).to(device)] = True
+        put = self._buffers.put
+        self.in_prompt[slot].zero_().index_fill_(0, put(prompt_ids.astype(np.int64)), True)
         counts = np.bincount(output_ids, minlength=self.in_output.shape[1]).astype(np.int32)
-        self.in_output[slot] = torch.from_numpy(counts).to(device)
+        self.in_output[slot].copy_(put(counts))
 
     def remove(self, row: int) -> None:
         """Stop counting; rows that never started are ignored."""

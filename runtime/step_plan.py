@@ -106,7 +106,8 @@ class StepResult(Record, frozen=True):
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
         errors: batch index -> message, for requests that failed on their own (numbers not finite, also in a chunk
             that samples nothing); who samples has an arbitrary entry in `next_token_ids`. The others are not affected.
-        forward_s: seconds from launch to tokens, for statistics.
+        forward_s: seconds that the device spent on it, the way of the tokens to the host included; a step that was
+            launched while the one before ran counts from that one's end. The CPU is a device that starts at once.
         swap_s: of these, seconds that the device was busy swapping; 0 without swaps.
     """
 

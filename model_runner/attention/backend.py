@@ -43,6 +43,9 @@ class StepAttention(Protocol):
     def forward(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new tokens' keys and values, then attend to each request's tokens up to the query's position.
 
+        Scores are divided by sqrt(D). A layer with a window (`ModelSpec.window_of`) of W tokens attends to the query's
+        own and the W - 1 before it.
+
         Args:
             q: [T, Hq, D]; query head h reads KV head h // (Hq // H).
             k, v: [T, H, D]; rotary is already applied to q and k.

@@ -37,12 +37,17 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 
 
 class ExtendAttention:
-    """The last n of P tokens attend to all P, causally, in blocks of queries; what a block cannot see is skipped."""
+    """The last n of P tokens attend to all P, causally, in blocks of queries; what a block cannot see is skipped.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    With a window a token sees its own and the window - 1 tokens before it.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, window: int | None = None) -> None:
         self._by_products = dtype == torch.bfloat16 and device.type == "cpu"
         block = _PRODUCT_BLOCK if self._by_products else _SDPA_BLOCK
         self._mask = CausalMask(block, dtype, device)
+        self._band = None if window is None else BandMask(block, window, dtype, device)
+        self._window = window
         self._block = block
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -53,21 +58,29 @@ class ExtendAttention:
             k, v: [P, H, D].
             out: [n, H, G, D], is filled.
         """
+        num_queries, prefix_len = q.shape[0], k.shape[0] - q.shape[0]
         q, out = q.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-        num_queries, prefix_len = q.shape[2], k.shape[1] - q.shape[2]
-        if prefix_len == 0 and not self._by_products:
+        cut = self._window is not None and k.shape[1] > self._window
+        if prefix_len == 0 and not self._by_products and not cut:
             out.copy_(_sdpa(q, k, v, None))
             return
         for start in range(0, num_queries, self._block):
             stop = min(start + self._block, num_queries)
-            visible = prefix_len + stop
-            queries, keys, values = q[:, :, start:stop], k[:, :visible], v[:, :visible]
-            if self._by_products:
+            first, last = self._first_key(prefix_len + start), prefix_len + stop
+            queries, keys, values = q[:, :, start:stop], k[:, first:last], v[:, first:last]
+            if self._band is not None and last > self._band.window:
+                mask = self._band.get(stop - start, last - first)
+                attended = (_products if self._by_products else _sdpa)(queries, keys, values, mask)
+            elif self._by_products:
                 attended = _products(queries, keys, values, self._mask.get(stop - start, stop - start))
             else:
-                attended = _sdpa(queries, keys, values, self._mask.get(stop - start, visible))
+                attended = _sdpa(queries, keys, values, self._mask.get(stop - start, last - first))
             out[:, :, start:stop].copy_(attended)
+
+    def _first_key(self, query: int) -> int:
+        """The first of the P tokens that this one sees."""
+        return 0 if self._window is None else max(0, query - self._window + 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -81,12 +94,13 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """softmax(q k / sqrt(D)) v, the heads of a group stacked as rows of one product: [H, G, n, D].
 
     Args:
-        mask: [n, n], of the block's own keys: only these, the last ones, can lie in the future of a query.
+        mask: [n, m], of the last m keys. Without a window these are the block's own: no others can lie in the future
+            of a query.
     """
     num_kv_heads, group, num_queries, head_dim = q.shape
     rows = q.reshape(num_kv_heads, group * num_queries, head_dim)
     scores = torch.baddbmm(q.new_empty(()), rows, k.transpose(1, 2), beta=0, alpha=head_dim**-0.5)
-    scores.view(num_kv_heads, group, num_queries, -1)[..., -num_queries:].add_(mask)
+    scores.view(num_kv_heads, group, num_queries, -1)[..., -mask.shape[1] :].add_(mask)
     return torch.bmm(scores.softmax(dim=-1), v).view(q.shape)
 
 
@@ -112,3 +126,30 @@ class CausalMask:
             mask = self._mask.new_full((self._block, self._width + self._block), -torch.inf)
             self._mask = mask.triu_(self._width + 1)
         return self._mask[:num_queries, self._width - prefix_len : self._width + num_queries]
+
+
+class BandMask:
+    """The mask of a block of queries that see a window of W tokens; one buffer, views of it for every block.
+
+        keys  0 ...  W-1 .........          W = 3: three zeros in each row
+    query 0   0 0 0 | - -                   - is -inf
+    query 1   - 0 0 | 0 -                   the last key is the last query's own
+    query 2   - - 0 | 0 0
+
+    A block near the start of its text has fewer keys before it: the first columns fall away.
+    """
+
+    def __init__(self, block: int, window: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.window = window
+        self._block = block
+        self._mask = torch.empty(0, dtype=dtype, device=device)  # made when a text outgrows the window
+
+    def get(self, num_queries: int, visible: int) -> Tensor:
+        """[num_queries, visible]: the keys that the first query sees, and those of the other queries."""
+        if self._mask.numel() == 0:
+            shape = (self._block, self.window - 1 + self._block)
+            hidden = torch.ones(shape, dtype=torch.bool, device=self._mask.device)
+            hidden = hidden.triu_(self.window) | ~hidden.new_ones(shape).triu_()
+            self._mask = self._mask.new_zeros(shape).masked_fill_(hidden, -torch.inf)
+        missing = self.window - 1 + num_queries - visible
+        return self._mask[:num_queries, missing : missing + visible]

@@ -1,5 +1,7 @@
 """Attention in plain torch, on any device: gather a request's keys and values by the slot table, then attend.
 
+Layers with a sliding window gather no more than the window; each distinct window of a model is planned on its own.
+
 Extends run one by one. Decodes run together, padded to the longest of their group, and groups are made by length so
 that padding stays small. The gathering is the price of this backend: it copies keys and values in every layer.
 """
@@ -31,15 +33,14 @@ _MAX_PADDING: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
-    """One request with several new tokens: `start`.. in the batch, behind `prefix_len` old ones.
+    """One request with several new tokens: `start`.. in the batch, behind old ones.
 
     Attributes:
-        slots: [prefix_len + extend_len] int32.
+        slots: [old + extend_len] int32, of all tokens that a new one sees.
     """
 
     start: int
     extend_len: int
-    prefix_len: int
     slots: Tensor
 
 
@@ -58,6 +59,15 @@ class _DecodeGroup:
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the layers of one window see of the batch."""
+
+    extends: list[_Extend]
+    groups: list[_DecodeGroup]
+    extend_attention: ExtendAttention
+
+
 class TorchNativeAttention:
     """Plans steps."""
 
@@ -74,43 +84,51 @@ class TorchNativeAttention:
         self._buffers = buffers
         self._num_kv_heads = spec.num_kv_heads
         self._group_size = spec.num_heads // spec.num_kv_heads
-        self._extend_attention = ExtendAttention(kv_pool.k[0].dtype, kv_pool.k[0].device)
+        self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
+        dtype, device = kv_pool.k[0].dtype, kv_pool.k[0].device
+        self._extend_attention = {
+            window: ExtendAttention(dtype, device, window) for window in dict.fromkeys(self._windows)
+        }
 
     def plan_step(self, layout: BatchLayout, out_cache_loc: Tensor) -> StepAttention:
         """See `AttentionBackend`."""
-        seq_lens = layout.prefix_lens + layout.extend_lens
         starts = np.cumsum(layout.extend_lens) - layout.extend_lens
-        extends = []
-        for idx in range(layout.num_extends):
-            seq_len = int(seq_lens[idx])
-            extends.append(
-                _Extend(
-                    start=int(starts[idx]),
-                    extend_len=int(layout.extend_lens[idx]),
-                    prefix_len=int(layout.prefix_lens[idx]),
-                    slots=self._req_to_token[int(layout.rows[idx]), :seq_len],
-                )
-            )
-        first = layout.num_extends
-        groups = [
-            self._decode_group(layout.rows, starts, seq_lens, first + members)
-            for members in group_by_length(seq_lens[first:])
-        ]
+        views = {window: self._view(layout, starts, window) for window in self._extend_attention}
         return _Step(
             self._kv_pool,
             out_cache_loc,
-            extends,
-            groups,
+            [views[window] for window in self._windows],
             self._num_kv_heads,
             self._group_size,
-            self._extend_attention,
         )
 
-    def _decode_group(self, rows: Int64s, starts: Int64s, seq_lens: Int64s, members: Int64s) -> _DecodeGroup:
-        lens = seq_lens[members]
+    def _view(self, layout: BatchLayout, starts: Int64s, window: int | None) -> _View:
+        seq_lens = layout.prefix_lens + layout.extend_lens
+        firsts = np.zeros_like(seq_lens)  # the first token of each request that a new one of it sees
+        if window is not None:
+            firsts = np.maximum(layout.prefix_lens - window + 1, 0)
+        extends = [
+            _Extend(
+                start=int(starts[idx]),
+                extend_len=int(layout.extend_lens[idx]),
+                slots=self._req_to_token[int(layout.rows[idx]), int(firsts[idx]) : int(seq_lens[idx])],
+            )
+            for idx in range(layout.num_extends)
+        ]
+        decodes = layout.num_extends
+        groups = [
+            self._decode_group(layout.rows, starts, firsts, seq_lens, decodes + members)
+            for members in group_by_length((seq_lens - firsts)[decodes:])
+        ]
+        return _View(extends, groups, self._extend_attention[window])
+
+    def _decode_group(
+        self, rows: Int64s, starts: Int64s, firsts: Int64s, seq_lens: Int64s, members: Int64s
+    ) -> _DecodeGroup:
+        lens = (seq_lens - firsts)[members]
         padded_len = int(lens.max())
         put = self._buffers.put
-        columns = np.minimum(np.arange(padded_len), lens[:, None] - 1)
+        columns = firsts[members][:, None] + np.minimum(np.arange(padded_len), lens[:, None] - 1)
         flat = rows[members][:, None] * self._req_to_token.shape[1] + columns
         slots = self._req_to_token.view(-1).index_select(0, put(flat.reshape(-1)))
         mask = None
@@ -151,23 +169,22 @@ def group_by_length(seq_lens: Int64s) -> list[Int64s]:
 class _Step:
     kv_pool: KVPool
     out_cache_loc: Tensor
-    extends: list[_Extend]
-    groups: list[_DecodeGroup]
+    views: list[_View]  # of each layer
     num_kv_heads: int
     group_size: int
-    extend_attention: ExtendAttention
 
     def forward(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `StepAttention`."""
         k_pool, v_pool = self.kv_pool.k[layer_id], self.kv_pool.v[layer_id]
         ops.store_kv(k_pool, k, self.out_cache_loc)
         ops.store_kv(v_pool, v, self.out_cache_loc)
-        if not self.extends and len(self.groups) == 1 and isinstance(self.groups[0].tokens, slice):
-            return self._decode(q, k_pool, v_pool, self.groups[0])
+        view = self.views[layer_id]
+        if not view.extends and len(view.groups) == 1 and isinstance(view.groups[0].tokens, slice):
+            return self._decode(q, k_pool, v_pool, view.groups[0])
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
-        for extend in self.extends:
-            self._extend(q, k_pool, v_pool, extend, out)
-        for group in self.groups:
+        for extend in view.extends:
+            self._extend(q, k_pool, v_pool, extend, view.extend_attention, out)
+        for group in view.groups:
             out[group.tokens] = self._decode(q[group.tokens], k_pool, v_pool, group)
         return out
 
@@ -179,13 +196,21 @@ class _Step:
         q = q.reshape(n, self.num_kv_heads, self.group_size, head_dim)
         return decode_attention(q, k, v, group.mask).reshape(n, -1)
 
-    def _extend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, extend: _Extend, out: Tensor) -> None:
+    def _extend(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        extend: _Extend,
+        attend: ExtendAttention,
+        out: Tensor,
+    ) -> None:
         """Fill the request's rows of `out`, [T, Hq * D]."""
         tokens = slice(extend.start, extend.start + extend.extend_len)
         by_group = (extend.extend_len, self.num_kv_heads, self.group_size, q.shape[2])
         k = _gather(k_pool, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
         v = _gather(v_pool, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
-        self.extend_attention(q[tokens].view(by_group), k, v, out[tokens].view(by_group))
+        attend(q[tokens].view(by_group), k, v, out[tokens].view(by_group))
 
 
 def _gather(pool: Tensor, slots: Tensor) -> Tensor:

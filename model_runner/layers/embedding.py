@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 class Embedding:
     """Token ids to vectors."""
 
-    def __init__(self, weights: WeightReader, name: str, vocab_size: int, size: int) -> None:
+    def __init__(
+        self, weights: WeightReader, name: str, vocab_size: int, size: int, scale: float | None = None
+    ) -> None:
+        """`scale`: a factor of the vectors, not of the table, which the head may share."""
         self.table = weights.tensor(f"{name}.weight", (vocab_size, size))
+        # Rounded to the serving dtype, as in training.
+        self.scale = None if scale is None else torch.tensor(scale, dtype=self.table.dtype).item()
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, size]."""
-        return ops.embedding(token_ids, self.table)
+        vectors = ops.embedding(token_ids, self.table)
+        return vectors if self.scale is None else vectors.mul_(self.scale)
 
 
 class OutputHead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .. import ops
@@ -13,16 +14,28 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """x / rms(x) * weight."""
+    """x / rms(x) * weight over the last axis."""
 
     def __init__(self, weights: WeightReader, name: str, size: int, eps: float) -> None:
         self.weight = weights.tensor(f"{name}.weight", (size,))
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, size] -> [T, size]."""
+        """[..., size] -> [..., size]."""
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); `residual` may be overwritten."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class UnitOffsetRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), as Gemma has it.
+
+    Kept as 1 + weight in float32, whatever the serving dtype: the sum would lose most of a small weight's digits.
+    """
+
+    def __init__(self, weights: WeightReader, name: str, size: int, eps: float, scale: float = 1.0) -> None:
+        """`scale`: a factor of the result."""
+        self.weight = (weights.tensor(f"{name}.weight", (size,), dtype=torch.float32) + 1.0) * scale
+        self.eps = eps

@@ -1,46 +1,94 @@
 """Rotary position embedding: the table of angles, with the scaling variants of long-context models."""
 
-# Shapes: T tokens, D head dim.
+# Shapes: T tokens, R numbers of a head that rotate.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...runtime.model_files.model_spec import RopeScaling
+
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec, RopeScaling
+    from ...runtime.model_files.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 
 class RotaryEmbedding:
     """cos and sin of every position's angles, in the form that `ops.rotary` takes."""
 
-    def __init__(self, spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Compute the table in float32, as Hugging Face does, and keep it in `dtype`."""
-        frequencies = rotary_frequencies(spec.rope_theta, spec.head_dim, spec.rope_scaling)
+    def __init__(
+        self, frequencies: Tensor, scale: float, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Compute the table in float32, as Hugging Face does, and keep it in `dtype`.
+
+        Args:
+            frequencies: [R / 2] float32, angle per position.
+            scale: of cos and sin, see `RopeScaling.attention_factor`.
+        """
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
 
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> RotaryEmbedding:
+        """That of the model, or of its layers without a window where the others differ."""
+        scaling = spec.rope_scaling
+        if scaling.kind == "longrope":
+            logger.info(
+                "rope_factors=%s original_max_position=%d",
+                "long" if max_model_len > scaling.original_max_position else "short",
+                scaling.original_max_position,
+            )
+        rotary_dim = spec.rotary_dim or spec.head_dim
+        frequencies = rotary_frequencies(spec.rope_theta, rotary_dim, scaling, max_model_len)
+        return cls(frequencies, scaling.attention_factor, max_model_len, dtype, device)
+
+    @classmethod
+    def local(
+        cls, spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> RotaryEmbedding:
+        """That of the windowed layers of a model whose windowed layers have their own."""
+        assert spec.local_rope_theta is not None
+        rotary_dim = spec.rotary_dim or spec.head_dim
+        frequencies = rotary_frequencies(spec.local_rope_theta, rotary_dim, RopeScaling(), max_model_len)
+        return cls(frequencies, 1.0, max_model_len, dtype, device)
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at [T] int64 positions: [T, 1, D] each."""
+        """cos and sin at [T] int64 positions: [T, 1, R] each."""
         return self._cos.index_select(0, positions).unsqueeze(1), self._sin.index_select(
             0, positions
         ).unsqueeze(1)
 
 
-def rotary_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> Tensor:
-    """Angle per position of each pair of dimensions, [D / 2] float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+def rotary_frequencies(theta: float, rotary_dim: int, scaling: RopeScaling, max_model_len: int) -> Tensor:
+    """Angle per position of each pair of numbers, [R / 2] float32; see `RopeScaling`.
+
+    One set for the whole life of the engine, also with longrope: if it depended on the lengths in a batch, as it does
+    in transformers, a request's text would depend on its neighbours and on what of it is cached.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     frequencies = 1.0 / (theta**exponents)
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    if scaling.kind == "llama3":
-        return _llama3_frequencies(frequencies, scaling)
-    return frequencies
+    match scaling.kind:
+        case "default":
+            return frequencies
+        case "linear":
+            return frequencies / scaling.factor
+        case "llama3":
+            return _llama3_frequencies(frequencies, scaling)
+        case "yarn":
+            return _yarn_frequencies(frequencies, theta, rotary_dim, scaling)
+        case "longrope":
+            is_long = max_model_len > scaling.original_max_position
+            return frequencies / torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -50,3 +98,19 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
         0.0, 1.0
     )
     return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
+def _yarn_frequencies(frequencies: Tensor, theta: float, rotary_dim: int, scaling: RopeScaling) -> Tensor:
+    """Keep fast rotations, stretch slow ones, blend linearly by the index of the pair between (YaRN)."""
+
+    def pair_that_turns(times: float) -> float:  # so often within the original context
+        wavelength = scaling.original_max_position / (times * 2 * math.pi)
+        return rotary_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    width = last - first if last != first else 0.001
+    stretched = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    return frequencies * (1 - stretched) + frequencies / scaling.factor * stretched

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...runtime.errors import ConfigError
+from ...runtime.model_files.model_spec import SUPPORTED_MODEL_TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
     from ..forward_batch import ForwardBatch
     from ..weights.reader import WeightReader
-
-_CLASS_OF: Final = {"llama": ("llama", "LlamaForCausalLM")}
 
 
 class CausalLM(Protocol):
@@ -36,9 +35,9 @@ def build_model(spec: ModelSpec, weights: WeightReader, max_model_len: int, devi
     Raises:
         ConfigError: the architecture is unknown, or the checkpoint does not hold what it needs.
     """
-    if spec.model_type not in _CLASS_OF:
-        raise ConfigError(f"no model for model_type {spec.model_type!r}; there are: {', '.join(_CLASS_OF)}")
-    module, name = _CLASS_OF[spec.model_type]
-    model_class: Any = getattr(import_module(f".{module}", __package__), name)
-    model: CausalLM = model_class(spec, weights, max_model_len, device)
+    if spec.model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ConfigError(f"no model for model_type {spec.model_type!r}; there are: {supported}")
+    page: Any = import_module(f".{spec.model_type}", __package__)
+    model: CausalLM = page.build(spec, weights, max_model_len, device)
     return model

@@ -39,7 +39,7 @@ class WeightReader:
     """Hands out tensors and remembers which.
 
     Attributes:
-        dtype: of every tensor handed out.
+        dtype: of every tensor handed out, unless the model asks for another one.
     """
 
     def __init__(self, store: TensorStore, dtype: torch.dtype, device: torch.device) -> None:
@@ -48,15 +48,17 @@ class WeightReader:
         self._device = device
         self._left = store.names()
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """One tensor on the device.
 
         Raises:
             ConfigError: it is missing or has another shape.
         """
-        return self.stacked([name], [shape])
+        return self.stacked([name], [shape], dtype)
 
-    def stacked(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
+    def stacked(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Several tensors, one below the other (along the first axis), on the device.
 
         Raises:
@@ -65,7 +67,7 @@ class WeightReader:
         for name, shape in zip(names, shapes, strict=True):
             self._check(name, shape)
         num_rows = sum(shape[0] for shape in shapes)
-        result = torch.empty((num_rows, *shapes[0][1:]), dtype=self.dtype)
+        result = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self.dtype)
         for name, part in zip(names, torch.split(result, [shape[0] for shape in shapes]), strict=True):
             self._store.read(name, part)
             self._left.discard(name)

@@ -11,10 +11,10 @@ from typing import Final, Literal
 
 import msgspec
 
-SUPPORTED_MODEL_TYPES: Final = ("llama",)
+SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
 """Hugging Face `model_type` values for which there is a model implementation."""
 
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -23,7 +23,12 @@ class RopeScaling(msgspec.Struct, frozen=True):
 
     `linear` divides all frequencies by `factor`. `llama3` divides those whose wavelength is above
     original_max_position / low_freq_factor, keeps those below original_max_position / high_freq_factor, and
-    blends between. Only `llama3` uses the last three fields.
+    blends between. `yarn` (Peng et al. 2023) keeps those that turn more than `beta_fast` times within the original
+    context, divides those that turn less than `beta_slow` times, and blends between by dimension. `longrope` (Ding et
+    al. 2024) divides each by a number of its own: `long_factor` where the engine serves more positions than the
+    original context, else `short_factor`.
+
+    `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
     """
 
     kind: RopeKind = "default"
@@ -31,6 +36,22 @@ class RopeScaling(msgspec.Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the blend begins and ends at whole dimensions
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The sparse MLPs of a mixture-of-experts model."""
+
+    num_experts: int
+    num_active: int  # experts that compute for a token
+    intermediate_size: int  # of one expert
+    normalise: bool  # the weights of a token's active experts add up to 1
+    dense_layers: tuple[int, ...] = ()  # layers with an ordinary MLP instead
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +70,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: RopeScaling = RopeScaling()
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool = False
+    attention_bias: bool = False  # of the q, k and v projections
+    attention_out_bias: bool = False
     mlp_bias: bool = False
     torch_dtype: DTypeName  # what the weights were saved in, or the best choice for a quantised file
     eos_token_ids: tuple[int, ...] = ()  # sampling one of them ends a text
     bos_token_id: int | None = None
+    rotary_dim: int | None = None  # leading numbers of a head that rotate; None: all
+    qk_norm: bool = False  # each head of q and k is normalised before rotary
+    query_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    sliding_window: int | None = None  # tokens that a windowed layer sees, the query's own among them
+    windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
+    local_rope_theta: float | None = None  # of the windowed layers, without scaling; None: as the others
+    experts: ExpertsSpec | None = None
+    norms_per_layer: int = 2
+    float32_norms: bool = False  # norm weights are kept in float32, whatever the serving dtype
+
+    def window_of(self, layer_id: int) -> int | None:
+        """Tokens that this layer sees, the query's own among them; None: all before it."""
+        return self.sliding_window if self.windowed_layers and self.windowed_layers[layer_id] else None
 
     @property
     def num_parameters(self) -> int:
@@ -62,20 +97,47 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         kv_size = self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q_size + 2 * kv_size)
         if self.attention_bias:
-            attention += q_size + 2 * kv_size + self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        if self.mlp_bias:
-            mlp += 2 * self.intermediate_size + self.hidden_size
-        layer = attention + mlp + 2 * self.hidden_size
+            attention += q_size + 2 * kv_size
+        if self.attention_out_bias:
+            attention += self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return self.num_layers * attention + self._mlp_parameters + self._norm_parameters + embeddings
+
+    @property
+    def _mlp_parameters(self) -> int:
+        dense = 3 * self.hidden_size * self.intermediate_size
+        if self.mlp_bias:
+            dense += 2 * self.intermediate_size + self.hidden_size
+        if self.experts is None:
+            return self.num_layers * dense
+        num_dense = len(self.experts.dense_layers)
+        one = 3 * self.hidden_size * self.experts.intermediate_size
+        sparse = self.experts.num_experts * (one + self.hidden_size)  # and the router's row for it
+        return num_dense * dense + (self.num_layers - num_dense) * sparse
+
+    @property
+    def _norm_parameters(self) -> int:
+        layer = self.norms_per_layer * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        return self.num_layers * layer + self.hidden_size
+
+    @property
+    def mlp_width(self) -> int:
+        """Numbers that the widest MLP holds for one token at a time."""
+        if self.experts is None:
+            return 3 * self.intermediate_size
+        sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
+        return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Memory of the weights when each takes `dtype_bytes`."""
-        return self.num_parameters * dtype_bytes
+        wider = (4 - dtype_bytes) * self._norm_parameters if self.float32_norms else 0
+        return self.num_parameters * dtype_bytes + wider
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Memory of one token's keys and values over all layers, each number `dtype_bytes` wide."""
+        """Memory of one token's keys and values over all layers, each number `dtype_bytes` wide.
+
+        Windowed layers count like the others: they keep what has left their window, so that prefixes can be shared.
+        """
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
     def contradiction(self) -> str | None:
@@ -84,10 +146,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
         if self.head_dim % 2:
             return f"head_dim is {self.head_dim}, rotary position embedding needs an even number"
+        rotary_dim = self.rotary_dim or self.head_dim
+        if rotary_dim % 2:
+            return f"{rotary_dim} numbers of a head rotate, rotary position embedding needs an even number"
+        if self.windowed_layers and len(self.windowed_layers) != self.num_layers:
+            return f"{len(self.windowed_layers)} layer types for {self.num_layers} layers"
+        experts = self.experts
+        if experts is not None and experts.num_active > experts.num_experts:
+            return f"{experts.num_active} experts for each token, but there are {experts.num_experts} only"
+        return self._rope_contradiction(rotary_dim // 2)
+
+    def _rope_contradiction(self, num_frequencies: int) -> str | None:
         scaling = self.rope_scaling
         if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
             return (
                 f"llama3 rope scaling has high_freq_factor {scaling.high_freq_factor:g}, "
                 f"it must be above low_freq_factor {scaling.low_freq_factor:g}"
             )
+        if scaling.kind == "longrope":
+            for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+                if len(factors) != num_frequencies:
+                    return f"longrope's {name} holds {len(factors)} numbers, expected {num_frequencies}"
         return None

@@ -29,7 +29,7 @@ class Bench:
     def __init__(self, vocab_size: int, num_rows: int = 4096) -> None:
         self.vocab_size = vocab_size
         self.states = RowStates(num_rows, vocab_size)
-        self.counts = TokenCounts(vocab_size, CPU)
+        self.counts = TokenCounts(vocab_size, InputBuffers(CPU))
         self.sampler = Sampler(self.counts)
         self.rows: list[int] = []
         self.positions: list[int] = []
@@ -263,7 +263,7 @@ class TestPenalties:
         assert [bench.sample(logits) for _ in range(5)] == [[1, 1], [2, 1], [3, 1], [0, 1], [1, 1]]
 
     def test_counts_of_a_freed_line_are_forgotten(self):
-        counts = TokenCounts(10, CPU)
+        counts = TokenCounts(10, InputBuffers(CPU))
         nothing = np.zeros(0, dtype=np.int32)
         for row in range(9):
             counts.add(row, np.array([1, 2], dtype=np.int32), np.array([row], dtype=np.int32))
