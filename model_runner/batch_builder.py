@@ -63,63 +63,64 @@ class BatchBuilder:
         rows = _int64(plan.rows)
         computed = _int64(plan.num_computed_tokens)
         scheduled = _int64(plan.num_scheduled_tokens)
-        out_cache_loc = _int64(plan.out_cache_loc)
-        assert len(out_cache_loc) == scheduled.sum() == plan.total_num_scheduled_tokens, (
-            f"step {plan.step_id}"
-        )
+        out_cache_loc_np = _int64(plan.out_cache_loc)
+        num_tokens = len(out_cache_loc_np)
+        assert num_tokens == scheduled.sum() == plan.total_num_scheduled_tokens, f"step {plan.step_id}"
         starts = np.cumsum(scheduled) - scheduled
         lasts = starts + scheduled - 1
-
-        num_tokens = len(out_cache_loc)
         if num_tokens == len(rows):
-            token_rows, positions = rows, computed
+            token_rows, positions_np = rows, computed
         else:
             token_rows = np.repeat(rows, scheduled)
-            positions = np.repeat(computed - starts, scheduled) + np.arange(num_tokens)
-        slot_indices, slots = self._slot_news(
-            plan, token_rows * self.req_to_token.shape[1] + positions, out_cache_loc
-        )
+            positions_np = np.repeat(computed - starts, scheduled) + np.arange(num_tokens)
+        token_indices = token_rows * self.req_to_token.shape[1] + positions_np
         samples = np.frombuffer(plan.samples, dtype=np.uint8)
         sampled, cut = np.flatnonzero(samples), np.flatnonzero(samples == 0)
-        sample_rows = rows[sampled]
         relayed = np.flatnonzero(computed + scheduled > self._states.known_len[rows])
 
-        device = self._buffers.put_all(
+        (
+            table_indices,
+            table_slots,
+            out_cache_loc,
+            positions,
+            input_ids,
+            relayed_indices,
+            relayed_rows,
+            sample_rows,
+            sample_indices,
+            cut_indices,
+        ) = self._buffers.put_all(
             [
-                slot_indices,
-                slots,
-                out_cache_loc,
-                positions,
+                *self._slot_news(plan, token_indices, out_cache_loc_np),
+                out_cache_loc_np,
+                positions_np,
                 self._known_ids(rows, computed, scheduled, starts),
                 lasts[relayed],
                 rows[relayed],
-                sample_rows,
+                rows[sampled],
                 lasts[sampled],
                 lasts[cut],
             ]
         )
-        slot_indices_t, slots_t, out_cache_loc_t, positions_t, input_ids_t, *device = device
-        relayed_t, relayed_rows_t, sample_rows_t, sample_indices_t, cut_indices_t = device
-
-        self.req_to_token.view(-1).index_copy_(0, slot_indices_t, slots_t)
+        self.req_to_token.view(-1).index_copy_(0, table_indices, table_slots)
         if len(relayed):
-            self._relay.fill(input_ids_t, relayed_t, relayed_rows_t)
+            self._relay.fill(input_ids, relayed_indices, relayed_rows)
         longer = np.flatnonzero(scheduled > 1)
         num_extends = int(longer[-1]) + 1 if len(longer) else 0
         return ForwardBatch(
             mode=plan.mode,
-            input_ids=input_ids_t,
-            positions=positions_t,
+            input_ids=input_ids,
+            positions=positions,
             attention=self._attention.plan_step(
-                BatchLayout(rows, computed, scheduled, num_extends), out_cache_loc_t
+                BatchLayout(rows, computed, scheduled, num_extends), out_cache_loc
             ),
-            sample_indices=None if len(sampled) == num_tokens else sample_indices_t,
-            sample_rows=sample_rows_t,
+            sample_indices=None if len(sampled) == num_tokens else sample_indices,
+            sample_rows=sample_rows,
             sampled_idx_np=sampled,
-            cut_indices=cut_indices_t if len(cut) else None,
+            cut_indices=cut_indices if len(cut) else None,
             cut_idx_np=cut,
             sampling=plan_sampling(
-                sample_rows,
+                rows[sampled],
                 (computed + scheduled)[sampled],
                 self._states,
                 self._counts,
