@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.model_runner.input_buffers import InputBuffers, fill, layout, views
 
-ARRAYS = [
+ARRAYS: list[Any] = [
     np.arange(5, dtype=np.int64),
     np.arange(3, dtype=np.int32),
     np.empty(0, dtype=np.int64),
