@@ -19,11 +19,12 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number just below
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One NVIDIA GPU: name, total and free memory."""
+    """One NVIDIA GPU: name, total and free memory, compute capability as (major, minor), None if unknown."""
 
     name: str
     total_bytes: int
     free_bytes: int
+    compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +207,10 @@ def _read_gpu(nvml: ctypes.CDLL, index: int) -> GpuFacts | None:
     if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None
     nvml.nvmlDeviceGetName(handle, name, len(name))
-    return GpuFacts(name.value.decode(errors="replace"), int(memory.total), int(memory.free))
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    failed = nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    capability = None if failed else (major.value, minor.value)
+    return GpuFacts(name.value.decode(errors="replace"), int(memory.total), int(memory.free), capability)
 
 
 def _torch_version() -> str:

@@ -17,7 +17,14 @@ GIB: Final = 1 << 30
 BYTES_OF_DTYPE: Final = {"bfloat16": 2, "float32": 4}
 RUNTIME_BYTES: Final = 512 * MIB
 """torch, four processes, allocator slack: 350 MiB measured on CPU after the first requests."""
+MOST_OF_LEFT: Final = 0.95
+"""Share that a pool of the user's own size may take: the allocator never finds every last byte."""
 _LOGITS_COPIES: Final = 3  # logits in float32, their sorted copy, probabilities
+_SCORES_COPIES: Final = 2  # scores, and their softmax
+_QUERY_BLOCK: Final = 256  # of `ExtendAttention`; where it multiplies bfloat16 on the CPU it takes 64
+_CPU_BF16_QUERY_BLOCK: Final = 64
+_MASK_HEADS: Final = 2  # a mask buffer is up to twice as wide as the context, and replaces one half as wide
+_GATHERED_COPIES: Final = 2  # the rows that attention gathers from the pool, and what a kernel packs of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +36,8 @@ class MemoryBudget:
         weights_bytes: all weights in the serving dtype.
         workspace_bytes: the largest step's activations, attention scores and logits, and the runtime itself.
         kv_token_bytes: keys and values of one token, all layers.
-        fraction: share of what is left that the KV pool may take.
+        gather_token_bytes: what attention copies of a token at a time: its keys and values in one layer.
+        fraction: share of what is left that the KV pool and those copies may take.
         swap_bytes: kept for swapped KV, where that is the same memory.
     """
 
@@ -37,6 +45,7 @@ class MemoryBudget:
     weights_bytes: int
     workspace_bytes: int
     kv_token_bytes: int
+    gather_token_bytes: int
     fraction: float
     swap_bytes: int = 0
 
@@ -46,9 +55,14 @@ class MemoryBudget:
         return self.usable_bytes - self.weights_bytes - self.workspace_bytes - self.swap_bytes
 
     @property
+    def token_bytes(self) -> int:
+        """What a slot of the pool costs: its KV, and its share of what attention copies, which grows with the pool."""
+        return self.kv_token_bytes + self.gather_token_bytes
+
+    @property
     def tokens(self) -> int:
         """KV slots that the fraction pays for."""
-        return max(0, int(self.left_bytes * self.fraction)) // self.kv_token_bytes
+        return max(0, int(self.left_bytes * self.fraction)) // self.token_bytes
 
     @property
     def left_sums(self) -> str:
@@ -62,7 +76,7 @@ class MemoryBudget:
     @property
     def sums(self) -> str:
         """The arithmetic of `tokens`, in words."""
-        return f"{self.left_sums} x {self.fraction:g} / {size_text(self.kv_token_bytes)} per token"
+        return f"{self.left_sums} x {self.fraction:g} / {size_text(self.token_bytes)} per token"
 
 
 def plan_memory(
@@ -74,27 +88,32 @@ def plan_memory(
     step_tokens: int,
     max_model_len: int,
     max_running_requests: int,
-    copies_tied_head: bool,
+    on_cpu: bool,
 ) -> MemoryBudget:
-    """The sums for one model.
+    """The sums for one model, for attention in plain torch: other backends need less.
+
+    Attention computes the scores of a block of queries at a time. Fused kernels keep not even those, but which kernel
+    torch takes is known only when it runs, and too little memory ends the engine where too much costs a few tokens.
 
     Args:
-        copies_tied_head: the output head is packed for its kernel (on the CPU), also where it is tied to the embedding.
         step_tokens: new tokens of the largest step.
         max_model_len: positions that attention of one token may look back on.
         max_running_requests: rows of logits that may be sampled in one step.
+        on_cpu: the output head is packed for its kernel, also where it is tied to the embedding.
     """
     width = BYTES_OF_DTYPE[dtype]
     packed_head = spec.vocab_size * spec.hidden_size * width
-    activations = step_tokens * (6 * spec.hidden_size + 3 * spec.intermediate_size) * 4
-    scores = step_tokens * spec.num_heads * max_model_len * 4
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    activations = step_tokens * (4 * spec.hidden_size + 3 * q_size + 4 * kv_size + spec.mlp_width) * 4
+    block = min(step_tokens, _CPU_BF16_QUERY_BLOCK if on_cpu and dtype == "bfloat16" else _QUERY_BLOCK)
+    scores = block * (spec.num_heads + _MASK_HEADS) * max_model_len * 4 * _SCORES_COPIES
     logits = max_running_requests * spec.vocab_size * 4 * _LOGITS_COPIES
     return MemoryBudget(
         usable_bytes=usable_bytes,
-        weights_bytes=spec.weight_bytes(width)
-        + (packed_head if copies_tied_head and spec.tie_word_embeddings else 0),
+        weights_bytes=spec.weight_bytes(width) + (packed_head if on_cpu and spec.tie_word_embeddings else 0),
         workspace_bytes=activations + scores + logits + RUNTIME_BYTES,
         kv_token_bytes=spec.kv_bytes_per_token(width),
+        gather_token_bytes=2 * kv_size * width * _GATHERED_COPIES,
         fraction=fraction,
     )
 

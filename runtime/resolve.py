@@ -13,23 +13,20 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .config import EngineConfig
 from .errors import ConfigError
-from .feasibility import pages_for
 from .host_facts import HostFacts, usable_threads
-from .memory_budget import GIB, MemoryBudget, plan_memory
-from .swap_space import SwapSpace
+from .memory_budget import GIB
+from .pool_size import Device, PoolDecision, PoolSize, prompt_tokens
 
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec
 
 BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
+BF16_CAPABILITY: Final = (8, 0)  # Ampere
 CPU_MEM_FRACTION: Final = 0.4  # other programs live in the same memory
 CUDA_MEM_FRACTION: Final = 0.88
 CPU_CHUNK_TOKENS: Final = 512
 CUDA_CHUNK_TOKENS: Final = ((35, 2048), (60, 4096), (100, 8192))  # (GPU with less than GiB, chunk)
 CUDA_LARGE_CHUNK_TOKENS: Final = 16384
-TOKENS_PER_REQUEST: Final = 1024  # what a usual conversation holds; decides how many may run at once
-MAX_AUTO_RUNNING: Final = 256
-MIN_USEFUL_LEN: Final = 256  # a context below it answers nothing
 LONG_PREFILL_FRACTION: Final = 0.04  # of the context; vLLM's
 
 T = TypeVar("T")
@@ -72,15 +69,7 @@ class _Resolver:
         num_threads = self.num_threads()
         chunk = self.chunked_prefill_size(device)
         fraction = self.mem_fraction(device)
-        wanted_len = self.wanted_len()
-        most_running = self.most_running(device, num_threads)
-        swap = SwapSpace(self.config, device, self.host.mem_usable_bytes)
-        budget = swap.beside(self.budget(device, dtype, chunk, fraction, wanted_len, most_running))
-        pool = self.pool_by_memory(budget)
-        max_model_len = self.max_model_len(wanted_len, pool, budget)
-        max_running = self.max_running_requests(device, num_threads, most_running, pool)
-        max_total = self.max_total_tokens(pool, max_running, max_model_len, budget)
-        swap_space = swap.decide(max_total, budget)
+        pool = self.pool(device, dtype, num_threads, chunk, fraction)
         config = replace(
             self.config,
             model=replace(
@@ -88,20 +77,20 @@ class _Resolver:
                 device=device,
                 dtype=dtype,
                 num_threads=num_threads,
-                max_model_len=max_model_len,
+                max_model_len=pool.max_model_len,
             ),
             cache=replace(
                 self.config.cache,
                 mem_fraction=fraction,
-                max_total_tokens=max_total,
-                swap_space=self.note("swap_space", swap_space.gib, swap_space.reason),
+                max_total_tokens=pool.max_total_tokens,
+                swap_space=pool.swap_gib,
             ),
             scheduler=replace(
                 self.config.scheduler,
                 chunked_prefill_size=chunk,
-                max_running_requests=max_running,
-                max_num_batched_tokens=self.max_num_batched_tokens(chunk, max_running),
-                long_prefill_token_threshold=self.long_prefill_token_threshold(max_model_len),
+                max_running_requests=pool.max_running_requests,
+                max_num_batched_tokens=self.max_num_batched_tokens(chunk, pool.max_running_requests),
+                long_prefill_token_threshold=self.long_prefill_token_threshold(pool.max_model_len),
                 overlap=self.overlap(device),
             ),
         )
@@ -134,6 +123,11 @@ class _Resolver:
         if self.config.model.dtype != "auto":
             return self.config.model.dtype
         if device == "cuda":
+            gpu = self.host.gpus[0]
+            if gpu.compute_capability and gpu.compute_capability < BF16_CAPABILITY:
+                major, minor = gpu.compute_capability
+                reason = f"{gpu.name} (compute capability {major}.{minor}) has no bfloat16 instructions"
+                return self.note("dtype", "float32", reason)
             return self.note("dtype", "bfloat16", "native on GPUs since Ampere")
         native = [flag for flag in BF16_FLAGS if flag in self.host.cpu_flags]
         if native:
@@ -183,141 +177,20 @@ class _Resolver:
             return self.note("mem_fraction", CUDA_MEM_FRACTION, "leaves room for graphs and allocator slack")
         return self.note("mem_fraction", CPU_MEM_FRACTION, "leaves memory to other programs on this machine")
 
-    def wanted_len(self) -> int:
-        """The context length before memory has its say."""
-        asked, known = self.config.model.max_model_len, self.spec.max_position_embeddings
-        if asked == "auto":
-            return known
-        if asked > known:
-            raise ConfigError(
-                f"max_model_len is {asked}, but the model knows positions up to {known} only; lower --max-model-len"
-            )
-        return asked
-
-    def most_running(self, device: str, num_threads: int) -> int:
-        """Requests that will run at once at most: `max_running_requests` before memory has its say."""
-        asked = self.config.scheduler.max_running_requests
-        if asked != "auto":
-            return asked
-        most = MAX_AUTO_RUNNING if device == "cuda" else min(MAX_AUTO_RUNNING, max(64, 16 * num_threads))
-        return min(most, self.most_decodes)
-
-    @property
-    def most_decodes(self) -> int:
-        """Requests for whose tokens a step has room, where one budget holds prompts and decodes."""
-        scheduler = self.config.scheduler
-        if scheduler.phases != "decode-first" or scheduler.max_num_batched_tokens is None:
-            return MAX_AUTO_RUNNING
-        return scheduler.max_num_batched_tokens
-
-    def budget(
-        self, device: str, dtype: str, chunk: int, fraction: float, wanted_len: int, most_running: int
-    ) -> MemoryBudget:
-        """The sums for the largest step that the scheduler can make."""
-        return plan_memory(
-            self.spec,
-            usable_bytes=self.host.gpus[0].free_bytes if device == "cuda" else self.host.mem_usable_bytes,
+    def pool(self, device: str, dtype: str, num_threads: int, chunk: int, fraction: float) -> PoolDecision:
+        host_free_bytes = self.host.mem_usable_bytes
+        facts = Device(
+            name=device,
             dtype=dtype,
-            fraction=fraction,
-            step_tokens=self.largest_step(chunk, wanted_len, most_running),
-            max_model_len=wanted_len,
-            max_running_requests=most_running,
-            copies_tied_head=device == "cpu",
+            num_threads=num_threads,
+            free_bytes=self.host.gpus[0].free_bytes if device == "cuda" else host_free_bytes,
+            host_free_bytes=host_free_bytes,
         )
+        decision = PoolSize(self.config, self.spec, facts, chunk=chunk, fraction=fraction).decide()
+        self.notes.update(decision.notes)
+        return decision
 
-    def largest_step(self, chunk: int, wanted_len: int, most_running: int) -> int:
-        """New tokens of the largest step: full of prompts, or everybody decodes and leaves a page for a prompt.
-
-        Decodes that ride along with prompts take of their limit and do not add to it (see `PrefillBudget`).
-        """
-        scheduler = self.config.scheduler
-        apart = scheduler.phases == "prefill-first"
-        most_decodes = most_running if apart else most_running + self.page_size
-        largest = max(min(self.prompt_tokens(chunk), most_running * wanted_len), most_decodes)
-        if scheduler.max_num_batched_tokens is not None:
-            largest = min(largest, max(scheduler.max_num_batched_tokens, most_decodes))
-        if chunk == -1:  # prompts are never cut: one of any length is computed beside whoever decodes
-            largest = max(largest, wanted_len + (0 if apart else most_running))
-        return largest
-
-    def prompt_tokens(self, chunk: int) -> int:
-        """Prompt tokens of a step that holds more than a single prompt."""
-        limit = max(self.config.scheduler.max_prefill_tokens, self.page_size)
-        return limit if chunk == -1 else min(limit, chunk)
-
-    def pool_by_memory(self, budget: MemoryBudget) -> int:
-        """KV slots that memory pays for, or that the user asked for, in whole pages."""
-        asked = self.config.cache.max_total_tokens
-        if asked == "auto":
-            pool = budget.tokens
-        elif asked * budget.kv_token_bytes > budget.left_bytes:
-            most = max(0, budget.left_bytes) // budget.kv_token_bytes
-            raise ConfigError(
-                f"max_total_tokens is {asked}, which takes {asked * budget.kv_token_bytes / GIB:.1f} GiB, but memory "
-                f"holds {most} tokens: {replace(budget, fraction=1).sums}; "
-                f"lower --max-total-tokens{self.or_swap_space(budget)}"
-            )
-        else:
-            pool = asked
-        rounded = pool // self.page_size * self.page_size
-        if rounded == 0 and asked != "auto":
-            raise ConfigError(
-                f"max_total_tokens is {asked}, less than one page of {self.page_size} tokens; raise it"
-            )
-        return rounded
-
-    def max_model_len(self, wanted_len: int, pool: int, budget: MemoryBudget) -> int:
-        asked = self.config.model.max_model_len
-        pool_is_given = self.config.cache.max_total_tokens != "auto"
-        if asked != "auto":
-            if pool < asked - 1 and not pool_is_given:
-                raise ConfigError(
-                    f"max_model_len is {asked}, but memory holds {pool} tokens: {budget.sums}; lower --max-model-len "
-                    f"or raise --mem-fraction{self.or_swap_space(budget)}"
-                )
-            return asked
-        if pool >= wanted_len:
-            return self.note("max_model_len", wanted_len, "all positions the model knows")
-        if pool_is_given:
-            return self.note(
-                "max_model_len", max(2, pool), f"bounded by --max-total-tokens; the model knows {wanted_len}"
-            )
-        if pool < min(MIN_USEFUL_LEN, wanted_len):
-            raise ConfigError(
-                f"memory holds a context of {pool} tokens only: {budget.sums}; free memory, raise --mem-fraction "
-                f"(now {budget.fraction:g}) or lower --chunked-prefill-size, --max-prefill-tokens and "
-                f"--max-running-requests{self.or_swap_space(budget)}"
-            )
-        return self.note(
-            "max_model_len", pool, f"bounded by memory, {budget.sums}; the model knows {wanted_len}"
-        )
-
-    def max_running_requests(self, device: str, num_threads: int, most_running: int, pool: int) -> int:
-        asked = self.config.scheduler.max_running_requests
-        if asked != "auto":
-            return asked
-        by_memory = max(1, pool // TOKENS_PER_REQUEST)
-        if by_memory < most_running:
-            reason = f"one per {TOKENS_PER_REQUEST} of {pool} KV tokens"
-        elif most_running == self.most_decodes < MAX_AUTO_RUNNING:
-            reason = f"a token of each fits into a step of --max-num-batched-tokens {most_running}"
-        else:
-            reason = "enough to fill the GPU" if device == "cuda" else f"for {num_threads} CPU threads"
-        return self.note("max_running_requests", min(by_memory, most_running), reason)
-
-    def max_total_tokens(self, pool: int, max_running: int, max_model_len: int, budget: MemoryBudget) -> int:
-        asked = self.config.cache.max_total_tokens
-        if asked != "auto":
-            reason = f"{asked} in whole pages of {self.page_size}" if pool != asked else ""
-            return self.note("max_total_tokens", pool, reason)
-        useful = max_running * pages_for(max_model_len, self.page_size) * self.page_size
-        if useful <= pool:
-            return self.note(
-                "max_total_tokens",
-                useful,
-                f"{max_running} requests x {max_model_len} tokens; memory holds {pool}",
-            )
-        return self.note("max_total_tokens", pool, budget.sums)
+    # ---------------------------------------------------------------- steps
 
     def max_num_batched_tokens(self, chunk: int, max_running: int) -> int | None:
         scheduler = self.config.scheduler
@@ -325,12 +198,13 @@ class _Resolver:
         if asked is None:
             if not decode_first:
                 return None
-            prompts = self.prompt_tokens(chunk)
-            return self.note(
-                "max_num_batched_tokens",
-                prompts + max_running,
-                f"{prompts} tokens of prompts beside {max_running} running requests",
-            )
+            # One budget, as in vLLM: decodes take of it, so a larger one than the chunk would never bind.
+            prompts = prompt_tokens(self.config, chunk)
+            if prompts >= max_running + self.page_size:
+                reason = "one budget: prompts get what the running requests leave of a full step of prompts"
+                return self.note("max_num_batched_tokens", prompts, reason)
+            reason = f"{prompts} tokens of prompts beside {max_running} running requests, who would take all of them"
+            return self.note("max_num_batched_tokens", prompts + max_running, reason)
         if asked < self.page_size:
             raise ConfigError(
                 f"max_num_batched_tokens is {asked}, less than one page of {self.page_size} tokens, so no prompt could "
@@ -363,10 +237,6 @@ class _Resolver:
         return self.note(
             "overlap", False, "on the CPU a launch is the whole step, so nothing would be left to overlap"
         )
-
-    def or_swap_space(self, budget: MemoryBudget) -> str:
-        """One more way out, where the KV pool shares its memory with swapped KV."""
-        return " (or --swap-space)" if budget.swap_bytes else ""
 
     def note(self, name: str, value: T, reason: str) -> T:
         if reason:

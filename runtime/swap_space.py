@@ -21,6 +21,7 @@ HOST_SHARE: Final = (
     4  # at most a quarter of what is free on the host: it is pinned, nobody else can have it back
 )
 POOL_SHARE: Final = 4  # on the CPU a quarter of the KV pool
+STAGED_BYTES: Final = 64 * MIB  # of the device, for pages on their way (see `HostKVPool`), or two pages
 
 
 class SwapDecision(NamedTuple):
@@ -47,23 +48,37 @@ class SwapSpace:
             )
 
     def beside(self, budget: MemoryBudget) -> MemoryBudget:
-        """The budget of the KV pool with what swapping takes from it: nothing but on the CPU."""
-        if not self._on_cpu or self._is_off:
+        """The budget of the KV pool less what swapping takes: room for pages on their way, and on the CPU all of it."""
+        if self._is_off:
+            return budget
+        staged_bytes = max(STAGED_BYTES, 2 * self._page_bytes(budget))
+        budget = replace(budget, workspace_bytes=budget.workspace_bytes + staged_bytes)
+        if not self._on_cpu:
             return budget
         if self._asked != "auto":
             swap_bytes = self._asked_bytes()
-            if swap_bytes > budget.left_bytes:
-                raise ConfigError(
-                    f"swap_space is {self._asked:g} GiB, but {budget.left_sums} leaves "
-                    f"{size_text(max(0, budget.left_bytes))}, which it shares with the KV pool; lower --swap-space"
-                )
         elif self._asked_tokens == "auto":
-            # A quarter of the pool that is left: r = (left - r) * fraction / 4, solved for r.
-            share = budget.fraction / (POOL_SHARE + budget.fraction)
+            # A quarter of the pool that is left, r = (left - r) * pool_share / 4, solved for r.
+            pool_share = budget.fraction * budget.kv_token_bytes / budget.token_bytes
+            share = pool_share / (POOL_SHARE + pool_share)
             swap_bytes = max(self._page_bytes(budget), int(budget.left_bytes * share))
         else:
             swap_bytes = self._share_of_pool(self._asked_tokens, budget)
         return replace(budget, swap_bytes=swap_bytes)
+
+    def check(self, budget: MemoryBudget) -> None:
+        """Whether `beside` left the pool anything.
+
+        Raises:
+            ConfigError: what was asked for is more than there is.
+        """
+        if self._asked == "auto" or not budget.swap_bytes or budget.left_bytes >= 0:
+            return
+        without = replace(budget, swap_bytes=0)
+        raise ConfigError(
+            f"swap_space is {self._asked:g} GiB, but {without.left_sums} leaves "
+            f"{size_text(max(0, without.left_bytes))}, which it shares with the KV pool; lower --swap-space"
+        )
 
     def decide(self, max_total_tokens: int, budget: MemoryBudget) -> SwapDecision:
         """The value, when the pool has its size.

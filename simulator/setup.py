@@ -8,14 +8,13 @@ from typing import Final
 from ..runtime.config import EngineConfig
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import Capacity
+from ..runtime.pool_size import MAX_AUTO_RUNNING, TOKENS_PER_REQUEST
 from ..runtime.resolve import (
     CPU_CHUNK_TOKENS,
     CPU_MEM_FRACTION,
     CUDA_CHUNK_TOKENS,
     CUDA_LARGE_CHUNK_TOKENS,
     CUDA_MEM_FRACTION,
-    MAX_AUTO_RUNNING,
-    TOKENS_PER_REQUEST,
 )
 from .device_facts import DeviceFacts
 from .model_facts import ModelFacts
