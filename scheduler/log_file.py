@@ -24,12 +24,14 @@ record, with a default; any other change is a new version. `log_writer.py` write
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TypeVar
 
 import msgspec
 
@@ -40,6 +42,8 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import SchedulerInput
 from .decision_log import DecisionRecord
 
+logger = logging.getLogger(__name__)
+
 MAGIC: Final = b"\x89EDL\r\n\x1a\n"
 """Begins each run. As a record's length it would be above `MAX_RECORD_BYTES`, so it cannot be taken for one."""
 VERSION: Final = 1
@@ -47,6 +51,9 @@ RUN_HEAD: Final = struct.Struct("<8sI")
 RECORD_HEAD: Final = struct.Struct("<II")
 MAX_RECORD_BYTES: Final = 64 << 20
 _SCAN_BYTES: Final = 1 << 20
+
+
+_Config = TypeVar("_Config", SchedulerConfig, CacheConfig)
 
 
 class LogFileError(EngineError):
@@ -77,26 +84,40 @@ class Header(msgspec.Struct, tag="header", array_like=True):
     device: str = ""
 
     def scheduler_config(self, **changes: object) -> SchedulerConfig:
-        """The configuration of the run, with changes.
+        """The configuration of the run, with changes. Settings that came after it have their defaults.
 
         Raises:
-            LogFileError: the run has settings that this engine does not know.
+            LogFileError: the run has settings that this engine does not know, or values of another type.
             ConfigError: values that do not go together.
         """
-        return SchedulerConfig(**self._known(self.scheduler, SchedulerConfig) | changes)
+        return self._config(self.scheduler | changes, SchedulerConfig)
 
     def cache_config(self, **changes: object) -> CacheConfig:
         """The same for the group of KV memory."""
-        return CacheConfig(**self._known(self.cache, CacheConfig) | changes)
+        return self._config(self.cache | changes, CacheConfig)
 
-    def _known(self, settings: dict[str, Any], group: type[SchedulerConfig | CacheConfig]) -> dict[str, Any]:
+    def _config(self, settings: dict[str, Any], group: type[_Config]) -> _Config:
         unknown = sorted(set(settings) - {field.name for field in dataclasses.fields(group)})
         if unknown:
             raise LogFileError(
                 f"the run was recorded by engine {self.engine_version}, whose setting {unknown[0]} this one "
                 f"({__version__}) does not have; read it with that version"
             )
-        return settings
+        try:
+            return msgspec.convert(settings, group)
+        except msgspec.ValidationError as error:
+            raise LogFileError(
+                f"the settings of the run, recorded by engine {self.engine_version}, are not those of this one "
+                f"({__version__}): {error}"
+            ) from None
+
+    def problem(self) -> str:
+        """Why no scheduler can have been like this; "" if one can."""
+        for name in ("max_model_len", "num_pages", "page_size", "max_running_requests", "vocab_size"):
+            value = getattr(self.capacity, name)
+            if value < 1:
+                return f"its {name} is {value}"
+        return ""
 
 
 class Input(msgspec.Struct, tag="input", array_like=True):
@@ -166,23 +187,32 @@ class LoggedRun:
             yield record
 
 
-def read_runs(path: str | Path) -> Iterator[LoggedRun]:
+def read_runs(path: str | Path, lost: Callable[[str], None] | None = None) -> Iterator[LoggedRun]:
     """The runs of a decision log; see the module. What was not read of a run is passed over.
+
+    The file may grow meanwhile: the last run is read as far as it goes, and runs that begin later are not among them.
+
+    Args:
+        path: the file.
+        lost: is told of each run that cannot be read at all, in one sentence; a warning in the log unless given.
 
     Raises:
         LogFileError: no such file, not a decision log, or a version that this engine does not know.
     """
     path = Path(path).expanduser()
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise LogFileError(f"{path} is not a decision log; --decision-log FILE makes one")
             file.seek(0)
+            # Looked at once: a writer may go on behind what was taken for the end of the last run.
+            end = os.fstat(file.fileno()).st_size
             found = False
-            while (start := file.tell()) < os.fstat(file.fileno()).st_size:
+            while (start := file.tell()) < end:
                 try:
                     header = _read_header(file, path)
-                except _Damage:
+                except _Damage as damage:
+                    (lost or logger.warning)(f"{path}: a run is lost: {damage} at byte {start:,}")
                     _find_magic(file, start + 1)
                     continue
                 found = True
@@ -191,9 +221,18 @@ def read_runs(path: str | Path) -> Iterator[LoggedRun]:
                 for _record in run.records:
                     pass
             if not found:
-                raise LogFileError(f"{path} has no run that can be read: it ends inside its header")
+                raise LogFileError(f"{path} has no run that can be read")
     except OSError as error:
         raise LogFileError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file to be read; what is none is refused, and a pipe without a writer holds nobody up."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise LogFileError(f"{path} is not a regular file; a decision log is")
+    return os.fdopen(fd, "rb")
 
 
 class _Damage(Exception):
@@ -204,7 +243,9 @@ def _read_header(file: BinaryIO, path: Path) -> Header:
     head = file.read(RUN_HEAD.size)
     if len(head) < RUN_HEAD.size:
         raise _Damage("the file ends inside a run's first bytes")
-    version = RUN_HEAD.unpack(head)[1]
+    magic, version = RUN_HEAD.unpack(head)
+    if magic != MAGIC:
+        raise _Damage("no run begins here")
     if version > VERSION:
         raise LogFileError(
             f"{path} is a decision log of version {version}, this engine ({__version__}) reads up to {VERSION}; "
@@ -213,6 +254,8 @@ def _read_header(file: BinaryIO, path: Path) -> Header:
     header = _read_record(file)
     if not isinstance(header, Header):
         raise _Damage("a run without a header")
+    if problem := header.problem():
+        raise _Damage(f"the header is none of a scheduler, {problem},")
     return header
 
 
@@ -238,7 +281,7 @@ def _read_record(file: BinaryIO) -> LogRecord | None:
         raise _Damage("damaged")
     try:
         record: LogRecord = _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # the latter for lists within lists without end
         raise _Damage(f"a record that this engine ({__version__}) does not understand ({error})") from None
     return record
 

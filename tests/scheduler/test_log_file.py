@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 import zlib
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from engine.runtime.errors import ConfigError
 from engine.scheduler.decision_log import Arrived, PassRecord, Settled
-from engine.scheduler.log_file import MAGIC, VERSION, Input, LogFileError, LogRecord, read_runs
+from engine.scheduler.log_file import (
+    MAGIC,
+    RECORD_HEAD,
+    RUN_HEAD,
+    VERSION,
+    Input,
+    LogFileError,
+    LogRecord,
+    read_runs,
+)
 from engine.scheduler.log_writer import LogWriter
 
 from .log_samples import sample_header, sample_records
@@ -198,3 +210,118 @@ def test_a_record_of_a_kind_that_came_later_ends_the_run(path):
 
     assert isinstance(records[0], Input)
     assert "does not understand" in damage
+
+
+def write_payload(path: Path, payload: bytes) -> None:
+    """A file of one run, whose header is these bytes."""
+    head = RECORD_HEAD.pack(len(payload), zlib.crc32(payload))
+    path.write_bytes(RUN_HEAD.pack(MAGIC, VERSION) + head + payload)
+
+
+def test_a_file_that_grows_between_two_runs_is_read_as_it_was(path):
+    writer = LogWriter(path, sample_header())
+    writer.flush()
+    runs = read_runs(path)
+    first = next(runs)
+    assert list(first.records) == []
+
+    for record in sample_records():
+        writer.add(record)
+    writer.close()
+
+    assert next(runs, None) is None
+    assert first.damage == ""
+    assert read_all(path) == [(sample_records(), "")]
+
+
+def test_a_run_that_begins_while_the_file_is_read_is_for_the_next_reader(path):
+    write_run(path, sample_records())
+    runs = read_runs(path)
+    next(runs)
+
+    write_run(path, sample_records())
+
+    assert next(runs, None) is None
+    assert len(read_all(path)) == 2
+
+
+def test_bytes_between_two_runs_are_no_run(path):
+    write_run(path, sample_records())
+    first = path.stat().st_size
+    write_run(path, sample_records()[:2])
+    data = bytearray(path.read_bytes())
+    data[first] ^= 1  # of the magic
+
+    path.write_bytes(data)
+
+    ((records, damage),) = read_all(path)
+    assert records == sample_records()
+    assert f"at byte {first:,}" in damage
+
+
+def test_a_run_without_a_header_is_reported(path):
+    write_run(path, sample_records())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40] + whole)
+    lost: list[str] = []
+
+    assert len(list(read_runs(path, lost.append))) == 1
+    assert lost == [f"{path}: a run is lost: damaged at byte 0"]
+
+
+def test_lists_within_lists_without_end_are_damage(path):
+    payload = b"\x91" * 200_000 + b"\xc0"
+    write_run(path, sample_records()[:2])
+    with path.open("ab") as file:
+        file.write(RECORD_HEAD.pack(len(payload), zlib.crc32(payload)) + payload)
+
+    ((records, damage),) = read_all(path)
+
+    assert records == sample_records()[:2]
+    assert "does not understand" in damage
+
+
+@pytest.mark.parametrize("name", ["page_size", "num_pages", "vocab_size"])
+def test_a_header_of_no_scheduler_is_refused(path, name):
+    header = sample_header()
+    header.capacity = msgspec.structs.replace(header.capacity, **{name: 0})
+    write_payload(path, msgspec.msgpack.encode(header))
+    lost: list[str] = []
+
+    with pytest.raises(LogFileError, match="has no run that can be read"):
+        list(read_runs(path, lost.append))
+    assert f"its {name} is 0" in lost[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_running_requests", "lots"), ("schedule_policy", 3)])
+def test_a_setting_of_another_type_is_named(name, value):
+    header = sample_header()
+    header.scheduler[name] = value
+
+    with pytest.raises(LogFileError, match=f"are not those of this one .*{name}"):
+        header.scheduler_config()
+
+
+def test_a_setting_that_came_later_has_its_default():
+    header = sample_header()
+    del header.scheduler["phases"]
+
+    assert header.scheduler_config() == sample_header().scheduler_config()
+
+
+def test_settings_survive_the_file(path):
+    changed: dict[str, Any] = {"schedule_policy": "lpm", "queue_timeout": 2, "policy_seed": 2**63 - 1}
+    header = sample_header()
+    header.scheduler |= changed
+    LogWriter(path, header).close()
+
+    (run,) = read_runs(path)
+
+    assert run.header.scheduler_config() == sample_header().scheduler_config(**changed)
+
+
+def test_a_pipe_is_refused_and_nobody_hangs(path):
+    os.mkfifo(path)
+
+    with pytest.raises(LogFileError, match="is not a regular file"):
+        read_all(path)
