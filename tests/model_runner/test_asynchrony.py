@@ -71,7 +71,8 @@ class NoHostPages:
     def copy_out(self, pages: Any, host_pages: Any) -> None:
         pass
 
-    copy_in = copy_out
+    def copy_in(self, host_pages: Any, pages: Any) -> None:
+        pass
 
 
 class UploadsDoNotWait(TorchDispatchMode):
@@ -270,7 +271,7 @@ def test_on_a_gpu_torch_itself_sees_no_wait(sampling):
     config = ModelConfig(dtype="float32", load_format="dummy", seed=1, device="cuda", num_threads=1)
     source = ModelSource("hf", "dummy", "test")
     runner: ModelRunner = load_model_runner(config, CacheConfig(page_size=4), source, SPEC, capacity)
-    tokens = []
+    tokens: list[bytes] = []
     for mode in ("default", "error"):  # the first time memory is allocated and kernels are loaded
         driver = Driver(runner, capacity)
         driver.step_id = runner_steps = len(tokens) * 10

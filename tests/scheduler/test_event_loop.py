@@ -40,7 +40,14 @@ STEP_S = 0.125
 class World:
     """Everything around the event loop. Time passes in polls that wait, and in steps of the runner."""
 
-    def __init__(self, harness: Any, log_interval_s: float = 10.0, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        harness: Any,
+        log_interval_s: float = 10.0,
+        recorder: Recorder | None = None,
+        *,
+        overlap: bool = False,
+    ) -> None:
         self.now_s = 50.0
         self.arriving: list[SchedulerInput] = []
         self.sent: list[Message] = []
@@ -58,6 +65,7 @@ class World:
             StepLog(log_interval_s),
             clock=lambda: self.now_s,
             recorder=recorder,
+            overlap=overlap,
         )
 
     def poll(self, timeout_s: float) -> list[SchedulerInput]:
@@ -97,9 +105,15 @@ class World:
         return [row for batch in self.sent_of(BatchTokenOutput) for row in batch.outputs]
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    value: bool = request.param
+    return value
+
+
 @pytest.fixture
-def world(make_scheduler) -> World:
-    return World(make_scheduler())
+def world(make_scheduler, overlap) -> World:
+    return World(make_scheduler(), overlap=overlap)
 
 
 def test_a_request_is_answered_token_by_token_and_once(world):
@@ -111,7 +125,7 @@ def test_a_request_is_answered_token_by_token_and_once(world):
     assert [row.finish and row.finish.kind for row in world.rows] == [None, None, None, FinishKind.LENGTH]
 
 
-def test_messages_are_taken_between_steps(world):
+def test_messages_are_taken_between_steps(world, overlap):
     world.submit("long", max_new_tokens=100)
     world.steps(3)
     world.submit("late", max_new_tokens=1)
@@ -119,8 +133,11 @@ def test_messages_are_taken_between_steps(world):
     world.arriving.append(AbortRequest("long", "client disconnected"))
     world.steps(1)
 
-    assert [row.rid for row in world.rows] == ["long", "long", "long", "late", "long", "long"]
-    assert world.rows[-1].finish.kind is FinishKind.ABORT
+    rids = [row.rid for row in world.rows]
+    # Overlapped, the step with the late one is settled in the pass of the abort, behind it.
+    assert rids == ["long", "long", "long", *(["long", "late"] if overlap else ["late", "long", "long"])]
+    (finish,) = [row.finish for row in world.rows if row.rid == "long" and row.finish]
+    assert finish.kind is FinishKind.ABORT
 
 
 def test_a_flush_is_answered_while_idle(world):
@@ -149,6 +166,19 @@ def test_busy_it_never_waits(world):
     assert world.waits_s == [0.0] * 10
 
 
+def test_what_an_answer_waits_for_is_sent_before_the_loop_waits(make_scheduler):
+    """The tokens of the last step in flight are out, and the books are checked, before it waits for messages."""
+    world = World(make_scheduler(), overlap=True)
+    world.submit("r1", max_new_tokens=3)
+
+    while not world.waits_s or world.waits_s[-1] == 0.0:
+        world.steps(1)
+
+    assert [row.finish and row.finish.kind for row in world.rows] == [None, None, FinishKind.LENGTH]
+    assert world.scheduler.num_unfinished == 0
+    assert len(world.waits_s) < 10
+
+
 @pytest.mark.parametrize("max_new_tokens", [100, 0], ids=["busy", "idle"])
 def test_reports_come_on_time(world, max_new_tokens):
     if max_new_tokens:
@@ -162,11 +192,11 @@ def test_reports_come_on_time(world, max_new_tokens):
     assert world.num_heartbeats == 60
 
 
-def test_the_books_are_checked_once_when_work_is_done(make_scheduler, monkeypatch):
+def test_the_books_are_checked_once_when_work_is_done(make_scheduler, monkeypatch, overlap):
     harness = make_scheduler()
     checks = []
     monkeypatch.setattr(harness.scheduler, "on_idle", lambda: checks.append(1))
-    world = World(harness)
+    world = World(harness, overlap=overlap)
     world.steps(5)
     at_start = len(checks)
 
@@ -298,14 +328,15 @@ def test_while_requests_wait_each_fruitless_pass_is_noticed(make_scheduler, monk
     assert len(checks) == 5
 
 
-def test_what_the_loop_did_can_be_replayed(make_scheduler, tmp_path):
+def test_what_the_loop_did_can_be_replayed(make_scheduler, tmp_path, overlap):
     harness = make_scheduler(max_running_requests=2)
     header = sample_header()
     header.capacity = harness.capacity
     header.scheduler["chunked_prefill_size"] = 64
     header.eos_token_ids = sorted(harness.eos)
     path = tmp_path / "decisions.log"
-    world = World(harness, recorder=FileRecorder(harness.scheduler, LogWriter(path, header)))
+    recorder = FileRecorder(harness.scheduler, LogWriter(path, header))
+    world = World(harness, recorder=recorder, overlap=overlap)
     for idx in range(6):
         world.submit(f"r{idx}", max_new_tokens=3 + idx, queue_timeout_s=1.5)
         world.steps(2)

@@ -1,0 +1,395 @@
+"""Steps launched before the tokens of the one before are known: the same answers, in an order to rely on."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, SchedulerConfig
+from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
+from engine.runtime.step_plan import StepPlan, StepResult
+from engine.scheduler.log_file import read_runs
+from engine.scheduler.pipeline import Pipeline
+from engine.scheduler.recorder import NoRecorder, Recorder, make_recorder
+from engine.scheduler.replay import replay
+
+from .fake_runner import FakeRunner
+from .harness import Harness
+from .recorded import SCHEDULER_FIELDS
+
+
+class SlowDevice:
+    """Runs plans in their order, some time after they were launched, and at the latest when somebody waits for them.
+
+    So a plan must say everything by itself: nothing that the host does after the launch may change what it means.
+
+    Attributes:
+        calls: "launch 1", "wait 1", ... as they came.
+        fail: "launch" or "wait" -> the step in which that raises.
+    """
+
+    def __init__(self, runner: FakeRunner, rng: random.Random | None = None) -> None:
+        self.runner = runner
+        self.rng = rng
+        self.calls: list[str] = []
+        self.queue: deque[SlowStep] = deque()
+        self.fail: dict[str, int] = {}
+
+    def launch(self, plan: StepPlan) -> SlowStep:
+        self.note("launch", plan.step_id)
+        step = SlowStep(self, plan)
+        self.queue.append(step)
+        self.work()
+        return step
+
+    def work(self) -> None:
+        """Be done with some of what is queued, by chance."""
+        while self.rng is not None and self.queue and self.rng.random() < 0.3:
+            self.run_next()
+
+    def run_next(self) -> None:
+        step = self.queue.popleft()
+        step.result = self.runner.launch(step.plan).wait()
+
+    def note(self, what: str, step_id: int) -> None:
+        self.calls.append(f"{what} {step_id}")
+        if self.fail.get(what) == step_id:
+            raise RuntimeError("the device is lost")
+
+
+class SlowStep:
+    def __init__(self, device: SlowDevice, plan: StepPlan) -> None:
+        self.device = device
+        self.plan = plan
+        self.result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        self.device.note("wait", self.plan.step_id)
+        self.device.work()
+        while self.result is None:
+            self.device.run_next()
+        return self.result
+
+
+class Piped(Harness):
+    """A harness driven by a `Pipeline` instead of its own loop."""
+
+    def __init__(self, *, overlapped: bool, seed: int | None = None, log: Path | None = None, **config: Any):
+        super().__init__(**config)
+        self.device = SlowDevice(self.runner, random.Random(seed) if seed is not None else None)
+        self.recorder: Recorder = NoRecorder()
+        if log is not None:
+            config.setdefault("chunked_prefill_size", 64)
+            wanted = {name: value for name, value in config.items() if name in SCHEDULER_FIELDS}
+            settings = EngineConfig(
+                scheduler=SchedulerConfig(**wanted),
+                cache=CacheConfig(radix_cache=config.get("radix_cache", True)),
+                log=LogConfig(decision_log=str(log)),
+            )
+            self.recorder = make_recorder(
+                settings, self.capacity, self.eos, self.scheduler, wall_s=1e9, now_s=self.now_s
+            )
+        pipeline = Pipeline(
+            self.scheduler, self.device, self.recorder, lambda: self.now_s, overlap=overlapped
+        )
+        self.pipeline = pipeline
+        core = self.scheduler
+
+        class ThroughThePipeline:
+            """What arrives takes the way of the server's messages."""
+
+            def handle(self, message: Any, _now_s: float) -> None:
+                pipeline.handle(message)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(core, name)
+
+        self.scheduler = ThroughThePipeline()  # type: ignore[assignment]
+
+    def advance(self) -> bool:
+        self.now_s += 0.01
+        advanced = self.pipeline.advance()
+        self.collect()
+        self.scheduler.audit()
+        return advanced
+
+    def run(self) -> None:
+        """Until nothing is left; then nothing may stay behind."""
+        for _ in range(20_000):
+            if not self.advance():
+                break
+        else:
+            raise AssertionError(f"not idle: {self.scheduler.report(self.now_s)}")
+        self.pipeline.idle()
+        self.check_answers()
+        assert not self.runner.rows, "the runner keeps rows of requests that have left"
+
+    def outcome(self) -> dict[str, Any]:
+        return {rid: (answer.tokens, answer.finish) for rid, answer in self.answers.items()}
+
+
+# ------------------------------------------------------------ order
+
+
+def test_plain_steps_are_settled_before_the_next_is_planned():
+    harness = Piped(overlapped=False)
+    harness.submit(max_new_tokens=3)
+    harness.run()
+
+    assert harness.device.calls == [
+        *("launch 1", "wait 1", "launch 2", "wait 2", "launch 3", "wait 3"),
+        *("launch 4", "wait 4"),  # the runner forgets the request
+    ]
+
+
+def test_overlapped_steps_are_launched_before_the_one_before_is_settled():
+    harness = Piped(overlapped=True)
+    harness.submit(max_new_tokens=3)
+    harness.run()
+
+    assert harness.device.calls == [
+        *("launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"),
+        *("launch 4", "wait 4"),
+    ]
+
+
+def test_all_but_the_first_step_are_launched_while_another_runs():
+    """What overlap is for: the device has the next step before the host knows the tokens of the one it computes."""
+    harness = Piped(overlapped=True, num_pages=128)
+    for _ in range(4):
+        harness.submit(prompt_len=16, max_new_tokens=50)
+    harness.run()
+
+    in_flight, alone = 0, []
+    for call in harness.device.calls:
+        what, _, step = call.partition(" ")
+        if what == "launch" and in_flight == 0:
+            alone.append(int(step))
+        in_flight += 1 if what == "launch" else -1
+    assert alone == [1, 51]  # 51 has the runner forget the last request
+
+
+def test_at_most_two_steps_are_on_the_device():
+    harness = Piped(overlapped=True)
+    for n in range(12):
+        harness.submit(prompt_len=30, max_new_tokens=1 + n)
+    harness.run()
+
+    in_flight = most = 0
+    for call in harness.device.calls:
+        in_flight += 1 if call.startswith("launch") else -1
+        most = max(most, in_flight)
+    assert (most, in_flight) == (2, 0)
+
+
+def test_a_plan_that_waits_for_the_step_in_flight_is_made_right_after_it():
+    """The second prompt is held back until the first, which begins alike, is in the prefix cache."""
+    harness = Piped(overlapped=True, page_size=4)
+    prompt = list(range(1, 41))
+    harness.submit("first", prompt=prompt, max_new_tokens=1)
+    harness.submit("second", prompt=[*prompt, 50, 51, 52, 53], max_new_tokens=1)
+
+    assert [harness.advance() for _ in range(3)] == [True, True, True]
+
+    assert harness.device.calls == ["launch 1", "wait 1", "launch 2"]
+    harness.run()
+    assert harness.answers["second"].rows[0].usage.cached_tokens == 40
+
+
+# ------------------------------------------------------------ what is known one step late
+
+
+def test_whoever_ends_while_his_next_token_is_computed_gets_none_of_it():
+    eos = tuple(range(0, 97, 3))
+    harness = Piped(overlapped=True, eos=eos)
+    for _ in range(6):
+        harness.submit(ignore_eos=False, max_new_tokens=40)
+    harness.run()
+
+    assert {answer.finish.kind for answer in harness.answers.values() if answer.finish} == {FinishKind.STOP}
+    assert harness.device.calls[-1].startswith("wait")
+
+
+def test_a_surplus_step_may_be_the_last_thing_in_flight():
+    """The request ends by its stop token while its next token is computed; then nobody is there, but a step is."""
+    harness = Piped(overlapped=True, eos=tuple(range(1, 97)))
+    harness.submit(ignore_eos=False, max_new_tokens=40, prompt=[1, 2, 3])
+    while harness.answers["r0"].finish is None:
+        assert harness.advance()
+
+    assert harness.scheduler.num_unfinished == 0
+    assert harness.device.calls == ["launch 1", "launch 2", "wait 1"]
+    assert harness.advance()
+    harness.run()
+    assert len(harness.answers["r0"].tokens) == 1
+
+
+def test_no_surplus_step_where_the_length_is_the_end():
+    harness = Piped(overlapped=True)
+    harness.submit(max_new_tokens=1)
+    harness.run()
+
+    assert harness.device.calls == ["launch 1", "wait 1", "launch 2", "wait 2"]
+    assert harness.runner.steps == 2
+
+
+@pytest.mark.parametrize("num_advances", range(1, 9))
+def test_an_abort_at_any_time_ends_the_request_at_once(num_advances):
+    harness = Piped(overlapped=True, chunked_prefill_size=8)
+    harness.submit("gone", prompt_len=20, max_new_tokens=20)
+    harness.submit("stays", prompt_len=20, max_new_tokens=20)
+    for _ in range(num_advances):
+        harness.advance()
+
+    harness.abort("gone", "client disconnected")
+
+    finish = harness.answers["gone"].finish
+    assert finish is not None and finish.kind is FinishKind.ABORT
+    harness.run()
+    assert len(harness.answers["stays"].tokens) == 20
+
+
+@pytest.mark.parametrize("timeout_s", [0.015, 0.035, 0.055, 0.125])
+def test_a_deadline_passes_while_a_step_is_in_flight(timeout_s):
+    harness = Piped(overlapped=True, chunked_prefill_size=8)
+    harness.submit("late", prompt_len=20, max_new_tokens=30, message={"timeout_s": timeout_s})
+    harness.submit("stays", prompt_len=20, max_new_tokens=30)
+    harness.run()
+
+    finish = harness.answers["late"].finish
+    assert finish is not None and finish.kind not in (FinishKind.STOP, FinishKind.LENGTH)
+    assert len(harness.answers["stays"].tokens) == 30
+
+
+def test_a_failing_request_ends_alone_while_its_next_token_is_computed():
+    harness = Piped(overlapped=True)
+    harness.submit("bad", max_new_tokens=20)
+    harness.submit("good", max_new_tokens=20)
+    for _ in range(3):
+        harness.advance()
+    harness.runner.fail_next.add("bad")
+    harness.run()
+
+    finish = harness.answers["bad"].finish
+    assert finish is not None and finish.kind is FinishKind.ERROR
+    assert len(harness.answers["good"].tokens) == 20
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("what", ["launch", "wait"])
+def test_a_device_that_is_lost_ends_the_loop(what, overlapped):
+    harness = Piped(overlapped=overlapped)
+    harness.device.fail = {what: 3}
+    harness.submit(max_new_tokens=20)
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        harness.run()
+
+
+def test_idle_is_refused_while_a_step_is_in_flight():
+    harness = Piped(overlapped=True)
+    harness.submit(max_new_tokens=5)
+    harness.advance()
+
+    with pytest.raises(AssertionError, match="1 steps are in flight"):
+        harness.pipeline.idle()
+
+
+# ------------------------------------------------------------ the same tokens, whatever happens
+
+LIVES = st.fixed_dictionaries(
+    {
+        "num_pages": st.sampled_from([20, 40, 64]),
+        "num_host_pages": st.sampled_from([0, 16]),
+        "page_size": st.sampled_from([1, 4]),
+        "chunked_prefill_size": st.sampled_from([-1, 8, 24]),
+        "phases": st.sampled_from(["mixed", "prefill-first", "decode-first"]),
+        "preemption_mode": st.sampled_from(["recompute", "swap", "cost"]),
+        "schedule_policy": st.sampled_from(["fcfs", "lpm", "priority"]),
+        "schedule_conservativeness": st.sampled_from([0.05, 1.0]),
+        "max_num_partial_prefills": st.sampled_from([1, 2]),
+        "radix_cache": st.booleans(),
+        "chaos": st.sampled_from([None, "retract=0.3:15"]),
+    }
+)
+
+
+def live(harness: Piped, seed: int, *, aborts: bool) -> None:
+    """Requests of all kinds come, and some of them go, while steps run; then all are finished."""
+    rng = random.Random(seed)
+    for n in range(80):
+        dice = rng.random()
+        if dice < 0.25:
+            prompt = [1 + position % 5 for position in range(rng.randint(0, 12))]
+            prompt += rng.choices(range(1, 97), k=rng.randint(1, 8))
+            sampling: dict[str, Any] = {
+                "max_new_tokens": rng.randint(1, 20),
+                "min_new_tokens": rng.choice([0, 0, 1]),
+                "stop_token_ids": rng.choice([(), tuple(range(0, 97, 9))]),
+                "logprobs": rng.choice([None, None, 0]),
+            }
+            fields = {"priority": rng.choice([0, 50])}
+            num_siblings = rng.choice([1, 1, 3])
+            for sibling in range(num_siblings):
+                harness.submit(
+                    f"r{n}-{sibling}",
+                    prompt=prompt,
+                    ignore_eos=rng.random() < 0.5,
+                    message=fields | {"group": f"g{n}" if num_siblings > 1 else ""},
+                    **sampling,
+                )
+        elif dice < 0.3 and aborts and harness.answers:
+            harness.scheduler.handle(AbortRequest(rng.choice(list(harness.answers)), "gone"), harness.now_s)
+            harness.collect()
+        elif dice < 0.32:
+            harness.scheduler.handle(FlushCache(n), harness.now_s)
+            harness.collect()
+        else:
+            harness.advance()
+    harness.run()
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(config=LIVES, seed=st.integers(0, 1 << 30))
+def test_overlapped_or_not_everybody_gets_the_same_tokens(config, seed):
+    harnesses = [Piped(overlapped=False, **config), Piped(overlapped=True, seed=seed, **config)]
+    for harness in harnesses:
+        live(harness, seed, aborts=False)
+
+    assert harnesses[0].outcome() == harnesses[1].outcome()
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(config=LIVES, seed=st.integers(0, 1 << 30))
+def test_with_aborts_too_and_every_decision_can_be_made_again(tmp_path, config, seed):
+    path = tmp_path / "decisions.log"
+    path.unlink(missing_ok=True)
+    harness = Piped(overlapped=True, seed=seed, log=path, **config)
+    live(harness, seed, aborts=True)
+    harness.recorder.close()
+
+    (result,) = [replay(run) for run in read_runs(path)]
+    assert result.difference is None, result
+    assert result.num_passes == harness.scheduler.decisions.num_passes
+    assert not result.raised
+
+
+def test_a_log_that_ends_in_a_lost_device_is_replayed_to_its_end(tmp_path):
+    path = tmp_path / "decisions.log"
+    harness = Piped(overlapped=True, log=path)
+    harness.device.fail = {"wait": 4}
+    harness.submit(max_new_tokens=20)
+    with pytest.raises(RuntimeError):
+        harness.run()
+    harness.recorder.close()
+
+    (result,) = [replay(run) for run in read_runs(path)]
+
+    assert result.is_equal
+    assert result.num_passes == 5  # the last one was planned and launched before the device was lost
