@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from .aliases import Alias
 from .errors import ConfigError
+
+MAX_INT: Final = 2**63 - 1
+"""The largest whole number of a setting: what the decision log, and a tensor, can hold."""
 
 Auto = Literal["auto"]
 DType = Literal["auto", "bfloat16", "float32"]
@@ -356,3 +359,5 @@ def _finite(name: str, value: float, low: float, *, open_end: bool) -> None:
 def _at_least(name: str, value: int | str, low: int) -> None:
     if isinstance(value, int) and value < low:
         raise ConfigError(f"{name} is {value}, but it must be at least {low}")
+    if isinstance(value, int) and value > MAX_INT:  # what msgpack and tensors can hold
+        raise ConfigError(f"{name} is {value}, but it must be at most {MAX_INT}")

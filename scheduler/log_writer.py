@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _MODE: Final = 0o600
 """For its owner alone: it has the token ids of every prompt."""
+_FOR_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def header_of(
@@ -108,9 +109,7 @@ class LogWriter:
         try:
             fd = os.open(self._path, flags, _MODE)
         except OSError as error:
-            raise ConfigError(
-                f"decision_log is {str(self._path)!r}, which cannot be written: {error.strerror}"
-            ) from None
+            raise self._error(f"cannot be written: {error.strerror}") from None
         try:
             self._check(fd)
         except ConfigError:
@@ -119,18 +118,25 @@ class LogWriter:
         return fd
 
     def _check(self, fd: int) -> None:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ConfigError(
-                f"decision_log is {str(self._path)!r}, which is not a regular file; name another"
-            )
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise self._error("is not a regular file; name another")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"decision_log is {str(self._path)!r}, which another process is writing; name another file"
-            ) from None
+        except BlockingIOError:
+            raise self._error("another process is writing; name another file") from None
+        except OSError as error:
+            raise self._error(f"cannot be locked ({error.strerror}); name one on a local disk") from None
         begin = os.pread(fd, len(MAGIC), 0)
         if begin and begin != MAGIC:
-            raise ConfigError(
-                f"decision_log is {str(self._path)!r}, which exists and is no decision log; name another file"
-            )
+            raise self._error("exists and is no decision log; name another file")
+        if status.st_mode & _FOR_OTHERS:
+            try:
+                os.fchmod(fd, _MODE)
+            except OSError:
+                raise self._error(
+                    "others than its owner can read, and it has every prompt; name another file"
+                ) from None
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"decision_log is {str(self._path)!r}, which {problem}")

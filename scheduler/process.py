@@ -28,18 +28,19 @@ def main(child: Child) -> None:
 
     started_s = time.monotonic()
     capacity = capacity_of(config, spec)
-    runner = load_model_runner(config.model, config.cache, settings.source, spec, capacity)
     eos_token_ids = frozenset(spec.eos_token_ids)
     scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
+    # Before the weights: a log that cannot be written is known at once, and not after minutes of loading.
+    recorder = make_recorder(
+        config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
+    )
+    runner = load_model_runner(config.model, config.cache, settings.source, spec, capacity)
     # What exists now stays; the collector need not look at it again in the middle of a step.
     gc.collect()
     gc.freeze()
     gc.enable()
 
     step_log = StepLog(config.log.log_interval)
-    recorder = make_recorder(
-        config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
-    )
     overlap = config.scheduler.overlap
     assert overlap != "auto"
     loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log, recorder=recorder, overlap=overlap)

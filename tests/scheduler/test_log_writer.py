@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import stat
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.runtime.config import MAX_INT, EngineConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
 from engine.scheduler.decision_log import Settled
 from engine.scheduler.log_file import MAX_RECORD_BYTES, Idle, LogRecord, read_runs
-from engine.scheduler.log_writer import LogWriter
+from engine.scheduler.log_writer import LogWriter, header_of
 
 from .log_samples import count_writes, sample_header
 
@@ -33,6 +35,39 @@ def test_only_the_owner_may_read_it(path):
     LogWriter(path, sample_header()).close()
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_that_others_could_read_becomes_its_owners(path):
+    LogWriter(path, sample_header()).close()
+    path.chmod(0o644)
+
+    LogWriter(path, sample_header()).close()
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_that_others_can_read_and_that_is_not_ours_is_refused(path, monkeypatch):
+    path.touch(0o644)
+    path.chmod(0o644)
+
+    def not_ours(_fd: int, _mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", not_ours)
+
+    with pytest.raises(ConfigError, match="others than its owner can read"):
+        LogWriter(path, sample_header())
+    assert path.stat().st_size == 0
+
+
+def test_a_disk_without_locks_is_not_another_writer(path, monkeypatch):
+    def no_locks(_fd: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+
+    with pytest.raises(ConfigError, match=r"cannot be locked \(No locks available\)"):
+        LogWriter(path, sample_header())
 
 
 def test_what_was_flushed_survives_the_writer(path):
@@ -164,3 +199,15 @@ def test_a_record_that_no_reader_would_take_is_not_written(path, caplog):
 
     assert "the limit is" in caplog.text
     assert read_last(path) == []
+
+
+@pytest.mark.parametrize("name", ["policy_seed", "look_ahead", "max_queued_requests", "chunked_prefill_size"])
+def test_a_number_that_no_record_can_hold_is_refused_with_the_settings(path, name):
+    with pytest.raises(ConfigError, match=f"{name} is {10**20}, but it must be at most {MAX_INT}"):
+        SchedulerConfig(**{name: 10**20})
+
+    config = EngineConfig(scheduler=SchedulerConfig(**{name: MAX_INT}))
+    header = header_of(config, sample_header().capacity, frozenset(), wall_s=0.0, now_s=0.0)
+    LogWriter(path, header).close()
+    (run,) = read_runs(path)
+    assert getattr(run.header.scheduler_config(), name) == MAX_INT
