@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..scheduler.replay import Difference, Replay
 
 EXIT_DIFFERENT: Final = 1
+EXIT_INCOMPLETE: Final = 3
 _GROUPS: Final = ("scheduler", "cache")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -38,9 +39,10 @@ def replay(
 ) -> int:
     """Make every decision of a decision log again and compare.
 
-    The same scheduler is driven by the same messages at the same times, without a model; the exit code is 1 when any
-    decision differs. With --set the workload of the log is run again with other settings and a model of its step
-    times, and the changes of latency and throughput are shown.
+    The same scheduler is driven by the same messages at the same times, without a model. The exit code is 1 when any
+    decision differs, and 3 when none does but a damaged part of the file could not be compared. With --set the workload
+    of the log is run again with other settings and a model of its step times, and the changes of latency and
+    throughput are shown.
     """
     if changes:
         return _what_if(file, parse_changes(changes))
@@ -80,26 +82,32 @@ def _replay_all(path: Path) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     all_equal = True
-    for number, run in enumerate(read_runs(path), 1):
+    damages: list[str] = []
+    for number, run in enumerate(read_runs(path, damages.append), 1):
         _print_header(console, number, run.header)
         started_s = time.perf_counter()
         result = replay_run(run)
-        _print_result(console, result, time.perf_counter() - started_s)
+        seconds = time.perf_counter() - started_s
         if run.damage:
-            console.print(f"note: {run.damage}", style="yellow", markup=False)
+            damages.append(run.damage)
+        _print_result(console, result, seconds, is_whole=not run.damage)
         all_equal = all_equal and result.is_equal
-    return 0 if all_equal else EXIT_DIFFERENT
+    for damage in damages:
+        console.print(f"note: {damage}", style="yellow", markup=False)
+    if not all_equal:
+        return EXIT_DIFFERENT
+    return EXIT_INCOMPLETE if damages else 0
 
 
 def _print_header(console: Any, number: int, header: Header) -> None:
     from .. import __version__
 
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall_s))
-    settings = header.scheduler
+    settings = header.scheduler_config()  # with the defaults of settings that are younger than the run
     console.print(
         f"run {number}, {started}: engine {header.engine_version}, model {header.model}, "
-        f"{header.capacity.num_pages:,} pages of {header.capacity.page_size}, policy {settings['schedule_policy']}, "
-        f"chunks of {settings['chunked_prefill_size']}, {settings['phases']} steps",
+        f"{header.capacity.num_pages:,} pages of {header.capacity.page_size}, policy {settings.schedule_policy}, "
+        f"chunks of {settings.chunked_prefill_size}, {settings.phases} steps",
         markup=False,
     )
     if header.engine_version != __version__:
@@ -108,16 +116,18 @@ def _print_header(console: Any, number: int, header: Header) -> None:
         )
 
 
-def _print_result(console: Any, result: Replay, seconds: float) -> None:
+def _print_result(console: Any, result: Replay, seconds: float, *, is_whole: bool) -> None:
     share = result.num_equal / result.num_passes if result.num_passes else 1.0
     # Never 100 % by rounding.
     percent = "100 %" if result.is_equal else f"{min(share * 100, 99.99):.2f} %"
+    if not is_whole:
+        percent += " of what could be read"
     console.print(
         f"  {_count(result.num_passes, 'pass', 'passes')}, {result.num_equal:,} equal ({percent}), "
         f"digest {result.digest}; {_count(result.num_requests, 'request', 'requests')}, "
         f"{_count(result.num_steps, 'step', 'steps')} in {result.span_s:,.1f} s, "
         f"replayed in {seconds:.2f} s",
-        style="green" if result.is_equal else "red",
+        style="red" if not result.is_equal else "green" if is_whole else "yellow",
         markup=False,
     )
     if result.difference is not None:

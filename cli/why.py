@@ -16,7 +16,7 @@ from .options import CONTEXT_SETTINGS
 if TYPE_CHECKING:
     from ..runtime.messages import Explanation
 
-EXIT_UNKNOWN: Final = 1
+EXIT_UNKNOWN: Final = 3
 _SERVER: Final = ServerConfig()
 DEFAULT_URL: Final = f"http://{_SERVER.host}:{_SERVER.port}"
 _TIMEOUT_S: Final = 10.0
@@ -41,8 +41,8 @@ def why(
 ) -> int:
     """Why a request fared as it did: one sentence and a table.
 
-    A server remembers its last few thousand decisions; a file has them all. The exit code is 1 when nothing is known
-    of the request.
+    A server remembers its last few thousand decisions; a file has them all. The exit code is 3 when nothing is known
+    of the request, and 1 when nobody could be asked.
     """
     if log is not None and url is not None:
         raise RequestError("--log reads a file and --url asks a server; pass one of them")

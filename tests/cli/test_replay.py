@@ -89,8 +89,42 @@ def test_a_run_that_differs(log, capsys):
 def test_a_damaged_run_says_so(log, capsys):
     log.write_bytes(log.read_bytes()[:-2])
 
+    assert cli.run(["replay", str(log)]) == 3
+
+    out = capsys.readouterr().out
+    assert "equal (100 % of what could be read)" in out
+    assert "note: " in out and "the rest of the run is lost" in out
+
+
+def test_a_run_that_is_lost_as_a_whole_says_so(log, capsys):
+    whole = log.read_bytes()
+    log.write_bytes(whole[:40] + whole)
+
+    assert cli.run(["replay", str(log)]) == 3
+
+    out = capsys.readouterr().out
+    assert "equal (100 %)" in out
+    assert "a run is lost: damaged at byte 0" in out
+
+
+def test_a_difference_weighs_more_than_damage(log, capsys):
+    change_pass(log, step_id=3)
+    log.write_bytes(log.read_bytes()[:-2])
+
+    assert cli.run(["replay", str(log)]) == 1
+
+
+def test_a_run_of_an_engine_with_fewer_settings_is_replayed(log, capsys):
+    ((header, records),) = [(run.header, list(run.records)) for run in read_runs(log)]
+    log.unlink()
+    del header.scheduler["phases"]
+    writer = LogWriter(log, header)
+    for record in records:
+        writer.add(record)
+    writer.close()
+
     assert cli.run(["replay", str(log)]) == 0
-    assert "note: " in capsys.readouterr().out
+    assert "mixed steps" in capsys.readouterr().out
 
 
 def test_a_run_of_another_engine_says_so(log, capsys):

@@ -130,7 +130,7 @@ def test_a_request_that_is_not_known(server, capsys):
         {"id": "x", "found": False, "sentence": "Nothing is known of x.", "columns": [], "rows": []}, 404
     )
 
-    assert cli.run(["why", "x", "--url", server.url]) == 1
+    assert cli.run(["why", "x", "--url", server.url]) == 3
     assert capsys.readouterr().err == "engine: Nothing is known of x.\n"
 
 
@@ -170,7 +170,7 @@ def test_a_file_is_asked_in_all_its_runs(log, capsys, rid):
 
 
 def test_a_file_that_does_not_know(log, capsys):
-    assert cli.run(["why", "r11", "--log", str(log)]) == 1
+    assert cli.run(["why", "r11", "--log", str(log)]) == 3
     assert "Nothing is known of r11" in capsys.readouterr().err
 
 
