@@ -49,9 +49,7 @@ class SelfAttention:
         if fused:
             names, sizes = [f"{name}.qkv_proj"], [sum(sizes)]
         self.qkv = Linear(weights, names, spec.hidden_size, sizes, bias=spec.attention_bias)
-        self.o = Linear(
-            weights, [f"{name}.o_proj"], q_size, [spec.hidden_size], bias=spec.attention_out_bias
-        )
+        self.o = Linear(weights, [f"{name}.o_proj"], q_size, [spec.hidden_size], bias=spec.attention_out_bias)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -60,7 +58,9 @@ class SelfAttention:
         qk_THD = qkv_THD[:, :rotated]
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
-            qk_THD = torch.cat((q_norm(qk_THD[:, : self.num_heads]), k_norm(qk_THD[:, self.num_heads :])), dim=1)
+            qk_THD = torch.cat(
+                (q_norm(qk_THD[:, : self.num_heads]), k_norm(qk_THD[:, self.num_heads :])), dim=1
+            )
         qk_THD = ops.rotary(qk_THD, cos, sin)  # q and k in one go
         q, k = qk_THD[:, : self.num_heads], qk_THD[:, self.num_heads :]
         return self.o(batch.attention.forward(self.layer_id, q, k, qkv_THD[:, rotated:]))

@@ -66,6 +66,17 @@ class Fields:
                 raise self.error(name, value, f"expected token ids from 0 to {vocab_size - 1}")
         return tuple(ids)
 
+    def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
+        """A list of whole numbers, low <= each <= high; missing is empty."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(
+            isinstance(item, bool) or not isinstance(item, int) or not low <= item <= high for item in value
+        ):
+            raise self.error(name, value, f"expected a list of whole numbers from {low} to {high}")
+        return tuple(value)
+
     def error(self, name: str, value: object, rule: str) -> ConfigError:
         """The error for a field whose value breaks a rule."""
         shown = repr(value)

@@ -6,18 +6,24 @@ rotary); what would change the computation and is not implemented is refused by 
 
 from __future__ import annotations
 
-import math
-from typing import Final
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Final
 
 from ..errors import ConfigError
 from .fields import Fields
 from .gguf import GGUFFile
-from .model_spec import DTypeName, ModelSpec, RopeScaling
+from .gguf_rope import read_gguf_rope_scaling
+from .hf_families import windows_by_pattern
+from .model_spec import DTypeName, ExpertsSpec, ModelSpec
 
-_MODEL_TYPES: Final = {"llama": "llama"}  # GGUF architecture -> Hugging Face model_type
+_MODEL_TYPES: Final = {  # GGUF architecture -> Hugging Face model_type
+    "llama": "llama",  # and Mistral, whose files do not mention a window
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+}
+_GEMMA3_27B_LAYERS: Final = 62
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
 _NATIVE_DTYPES: Final[dict[str, DTypeName]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -40,7 +46,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
             fields.get("split.count"),
             "a model in several GGUF files is not supported; merge them with llama-gguf-split --merge",
         )
-    if fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
+    if arch != "qwen3moe" and fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
         raise fields.error(
             f"{arch}.expert_count", fields.get(f"{arch}.expert_count"), "experts are not supported"
         )
@@ -48,6 +54,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
     num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
     head_dim = _head_dim(fields, arch, hidden_size // num_heads)
+    rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
     rope_theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
     bos_token_ids = fields.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
     eos_token_ids = [
@@ -64,14 +71,17 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         head_dim=head_dim,
         rms_norm_eps=fields.number(f"{arch}.attention.layer_norm_rms_epsilon", 1e-30, 1.0),
         rope_theta=rope_theta,
-        rope_scaling=_rope_scaling(file, fields, arch, head_dim, rope_theta),
+        rope_scaling=read_gguf_rope_scaling(file, fields, arch, rotary_dim, rope_theta),
         max_position_embeddings=fields.integer(f"{arch}.context_length", 1, 1 << 30),
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        attention_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors)),
+        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         torch_dtype=_dtype(file),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        **_family_facts(fields, arch, num_heads, hidden_size),
     )
     if contradiction := spec.contradiction():
         raise ConfigError(f"{file.path}: {contradiction}")
@@ -88,67 +98,60 @@ def _vocab_size(file: GGUFFile, fields: Fields, arch: str) -> int:
 
 def _head_dim(fields: Fields, arch: str, default: int) -> int:
     head_dim = fields.integer(f"{arch}.attention.key_length", 1, 1 << 12, default=default)
-    for key, what in (
-        (f"{arch}.attention.value_length", "values must be as wide as keys"),
-        (f"{arch}.rope.dimension_count", "rotary over a part of the head is not supported"),
-    ):
-        value = fields.integer(key, 1, 1 << 12, default=head_dim)
-        if value != head_dim:
-            raise fields.error(key, value, f"expected the head size {head_dim}: {what}")
+    key = f"{arch}.attention.value_length"
+    value = fields.integer(key, 1, 1 << 12, default=head_dim)
+    if value != head_dim:
+        raise fields.error(key, value, f"expected the head size {head_dim}: values must be as wide as keys")
+    key = f"{arch}.rope.dimension_count"
+    rotated = fields.integer(key, 1, 1 << 12, default=head_dim)
+    if rotated != head_dim and (arch != "phi3" or rotated > head_dim):
+        rule = f"expected the head size {head_dim}: rotary over a part of the head is not supported"
+        raise fields.error(key, rotated, rule)
     return head_dim
 
 
-def _rope_scaling(file: GGUFFile, fields: Fields, arch: str, head_dim: int, rope_theta: float) -> RopeScaling:
-    kind = fields.text(f"{arch}.rope.scaling.type", default="none")
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=fields.number(f"{arch}.rope.scaling.factor", 1.0, 1e6))
-    if kind != "none":
-        raise fields.error(
-            f"{arch}.rope.scaling.type", kind, "which is not supported; supported are: none, linear"
+def _family_facts(fields: Fields, arch: str, num_heads: int, hidden_size: int) -> dict[str, Any]:
+    """What the architecture adds to, or changes of, the fields that all have."""
+    num_layers = fields.integer(f"{arch}.block_count", 1, 1 << 12)
+    if arch == "phi3":
+        window = fields.integer(f"{arch}.attention.sliding_window", 0, 1 << 30, default=0)
+        return {"sliding_window": window, "windowed_layers": (True,) * num_layers} if window else {}
+    if arch == "qwen3":
+        return {"qk_norm": True}
+    if arch == "qwen3moe":
+        experts = ExpertsSpec(
+            num_experts=fields.integer(f"{arch}.expert_count", 1, 1 << 16),
+            num_active=fields.integer(f"{arch}.expert_used_count", 1, 1 << 16),
+            intermediate_size=fields.integer(f"{arch}.expert_feed_forward_length", 1, 1 << 22),
+            normalise=True,  # llama.cpp knows no other
         )
-    if "rope_freqs.weight" in file.tensors:
-        return _llama3_scaling(file, head_dim, rope_theta)
-    return RopeScaling()
+        return {"qk_norm": True, "experts": experts}
+    if arch == "gemma3":
+        return _gemma3_facts(fields, num_layers, num_heads, hidden_size)
+    return {}
 
 
-def _llama3_scaling(file: GGUFFile, head_dim: int, rope_theta: float) -> RopeScaling:
-    """Recognise Llama 3 scaling in the tensor of frequency divisors, the only trace it leaves in GGUF.
-
-    The largest divisor is `factor`; all Llama 3 models share the other constants, which is checked by
-    computing the whole tensor from them.
-    """
-    divisors = file.read("rope_freqs.weight")
-    if divisors.shape != (head_dim // 2,) or not np.isfinite(divisors).all() or divisors.max() < 1:
-        raise ConfigError(f"{file.path}: tensor 'rope_freqs.weight' must hold {head_dim // 2} divisors >= 1")
-    scaling = RopeScaling(
-        kind="llama3",
-        factor=round(float(divisors.max()), 6),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position=8192,
-    )
-    if scaling.factor == 1.0:
-        return RopeScaling()
-    if not np.allclose(divisors, _llama3_divisors(scaling, head_dim, rope_theta), rtol=1e-3):
-        raise ConfigError(
-            f"{file.path}: tensor 'rope_freqs.weight' is not the rope scaling of Llama 3; "
-            "other per-frequency scalings are not supported"
-        )
-    return scaling
-
-
-def _llama3_divisors(scaling: RopeScaling, head_dim: int, rope_theta: float) -> npt.NDArray[np.float64]:
-    """What each rotary frequency is divided by, [head_dim / 2]; the formula is in `RopeScaling`."""
-    wavelengths = 2 * math.pi * rope_theta ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = np.clip((scaling.original_max_position / wavelengths - low) / (high - low), 0.0, 1.0)
-    divisors: npt.NDArray[np.float64] = 1 / ((1 - smooth) / scaling.factor + smooth)
-    return divisors
+def _gemma3_facts(fields: Fields, num_layers: int, num_heads: int, hidden_size: int) -> dict[str, Any]:
+    for key in ("gemma3.attn_logit_softcapping", "gemma3.final_logit_softcapping"):
+        if fields.number(key, 0.0, 1e9, default=0.0):
+            raise fields.error(key, fields.get(key), "capped scores and logits are not supported")
+    pattern = fields.integer("gemma3.attention.sliding_window_pattern", 1, 1 << 12, default=6)
+    facts: dict[str, Any] = {
+        "qk_norm": True,
+        "norms_per_layer": 4,
+        "float32_norms": True,
+        "sliding_window": fields.integer("gemma3.attention.sliding_window", 1, 1 << 30),
+        "windowed_layers": windows_by_pattern(pattern, num_layers),
+        "local_rope_theta": fields.number("gemma3.rope.freq_base_swa", 1.0, 1e15, default=10000.0),
+    }
+    if num_layers == _GEMMA3_27B_LAYERS:  # the file does not say; the others scale by the head size
+        facts["query_scale"] = (hidden_size / num_heads) ** -0.5
+    return facts
 
 
 def _dtype(file: GGUFFile) -> DTypeName:
     """The type of the first layer's weights; bfloat16 for quantised ones, whose error is the larger one."""
-    for name in ("blk.0.attn_q.weight", "token_embd.weight"):
+    for name in ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight", "token_embd.weight"):
         if name in file.tensors:
             return _NATIVE_DTYPES.get(file.tensors[name].ggml_type.name, "bfloat16")
     return "bfloat16"

@@ -164,7 +164,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"it must be above low_freq_factor {scaling.low_freq_factor:g}"
             )
         if scaling.kind == "longrope":
-            for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+            for name, factors in (
+                ("short_factor", scaling.short_factor),
+                ("long_factor", scaling.long_factor),
+            ):
                 if len(factors) != num_frequencies:
                     return f"longrope's {name} holds {len(factors)} numbers, expected {num_frequencies}"
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -167,7 +168,7 @@ class Driver:
 
 
 @dataclass(frozen=True)
-class TinyLlama:
+class TinyModel:
     """A random model of transformers, saved to a folder, and the facts our reader finds there."""
 
     reference: Any
@@ -190,13 +191,18 @@ class TinyLlama:
 
 
 @pytest.fixture
-def make_tiny_llama(tmp_path: Path) -> Callable[..., TinyLlama]:
-    """A tiny random Llama; keyword arguments are those of transformers' LlamaConfig."""
+def make_tiny_model(tmp_path: Path) -> Callable[..., TinyModel]:
+    """A tiny random model of an architecture; keyword arguments are those of its configuration in transformers."""
 
     def make(
-        *, dtype: str = "float32", max_shard_size: str = "1GB", seed: int = 0, **options: Any
-    ) -> TinyLlama:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        model_type: str,
+        *,
+        dtype: str = "float32",
+        max_shard_size: str = "1GB",
+        seed: int = 0,
+        **options: Any,
+    ) -> TinyModel:
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         settings: dict[str, Any] = {
             "vocab_size": 96,
@@ -207,11 +213,13 @@ def make_tiny_llama(tmp_path: Path) -> Callable[..., TinyLlama]:
             "num_key_value_heads": 2,
             "max_position_embeddings": 512,
             "tie_word_embeddings": False,
+            "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
         torch.manual_seed(seed)
-        reference = LlamaForCausalLM(LlamaConfig(**{**settings, **options})).eval()
+        config = AutoConfig.for_model(model_type, **{**settings, **options})
+        reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for name, parameter in reference.named_parameters():
                 if "norm" in name:
@@ -219,11 +227,17 @@ def make_tiny_llama(tmp_path: Path) -> Callable[..., TinyLlama]:
                 else:  # large enough that logits differ clearly
                     parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 1.5 / parameter.shape[-1] ** 0.5)
         reference = reference.to(getattr(torch, dtype))
-        folder = tmp_path / f"llama{seed}"
+        folder = tmp_path / f"{model_type}{seed}"
         reference.save_pretrained(folder, max_shard_size=max_shard_size)
-        return TinyLlama(reference, folder, read_hf_spec(folder))
+        return TinyModel(reference, folder, read_hf_spec(folder))
 
     return make
+
+
+@pytest.fixture
+def make_tiny_llama(make_tiny_model: Callable[..., TinyModel]) -> Callable[..., TinyModel]:
+    """A tiny random Llama; see `make_tiny_model`."""
+    return functools.partial(make_tiny_model, "llama")
 
 
 @pytest.fixture
@@ -265,7 +279,7 @@ def make_driver() -> Callable[..., Driver]:
 
 
 @pytest.fixture
-def driver(make_driver: Callable[..., Driver], make_tiny_llama: Callable[..., TinyLlama]) -> Driver:
+def driver(make_driver: Callable[..., Driver], make_tiny_llama: Callable[..., TinyModel]) -> Driver:
     """A tiny random model in float32 with poisoned KV memory."""
     tiny = make_tiny_llama()
     return make_driver(tiny.spec, tiny.folder)

@@ -17,7 +17,8 @@ from engine.runtime.model_files.model_spec import ModelSpec
 CPU = torch.device("cpu")
 
 
-def spec_of(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
+def spec_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> ModelSpec:
+    """Two layers, the second one with the window."""
     return ModelSpec(
         model_type="llama",
         vocab_size=8,
@@ -32,6 +33,8 @@ def spec_of(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         torch_dtype="float32",
+        sliding_window=window,
+        windowed_layers=(False, window is not None),
     )
 
 
@@ -82,7 +85,7 @@ class Pages:
             k.append(self.keys[idx][prefix:])
             v.append(self.values[idx][prefix:])
             loc.append(self.slots[idx][prefix:])
-            expected.append(dense(q[-1], self.keys[idx], self.values[idx]))
+            expected.append(dense(q[-1], self.keys[idx], self.values[idx], spec.window_of(layer_id)))
         several = [idx for idx, new in enumerate(extend_lens) if new > 1]
         layout = BatchLayout(
             rows=self.rows.astype(np.int64),
@@ -98,12 +101,16 @@ class Pages:
         return list(out.split(extend_lens)), expected
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
     """Causal attention of the last len(q) of len(k) tokens, in float64: [n, Hq * D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[-1] ** 0.5
     visible = torch.arange(k.shape[0]) <= torch.arange(k.shape[0] - q.shape[0], k.shape[0])[:, None]
+    if window is not None:
+        visible &= (
+            torch.arange(k.shape[0]) > torch.arange(k.shape[0] - q.shape[0], k.shape[0])[:, None] - window
+        )
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
@@ -119,18 +126,20 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return lens, [new for _, new in extends] + [1] * len(decodes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     batch=batches(),
     heads=st.sampled_from([(1, 1, 8), (3, 1, 16), (9, 3, 64), (4, 4, 32), (8, 2, 40)]),
     page_size=st.sampled_from([1, 4, 16]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.none() | st.sampled_from([1, 2, 7, 64, 100, 256, 257, 599, 2000]),
+    layer_id=st.sampled_from([0, 1, 1]),
     seed=st.integers(0, 1000),
 )
-def test_is_dense_attention(batch, heads, page_size, dtype, seed):
+def test_is_dense_attention(batch, heads, page_size, dtype, window, layer_id, seed):
     lens, extend_lens = batch
-    pages = Pages(spec_of(*heads), page_size, lens, dtype, seed)
-    ours, expected = pages.run(extend_lens)
+    pages = Pages(spec_of(*heads, window=window), page_size, lens, dtype, seed)
+    ours, expected = pages.run(extend_lens, layer_id)
     tolerance = 2e-6 if dtype == torch.float32 else 2e-2
     for got, want in zip(ours, expected, strict=True):
         torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
@@ -143,6 +152,15 @@ def test_writes_only_the_new_slots_of_its_layer():
     written = ~pages.pool.k[1].isnan().all(dim=-1).all(dim=-1)
     assert written.nonzero()[:, 0].tolist() == sorted(torch.cat(pages.slots).tolist())
     assert torch.equal(pages.pool.v[1][pages.slots[0]], pages.values[0])
+
+
+def test_a_window_reads_no_token_before_it():
+    pages = Pages(spec_of(4, 2, 8, window=50), 4, [300, 200, 90], torch.float32, seed=2)
+    for idx, seen in enumerate([100 + 49, 50, 50]):
+        pages.keys[idx][:-seen] = torch.nan
+        pages.values[idx][:-seen] = torch.nan
+    ours, _ = pages.run([100, 1, 1])
+    assert all(out.isfinite().all() for out in ours)
 
 
 def test_a_request_with_nan_does_not_touch_its_neighbours():

@@ -88,7 +88,7 @@ class TestSafetensors:
         with pytest.raises(
             ConfigError, match=r"unexpected tensor 'model.layers.0.self_attn.k_proj.bias' \(8 in all\)"
         ):
-            make_driver(replace(tiny.spec, attention_bias=False), tiny.folder)
+            make_driver(replace(tiny.spec, attention_bias=False, attention_out_bias=False), tiny.folder)
 
     @pytest.mark.parametrize("keep", [0, 5, 200, -1])
     def test_truncated(self, make_tiny_llama, make_driver, keep):

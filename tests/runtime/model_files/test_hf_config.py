@@ -176,8 +176,8 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a number from"),
         ({"rope_theta": -1.0}, r"rope_theta is -1.0, expected a number from 1 to"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
-            "rope_scaling.rope_type is 'yarn', .*default, linear",
+            {"rope_scaling": {"rope_type": "ntk", "factor": 2}},
+            "rope_scaling.rope_type is 'ntk', .*default, linear",
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2}},

@@ -1,0 +1,113 @@
+"""What decoder-only models have in common around their layers: embedding, rotary tables, last norm, head."""
+
+# Shapes: T new tokens in the batch, n rows that need logits, R numbers of a head that rotate.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from .embedding import Embedding, OutputHead
+from .rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..forward_batch import ForwardBatch
+    from ..weights.reader import WeightReader
+    from .norm import RMSNorm
+
+
+class Layer(Protocol):
+    """One layer of a decoder; called with the angles of its kind of layer."""
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """What the block before added, not yet in the residual stream (None at first) -> what this one adds."""
+        ...
+
+
+class PreNormLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        attention_norm: RMSNorm,
+        attention: Callable[[Tensor, Tensor, Tensor, ForwardBatch], Tensor],
+        mlp_norm: RMSNorm,
+        mlp: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """See `Layer`."""
+        if x is None:
+            x = self.attention_norm(residual)
+        else:
+            x, residual = self.attention_norm.add(x, residual)
+        x = self.attention(x, cos, sin, batch)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder:
+    """Token ids to hidden states to logits; see `CausalLM`."""
+
+    def __init__(
+        self,
+        embedding: Embedding,
+        rotary: LayerRotary,
+        layers: Sequence[Layer],
+        norm: RMSNorm,
+        head: OutputHead,
+    ) -> None:
+        self.embedding = embedding
+        self.rotary = rotary
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """See `CausalLM`."""
+        residual = self.embedding(batch.input_ids)
+        angles = self.rotary.at(batch.positions)
+        x = None
+        for layer, (cos, sin) in zip(self.layers, angles, strict=True):
+            x, residual = layer(x, residual, cos, sin, batch)
+        return residual if x is None else residual.add_(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM`."""
+        return self.head(self.norm(hidden))
+
+
+class LayerRotary:
+    """The angles for each layer: one table, or one for the windowed layers and one for the others."""
+
+    def __init__(self, spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._tables = [RotaryEmbedding.of(spec, max_model_len, dtype, device)]
+        self._table_of_layer = [0] * spec.num_layers
+        if spec.local_rope_theta is not None:
+            self._tables.append(RotaryEmbedding.local(spec, max_model_len, dtype, device))
+            self._table_of_layer = [int(spec.window_of(n) is not None) for n in range(spec.num_layers)]
+
+    def at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin at [T] int64 positions for each layer: [T, 1, R] each."""
+        angles = [table.at(positions) for table in self._tables]
+        return [angles[table] for table in self._table_of_layer]
+
+
+def build_head(spec: ModelSpec, weights: WeightReader, embedding: Embedding) -> OutputHead:
+    """The head of a checkpoint, or one tied to the embedding."""
+    if spec.tie_word_embeddings:
+        weights.ignore("lm_head.weight")  # some checkpoints hold the tied weight twice
+        return OutputHead(embedding.table)
+    return OutputHead(weights.tensor("lm_head.weight", (spec.vocab_size, spec.hidden_size)))

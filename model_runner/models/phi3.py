@@ -1,0 +1,45 @@
+"""Phi-3 and Phi-4-mini (Abdin et al. 2024): Llama's layers with q, k, v and gate, up stored as one matrix each.
+
+Long-context releases scale rotary frequencies one by one (longrope), Phi-4-mini rotates a part of each head only, and
+the short-context ones have a sliding window: all in the `ModelSpec`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..layers.attention import SelfAttention
+from ..layers.decoder import Decoder, LayerRotary, PreNormLayer, build_head
+from ..layers.embedding import Embedding
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..weights.reader import WeightReader
+
+
+def build(spec: ModelSpec, weights: WeightReader, max_model_len: int, device: torch.device) -> Decoder:
+    """The decoder."""
+    size, eps = spec.hidden_size, spec.rms_norm_eps
+    embedding = Embedding(weights, "model.embed_tokens", spec.vocab_size, size)
+    layers = []
+    for layer_id in range(spec.num_layers):
+        name = f"model.layers.{layer_id}"
+        layers.append(
+            PreNormLayer(
+                RMSNorm(weights, f"{name}.input_layernorm", size, eps),
+                SelfAttention(weights, f"{name}.self_attn", spec, layer_id, fused=True),
+                RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps),
+                GatedMLP(weights, f"{name}.mlp", size, spec.intermediate_size, fused=True),
+            )
+        )
+    return Decoder(
+        embedding,
+        LayerRotary(spec, max_model_len, weights.dtype, device),
+        layers,
+        RMSNorm(weights, "model.norm", size, eps),
+        build_head(spec, weights, embedding),
+    )

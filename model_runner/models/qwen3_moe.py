@@ -1,0 +1,29 @@
+"""Qwen3-MoE (Yang et al. 2025): Qwen3 with a mixture of experts in place of most or all MLPs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..layers.experts import SparseMLP
+from ..layers.mlp import GatedMLP
+from .qwen3 import build_decoder
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..layers.decoder import Decoder
+    from ..weights.reader import WeightReader
+
+
+def build(spec: ModelSpec, weights: WeightReader, max_model_len: int, device: torch.device) -> Decoder:
+    """Experts, except in the layers that the configuration names."""
+    experts = spec.experts
+    assert experts is not None
+
+    def mlp(name: str, layer_id: int) -> GatedMLP | SparseMLP:
+        if layer_id in experts.dense_layers:
+            return GatedMLP(weights, name, spec.hidden_size, spec.intermediate_size)
+        return SparseMLP(weights, name, spec.hidden_size, experts)
+
+    return build_decoder(spec, weights, max_model_len, device, mlp)
