@@ -13,6 +13,7 @@ class MissKind(enum.StrEnum):
     COLD = "cold"
     DIFFERS = "differs"
     EVICTED = "evicted"
+    FLUSHED = "flushed"
     OTHER_NAMESPACE = "other_namespace"
     ROUNDING = "rounding"
     NOT_ASKED = "not_asked"
@@ -30,6 +31,7 @@ _TEXTS: Final = {
     MissKind.COLD: "no prompt with this beginning was cached",
     MissKind.DIFFERS: "the nearest cached prompt differs from here on",
     MissKind.EVICTED: "the rest had been cached and was evicted to make room",
+    MissKind.FLUSHED: "the rest had been cached, until the whole cache was emptied",
     MissKind.OTHER_NAMESPACE: "the same tokens are cached under another cache salt or adapter, which are never shared",
     MissKind.ROUNDING: "prefixes are shared in whole pages, and the rest fills none",
     MissKind.NOT_ASKED: "the request wants log-probabilities of its prompt, so all of it is computed",
@@ -49,6 +51,7 @@ class CacheMiss(NamedTuple):
         differs_at: position of the first token that differs from the nearest cached prompt; `prefix_len` rounds it down
             to a page. Equal to `prefix_len` where there is none to compare with.
         evicted_at: the cache's count of evictions when the missing page went; 0 unless EVICTED.
+        own_kind: where it is OTHER_NAMESPACE: what it would be if no other namespace existed.
     """
 
     rid: str
@@ -57,3 +60,12 @@ class CacheMiss(NamedTuple):
     kind: MissKind
     differs_at: int
     evicted_at: int = 0
+    own_kind: MissKind | None = None
+
+    def for_clients(self) -> CacheMiss:
+        """Without what other namespaces have or have done: a salt is there so that nobody learns of it.
+
+        So clients cannot find out what another tenant has cached, nor (by the count of evictions) how busy the others
+        are. The operator is told all of it.
+        """
+        return self._replace(kind=self.own_kind or self.kind, evicted_at=0, own_kind=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from ..runtime.messages import Explain, Explanation
-from .cache_miss import MissKind
 from .decision_log import DecisionLog, DecisionRecord, PassRecord
 from .why import explain
 
@@ -24,11 +23,7 @@ class Explainer:
 
 
 def _for_clients(record: DecisionRecord) -> DecisionRecord:
-    """What another tenant has cached under its salt is the operator's to know (`engine why --log`), not a client's."""
-    elsewhere = MissKind.OTHER_NAMESPACE
-    if not isinstance(record, PassRecord) or all(miss.kind is not elsewhere for miss in record.cache_misses):
+    """What others do under their salts is the operator's to know (`engine why --log`), not a client's."""
+    if not isinstance(record, PassRecord) or not record.cache_misses:
         return record
-    misses = [
-        miss._replace(kind=MissKind.COLD) if miss.kind is elsewhere else miss for miss in record.cache_misses
-    ]
-    return msgspec.structs.replace(record, cache_misses=misses)
+    return msgspec.structs.replace(record, cache_misses=[miss.for_clients() for miss in record.cache_misses])

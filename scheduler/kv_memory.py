@@ -334,6 +334,11 @@ class KVMemory:
         """Pages that go last when others need room."""
         return self._cache.pinned_pages
 
+    @property
+    def num_pins(self) -> int:
+        """How many pins there are."""
+        return self._cache.num_pins
+
     def pin(self, extra_key: str, token_ids: bytes, until_s: float | None) -> int:
         """Pin what is cached of a prefix until a time, or (None) end the pin; the number of pages pinned."""
         if until_s is None:
@@ -347,6 +352,6 @@ class KVMemory:
 
     def flush(self) -> tuple[int, int]:
         """Empty the prefix cache of all that is not leased; returns (pages dropped, pages kept)."""
-        dropped = self._cache.evict(self._cache.evictable_pages)
+        dropped = self._cache.flush()
         self._allocator.free(dropped)
         return len(dropped), self._cache.locked_pages

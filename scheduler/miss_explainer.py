@@ -13,7 +13,7 @@ from .arrays import TOKEN_ID_BYTES
 from .cache_miss import CacheMiss, MissKind
 from .prefix_cache import PrefixMatch
 from .radix_node import RadixNode
-from .tombstones import Tombstones
+from .tombstones import FLUSHED, Tombstones
 
 MAX_CHILDREN: Final = 8
 MAX_NAMESPACES: Final = 8
@@ -44,25 +44,32 @@ class MissExplainer:
         inside = node is not None and match.pages_in_node < len(node.pages)
         if not inside:
             evicted_at = self._tombstones.find(extra_key if node is None else node, page)
+            if evicted_at == FLUSHED:
+                return CacheMiss(rid, prompt_len, prefix_len, MissKind.FLUSHED, prefix_len)
             if evicted_at:
                 return CacheMiss(rid, prompt_len, prefix_len, MissKind.EVICTED, prefix_len, evicted_at)
+        kind, num_equal = self._within(match, page, inside=inside)
+        own_kind: MissKind | None = None
         if len(self._roots) > (extra_key in self._roots) and self._is_elsewhere(
             extra_key, token_ids, page_end
         ):
-            return CacheMiss(rid, prompt_len, prefix_len, MissKind.OTHER_NAMESPACE, prefix_len)
+            kind, own_kind = MissKind.OTHER_NAMESPACE, kind
+        return CacheMiss(rid, prompt_len, prefix_len, kind, prefix_len + num_equal, own_kind=own_kind)
 
+    def _within(self, match: PrefixMatch, page: bytes, *, inside: bool) -> tuple[MissKind, int]:
+        """What the request's own namespace has instead of its next page, and how many tokens of it are equal."""
+        node: RadixNode | None = match.node
         num_equal = 0
         if inside:
             assert node is not None
-            begin = match.pages_in_node * page_size * TOKEN_ID_BYTES
+            begin = match.pages_in_node * self._page_size * TOKEN_ID_BYTES
             num_equal = _num_equal_tokens(page, node.key[begin : begin + len(page)])
         elif node is not None and node.children:
             newest = islice(reversed(node.children), MAX_CHILDREN)
             num_equal = max(_num_equal_tokens(page, first_page) for first_page in newest)
-        elif prefix_len:
-            return CacheMiss(rid, prompt_len, prefix_len, MissKind.ENDS, prefix_len)
-        kind = MissKind.DIFFERS if prefix_len or num_equal else MissKind.COLD
-        return CacheMiss(rid, prompt_len, prefix_len, kind, prefix_len + num_equal)
+        elif match.num_pages:
+            return MissKind.ENDS, 0
+        return MissKind.DIFFERS if match.num_pages or num_equal else MissKind.COLD, num_equal
 
     def _is_elsewhere(self, extra_key: str, token_ids: bytes, end: int) -> bool:
         """Whether the common or one of the newest namespaces has the first `end` bytes: the match and a page more."""

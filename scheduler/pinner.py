@@ -34,6 +34,11 @@ class Pinner:
                     f"the quota is {self._max_pinned_tokens} tokens and all of it is in use; wait, unpin others, or "
                     f"raise --pin-fraction"
                 )
+            elif not pinned_tokens and self._kv.num_pins * page_size >= self._max_pinned_tokens:
+                reason = (
+                    f"there are {self._kv.num_pins} pins, and no more are allowed than the quota has pages; wait, "
+                    "unpin others, or raise --pin-fraction"
+                )
             else:
                 reason = "only what is cached can be pinned; send the prompt as a request first"
         elif pinned_tokens < asked_tokens and until_s is not None:

@@ -97,6 +97,11 @@ class PrefixCache(Protocol):
         """Distinct pages under a pin, leased or not."""
         ...
 
+    @property
+    def num_pins(self) -> int:
+        """How many there are; at most as many as pages of the quota."""
+        ...
+
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_pages`. Changes nothing."""
         ...
@@ -141,8 +146,12 @@ class PrefixCache(Protocol):
     def evict(self, num_pages: int) -> IntArray:
         """Forget the least valuable unlocked pages, at most `num_pages`, and hand them over.
 
-        Pinned ones go when no others are left, so `evict(evictable_pages)` drops all that is not leased, pins included.
+        Pinned ones go when no others are left.
         """
+        ...
+
+    def flush(self) -> IntArray:
+        """Forget all that is not leased, pins included, and hand it over."""
         ...
 
     def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
@@ -191,6 +200,7 @@ class NoPrefixCache:
     evictable_pages = 0
     locked_pages = 0
     pinned_pages = 0
+    num_pins = 0
 
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
         return PrefixMatch()
@@ -214,6 +224,9 @@ class NoPrefixCache:
         return EMPTY
 
     def evict(self, num_pages: int) -> IntArray:
+        return EMPTY
+
+    def flush(self) -> IntArray:
         return EMPTY
 
     def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:

@@ -17,21 +17,24 @@ look-up found no more to the `MissExplainer` with its `Tombstones`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 
 from .arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
+from .cache_audit import nodes_of, pages_in, verify_nodes
 from .cache_miss import CacheMiss
 from .eviction import LRU, EvictionPolicy, EvictionQueue
 from .miss_explainer import MissExplainer
 from .pins import Pins
 from .prefix_cache import Lease, PrefixMatch
 from .radix_node import RadixNode, path_to_root
-from .tombstones import Tombstones
+from .tombstones import FLUSHED, Tombstones
 
 MAX_TOMBSTONES: Final = 16_384
+_LONG_LEAF_PAGES: Final = 256
+"""What eviction may copy to take one page."""
 
 
 class RadixCache:
@@ -100,6 +103,10 @@ class RadixCache:
     @property
     def pinned_pages(self) -> int:
         return self._pins.num_pages
+
+    @property
+    def num_pins(self) -> int:
+        return len(self._pins)
 
     @property
     def num_evictions(self) -> int:
@@ -213,23 +220,34 @@ class RadixCache:
     # ------------------------------------------------------------ eviction
 
     def evict(self, num_pages: int) -> IntArray:
+        return self._drop(num_pages, self._num_evictions + 1)
+
+    def flush(self) -> IntArray:
+        return self._drop(self._evictable_pages, FLUSHED)
+
+    def _drop(self, num_pages: int, evicted_at: int) -> IntArray:
+        """Take pages from the leaves that go first; `evicted_at` is for the tombstones."""
         freed: list[AnyIntArray] = []
         missing = num_pages
-        count = self._num_evictions + 1
         while missing > 0 and (node := self._queue.pop()) is not None:
+            # A cut copies what stays, so a long leaf is halved down to a short one first. Each page is copied a few
+            # times in all, while cutting page after page from a leaf of a million copies it a million times.
+            while len(node.pages) > max(_LONG_LEAF_PAGES, 2 * missing):
+                self._split(node, len(node.pages) // 2)
             surplus = len(node.pages) - missing
             if surplus > 0:
                 freed.append(node.pages[surplus:])
                 missing = 0
-                self._truncate(node, surplus, count)
+                self._truncate(node, surplus, evicted_at)
             else:
                 freed.append(node.pages)
                 missing = -surplus
-                self._remove(node, count)
+                self._remove(node, evicted_at)
         self._evictable_pages -= num_pages - missing
         if not freed:
             return EMPTY
-        self._num_evictions = count
+        if evicted_at != FLUSHED:
+            self._num_evictions = evicted_at
         self._generation += 1
         return np.concatenate(freed)
 
@@ -254,7 +272,7 @@ class RadixCache:
             self._generation += 1
 
     def _remove(self, node: RadixNode, evicted_at: int = 0) -> None:
-        """Take a leaf out of the tree; with the count of evictions where that is why."""
+        """Take a leaf out of the tree; with the count of evictions, or FLUSHED, where that is why."""
         parent = node.parent
         assert parent is not None
         first_page = node.key[: self._page_bytes]
@@ -372,45 +390,10 @@ class RadixCache:
     # ------------------------------------------------------------ checks
 
     def all_pages(self) -> IntArray:
-        runs = [node.pages for node in self._nodes()]
-        return np.concatenate(runs) if runs else EMPTY
+        return pages_in(self._roots)
 
     def verify(self, leases: Iterable[Lease]) -> list[str]:
-        wrong: list[str] = []
-        owners: dict[int, int] = {}
-        for lease in leases:
-            length = 0
-            for node in path_to_root(lease.node):
-                owners[id(node)] = owners.get(id(node), 0) + 1
-                length += len(node.pages)
-            if length != lease.num_pages:
-                wrong.append(f"a lease says {lease.num_pages} pages, its path has {length}")
-        evictable = locked = 0
-        for node in self._nodes():
-            if node.lock_ref != owners.get(id(node), 0):
-                wrong.append(f"a node has {node.lock_ref} locks and {owners.get(id(node), 0)} owners")
-            if len(node.key) != len(node.pages) * self._page_bytes:
-                wrong.append(f"a node has {len(node.key)} key bytes for {len(node.pages)} pages")
-            for first_page, child in node.children.items():
-                if child.parent is not node or not child.key.startswith(first_page):
-                    wrong.append("a child is filed under the wrong page or parent")
-            if node.lock_ref:
-                locked += len(node.pages)
-            else:
-                evictable += len(node.pages)
-                if node.is_evictable_leaf and not self._queue.finds(node):
-                    wrong.append("an evictable leaf that eviction would not find")
-        if (evictable, locked) != (self._evictable_pages, self._locked_pages):
-            wrong.append(
-                f"evictable and locked pages are counted as {self._evictable_pages} and {self._locked_pages}, "
-                f"but are {evictable} and {locked}"
-            )
-        wrong.extend(self._pins.verify(self._nodes()))
+        counts = (self._evictable_pages, self._locked_pages)
+        wrong = list(verify_nodes(self._roots, leases, self._queue, self.page_size, counts))
+        wrong.extend(self._pins.verify(nodes_of(self._roots)))
         return wrong
-
-    def _nodes(self) -> Iterator[RadixNode]:
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())

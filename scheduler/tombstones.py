@@ -1,8 +1,8 @@
 """`Tombstones`: which page went from behind which node, so that a miss can be explained by an eviction.
 
 A tombstone is two integers, however long the page or the namespace: a hash that names (place, page), and the count of
-evictions when the page went. The oldest give way to new ones. A hash of 64 bits may lie once in 10^19 look-ups; it
-decides nothing but the words of an explanation.
+evictions when the page went (`FLUSHED` if the cache was emptied then, which made room for nobody). The oldest give way
+to new ones. A hash of 64 bits may lie once in 10^19 look-ups; it decides nothing but the words of an explanation.
 
 The place is the end of a node. It gets a name with its first tombstone and another one when pages are cut off, because
 what stood behind the old end does not stand behind the new one. The place before all pages is named by the namespace:
@@ -12,8 +12,11 @@ a root that has lost its last page is gone, but what it lost is still known.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Final
 
 from .radix_node import RadixNode
+
+FLUSHED: Final = -1
 
 
 class Tombstones:
@@ -48,7 +51,7 @@ class Tombstones:
             self._evicted_at.pop(hash((place, first_page)), None)
 
     def find(self, place: RadixNode | str, page: bytes) -> int:
-        """The count of evictions when a page went from behind a node or a namespace's beginning; 0 if none did."""
+        """When a page went from behind a node or a namespace's beginning: a count, `FLUSHED`, or 0 if none did."""
         name = place if isinstance(place, str) else place.end_id or place.namespace
         return self._evicted_at.get(hash((name, page)), 0) if name is not None else 0
 

@@ -142,7 +142,7 @@ def _miss_words(miss: CacheMiss) -> str:
     where = ""
     if miss.kind is MissKind.DIFFERS:
         where = f", token {miss.differs_at:,}"
-    elif miss.kind is MissKind.EVICTED:
+    elif miss.evicted_at:
         where = f", eviction no. {miss.evicted_at:,}"
     return f"{miss.prefix_len:,} of {miss.prompt_len:,} prompt tokens in the cache ({miss.kind.text}{where})"
 

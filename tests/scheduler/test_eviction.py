@@ -1,5 +1,6 @@
 """Tests of `scheduler/eviction.py`: what each policy is for, with numbers."""
 
+import tracemalloc
 from typing import get_args
 
 import pytest
@@ -198,3 +199,39 @@ def test_eviction_costs_what_it_takes(policy):
 
     assert counting.num_ranks <= 3 * 200
     assert pool.cache.lock("", PrefixMatch()).num_pages == 0
+
+
+@pytest.mark.parametrize("num_pages", [1 << 12, 1 << 15])
+def test_taking_a_page_from_a_long_leaf_does_not_copy_the_leaf(num_pages):
+    """Bytes allocated by 300 evictions of a page each: O(pages of the leaf) once, then O(1) each."""
+    pool = CachedPool(num_pages)
+    pool.serve(list(range(num_pages)))
+    num_copied_bytes = 0
+    tracemalloc.start()
+    for _ in range(300):
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        assert len(pool.cache.evict(1)) == 1
+        num_copied_bytes += tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+
+    page_bytes = 4 + 4  # its number and its token
+    assert num_copied_bytes < 4 * num_pages * page_bytes + 300 * 2 * 256 * page_bytes
+    assert pool.cached(list(range(num_pages))) == num_pages - 300
+    assert pool.cache.verify([]) == []
+
+
+def test_a_long_leaf_goes_from_its_end_whatever_is_asked_for():
+    pool = CachedPool(5000, max_pinned_pages=5000)
+    prompt = list(range(5000))
+    pool.serve(prompt)
+    pool.cache.pin("", ids(*prompt[:700]), 1e9)
+    left = 5000
+
+    for count in (1, 700, 1, 2000, 256, 257, 1):
+        taken = sorted(pool.cache.evict(count).tolist())
+        left -= count
+        assert taken == list(range(left + 1, left + count + 1))
+        assert pool.cached(prompt) == left
+        assert pool.cache.pinned_pages == 700
+        assert pool.cache.verify([]) == []

@@ -234,3 +234,57 @@ def len_common(path, prompt):
     return next(
         (k for k, (one, other) in enumerate(zip(path, prompt, strict=False)) if one != other), len(path)
     )
+
+
+def test_what_a_flush_took_was_not_evicted_to_make_room(pool):
+    prompt = list(range(1, 14))
+    _, lease = pool.begin([1, 2, 3, 4])
+    pool.cache.flush()
+
+    assert explain(pool, prompt) == CacheMiss("r", 13, 4, MissKind.FLUSHED, 4)
+
+    pool.cache.release(lease)
+    pool.cache.evict(1)
+    assert explain(pool, prompt) == CacheMiss("r", 13, 0, MissKind.EVICTED, 0, evicted_at=1)
+
+
+TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=12)
+
+
+@given(
+    history=st.lists(st.tuples(st.sampled_from(["mine", "theirs", "", "others"]), TOKENS), max_size=12),
+    prompt=TOKENS,
+    num_evicted=st.integers(0, 2),
+)
+def test_what_a_client_is_told_does_not_depend_on_other_namespaces(history, prompt, num_evicted):
+    alone, among_others = CachedPool(512, page_size=2), CachedPool(512, page_size=2)
+    for extra_key, tokens in history:
+        if extra_key != "mine":
+            among_others.serve(tokens, extra_key)
+            among_others.cache.evict(num_evicted)  # more evictions, all of them theirs
+    for extra_key, tokens in history:
+        if extra_key == "mine":
+            alone.serve(tokens, extra_key)
+            among_others.serve(tokens, extra_key)
+
+    told = explain(among_others, prompt, "mine").for_clients()
+
+    assert told == explain(alone, prompt, "mine").for_clients()
+    assert told.kind is not MissKind.OTHER_NAMESPACE
+
+
+def test_a_client_is_not_told_how_many_evictions_there_were(pool):
+    pool.cache.evict(1)
+
+    miss = explain(pool, list(range(1, 14)))
+
+    assert miss.evicted_at == 1
+    assert miss.for_clients() == CacheMiss("r", 13, 8, MissKind.EVICTED, 8)
+
+
+def test_another_namespace_does_not_hide_where_the_own_one_differs(pool):
+    pool.serve([1, 2, 3, 4, 5, 6, 9, 9], "mine")
+
+    miss = explain(pool, list(range(1, 14)), "mine")
+
+    assert (miss.kind, miss.own_kind, miss.differs_at) == (MissKind.OTHER_NAMESPACE, MissKind.DIFFERS, 6)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from engine.runtime.messages import PinDone, PinPrefix
+
 from .cached_pool import CachedPool, ids
 
 FOREVER = 1e9
@@ -246,3 +248,31 @@ def test_pinning_and_unpinning_for_ever_leaves_nothing_behind():
     assert len(pool.cache._pins._expiries) <= 80
     assert len(pool.cache._queue._pinned.entries) <= 80
     assert len(pool.cache._queue._unpinned.entries) <= 80
+
+
+def test_a_pin_too_many_is_told_apart_from_a_prefix_that_is_not_cached(make_scheduler):
+    harness = make_scheduler(
+        num_pages=64, page_size=4, cache={"pin_fraction": 0.05}
+    )  # three pages, three pins
+    harness.submit("a", prompt=list(range(1, 41)))
+    harness.run_until_idle()
+
+    def pin(last: int) -> PinDone:
+        harness.scheduler.handle(
+            PinPrefix(last, ids(1, 2, 3, 4, last, last, last, last), 100.0), harness.now_s
+        )
+        (done,) = harness.scheduler.take_outputs()
+        assert isinstance(done, PinDone)
+        return done
+
+    first = [pin(last) for last in (50, 51, 52)]
+    fourth = pin(53)
+
+    assert [(done.pinned_tokens, done.reason[:30]) for done in first] == [
+        (4, "only what is cached can be pin")
+    ] * 3
+    assert (fourth.pinned_tokens, fourth.reason) == (
+        0,
+        "there are 3 pins, and no more are allowed than the quota has pages; wait, unpin others, or raise "
+        "--pin-fraction",
+    )
