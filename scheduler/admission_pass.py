@@ -74,11 +74,11 @@ class AdmissionPass:
         """
         adder, record, policy = self._adder, self._record, self._parts.policy
         refused = ""  # the first that lacks memory
-        num_ahead = num_admitted = num_skipped = 0
-        most = policy.max_admissions(self._parts.requests.waiting)
-        for req in self._candidates():
+        num_ahead = num_skipped = 0
+        most = policy.max_offers(self._parts.requests.waiting)
+        for num_offered, req in enumerate(self._candidates()):
             spent = adder.exhausted(may_preempt=policy.preempts)
-            if most is not None and num_admitted >= most:
+            if most is not None and num_offered >= most:
                 spent = policy.full_reason
             elif spent is None and (num_ahead > self._look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
                 spent = Reason.LOOK_AHEAD_SPENT
@@ -89,7 +89,6 @@ class AdmissionPass:
             record.verdicts.append(verdict)
             match verdict.result:
                 case AddReqResult.CONTINUE:
-                    num_admitted += 1
                     self._admitted(req)
                 case AddReqResult.SKIP:
                     num_skipped += 1

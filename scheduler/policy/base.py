@@ -59,7 +59,7 @@ class SchedulePolicy:
     looks_ahead: ClassVar[bool] = True
     """Whether a request that lacks memory may be overtaken; False where the order itself is the promise."""
     full_reason: ClassVar[Reason] = Reason.BEHIND
-    """Why the others wait when `max_admissions` have been admitted."""
+    """Why the others wait when `max_offers` have been offered."""
 
     preempts: bool = False
     """Whether running requests of lower `Req.priority` may lose their place to waiting ones; may change in time."""
@@ -68,7 +68,7 @@ class SchedulePolicy:
         """A request joined the queue: it is new, or it was retracted."""
 
     def dequeued(self, req: Req) -> None:
-        """A request left the queue: it was admitted, or ended."""
+        """A request left the queue: it was admitted, and has its `lease`, or ended. In the order of admission."""
 
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
         """A step was planned: so much is computed of prompts, and these generate a token."""
@@ -80,8 +80,12 @@ class SchedulePolicy:
         """Why nobody may be admitted in this pass, whatever is free; None if somebody may."""
         return None
 
-    def max_admissions(self, waiting: WaitingQueue) -> int | None:
-        """How many requests may be admitted in this pass; None for no limit of the policy's. Asked after `hold`."""
+    def max_offers(self, waiting: WaitingQueue) -> int | None:
+        """How many requests, those on the host among them, may be offered in this pass; None for no limit.
+
+        Offers and not admissions: where only certain requests may start, nobody takes the place of one that cannot.
+        Asked after `hold`; changes nothing.
+        """
         return None
 
     def wake_s(self, waiting: WaitingQueue) -> float | None:

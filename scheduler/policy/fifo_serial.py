@@ -22,7 +22,7 @@ class FifoSerial(SchedulePolicy):
     def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:
         return Reason.ONE_AT_A_TIME if self._load().num_running else None
 
-    def max_admissions(self, waiting: WaitingQueue) -> int | None:
+    def max_offers(self, waiting: WaitingQueue) -> int | None:
         return 1
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:

@@ -18,13 +18,17 @@ class RoundRobin(SchedulePolicy):
     Each tenant has a balance in tokens. When its turn begins it gets a quantum, its turn lasts while the balance is
     above 0, and all service (see `tenants.py`) is taken off, also what its running requests generate in other
     tenants' turns. Nobody knows the cost of a request beforehand, so a balance may fall below 0; such a debt is paid
-    with the quanta of later turns. A turn that nobody can use because everything is full lasts until there is room.
+    with the quanta of later turns. A turn that nobody can use because everything is full lasts until there is room;
+    one whose requests may not start, because rules that concern them alone forbid it, ends when another tenant's
+    request is admitted, and its tenant saves nothing up but stands at the end of the ring.
 
-    Tenants that always have requests waiting are served equally, whatever the sizes of their requests: with P the
-    longest prompt, G the longest output and R how many can have started, the service of two differs by at most
-    3 * quantum + 2 * (P + R * G) over any time. For balances lie between -(P + R * G) and a quantum, and of two
-    tenants in the ring neither has two turns without one of the other's between them. (`fair` has the smaller bound;
-    this keeps a tenant's requests together, which is kinder to the prefix cache.)
+    Tenants that always have requests waiting which may start are served equally, whatever the sizes of their requests:
+    with P the longest prompt, G the longest output and R how many can have started, the service of two differs by at
+    most 3 * quantum + 2 * (P + R * G) over any time. For balances lie between -(P + R * G) and a quantum, and of two
+    tenants in the ring neither has two turns without one of the other's between them. This holds for admission in the
+    order given, so `looks_ahead` is False: past a request that lacks memory, small ones would be served for as long
+    as they keep coming. (`fair` has the smaller bound; this keeps a tenant's requests together, which is kinder to the
+    prefix cache.)
 
     A tenant without waiting requests has no turns and saves nothing up; when its last request has ended, its debt is
     forgotten. A pass costs O(tenants that wait). Source: Shreedhar and Varghese, "Efficient Fair Queuing using
@@ -32,6 +36,7 @@ class RoundRobin(SchedulePolicy):
     """
 
     name = "round-robin"
+    looks_ahead = False
 
     def __init__(self, quantum: int, page_size: int) -> None:
         self._page_size = page_size
@@ -50,6 +55,8 @@ class RoundRobin(SchedulePolicy):
     def dequeued(self, req: Req) -> None:
         queue = self._queues[req.tenant]
         queue.dequeued(req)
+        if req.lease is not None:
+            self._ring.pass_to(req.tenant)
         self._ring.charge(req.tenant, prompt_tokens(req, self._page_size))
         if not queue.waiting:
             self._balances[req.tenant] = self._ring.leave(req.tenant)
@@ -117,6 +124,14 @@ class _Ring:
         if had_turn and self._turns:
             self._begin_turn()
         return self._balances.pop(tenant)
+
+    def pass_to(self, tenant: str) -> None:
+        """A tenant was served: those before it with a balance above 0 could not use their turns and lose them."""
+        passed: dict[str, int] = {}
+        while (holder := self.whose_turn()) != tenant:
+            passed[holder] = min(0, self.leave(holder))
+        for holder, balance in passed.items():
+            self.join(holder, balance)
 
     def charge(self, tenant: str, tokens: int) -> None:
         self._balances[tenant] -= tokens

@@ -9,6 +9,7 @@ from ..req import Req, ReqStatus
 from ..verdict import Reason
 from ..waiting_queue import WaitingQueue
 from .base import PolicyParts, SchedulePolicy
+from .ordered_index import OrderedIndex
 
 
 class StaticBatch(SchedulePolicy):
@@ -27,14 +28,15 @@ class StaticBatch(SchedulePolicy):
         self._batch_size = batch_size
         self._max_wait_s = max_wait_s
         self._batch: set[int] = set()  # who belongs to it and has not ended
-        self._waiting_members: dict[int, Req] = {}
+        self._waiting = OrderedIndex()  # by arrival
 
     def enqueued(self, req: Req) -> None:
-        if req.seq in self._batch:
-            self._waiting_members[req.seq] = req
+        self._waiting.add(req, req.seq)
 
     def dequeued(self, req: Req) -> None:
-        self._waiting_members.pop(req.seq, None)
+        if req.lease is not None and not self._batch:  # the first that is admitted closes the batch
+            self._batch = {member.seq for member in self._waiting_members()}
+        self._waiting.remove(req)
 
     def finished(self, req: Req) -> None:
         self._batch.discard(req.seq)
@@ -54,19 +56,20 @@ class StaticBatch(SchedulePolicy):
         oldest = next(iter(waiting))
         return oldest.entered_s[ReqStatus.WAITING] + self._max_wait_s
 
-    def max_admissions(self, waiting: WaitingQueue) -> int | None:
-        """As promised by the base. The first pass that may admit somebody closes the batch."""
-        if not self._batch:
-            self._waiting_members = {req.seq: req for req in itertools.islice(waiting, self._batch_size)}
-            self._batch = set(self._waiting_members)
-        return self._num_without_row()
+    def max_offers(self, waiting: WaitingQueue) -> int | None:
+        """As promised by the base: members come first in the order, and nobody is offered behind them."""
+        return self._num_without_row() if self._batch else self._batch_size
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
-        members = self._waiting_members
-        return itertools.chain(
-            sorted(members.values(), key=lambda req: req.seq),
-            (req for req in waiting if req.seq not in members),
-        )
+        members = self._waiting_members()
+        seqs = {req.seq for req in members}
+        return itertools.chain(members, (req for req in waiting if req.seq not in seqs))
+
+    def _waiting_members(self) -> list[Req]:
+        """Those of the batch that wait, by arrival; before there is one, those that it will be made of."""
+        if self._batch:
+            return [req for req in self._waiting if req.seq in self._batch]
+        return list(itertools.islice(self._waiting, self._batch_size))
 
     def _num_without_row(self) -> int:
         return max(0, len(self._batch) - self._load().num_running)

@@ -1,11 +1,13 @@
 """`Model`: a scheduler reduced to what policies see of it. A step takes a second.
 
-It calls the hooks as `Admission`, `Requests` and `Scheduler` do. Outputs have known lengths, prompts are zeros, and
-the prefix cache holds what a test says.
+It calls the hooks as `AdmissionPass`, `Requests` and `Scheduler` do. Outputs have known lengths, prompts are zeros, and
+the prefix cache holds what a test says. Memory is promised in full at admission; whoever lacks it may be overtaken
+where the policy looks ahead. Requests that a test calls stuck are passed over, as are those that a rule keeps out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +59,7 @@ class Model:
 
     Attributes:
         waiting, rows, partial: where requests are; `partial` is the one whose prompt is cut.
+        stuck: who may not start, by seq.
         order_of_start: each admission, in order.
         started_s, ended_s: when, by rid.
         served: tenant -> weighted tokens: prompts at admission, outputs as generated.
@@ -69,12 +72,15 @@ class Model:
         *,
         max_rows: int = 4,
         step_tokens: int = 1 << 20,
+        kv_tokens: int = 1 << 40,
         weights: tuple[int, int] = (1, 1),
         **config: Any,
     ) -> None:
         self.matches: dict[int, PrefixMatch] = {}
         self.max_rows = max_rows
         self.step_tokens = step_tokens
+        self.kv_tokens = kv_tokens
+        self.stuck: set[int] = set()
         self.weights = weights
         self.kv_share = 0.0
         parts = PolicyParts(lambda req: self.matches.get(req.seq, PrefixMatch()), PAGE_SIZE, self.load)
@@ -192,17 +198,23 @@ class Model:
         if reason is not None:
             return chunks
         places = self.max_rows - len(self.rows)
-        most = self.policy.max_admissions(self.waiting)
-        if most is not None:
-            places = min(places, most)
-        for req in self.policy.order(self.waiting, self.now_s):
+        room = self.kv_tokens - sum(map(_kv_len, self.rows))
+        offers = self.policy.max_offers(self.waiting)
+        for req in itertools.islice(self.policy.order(self.waiting, self.now_s), offers):
             if places <= 0 or left <= 0 or self.partial is not None:
+                break
+            if req.seq in self.stuck:
+                continue
+            if _kv_len(req) > room:
+                if self.policy.looks_ahead:
+                    continue
                 break
             cached_pages = self.matches.get(req.seq, PrefixMatch()).num_pages
             req.lease = Lease("", cached_pages, None)
             chunks.append(self._chunk(req, cached_pages * PAGE_SIZE, left, is_first=True))
             left -= chunks[-1].length
             places -= 1
+            room -= _kv_len(req)
         return chunks
 
     def _chunk(self, req: Req, start: int, left: int, *, is_first: bool) -> Chunk:
@@ -241,3 +253,7 @@ class Model:
         req.enter(ReqStatus.FINISHED, self.now_s)
         self.ended_s[req.rid] = self.now_s
         self.policy.finished(req)
+
+
+def _kv_len(req: Req) -> int:
+    return req.prompt_len + req.max_new_tokens

@@ -118,4 +118,33 @@ def test_a_member_on_the_host_is_let_back():
     model.rows.remove(swapped)
 
     assert model.policy.hold(model.waiting, model.now_s) is None
-    assert model.policy.max_admissions(model.waiting) == 1
+    assert model.policy.max_offers(model.waiting) == 1
+
+
+@pytest.mark.parametrize("why", ["memory", "rule"])
+def test_nobody_takes_the_place_of_a_member_that_cannot_start_yet(why):
+    """It lacks memory until the first one ends, or its adapter is not there: small ones behind it stay outside."""
+    model = Model("static", max_rows=8, static_batch_size=2, kv_tokens=100)
+    first = model.submit(20, 20)
+    second = model.submit(60, 20)
+    outsiders = [model.submit(4, 4), model.submit(4, 4)]
+    if why == "rule":
+        model.kv_tokens = 1000
+        model.stuck.add(second.seq)
+        model.run_until(lambda: first.rid in model.ended_s)
+        model.stuck.clear()
+    model.run()
+
+    assert model.order_of_start == [first, second, *outsiders]
+
+
+def test_asking_how_many_may_be_offered_changes_nothing():
+    model = Model("static", max_rows=8, static_batch_size=2)
+    for _ in range(3):
+        model.submit(4, 4)
+    assert [model.policy.max_offers(model.waiting) for _ in range(3)] == [2, 2, 2]
+
+    early = next(iter(model.waiting))
+    model.abort(early)  # the batch was not closed by being looked at
+
+    assert [req.seq for req in model.step()] == [2, 3]

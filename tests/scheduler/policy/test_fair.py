@@ -1,5 +1,6 @@
 """Tests of the fair policy: its bound, and what happens without it."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,10 +30,18 @@ REQUESTS = st.tuples(
     step_tokens=st.sampled_from([16, 64, 1000]),
     bursts=st.lists(st.tuples(REQUESTS, st.integers(0, 6)), min_size=1, max_size=40),
     retract_every=st.sampled_from([0, 3, 7]),
+    kv_tokens=st.sampled_from([MAX_PROMPT_LEN + MAX_OUTPUT_LEN, 150, 1000]),
 )
-def test_the_service_of_two_that_wait_differs_by_a_constant(max_rows, step_tokens, bursts, retract_every):
-    """Any bursts of any sizes, chunked prompts and retractions: counters within U, service within 2 U."""
-    model = Model("fair", max_rows=max_rows, step_tokens=step_tokens, weights=WEIGHTS)
+def test_the_service_of_two_that_wait_differs_by_a_constant(
+    max_rows, step_tokens, bursts, retract_every, kv_tokens
+):
+    """Any bursts of any sizes, chunked prompts, little memory, retractions: counters within U, service within 2 U.
+
+    A tenant whose only request may never start waits all the time, which must change nothing for the others.
+    """
+    model = Model("fair", max_rows=max_rows, step_tokens=step_tokens, weights=WEIGHTS, kv_tokens=kv_tokens)
+    stuck = model.submit(1, 1, tenant="stuck")
+    model.stuck.add(stuck.seq)
     widest = {pair: Widest() for pair in ("ab", "bc", "ac")}
     steps = 0
 
@@ -53,7 +62,7 @@ def test_the_service_of_two_that_wait_differs_by_a_constant(max_rows, step_token
             model.submit(prompt_len, output_len, tenant=tenant)
         for _ in range(num_steps):
             step_and_look()
-    while model.waiting or model.rows:
+    while len(model.waiting) > 1 or model.rows:
         step_and_look()
 
 
@@ -144,9 +153,56 @@ def test_within_a_tenant_it_is_first_come_first_served():
     assert model.order_of_start == reqs
 
 
-def test_nobody_may_overtake_who_lacks_memory():
-    assert not Model("fair").policy.looks_ahead
-    assert Model("round-robin").policy.looks_ahead
+@pytest.mark.parametrize("name", ["fair", "round-robin"])
+def test_nobody_overtakes_who_lacks_memory(name):
+    """A prompt of half the memory among small ones that keep coming: fcfs with look-ahead starts them first."""
+    overtaken = {}
+    for policy in ("fcfs", name):
+        model = Model(policy, max_rows=8, kv_tokens=80, tenant_quantum=16)
+        for _ in range(3):
+            model.submit(10, 6, tenant="small")
+            model.step()
+        large = model.submit(40, 2, tenant="large")
+        for _ in range(60):
+            model.submit(10, 6, tenant="small")
+            model.step()
+        model.run()
+        overtaken[policy] = sum(req.seq > large.seq for req in model.order_of_start[: position(model, large)])
+
+    assert overtaken["fcfs"] > 40
+    assert overtaken[name] == 0
+
+
+def position(model, req):
+    return model.order_of_start.index(req)
+
+
+def test_who_may_not_start_is_no_way_round_the_others():
+    """A request that waits for its adapter holds the smallest counter at 0. A newcomer must not begin there, too."""
+    model = Model("fair", max_rows=1, weights=WEIGHTS)
+    model.stuck.add(model.submit(8, 2, tenant="stuck").seq)
+    for _ in range(200):
+        model.submit(40, 10, tenant="old")
+    model.run_until(lambda: len(model.order_of_start) == 45)
+    for _ in range(60):
+        model.submit(40, 10, tenant="new")
+    model.run_until(lambda: len(model.order_of_start) == 85)
+
+    assert [req.tenant for req in model.order_of_start[45:]].count("new") == 20
+
+
+def test_who_could_not_start_saves_nothing_up():
+    """When its adapter is free its requests take turns with the others, and do not come all at once."""
+    model = Model("fair", max_rows=1, weights=WEIGHTS)
+    stuck = [model.submit(40, 10, tenant="stuck") for _ in range(30)]
+    model.stuck.update(req.seq for req in stuck)
+    for _ in range(200):
+        model.submit(40, 10, tenant="old")
+    model.run_until(lambda: len(model.order_of_start) == 45)
+    model.stuck.clear()
+    model.run_until(lambda: len(model.order_of_start) == 65)
+
+    assert [req.tenant for req in model.order_of_start[45:]].count("stuck") in (10, 11)
 
 
 def test_the_number_of_idle_tenants_remembered_is_bounded():

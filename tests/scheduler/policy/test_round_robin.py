@@ -71,9 +71,16 @@ def test_tenants_are_served_equally_whatever_the_size_of_their_requests():
         min_size=1,
         max_size=40,
     ),
+    kv_tokens=st.sampled_from([85, 150, 1000]),
 )
-def test_the_service_of_two_that_wait_differs_by_a_constant(quantum, max_rows, step_tokens, bursts):
-    model = Model("round-robin", max_rows=max_rows, step_tokens=step_tokens, tenant_quantum=quantum)
+def test_the_service_of_two_that_wait_differs_by_a_constant(
+    quantum, max_rows, step_tokens, bursts, kv_tokens
+):
+    """Any bursts, chunked prompts, little memory, and a tenant whose only request may never start."""
+    model = Model(
+        "round-robin", max_rows=max_rows, step_tokens=step_tokens, tenant_quantum=quantum, kv_tokens=kv_tokens
+    )
+    model.stuck.add(model.submit(1, 1, tenant="stuck").seq)
     widest = {pair: Widest() for pair in ("ab", "bc", "ac")}
 
     def step_and_look():
@@ -87,8 +94,41 @@ def test_the_service_of_two_that_wait_differs_by_a_constant(quantum, max_rows, s
             model.submit(prompt_len, output_len, tenant=tenant)
         for _ in range(num_steps):
             step_and_look()
-    while model.waiting or model.rows:
+    while len(model.waiting) > 1 or model.rows:
         step_and_look()
+
+
+def test_a_large_prompt_is_not_overtaken_for_as_long_as_small_ones_fit():
+    """Prompts of 400 and of 60, memory for one large one: looking ahead, the small tenant got 3,600 tokens more."""
+    model = Model("round-robin", max_rows=4, tenant_quantum=16, kv_tokens=440)
+    widest = Widest()
+    for number in range(600):
+        while sum(req.tenant == "small" for req in model.waiting) < 12:
+            model.submit(60, 3 + number % 5 * 2, tenant="small")
+        while sum(req.tenant == "large" for req in model.waiting) < 2:
+            model.submit(400, 2, tenant="large")
+        model.step()
+        widest.look(model, "small", "large")
+
+    assert widest.value <= 3 * 16 + 2 * (400 + 4 * 11)
+
+
+def test_a_turn_of_requests_that_may_not_start_costs_the_others_nothing():
+    """Its holder is stuck. Who is served meanwhile gets no debt from it: a newcomer finds equals."""
+    model = Model("round-robin", max_rows=1, tenant_quantum=20)
+    stuck = [model.submit(8, 2, tenant="stuck") for _ in range(30)]
+    model.stuck.update(req.seq for req in stuck)
+    for _ in range(200):
+        model.submit(8, 2, tenant="old")
+    model.run_until(lambda: len(model.order_of_start) == 40)
+    for _ in range(60):
+        model.submit(8, 2, tenant="new")
+    model.run_until(lambda: len(model.order_of_start) == 80)
+    assert [req.tenant for req in model.order_of_start[40:]].count("new") == 20
+
+    model.stuck.clear()
+    model.run_until(lambda: len(model.order_of_start) == 110)
+    assert [req.tenant for req in model.order_of_start[80:]].count("stuck") == 10
 
 
 def test_a_debt_is_paid_with_the_next_turns():
