@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cmp_to_key
+from itertools import chain
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from .shared_prefixes import SharedPrefixes
 from .siblings import Siblings
 from .verdict import AddReqResult, Reason, Verdict
 
-_MAX_SKIPPED = 64
+_MAX_SKIPPED = 256
 """Requests passed over by rules that concern them alone; looking at more of them in a pass would cost too much."""
 
 
@@ -50,7 +52,7 @@ class AdmissionPass:
         sources: who starts from a copy of a sibling's last page -> that sibling, which keeps its place in this pass.
     """
 
-    __slots__ = ("_adder", "_look_ahead", "_parts", "_record", "_shared", "sources")
+    __slots__ = ("_adder", "_look_ahead", "_lowest_running", "_parts", "_record", "_shared", "sources")
 
     def __init__(
         self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, record: PassRecord
@@ -61,6 +63,7 @@ class AdmissionPass:
         self._shared = shared
         self._record = record
         self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
+        self._lowest_running: int | None = None  # priority; None: not looked up since somebody left
         self.sources: dict[Req, Req] = {}
         for req in self._still_computing():
             shared.computing(req, int(parts.states.num_settled[req.row]))
@@ -70,7 +73,7 @@ class AdmissionPass:
 
         A request that lacks memory does not block those behind it: up to `look_ahead` of them are tried. Whoever was
         overtaken `MAX_OVERTAKEN` times is overtaken no more, so its turn comes when enough of the running have ended.
-        Nobody overtakes a request whose KV is on the host: it has been running already.
+        Nobody overtakes a request on the host that lacks memory: it has been running already.
         """
         adder, record, policy = self._adder, self._record, self._parts.policy
         refused = ""  # the first that lacks memory
@@ -103,8 +106,12 @@ class AdmissionPass:
             num_ahead += bool(refused)
 
     def _candidates(self) -> Iterator[Req]:
-        yield from self._parts.requests.swapped
-        yield from self._parts.policy.order(self._parts.requests.waiting, self._record.now_s)
+        """Those on the host first, unless a waiting one is so urgent that it would take their place anyway."""
+        parts = self._parts
+        waiting = parts.policy.order(parts.requests.waiting, self._record.now_s)
+        if not (parts.policy.preempts and parts.requests.swapped):
+            return chain(parts.requests.swapped, waiting)
+        return _merged(parts.requests.swapped, iter(waiting), parts.policy.may_displace)
 
     def _reason_to_stop_at(self, req: Req) -> Reason | None:
         """Why nobody behind a request that lacks memory may be tried; None if some may."""
@@ -125,9 +132,12 @@ class AdmissionPass:
     def _offer(self, req: Req) -> Verdict:
         """Rules that concern it alone, then memory and computing, then whether others make place."""
         adder = self._adder
+        verdict = first_refusal(self._parts.constraints, req)
+        if verdict is not None:
+            return verdict
         sibling = self._parts.siblings.source(req)
         prefix = self._parts.kv.prefix(req, sibling)
-        verdict = self._rule_against(req, prefix, sibling) or first_refusal(self._parts.constraints, req)
+        verdict = self._rule_against(req, prefix, sibling)
         if verdict is not None:
             return verdict
         if not adder.has_row:
@@ -172,7 +182,7 @@ class AdmissionPass:
     def _preempt(self, req: Req, prefix: Prefix, sibling: Req | None) -> bool:
         """Take the places of less urgent requests if that lets this one start; True if it did."""
         parts, adder = self._parts, self._adder
-        if not parts.policy.preempts or not adder.can_compute(req, prefix):
+        if not (parts.policy.preempts and self._outranks_somebody(req) and adder.can_compute(req, prefix)):
             return False
         keeps_place = {sibling, *self.sources.values()}
         victims = parts.preemption.victims_for(
@@ -191,4 +201,30 @@ class AdmissionPass:
             parts.preemption.take_place(victim, "priority", self._record)
         freed_tokens = (parts.kv.available_pages - pages_before) * parts.kv.page_size
         adder.make_room(freed_tokens, promised_tokens, len(victims))
+        self._lowest_running = None
         return True
+
+    def _outranks_somebody(self, req: Req) -> bool:
+        """A quick look before the search for victims: memory is full for many, and urgent are few of them."""
+        if self._lowest_running is None:
+            self._lowest_running = self._parts.preemption.lowest_priority()
+        return self._parts.preemption.outranks(req, self._lowest_running)
+
+
+def _merged(
+    swapped: Sequence[Req], waiting: Iterator[Req], goes_before: Callable[[Req, Req], bool]
+) -> Iterator[Req]:
+    """Two orders as one: each swapped request after those of the waiting that go before it."""
+
+    def compare(one: Req, other: Req) -> int:
+        return -1 if goes_before(one, other) else 1 if goes_before(other, one) else one.seq - other.seq
+
+    ahead = next(waiting, None)
+    for req in sorted(swapped, key=cmp_to_key(compare)):
+        while ahead is not None and goes_before(ahead, req):
+            yield ahead
+            ahead = next(waiting, None)
+        yield req
+    while ahead is not None:
+        yield ahead
+        ahead = next(waiting, None)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
-from .req import Req
+from .policy.base import MAX_OVERTAKEN
+from .req import Req, ReqStatus
 from .verdict import AddReqResult, Reason, Verdict
+
+_WAITING: Final = (ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.SWAPPED)
 
 
 class Constraint(Protocol):
@@ -34,24 +37,40 @@ class Constraint(Protocol):
 
 
 class MaxLoras:
-    """At most so many different adapters run at the same time; the model itself does not count."""
+    """At most so many different adapters run at the same time; the model itself does not count.
 
-    __slots__ = ("_in_use", "_max_loras")
+    Requests of adapters in use could keep another one out for as long as they come. So when one has been overtaken
+    `MAX_OVERTAKEN` times, the adapter with fewest requests is drained: nobody new starts with it until that one has
+    (SGLang's lora_drainer does the same after a time).
+    """
+
+    __slots__ = ("_drained", "_drained_for", "_in_use", "_max_loras")
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
         self._in_use: Counter[str] = Counter()
+        self._drained = ""  # an adapter
+        self._drained_for: Req | None = None
 
     def refusal(self, req: Req) -> Verdict | None:
-        if not req.lora_id or req.lora_id in self._in_use or len(self._in_use) < self._max_loras:
+        if not req.lora_id:
             return None
-        return Verdict(
-            req.rid,
-            AddReqResult.SKIP,
-            Reason.LORA_LIMIT,
-            need=len(self._in_use) + 1,
-            have=self._max_loras,
-        )
+        self._end_drain()
+        in_use = req.lora_id in self._in_use
+        if in_use and req.lora_id != self._drained:
+            return None
+        if not in_use and len(self._in_use) < self._max_loras and self._drained_for in (None, req):
+            return None
+        if not in_use and self._drained_for is None and req.num_overtaken >= MAX_OVERTAKEN:
+            self._drained = min(self._in_use, key=lambda lora_id: (self._in_use[lora_id], lora_id))
+            self._drained_for = req
+        num_adapters = len(self._in_use) + (not in_use)
+        return Verdict(req.rid, AddReqResult.SKIP, Reason.LORA_LIMIT, need=num_adapters, have=self._max_loras)
+
+    def _end_drain(self) -> None:
+        """The one that an adapter is drained for may have started, or ended."""
+        if self._drained_for is not None and self._drained_for.status not in _WAITING:
+            self._drained, self._drained_for = "", None
 
     def admitted(self, req: Req) -> None:
         if req.lora_id:

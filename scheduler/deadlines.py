@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..runtime.messages import Finish, FinishKind, GenerateRequest
 from .req import Req, ReqStatus
 
-QUEUE_TIMEOUT_STATUS = 503
-REQUEST_TIMEOUT_STATUS = 504
+QUEUE_TIMEOUT_STATUS: Final = 503
+REQUEST_TIMEOUT_STATUS: Final = 504
+_MIN_COMPACTED: Final = 64
 
 
 class Due(NamedTuple):
@@ -30,15 +31,16 @@ class Due(NamedTuple):
 
 
 class Deadlines:
-    """A heap of deadlines; those that no longer matter stay in it until they come up."""
+    """A heap of deadlines; those that no longer matter stay in it until they come up, or make up half of it."""
 
-    __slots__ = ("_heap", "_queue_timeout_s", "_request_timeout_s")
+    __slots__ = ("_compact_at", "_heap", "_queue_timeout_s", "_request_timeout_s")
 
     def __init__(self, queue_timeout_s: float | None, request_timeout_s: float | None) -> None:
         """The server's limits; None for none. A request may bring shorter ones."""
         self._queue_timeout_s = queue_timeout_s
         self._request_timeout_s = request_timeout_s
         self._heap: list[Due] = []
+        self._compact_at = _MIN_COMPACTED
 
     def add(self, req: Req, message: GenerateRequest) -> None:
         """Watch a new request."""
@@ -50,6 +52,12 @@ class Deadlines:
             if limit_s is not None:
                 due = Due(req.arrival_s + limit_s, 2 * req.seq + is_queue, limit_s, is_queue, req)
                 heapq.heappush(self._heap, due)
+        if (
+            len(self._heap) > self._compact_at
+        ):  # else requests that are long gone would stay as long as one old one
+            self._heap = [due for due in self._heap if not due.has_passed]
+            heapq.heapify(self._heap)
+            self._compact_at = max(2 * len(self._heap), _MIN_COMPACTED)
 
     def next_s(self) -> float | None:
         """When the next deadline comes that still matters."""

@@ -20,7 +20,7 @@ class HostMemory:
 
     __slots__ = (
         "_allocator",
-        "_in_comes",
+        "_in_promised",
         "_ins",
         "_outs",
         "swapped_in_pages_total",
@@ -31,7 +31,7 @@ class HostMemory:
         self._allocator = PageAllocator(num_pages)
         self._outs: list[IntArray] = []
         self._ins: list[IntArray] = []
-        self._in_comes = False
+        self._in_promised = False
         self.swapped_out_pages_total = 0
         self.swapped_in_pages_total = 0
 
@@ -51,13 +51,13 @@ class HostMemory:
         return bool(self._outs)
 
     @property
-    def has_ins(self) -> bool:
-        """Whether copies from the host are planned for the next step, so that none may go there in it."""
-        return self._in_comes
+    def in_promised(self) -> bool:
+        """Whether a swapped request comes back in the next step, so that nothing may go to the host in it."""
+        return self._in_promised
 
     def swap_out(self, pages: IntArray) -> IntArray:
         """Plan to copy pages to the host; [n] the host's pages. Callers look at `num_free` before."""
-        assert not self._in_comes, "in and out in the same step"
+        assert not self._in_promised, "in and out in the same step"
         host_pages = self._allocator.allocate(len(pages)) - 1
         self._outs.append(np.stack([pages, host_pages], axis=1))
         self.swapped_out_pages_total += len(pages)
@@ -65,7 +65,7 @@ class HostMemory:
 
     def promise_in(self) -> None:
         """A swapped request was admitted; `swap_in` follows when its pages are taken, at the end of the pass."""
-        self._in_comes = True
+        self._in_promised = True
 
     def swap_in(self, host_pages: IntArray, pages: IntArray) -> None:
         """Plan to copy pages back to the device."""
@@ -82,7 +82,7 @@ class HostMemory:
         """([O, 2] out, [I, 2] in) since the last call, for `StepPlan`."""
         outs, ins = self._outs, self._ins
         self._outs, self._ins = [], []
-        self._in_comes = False
+        self._in_promised = False
         return _joined(outs), _joined(ins)
 
 

@@ -71,9 +71,8 @@ class KVMemory:
         self._cache = prefix_cache
         self.page_size = pool.page_size
         self.evicted_pages_total = 0
-        self._moved: dict[
-            int, tuple[int, int]
-        ] = {}  # row -> (first, last + 1) page index that got other pages
+        # row -> (first, last + 1) index of the pages that were exchanged for the cache's
+        self._moved: dict[int, tuple[int, int]] = {}
 
     @property
     def num_pages(self) -> int:
@@ -121,10 +120,8 @@ class KVMemory:
 
         Remembered until the cache changes, so that a queue that cannot move costs nothing in each step.
         """
-        if req.sampling.prompt_logprobs is not None and not req.answered:
-            return (
-                _NO_MATCH  # log-probabilities of the prompt need its logits, so all of it has to be computed
-            )
+        if _needs_prompt_logits(req):
+            return _NO_MATCH
         if req.match is None or req.match_generation != self._cache.generation:
             max_pages = (req.fill_len - 1) // self.page_size
             req.match = self._cache.match(req.extra_key, req.fill_ids, max_pages)
@@ -147,6 +144,8 @@ class KVMemory:
 
     def _tail_of(self, req: Req, match: PrefixMatch, sibling: Req) -> bool:
         """Whether a sibling's page has all that a new request lacks of its prompt but the last token."""
+        if _needs_prompt_logits(req):
+            return False
         whole, rest = divmod(req.prompt_len - 1, self.page_size)
         return rest > 0 and req.output_len == 0 and match.num_pages == whole
 
@@ -297,19 +296,14 @@ class KVMemory:
         self._pool.release(row)
         req.row = -1
 
-    def swap_out(self, req: Req) -> bool:
+    def swap_out(self, req: Req) -> None:
         """Plan to copy what settled steps have computed of a running request to the host. Call before `release`.
 
-        Returns:
-            False, and nothing is changed, if the host has no room for it.
+        The caller has seen to it that there are such tokens, and room on the host for `num_swappable_pages`.
         """
-        num_tokens = int(self._states.num_settled[req.row])
-        num_pages = pages_for(num_tokens, self.page_size)
-        if num_pages > self._host.num_free or not num_pages:
-            return False
+        num_pages = self.num_swappable_pages(req)
         req.host_pages = self._host.swap_out(self._pool.pages[req.row, :num_pages].copy())
-        req.host_len = num_tokens
-        return True
+        req.host_len = int(self._states.num_settled[req.row])
 
     def num_own_pages(self, req: Req) -> int:
         """Pages of a running request that come free when it leaves, because nobody else has them."""
@@ -355,3 +349,8 @@ class KVMemory:
         dropped = self._cache.flush()
         self._allocator.free(dropped)
         return len(dropped), self._cache.locked_pages
+
+
+def _needs_prompt_logits(req: Req) -> bool:
+    """Log-probabilities of a prompt need its logits, so all of it has to be computed until they are sent."""
+    return req.sampling.prompt_logprobs is not None and not req.answered

@@ -52,7 +52,9 @@ class Preemption:
         """Take a running request's row and pages; its KV goes to the host, or stays cached while there is room."""
         row = victim.row
         num_pages = self._kv.num_swappable_pages(victim)
-        swapped = self._may_swap(victim, num_pages) and self._kv.swap_out(victim)
+        swapped = self._may_swap(victim, num_pages)
+        if swapped:
+            self._kv.swap_out(victim)
         victim.fill_ids = self._states.known_ids(row)  # what it has generated follows the prompt
         self._kv.release(victim, keep=True)
         self._without_place.append(victim)
@@ -69,6 +71,15 @@ class Preemption:
         if self._without_place:
             self._without_place = []
             self._requests.forget_departed()
+
+    def lowest_priority(self) -> int:
+        """Of the running requests; a large number where none runs."""
+        reqs = self._requests.running.reqs
+        return min((req.priority for req in reqs if req.row >= 0), default=2**62)
+
+    def outranks(self, req: Req, priority: int) -> bool:
+        """Whether a request may take the place of one of this priority."""
+        return req.priority - priority > self._threshold
 
     def victims_for(
         self,
@@ -91,7 +102,7 @@ class Preemption:
             each
             for each in self._requests.running.reqs
             if each.row >= 0  # the others have lost it just now
-            and req.priority - each.priority > self._threshold
+            and self.outranks(req, each.priority)
             and may_displace(req, each)
         ]
         candidates.sort(key=lambda each: (each.priority, -each.seq))
@@ -105,7 +116,7 @@ class Preemption:
         return []
 
     def _may_swap(self, victim: Req, num_pages: int) -> bool:
-        if self._host.has_ins or num_pages > self._host.num_free:
+        if self._host.in_promised or not 0 < num_pages <= self._host.num_free:
             return False
         if victim.sampling.prompt_logprobs is not None and not victim.answered:
             return False  # all of its prompt has to be computed again, for the log-probabilities

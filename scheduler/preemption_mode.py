@@ -67,7 +67,7 @@ class ByCost:
         self.swap_s_per_page = page_bytes / ASSUMED_BYTES_PER_S
 
     def swaps(self, num_tokens: int, num_pages: int) -> bool:
-        if self.prefill_s_per_token is None:
+        if self.prefill_s_per_token is None or not self.swap_s_per_page:  # one of the two costs is unknown
             return False
         return 2 * num_pages * self.swap_s_per_page < num_tokens * self.prefill_s_per_token
 

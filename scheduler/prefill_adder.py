@@ -156,9 +156,9 @@ class PrefillAdder:
             have = budget.cur_rem_tokens - pinned
             enough = need <= have
         else:
-            need = req.fill_len - match_len + output_len + kv.page_size
+            need = self._need(req, match_len)
             have = budget.rem_total_tokens - pinned
-            enough = need < have
+            enough = need <= have
         if not enough:
             no_token = AddReqResult.NO_TOKEN
             return Verdict(req.rid, no_token, Reason.NO_KV, ready_len, extend_len, output_len, need, have)
@@ -185,9 +185,8 @@ class PrefillAdder:
     def missing_tokens(self, req: Req, prefix: Prefix) -> int:
         """KV slots by which memory is too short to admit this request; 0 or less if it is not."""
         kv = self._kv
-        match_len = prefix.match.num_pages * kv.page_size
-        need = req.fill_len - match_len + self._kept_for_output(req) + kv.page_size
-        return need + kv.unlocked_pages(prefix.match) * kv.page_size + 1 - self.budget.rem_total_tokens
+        need = self._need(req, prefix.match.num_pages * kv.page_size)
+        return need + kv.unlocked_pages(prefix.match) * kv.page_size - self.budget.rem_total_tokens
 
     def can_compute(self, req: Req, prefix: Prefix) -> bool:
         """Whether this step could begin with its prompt, if memory and rows were no question."""
@@ -254,6 +253,10 @@ class PrefillAdder:
         budget = self.budget
         by_chunk = budget.rem_chunk_tokens <= budget.rem_input_tokens
         return Reason.CHUNK_BUDGET if by_chunk else Reason.INPUT_BUDGET
+
+    def _need(self, req: Req, match_len: int) -> int:
+        """KV slots that must be there: its tokens, the expected output, a page for rounding; SGLang leaves one more."""
+        return req.fill_len - match_len + self._kept_for_output(req) + self._kv.page_size + 1
 
     def _kept_for_output(self, req: Req) -> int:
         """The expected output, and the slots for draft tokens beyond it, as far as the request can ever use them."""

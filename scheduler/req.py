@@ -41,7 +41,7 @@ TRANSITIONS: Final[dict[ReqStatus, frozenset[ReqStatus]]] = {
     ),
     ReqStatus.DECODE: frozenset({ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}),
     ReqStatus.RETRACTED: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
-    ReqStatus.SWAPPED: frozenset({ReqStatus.PREFILL, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.SWAPPED: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
     ReqStatus.FINISHED: frozenset(),
 }
 

@@ -53,10 +53,9 @@ def make_room(
     """
     rows, reqs = running.rows, running.reqs
     to_decode = states.num_computed[rows] < states.max_kv_len[rows]
+    # the last token of some may be in flight: they need no step, and their pages come back when it lands
     landing = not to_decode.all()
-    if (
-        landing
-    ):  # the last token of some is in flight: they need no step, and their pages come back when it lands
+    if landing:
         rows = rows[to_decode]
         reqs = [reqs[idx] for idx in np.flatnonzero(to_decode)]
     full = kv.rows_without_room(rows)

@@ -141,8 +141,10 @@ class Scheduler:
 
     def _end(self, ended: list[tuple[Req, Finish]], now_s: float) -> None:
         """End requests between steps."""
+        num_with_row = sum(req.row >= 0 for req, _ in ended)
         self._answers.rows([self._requests.finish(req, finish, now_s) for req, finish in ended])
-        self._requests.forget_departed()
+        if num_with_row:
+            self._requests.forget_departed()
         self.decisions.append(Settled(now_s, 0, left=self._requests.take_departed()))
 
     # ------------------------------------------------------------ planning
@@ -183,7 +185,8 @@ class Scheduler:
 
     def _must_tell_runner(self) -> bool:
         """Whether a step without tokens (IDLE) is needed: no other may come for hours, or can come before it."""
-        return self._parts.host.has_outs or (self._parts.pool.has_left_rows and not self._requests)
+        nobody_runs = not self._requests.num_with_row
+        return self._parts.host.has_outs or (self._parts.pool.has_left_rows and nobody_runs)
 
     def _make_batch(self, work: Work, record: PassRecord) -> ScheduleBatch:
         self._last_step_id += 1
@@ -254,7 +257,7 @@ class Scheduler:
         ):
             sentinel.progress()
         elif sentinel.no_progress(record) is StallAction.REPAIR:
-            self._parts.ledger.check_idle()
+            self._parts.ledger.check()
             self._kv.flush()
             self._parts.estimator.reset()
 

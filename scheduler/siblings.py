@@ -43,4 +43,5 @@ class Siblings:
         return bool(members) and not any(self._has_prompt(member) for member in members)
 
     def _has_prompt(self, req: Req) -> bool:
-        return int(self._states.num_settled[req.row]) >= req.prompt_len
+        # without a row it has lost its place in this very pass, and is about to leave the group
+        return req.row >= 0 and int(self._states.num_settled[req.row]) >= req.prompt_len

@@ -1,13 +1,14 @@
 """`WaitingQueue`: the requests without a row, in order of arrival.
 
-Every operation is O(1) in the number of waiting requests, so that ten thousand of them cost a step nothing; policies
-that need another order make it themselves from the iteration.
+Arrivals and admissions are O(1) in the number of waiting requests, so that ten thousand of them cost a step nothing;
+policies that need another order make it themselves from the iteration.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Protocol
 
 from .req import Req
@@ -48,20 +49,24 @@ class WaitingQueue:
         self._observer.enqueued(req)
 
     def put_back(self, req: Req) -> None:
-        """Give a retracted request its old place.
+        """Give a retracted request its old place; the cost is its distance to the nearer end.
 
         SGLang sends it to the back, which makes it wait for everybody who came after it, and wait longest when the load
         is highest. By arrival it is nearly always first: only requests that it had overtaken stand before it.
         """
-        before: list[int] = []
-        for seq in self._reqs:
-            if seq > req.seq:
-                break
-            before.append(seq)
-        self._reqs[req.seq] = req
-        self._reqs.move_to_end(req.seq, last=False)
-        for seq in reversed(before):
-            self._reqs.move_to_end(seq, last=False)
+        seqs, seq = self._reqs, req.seq
+        if not seqs or next(reversed(seqs)) < seq:
+            seqs[seq] = req
+        elif seq - next(iter(seqs)) < next(reversed(seqs)) - seq:  # nearer to the front
+            before = list(takewhile(lambda other: other < seq, seqs))
+            seqs[seq] = req
+            for other in (seq, *reversed(before)):
+                seqs.move_to_end(other, last=False)
+        else:
+            behind = list(takewhile(lambda other: other > seq, reversed(seqs)))
+            seqs[seq] = req
+            for other in reversed(behind):
+                seqs.move_to_end(other)
         self._observer.enqueued(req)
 
     def remove(self, req: Req) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.messages import FinishKind, GrammarReady
+from engine.scheduler.policy.base import MAX_OVERTAKEN
 from engine.scheduler.verdict import AddReqResult, Reason
 
 from .harness import Harness
@@ -118,4 +119,57 @@ def test_lookahead_slots_are_there_before_they_are_needed(make_scheduler, num_lo
         for row, end in zip(decodes[here], batch.end[batch.num_extends :][here], strict=True):
             wanted = min(int(end) + num_lookahead_tokens, int(parts.states.max_kv_len[row]))
             assert parts.pool.num_pages[row] * 4 >= wanted
+    harness.run_until_idle()
+
+
+def test_a_stream_of_one_adapter_does_not_keep_another_out_for_ever(make_scheduler):
+    """An "a" comes in every step; "c" is overtaken 32 times, then "a" is drained for it."""
+    harness = make_scheduler(max_loras_per_batch=1, num_pages=256, max_running_requests=8)
+    for idx in range(3):
+        harness.submit(f"first{idx}", max_new_tokens=3, message={"lora_id": "a"})
+    harness.step()
+    harness.submit("c", max_new_tokens=1, message={"lora_id": "c"})
+
+    steps = 0
+    while not harness.answers["c"].rows:
+        harness.submit(f"a{steps}", prompt_len=4, max_new_tokens=3, message={"lora_id": "a"})
+        harness.step()
+        steps += 1
+        assert steps < 60
+
+    assert steps > MAX_OVERTAKEN
+    harness.run_until_idle()
+
+
+def test_an_abort_of_the_one_that_is_drained_for_ends_the_drain(make_scheduler):
+    harness = make_scheduler(max_loras_per_batch=1, num_pages=256, max_running_requests=8)
+    harness.submit("first", max_new_tokens=80, message={"lora_id": "a"})
+    harness.step()
+    harness.submit("c", max_new_tokens=1, message={"lora_id": "c"})
+    for idx in range(MAX_OVERTAKEN + 3):
+        harness.submit(f"a{idx}", prompt_len=4, max_new_tokens=2, message={"lora_id": "a"})
+        harness.step()
+    harness.submit("late", prompt_len=4, max_new_tokens=2, message={"lora_id": "a"})
+    for _ in range(3):
+        harness.step()
+    assert not harness.answers["late"].rows  # "a" is being drained
+
+    harness.abort("c")
+    harness.step()
+
+    assert harness.answers["late"].rows
+    harness.run_until_idle()
+
+
+def test_many_of_one_adapter_do_not_hide_those_behind(make_scheduler):
+    harness = make_scheduler(max_loras_per_batch=1, num_pages=256)
+    harness.submit("uses", max_new_tokens=30, message={"lora_id": "a"})
+    harness.step()
+    for _ in range(200):
+        harness.submit(prompt_len=4, max_new_tokens=1, message={"lora_id": "b"})
+    harness.submit("base", prompt_len=4, max_new_tokens=1)
+
+    harness.step()
+
+    assert harness.answers["base"].rows
     harness.run_until_idle()

@@ -70,3 +70,14 @@ def test_the_loop_learns_when_to_wake(make_scheduler):
     assert harness.scheduler.wake_s() == pytest.approx(harness.now_s - 0.01 + 60.0)
     harness.run_until_idle()
     assert harness.scheduler.wake_s() is None
+
+
+def test_requests_that_have_ended_are_forgotten_also_behind_an_old_one(make_scheduler):
+    harness = make_scheduler(request_timeout=1000.0)
+    harness.submit("old", prompt_len=4, max_new_tokens=400)
+    for idx in range(300):
+        harness.submit(f"r{idx}", prompt_len=4, max_new_tokens=1)
+        harness.step()
+
+    assert len(harness.scheduler._parts.deadlines._heap) <= 128
+    harness.run_until_idle()

@@ -71,15 +71,15 @@ def test_a_request_that_lacks_memory_is_told_the_sums(make_scheduler):
 
     (verdict,) = harness.last_pass.verdicts
     assert verdict.result is AddReqResult.NO_TOKEN and verdict.reason is Reason.NO_KV
-    assert (verdict.extend_len, verdict.output_len, verdict.need) == (20, 20, 20 + 20 + 4)
+    assert (verdict.extend_len, verdict.output_len, verdict.need) == (20, 20, 20 + 20 + 4 + 1)
     assert verdict.have == harness.last_pass.budget_before.rem_total_tokens == 64 - 24 - 19
-    assert "NO_KV second" in verdict.text() and "need 44 have 21" in verdict.text()
+    assert "NO_KV second" in verdict.text() and "need 45 have 21" in verdict.text()
     harness.run_until_idle()
 
 
 @pytest.mark.parametrize(("prompt_len", "result"), [(12, AddReqResult.CONTINUE), (13, AddReqResult.NO_TOKEN)])
-def test_memory_must_be_more_than_what_is_needed(make_scheduler, prompt_len, result):
-    """Strictly: with nothing left over, the next decode that needs a page would retract somebody."""
+def test_memory_for_all_that_is_needed_and_one_slot_more(make_scheduler, prompt_len, result):
+    """The slot more is SGLang's: with nothing left over, the next decode that needs a page would retract somebody."""
     harness = make_scheduler(num_pages=16, page_size=4)
     harness.submit("first", prompt_len=20, max_new_tokens=20)
     harness.step()
@@ -88,7 +88,7 @@ def test_memory_must_be_more_than_what_is_needed(make_scheduler, prompt_len, res
     harness.step()
 
     (verdict,) = harness.last_pass.verdicts
-    assert (verdict.result, verdict.need, verdict.have) == (result, prompt_len + 4 + 4, 21)
+    assert (verdict.result, verdict.need, verdict.have) == (result, prompt_len + 4 + 4 + 1, 21)
     harness.run_until_idle()
 
 
@@ -106,7 +106,7 @@ def test_of_one_request_no_more_than_so_much_output_is_expected(make_scheduler):
     harness.step()
     both = harness.last_pass.budget_before.rem_total_tokens
 
-    assert (verdict.output_len, verdict.need) == (CLIP_MAX_NEW_TOKENS, 40 + CLIP_MAX_NEW_TOKENS + 4)
+    assert (verdict.output_len, verdict.need) == (CLIP_MAX_NEW_TOKENS, 40 + CLIP_MAX_NEW_TOKENS + 4 + 1)
     assert running == (4096 - 3) * 4 - CLIP_MAX_NEW_TOKENS
     assert both == (4096 - 3 - 3) * 4 - 28 - 2 * CLIP_MAX_NEW_TOKENS
 
@@ -345,7 +345,7 @@ def test_ready_tokens_behind_the_cached_pages_take_memory_and_no_computing():
 
     verdict = adder.add(req, prefix_of(adder, req, more_ready=13))
 
-    assert (verdict.prefix_len, verdict.extend_len, verdict.need) == (21, 9, 22 + 10 + 4)
+    assert (verdict.prefix_len, verdict.extend_len, verdict.need) == (21, 9, 22 + 10 + 4 + 1)
     (chunk,) = adder.chunks
     assert (chunk.start, chunk.length, chunk.is_last) == (21, 9, True)
     assert adder.budget.rem_step_tokens == 16 - 9

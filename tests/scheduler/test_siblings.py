@@ -126,3 +126,40 @@ def test_siblings_with_prompt_logprobs_compute_their_own(make_scheduler, phases)
     steps = harness.run_until_idle()
 
     assert sum(sum(extend_lens(step)) for step in steps) == 2 * 38
+
+
+@pytest.mark.parametrize("prompt_len", [3, 4, 9, 38])
+def test_a_late_sibling_with_prompt_logprobs_has_all_of_them(make_scheduler, prompt_len):
+    harness = make_scheduler(page_size=16)
+    message = {"message": {"group": "g"}}
+    prompt = list(range(1, prompt_len + 1))
+    harness.submit("a", prompt=prompt, max_new_tokens=9, prompt_logprobs=0, **message)
+    harness.step()
+    harness.submit("b", prompt=prompt, max_new_tokens=2, prompt_logprobs=0, **message)
+    harness.run_until_idle()
+
+    for rid in ("a", "b"):
+        logprobs = harness.answers[rid].rows[0].prompt_logprobs
+        assert logprobs is not None
+        assert len(logprobs.token_logprobs) == 4 * (prompt_len - 1)
+
+
+def test_a_sibling_does_not_start_from_one_that_has_just_lost_its_place(make_scheduler):
+    """The urgent request takes the leader's row in the pass in which the sibling would copy its page."""
+    harness = make_scheduler(
+        schedule_policy="priority", page_size=4, num_pages=64, max_running_requests=2, priority_ageing=0.0
+    )
+    prompt = list(range(1, 39))
+    group = {"group": "g", "priority": 0}
+    harness.submit("leader", prompt=prompt, max_new_tokens=30, message=group)
+    harness.submit("other", prompt_len=6, max_new_tokens=30, message={"priority": 15})
+    harness.step()
+    harness.step()
+    harness.submit("sibling", prompt=prompt, max_new_tokens=5, message=group)
+    harness.submit("urgent", prompt_len=30, max_new_tokens=5, message={"priority": 40})
+    harness.submit("urgent2", prompt_len=30, max_new_tokens=5, message={"priority": 40})
+
+    harness.run_until_idle()
+
+    causes = [each for record in harness.scheduler.decisions.passes for each in record.retractions]
+    assert "leader" in {each.rid for each in causes if each.cause == "priority"}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from engine.runtime.messages import FinishKind
 from engine.scheduler.preemption_mode import ByCost
-from engine.scheduler.verdict import Reason
+from engine.scheduler.stall import PASSES_BEFORE_ALARM
+from engine.scheduler.verdict import AddReqResult, Reason, Verdict
 
 from .harness import Harness, extend_lens
 
@@ -169,3 +170,46 @@ def test_swapping_changes_no_token_and_leaks_no_page(data):
     assert harness.scheduler.report(0.0).host_used_tokens == 0
     kinds = {answer.finish and answer.finish.kind for answer in harness.answers.values()}
     assert kinds <= {FinishKind.LENGTH, FinishKind.ABORT}
+
+
+def test_a_swapped_request_of_low_priority_keeps_no_urgent_one_waiting(make_scheduler):
+    """The first urgent request swaps the low one out; the second comes while it is on the host, and goes before it."""
+    harness = make_scheduler(
+        schedule_policy="priority",
+        preemption_mode="swap",
+        num_host_pages=64,
+        max_running_requests=2,
+        priority_ageing=0.0,
+    )
+    for rid in ("low0", "low1"):
+        harness.submit(rid, prompt_len=8, max_new_tokens=60, message={"priority": 0})
+    harness.step()
+    harness.submit("urgent0", prompt_len=8, max_new_tokens=60, message={"priority": 20})
+    harness.step()
+    assert harness.scheduler.report(0.0).num_swapped_reqs == 1
+    harness.submit("urgent1", prompt_len=8, max_new_tokens=5, message={"priority": 20})
+
+    harness.step()
+
+    assert harness.answers["urgent1"].rows
+    harness.run_until_idle()
+
+
+def test_a_stall_is_repaired_also_while_somebody_is_on_the_host(make_scheduler, monkeypatch):
+    harness = crowded(make_scheduler, preemption_mode="swap")
+    while not harness.scheduler.report(0.0).num_swapped_reqs:
+        harness.step()
+    for rid in list(harness.answers):
+        if rid not in retractions(harness)[0].rid:
+            harness.abort(rid)
+    monkeypatch.setattr(
+        "engine.scheduler.prefill_adder.PrefillAdder.add",
+        lambda adder, req, *_: Verdict(req.rid, AddReqResult.NO_TOKEN, Reason.NO_KV, need=9, have=5),
+    )
+    for _ in range(PASSES_BEFORE_ALARM):
+        harness.step()
+        harness.scheduler.on_idle()
+
+    assert "none can be admitted" in harness.scheduler.report(0.0).stalled
+    monkeypatch.undo()
+    harness.run_until_idle()
