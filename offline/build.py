@@ -35,6 +35,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         on_step("import torch")
         shorten_spinning()
         from ..model_runner.load import load_model_runner
+        from ..scheduler.pipeline import Pipeline
         from ..scheduler.recorder import make_recorder
         from ..scheduler.scheduler import Scheduler
 
@@ -47,6 +48,9 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         recorder = make_recorder(
             config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
         )
-        return EngineParts(scheduler, runner, Detokenizer(tokenizer), capacity, recorder)
+        overlap = config.scheduler.overlap
+        assert overlap != "auto"
+        pipeline = Pipeline(scheduler, runner, recorder, time.monotonic, overlap=overlap)
+        return EngineParts(scheduler, pipeline, Detokenizer(tokenizer), capacity, recorder)
 
     return EngineThread(build)

@@ -36,9 +36,9 @@ from ..runtime.messages import (
     SchedulerReport,
     TextOutput,
 )
-from ..runtime.step_plan import Runner
 
 if TYPE_CHECKING:
+    from ..scheduler.pipeline import Pipeline
     from ..scheduler.recorder import Recorder
     from ..scheduler.scheduler import Scheduler
 
@@ -56,10 +56,10 @@ RowQueue = queue.SimpleQueue[TextOutput | EngineDeadError]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of; the recorder is the scheduler's."""
+    """What an engine is made of; pipeline and recorder are the scheduler's."""
 
     scheduler: Scheduler
-    runner: Runner
+    pipeline: Pipeline
     detokenizer: Detokenizer
     capacity: Capacity
     recorder: Recorder
@@ -203,24 +203,15 @@ class _Loop:
             self._die(death)
 
     def _step(self, parts: EngineParts) -> None:
-        """Take in messages, run one batch, deliver what came out; sleeps while there is nothing to do."""
-        scheduler, recorder = parts.scheduler, parts.recorder
+        """Take in messages, advance the steps, deliver what came out; sleeps while there is nothing to do."""
         for message in self._take_messages(0.0):
-            _handle(parts, message)
-        now_s = time.monotonic()
-        recorder.planning(now_s)
-        batch = scheduler.next_batch(now_s)
-        recorder.planned(batch)
-        if batch is not None:
-            result = parts.runner.launch(batch.plan).wait()
-            scheduler.settle(batch, result, time.monotonic())
-            recorder.settled()
+            parts.pipeline.handle(message)
+        advanced = parts.pipeline.advance()
         self._deliver(parts)
-        if batch is None:
-            recorder.idle(time.monotonic())
-            scheduler.on_idle()
-            for message in self._take_messages(wait_s(scheduler, time.monotonic())):
-                _handle(parts, message)
+        if not advanced:
+            parts.pipeline.idle()
+            for message in self._take_messages(wait_s(parts.scheduler, time.monotonic())):
+                parts.pipeline.handle(message)
 
     def _take_messages(self, wait_s: float | None) -> Iterator[SchedulerInput]:
         """What has arrived; waits so many seconds for the first one, None: as long as it takes."""
@@ -254,7 +245,7 @@ class _Loop:
     def _deliver_row(self, parts: EngineParts, row: TextOutput) -> None:
         finish = row.finish
         if row.ended_by_detokenizer:  # the scheduler would go on
-            _handle(parts, AbortRequest(row.rid, "ended by the detokenizer"))
+            parts.pipeline.handle(AbortRequest(row.rid, "ended by the detokenizer"))
         with self._lock:
             rows = self._rows_of.get(row.rid) if finish is None else self._rows_of.pop(row.rid, None)
         if rows is not None:
@@ -269,12 +260,6 @@ class _Loop:
             rows.put(death)
         for answers in questions.values():
             answers.put(death)
-
-
-def _handle(parts: EngineParts, message: SchedulerInput) -> None:
-    now_s = time.monotonic()
-    parts.recorder.received(message, now_s)
-    parts.scheduler.handle(message, now_s)
 
 
 class Wakeful(Protocol):

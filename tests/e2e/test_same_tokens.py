@@ -132,6 +132,17 @@ def test_chunked(open_llm, probes, reference, chunk):
         assert tokens(generate(llm, probes)) == reference
 
 
+def test_with_overlapped_steps(open_llm, probes, reference):
+    with open_llm(
+        overlap=True, **TINY_POOL, page_size=4, max_running_requests=12, chunked_prefill_size=32
+    ) as llm:
+        outputs = generate(llm, probes)
+        done = llm.flush_cache()
+    assert sum(output.usage.num_retractions for output in outputs) > 0
+    assert tokens(outputs) == reference
+    assert done.kept_tokens == 0
+
+
 def test_with_a_prefix_hit(open_llm, probes, reference):
     with open_llm(page_size=4) as llm:
         generate(llm, probes)

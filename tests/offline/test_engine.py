@@ -17,6 +17,7 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S, FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan, StepResult
+from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.recorder import NoRecorder
 from engine.scheduler.scheduler import Scheduler
 
@@ -56,12 +57,14 @@ class ScriptedRunner:
         return Done(StepResult(plan.step_id, tokens.tobytes()))
 
 
-def make_engine(before_step=lambda step_id: None, table=None, **settings):
+def make_engine(before_step=lambda step_id: None, table=None, *, overlap=False, **settings):
     def build():
         config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4, **settings)
         scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
         detokenizer = Detokenizer(table or Letters())
-        return EngineParts(scheduler, ScriptedRunner(before_step), detokenizer, CAPACITY, NoRecorder())
+        recorder = NoRecorder()
+        pipeline = Pipeline(scheduler, ScriptedRunner(before_step), recorder, time.monotonic, overlap=overlap)
+        return EngineParts(scheduler, pipeline, detokenizer, CAPACITY, recorder)
 
     return EngineThread(build)
 
@@ -86,8 +89,9 @@ def read(rows, count=1):
     return seen
 
 
-def test_rows_come_in_order_and_the_last_one_finishes():
-    engine, rows = make_engine(), row_queue()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_come_in_order_and_the_last_one_finishes(overlap):
+    engine, rows = make_engine(overlap=overlap), row_queue()
     engine.submit(request("a"), rows)
     seen = read(rows)
     assert "".join(row.text for row in seen) == "abcd"
@@ -95,7 +99,8 @@ def test_rows_come_in_order_and_the_last_one_finishes():
     engine.close()
 
 
-def test_a_failing_step_reaches_every_request_and_every_later_call():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failing_step_reaches_every_request_and_every_later_call(overlap):
     submitted = threading.Event()
 
     def fail(step_id):
@@ -103,7 +108,7 @@ def test_a_failing_step_reaches_every_request_and_every_later_call():
         if step_id == 3:
             raise RuntimeError("device on\nfire")
 
-    engine, rows = make_engine(fail), row_queue()
+    engine, rows = make_engine(fail, overlap=overlap), row_queue()
     for rid in "ab":
         engine.submit(request(rid, max_new_tokens=50), rows)
     submitted.set()
