@@ -1,0 +1,208 @@
+"""The same tiny model from safetensors and from a GGUF file as llama.cpp's converter writes it, by architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.gguf import GGUFFile
+from engine.runtime.model_files.gguf_config import read_gguf_spec
+from engine.runtime.sampling_params import SamplingParams
+
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.5, 3.0, 6.0, 9.0],
+}
+MOE = {
+    "head_dim": 8,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+GEMMA3 = {"head_dim": 16, "num_hidden_layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 16}
+
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architecture in GGUF, options
+    "mistral": ("mistral", "llama", {"sliding_window": None}),
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 16, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "qwen3 yarn": (
+        "qwen3",
+        "qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3moe": ("qwen3_moe", "qwen3moe", MOE),
+    "gemma3": ("gemma3_text", "gemma3", {**GEMMA3, "tie_word_embeddings": True}),
+    "gemma3 scaled": (
+        "gemma3_text",
+        "gemma3",
+        {
+            **GEMMA3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("phi3", "phi3", {"sliding_window": 33}),
+    "phi3 part of the head": (
+        "phi3",
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3 longrope": (
+        "phi3",
+        "phi3",
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 2048,
+        },
+    ),
+}
+
+
+def write(path: Path, tiny: Any, arch: str) -> None:
+    """Names, order of rows, offsets of norms and stacks of experts as llama.cpp's converter has them."""
+    config = tiny.reference.config
+    writer = gguf.GGUFWriter(path, arch)
+    _write_metadata(writer, config, arch)
+    names = gguf.get_tensor_name_map(_arch_id(arch), config.num_hidden_layers)
+    experts: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for name, array in _checkpoint(tiny):
+        if ".experts." in name:
+            head, rest = name.split(".experts.")
+            merged = f"{head}.experts.{rest.split('.', 1)[1]}"
+            experts.setdefault(merged, []).append(array)
+            continue
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if arch == "llama":
+            array = _neighbours(name, array, config)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(array)
+        )
+    for name, arrays in experts.items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.stack(arrays))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _arch_id(arch: str) -> gguf.MODEL_ARCH:
+    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+
+
+def _checkpoint(tiny: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    """The tensors as they are in the safetensors file, experts by their number."""
+    from safetensors import safe_open
+
+    def key(name: str) -> list[Any]:
+        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+    with safe_open(tiny.folder / "model.safetensors", "np") as file:
+        return [(name, file.get_tensor(name)) for name in sorted(file.keys(), key=key)]
+
+
+def _neighbours(name: str, array: np.ndarray[Any, Any], config: Any) -> np.ndarray[Any, Any]:
+    heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+    if "q_proj" not in name and "k_proj" not in name:
+        return array
+    return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_eos_token_id(2)
+    if arch in ("qwen3", "qwen3moe", "gemma3"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if arch in ("llama", "phi3"):
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        for key, tensor in ((("long_factor"), "rope_factors_long"), ("short_factor", "rope_factors_short")):
+            writer.add_tensor(f"{tensor}.weight", np.array(rope[key], dtype=np.float32))
+
+
+@pytest.mark.parametrize(("model_type", "arch", "options"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_is_the_same_model_as_in_safetensors(
+    make_tiny_model, make_driver, unpack, tmp_path, model_type, arch, options
+):
+    tiny = make_tiny_model(model_type, **options)
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny, arch)
+
+    spec = read_gguf_spec(GGUFFile(path))
+    driver = make_driver(spec, path, kind="gguf")
+
+    assert spec.num_parameters == tiny.spec.num_parameters
+    req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
+    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(token, expected, atol=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("gemma3.final_logit_softcapping", 30.0, "final_logit_softcapping is 30.0, capped scores and logits"),
+        (
+            "gemma3.attention.sliding_window_pattern",
+            0,
+            "sliding_window_pattern is 0, expected a whole number",
+        ),
+    ],
+)
+def test_what_a_gemma_cannot_have_is_refused(make_tiny_model, tmp_path, key, value, message):
+    tiny = make_tiny_model("gemma3_text", **GEMMA3)
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "gemma3")
+    _write_metadata(writer, tiny.reference.config, "gemma3")
+    (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    writer.add_tensor("token_embd.weight", np.zeros((96, 48), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=message):
+        read_gguf_spec(GGUFFile(path))
