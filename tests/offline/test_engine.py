@@ -162,8 +162,9 @@ def test_an_abort_is_answered_with_a_finished_row():
     engine.close()
 
 
-def test_a_stop_string_frees_the_request_in_the_scheduler():
-    engine, rows = make_engine(), row_queue()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_string_frees_the_request_in_the_scheduler(overlap):
+    engine, rows = make_engine(overlap=overlap), row_queue()
     engine.submit(request("a", max_new_tokens=50, stop=("cd",)), rows)
     seen = read(rows)
     assert "".join(row.text for row in seen) == "ab"
