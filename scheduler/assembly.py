@@ -92,7 +92,7 @@ def assemble(
         taken = (kv.num_pages - kv.available_pages) / kv.num_pages
         return Load(num_rows - pool.num_free_rows, num_rows, taken)
 
-    policy = make_policy(config, PolicyParts(kv.match, page_size, load))
+    policy = make_policy(config, PolicyParts(kv.known_matches, page_size, load))
     siblings, max_loras = Siblings(states), MaxLoras(config.max_loras_per_batch)
     requests = Requests(kv, policy, (siblings, max_loras))
     mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)

@@ -12,6 +12,11 @@ is offered to the cache (`RowStates.num_settled`), and a step in flight writes b
 
 from __future__ import annotations
 
+import heapq
+import operator
+from collections.abc import Sequence
+from typing import Final
+
 import numpy as np
 
 from ..runtime.feasibility import pages_for
@@ -26,7 +31,11 @@ from .req import Req, ReqStatus
 from .req_to_token_pool import ReqToTokenPool
 from .row_states import RowStates
 
+MAX_LOOKUPS: Final = 16
+"""Prefixes that an order of the queue may look up again in one pass."""
+
 _NO_MATCH = PrefixMatch()
+_MATCH_GENERATION: Final = operator.attrgetter("match_generation")
 
 
 class KVMemory:
@@ -127,6 +136,19 @@ class KVMemory:
             req.match = self._cache.match(req.extra_key, req.fill_ids, max_pages)
             req.match_generation = self._cache.generation
         return req.match
+
+    def known_matches(self, reqs: Sequence[Req]) -> list[PrefixMatch]:
+        """The cached prefixes of waiting requests, good enough to order them by.
+
+        Exact for those that were never looked up. The cache changes in nearly every step, and to look up 120 prompts of
+        16,000 tokens again takes 12 ms, so the others' are brought up to date in turns, `MAX_LOOKUPS` in each call.
+        Whoever is offered is looked up anyway, see `prefix`.
+        """
+        generation = self._cache.generation
+        stale = [req for req in reqs if req.match is not None and req.match_generation != generation]
+        for req in heapq.nsmallest(MAX_LOOKUPS, stale, key=_MATCH_GENERATION):
+            self.match(req)
+        return [self.match(req) if req.match is None else req.match for req in reqs]
 
     def prefix(self, req: Req, sibling: Req | None) -> Prefix:
         """What a waiting request could start with: the cache's pages, then the host's, or those of a sibling.

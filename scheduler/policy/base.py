@@ -15,7 +15,7 @@ from ..verdict import Reason
 from ..waiting_queue import WaitingQueue
 
 MAX_OVERTAKEN: Final = 32
-"""Ageing: who was overtaken in so many passes is overtaken no more (see `Admission._note_overtaken`)."""
+"""Ageing: who was overtaken in so many passes is overtaken no more (see `overtaken_first`)."""
 
 MAX_SORTED: Final = 128
 """Above so many waiting requests, looking them all up costs more than a good order gains: first come, first served."""
@@ -38,12 +38,12 @@ class PolicyParts(NamedTuple):
     """What policies may ask of the scheduler.
 
     Attributes:
-        match: the cached prefix of a waiting request; remembered until the cache changes.
-        page_size: tokens of a page of that match.
+        matches: the cached prefixes of waiting requests, perhaps as they were a few passes ago.
+        page_size: tokens of a page of those matches.
         load: as of now.
     """
 
-    match: Callable[[Req], PrefixMatch]
+    matches: Callable[[Sequence[Req]], list[PrefixMatch]]
     page_size: int
     load: Callable[[], Load]
 

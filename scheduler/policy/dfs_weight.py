@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from ..prefix_cache import PrefixMatch
 from ..req import Req
 from ..waiting_queue import WaitingQueue
-from .base import MAX_OVERTAKEN, MAX_SORTED, PolicyParts, SchedulePolicy
+from .ageing import overtaken_first
+from .base import MAX_SORTED, PolicyParts, SchedulePolicy
 
 
 class TreeNode(Protocol):
@@ -34,43 +36,46 @@ class DfsWeight(SchedulePolicy):
     name = "dfs-weight"
 
     def __init__(self, parts: PolicyParts) -> None:
-        self._match = parts.match
+        self._matches = parts.matches
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
         if len(waiting) > MAX_SORTED:
             return waiting
-        overtaken = [req for req in waiting if req.num_overtaken >= MAX_OVERTAKEN]
-        others = [req for req in waiting if req.num_overtaken < MAX_OVERTAKEN]
-        unmatched = [req for req in others if not self._match(req).num_pages]
-        matched = [req for req in others if self._match(req).num_pages]
-        return [*overtaken, *self._depth_first(matched), *unmatched]
+        reqs = list(waiting)
+        found = list(zip(reqs, self._matches(reqs), strict=True))
+        matched = [(req, match) for req, match in found if match.num_pages]
+        unmatched = [req for req, match in found if not match.num_pages]
+        return overtaken_first(waiting, [*_depth_first(matched), *unmatched])
 
-    def _depth_first(self, reqs: list[Req]) -> Iterator[Req]:
-        weights: Counter[TreeNode] = Counter()
-        children: dict[TreeNode | None, list[TreeNode]] = {}
-        ends: dict[TreeNode, list[Req]] = {}
-        for req in reqs:
-            node: TreeNode | None = self._match(req).node
-            assert node is not None
-            ends.setdefault(node, []).append(req)
-            while node is not None:
-                if node not in weights:
-                    children.setdefault(node.parent, []).append(node)
-                weights[node] += 1
-                node = node.parent
 
-        # A stack and not recursion: a long conversation is a deep path. A node is pushed a second time to be left.
-        stack: list[tuple[TreeNode, bool]] = []
+def _depth_first(matched: list[tuple[Req, PrefixMatch]]) -> Iterator[Req]:
+    weights: Counter[TreeNode] = Counter()
+    children: dict[TreeNode | None, list[TreeNode]] = {}
+    ends: dict[TreeNode, list[tuple[Req, PrefixMatch]]] = {}
+    for req, match in matched:
+        assert match.node is not None
+        ends.setdefault(match.node, []).append((req, match))
+    for end, at_end in ends.items():  # and not for each request: the way up from one node may be long
+        above: TreeNode | None = end
+        while above is not None:
+            if above not in weights:
+                children.setdefault(above.parent, []).append(above)
+            weights[above] += len(at_end)
+            above = above.parent
 
-        def enter(parent: TreeNode | None) -> None:
-            heaviest_first = sorted(children.get(parent, []), key=lambda child: -weights[child])
-            stack.extend((child, False) for child in reversed(heaviest_first))
+    # A stack and not recursion: a long conversation is a deep path. A node is pushed a second time to be left.
+    stack: list[tuple[TreeNode, bool]] = []
 
-        enter(None)
-        while stack:
-            node, seen = stack.pop()
-            if seen:
-                yield from sorted(ends.get(node, []), key=lambda req: -self._match(req).pages_in_node)
-            else:
-                stack.append((node, True))
-                enter(node)
+    def enter(parent: TreeNode | None) -> None:
+        heaviest_first = sorted(children.get(parent, []), key=lambda child: -weights[child])
+        stack.extend((child, False) for child in reversed(heaviest_first))
+
+    enter(None)
+    while stack:
+        node, seen = stack.pop()
+        if seen:
+            at_node = sorted(ends.get(node, []), key=lambda each: -each[1].pages_in_node)
+            yield from (req for req, _ in at_node)
+        else:
+            stack.append((node, True))
+            enter(node)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..prefill_adder import Chunk
+from ..prefix_cache import PrefixMatch
 from ..req import Req
 from ..waiting_queue import WaitingQueue
-from .base import MAX_OVERTAKEN, MAX_SORTED, PolicyParts, SchedulePolicy
+from .ageing import overtaken_first
+from .base import MAX_SORTED, PolicyParts, SchedulePolicy
 
 
 class Hrrn(SchedulePolicy):
@@ -24,7 +26,7 @@ class Hrrn(SchedulePolicy):
     name = "hrrn"
 
     def __init__(self, parts: PolicyParts) -> None:
-        self._match = parts.match
+        self._matches = parts.matches
         self._page_size = parts.page_size
         self._clock_tokens = 0
         self._arrivals: dict[
@@ -43,11 +45,13 @@ class Hrrn(SchedulePolicy):
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
         if len(waiting) > MAX_SORTED:
             return waiting
-        return sorted(waiting, key=self._key)
+        reqs = list(waiting)
+        ratios = {
+            req.seq: self._ratio(req, match) for req, match in zip(reqs, self._matches(reqs), strict=True)
+        }
+        reqs.sort(key=lambda req: (-ratios[req.seq], req.seq))
+        return overtaken_first(waiting, reqs)
 
-    def _key(self, req: Req) -> tuple[bool, float, int]:
-        if req.num_overtaken >= MAX_OVERTAKEN:
-            return (False, 0.0, req.seq)
+    def _ratio(self, req: Req, match: PrefixMatch) -> float:
         waited_tokens = self._clock_tokens - self._arrivals[req.seq]
-        to_compute = req.fill_len - self._match(req).num_pages * self._page_size
-        return (True, -waited_tokens / to_compute, req.seq)
+        return waited_tokens / (req.fill_len - match.num_pages * self._page_size)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from ..req import Req
 from ..waiting_queue import WaitingQueue
-from .base import MAX_OVERTAKEN, MAX_SORTED, PolicyParts, SchedulePolicy
+from .ageing import overtaken_first
+from .base import MAX_SORTED, PolicyParts, SchedulePolicy
 
 
 class Lpm(SchedulePolicy):
@@ -19,14 +20,12 @@ class Lpm(SchedulePolicy):
     name = "lpm"
 
     def __init__(self, parts: PolicyParts) -> None:
-        self._match = parts.match
+        self._matches = parts.matches
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
         if len(waiting) > MAX_SORTED:
             return waiting
-        return sorted(waiting, key=self._key)
-
-    def _key(self, req: Req) -> tuple[bool, int, int]:
-        if req.num_overtaken >= MAX_OVERTAKEN:
-            return (False, 0, req.seq)
-        return (True, -self._match(req).num_pages, req.seq)
+        reqs = list(waiting)
+        num_pages = {req.seq: match.num_pages for req, match in zip(reqs, self._matches(reqs), strict=True)}
+        reqs.sort(key=lambda req: (-num_pages[req.seq], req.seq))
+        return overtaken_first(waiting, reqs)

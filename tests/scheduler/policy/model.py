@@ -83,7 +83,9 @@ class Model:
         self.stuck: set[int] = set()
         self.weights = weights
         self.kv_share = 0.0
-        parts = PolicyParts(lambda req: self.matches.get(req.seq, PrefixMatch()), PAGE_SIZE, self.load)
+        parts = PolicyParts(
+            lambda reqs: [self.matches.get(req.seq, PrefixMatch()) for req in reqs], PAGE_SIZE, self.load
+        )
         self.policy: Any = make_policy(  # what is special about each is tested, too
             SchedulerConfig(schedule_policy=policy, **config),  # type: ignore[arg-type]
             parts,

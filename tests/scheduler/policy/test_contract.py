@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.runtime.config import SchedulePolicyName
 from engine.scheduler.policy.base import MAX_OVERTAKEN
 
-from .model import Model, TreeNode
+from .model import Model, TreeNode, make_req
 
 POLICIES = get_args(SchedulePolicyName)
 
@@ -118,3 +118,16 @@ def test_a_tenant_cannot_keep_another_one_out(name):
     num_steps = model.run_until(lambda: loser in model.order_of_start)
 
     assert num_steps <= 9
+
+
+@pytest.mark.parametrize("name", ["lpm", "dfs-weight", "lof", "random", "hrrn"])
+def test_one_that_came_late_from_its_grammar_hides_nobody_who_was_overtaken(name):
+    """It stands in front by its arrival, and nobody has overtaken it yet."""
+    model = Model(name, max_rows=1)
+    late, overtaken = make_req(0), model.submit(8, 1)
+    model.cache(model.submit(8, 1, max_new_tokens=50), 1, TreeNode(None), 1)
+    overtaken.num_overtaken = MAX_OVERTAKEN
+    model.output_lens[late.seq] = 1
+    model.waiting.put_back(late)
+
+    assert model.order()[0] is overtaken

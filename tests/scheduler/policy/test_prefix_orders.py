@@ -1,9 +1,13 @@
 """Tests of the orders that look at the prefix cache: lpm, dfs-weight, hrrn."""
 
+import itertools
+
 import pytest
 
+from engine.scheduler.kv_memory import MAX_LOOKUPS
 from engine.scheduler.policy.base import MAX_SORTED
 
+from ..harness import Harness
 from .model import PAGE_SIZE, Model, TreeNode
 
 
@@ -125,3 +129,59 @@ def test_hrrn_lowers_the_mean_wait_without_starving_the_long():
         "hrrn": (44, 165),
         "sjf": (34, 205),
     }  # (mean to the end, of the long to the start)
+
+
+def lookups(harness, monkeypatch):
+    """Counts what the radix tree is asked, per call of the returned function."""
+    cache, asked = harness.scheduler._parts.prefix_cache, []
+    match = cache.match
+    monkeypatch.setattr(type(cache), "match", lambda self, *args: asked.append(args) or match(*args))
+
+    def count():
+        num_asked = len(asked)
+        asked.clear()
+        return num_asked
+
+    return count
+
+
+@pytest.mark.parametrize("name", ["lpm", "dfs-weight", "hrrn"])
+def test_a_cache_that_changes_in_each_step_does_not_have_the_whole_queue_looked_up_in_each(name, monkeypatch):
+    """100 wait while one generates, a page in each step: 16 look-ups for the order and those of who is offered."""
+    harness = Harness(schedule_policy=name, max_running_requests=1, num_pages=200, page_size=1)
+    harness.submit(prompt_len=8, max_new_tokens=40)
+    harness.step()
+    for number in range(100):
+        harness.submit(prompt_len=8 + number % 7, max_new_tokens=1)
+    count = lookups(harness, monkeypatch)
+    harness.step()
+    assert count() >= 100  # new ones are looked up at once
+
+    for _ in range(20):
+        harness.step()
+        assert count() <= MAX_LOOKUPS + 2
+
+
+def test_everybodys_turn_to_be_looked_up_comes():
+    """The cache has changed for 100 requests that wait: 16 of them know it after each look at the queue."""
+    harness = Harness(schedule_policy="lpm", max_running_requests=1, num_pages=400, page_size=1)
+    harness.submit(prompt_len=8, max_new_tokens=60)
+    harness.step()
+    rids = [harness.submit(prompt_len=30, max_new_tokens=1) for _ in range(100)]
+    harness.step()
+    parts = harness.scheduler._parts
+    reqs = [parts.requests.by_id[rid] for rid in rids]
+    generation = reqs[0].match_generation
+    while parts.prefix_cache.generation == generation:
+        harness.step()
+
+    def num_current():
+        return sum(req.match_generation == parts.prefix_cache.generation for req in reqs)
+
+    known = []
+    for _ in range(8):
+        parts.kv.known_matches(reqs)
+        known.append(num_current())
+
+    assert known[-1] == 100
+    assert all(after - before <= MAX_LOOKUPS for before, after in itertools.pairwise(known))
