@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from msgspec import structs
+
 from ..errors import ConfigError
 from .fields import Fields
 from .gguf import GGUFFile
@@ -83,6 +85,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         **_family_facts(fields, arch, num_heads, hidden_size),
     )
+    spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
     if contradiction := spec.contradiction():
         raise ConfigError(f"{file.path}: {contradiction}")
     return spec

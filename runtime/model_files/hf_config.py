@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, cast
 
+from msgspec import structs
+
 from ..errors import ConfigError
 from .fields import Fields
 from .hf_families import FAMILIES
@@ -56,6 +58,7 @@ def read_hf_spec(folder: Path) -> ModelSpec:
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         **family.read(fields),
     )
+    spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
     if contradiction := spec.contradiction():
         raise ConfigError(f"{path}: {contradiction}")
     return spec

@@ -91,6 +91,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.sliding_window if self.windowed_layers and self.windowed_layers[layer_id] else None
 
     @property
+    def known_positions(self) -> int:
+        """Positions that the model can use: yarn is often added to a file that still names the length before it."""
+        scaling = self.rope_scaling
+        if scaling.kind != "yarn":
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(scaling.original_max_position * scaling.factor))
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the model; a tied output head counts once."""
         q_size = self.num_heads * self.head_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+LONGROPE = {"short_factor": [1.0, 1.0, 1.0, 1.5], "long_factor": [1, 2, 3, 4]}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -130,6 +147,63 @@ def test_what_transformers_writes_today(tmp_path: Path) -> None:
     assert spec.eos_token_ids == (5, 6)
 
 
+def test_yarn_as_qwen_adds_it_to_a_file(tmp_path: Path) -> None:
+    spec = read(tmp_path, **QWEN2, rope_scaling=YARN)
+    assert spec.rope_scaling == RopeScaling(
+        kind="yarn", factor=4.0, original_max_position=256, attention_factor=0.1 * math.log(4) + 1
+    )
+    assert spec.max_position_embeddings == 4 * 256
+
+
+@pytest.mark.parametrize("kind", ["su", "longrope"])
+def test_longrope_in_the_old_spelling(tmp_path: Path, kind: str) -> None:
+    spec = read(
+        tmp_path, **PHI3, rope_scaling={"type": kind, **LONGROPE}, original_max_position_embeddings=64
+    )
+    assert spec.rope_scaling == RopeScaling(
+        kind="longrope",
+        factor=4.0,
+        original_max_position=64,
+        attention_factor=math.sqrt(1 + math.log(4) / math.log(64)),
+        short_factor=(1.0, 1.0, 1.0, 1.5),
+        long_factor=(1.0, 2.0, 3.0, 4.0),
+    )
+
+
+def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
+    """Transformers 4: a pattern, two bases at the top level, no word about tied heads."""
+    spec = read(
+        tmp_path,
+        model_type="gemma3_text",
+        architectures=["Gemma3ForCausalLM"],
+        num_hidden_layers=7,
+        hidden_activation="gelu_pytorch_tanh",
+        head_dim=16,
+        query_pre_attn_scalar=64,
+        rope_theta=1e6,
+        rope_local_base_freq=10000,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window=512,
+        sliding_window_pattern=6,
+        tie_word_embeddings=...,
+    )
+    assert spec.windowed_layers == (True, True, True, True, True, False, True)
+    assert [spec.window_of(layer) for layer in (4, 5)] == [512, None]
+    assert (spec.rope_theta, spec.local_rope_theta, spec.query_scale) == (1e6, 1e4, 0.125)
+    assert spec.rope_scaling == RopeScaling(kind="linear", factor=8.0)
+    assert spec.tie_word_embeddings
+
+
+def test_windows_that_are_switched_off_are_none(tmp_path: Path) -> None:
+    spec = read(tmp_path, **QWEN2, use_sliding_window=False, sliding_window=131072, max_window_layers=1)
+    assert spec.window_of(1) is None
+    assert (spec.attention_bias, spec.attention_out_bias) == (True, False)
+
+
+def test_heads_of_qwen3_are_wide_by_default(tmp_path: Path) -> None:
+    assert read(tmp_path, model_type="qwen3", architectures=["Qwen3ForCausalLM"]).head_dim == 128
+
+
 def test_end_tokens_of_both_files_count_once(tmp_path: Path) -> None:
     assert read(tmp_path, generation={"eos_token_id": [7, 2]}).eos_token_ids == (2, 7)
     assert read(tmp_path, generation={}, eos_token_id=None, bos_token_id=None).eos_token_ids == ()
@@ -195,6 +269,36 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object or null"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "a different rope for some"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only 1.0"),
+        (
+            {"model_type": "gemma3"},
+            "model_type is 'gemma3', text with images, which is not supported; .*GGUF",
+        ),
+        ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, capped scores"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "only attention to earlier tokens"),
+        ({**GEMMA3, "layer_types": ["full_attention"]}, "1 layer types for 2 layers"),
+        (
+            {**GEMMA3, "layer_types": ["chunked_attention"] * 2},
+            "layer_types is .*expected a list of full_att",
+        ),
+        (
+            {
+                **GEMMA3,
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            "windowed layers must not be scaled",
+        ),
+        ({**GEMMA3, "hidden_activation": "silu"}, "hidden_activation is 'silu', only 'gelu_pytorch_tanh'"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 5}, "5 experts for each token, but there are 4 only"),
+        ({**QWEN3_MOE, "mlp_only_layers": [True]}, "mlp_only_layers is .*expected a list of whole numbers"),
+        (
+            {**PHI3, "rope_scaling": {"type": "longrope", **LONGROPE, "short_factor": [1.0]}},
+            "holds 1 numbers, expected 4",
+        ),
+        (
+            {**PHI3, "rope_scaling": {"type": "longrope", **LONGROPE, "long_factor": [0] * 4}},
+            "numbers above 0",
+        ),
+        ({**PHI3, "partial_rotary_factor": 0.01}, "a part of each head must rotate"),
         ({"torch_dtype": "float64"}, "torch_dtype is 'float64', which is not supported; .*bfloat16"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"eos_token_id": 128}, "eos_token_id is 128, expected token ids from 0 to 127"),

@@ -1,0 +1,64 @@
+"""The operations of `ops` that have several makers or several forms, against the plain formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.model_runner import ops
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_mlp_is_the_weighted_sum_of_its_experts(grouped, num_tokens, dtype):
+    """Both ways: a loop over packed experts, and the grouped product of other devices, which torch has here, too."""
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(6, 32, 24).to(dtype) / 5, torch.randn(6, 24, 16).to(dtype) / 4
+    x = torch.randn(num_tokens, 24).to(dtype)
+    shares, ids = ops.route(torch.randn(num_tokens, 6), 3, normalise=True)
+    experts = ops.ExpertWeights(gate_up.clone(), down.clone())
+    if grouped:
+        experts._packed, experts._plain = None, (gate_up, down)
+
+    ours = ops.sparse_mlp(x, experts, shares, ids)
+
+    expected = torch.zeros(num_tokens, 24, dtype=torch.float64)
+    for token in range(num_tokens):
+        for share, expert in zip(shares[token], ids[token], strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            expected[token] += share.double() * (down[expert].double() @ (F.silu(gate) * up))
+    assert ours.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_shares_are_a_part_of_one_or_all_of_it():
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
+    probs = logits.softmax(-1)[0]
+    shares, ids = ops.route(logits, 2, normalise=False)
+    assert ids.tolist() == [[1, 2]]
+    torch.testing.assert_close(shares[0], probs[[1, 2]])
+    shares, _ = ops.route(logits, 2, normalise=True)
+    torch.testing.assert_close(shares[0], probs[[1, 2]] / probs[[1, 2]].sum())
+
+
+def test_a_norm_with_a_wider_weight_is_rounded_once():
+    torch.manual_seed(1)
+    x = torch.randn(7, 3, 64).to(torch.bfloat16)
+    weight = 1 + torch.randn(64) / 300  # such steps are lost in bfloat16
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    ours = ops.rms_norm(x, weight, 1e-6)
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.double(), expected, atol=0, rtol=2**-8)
+
+
+def test_the_rest_of_a_head_does_not_rotate():
+    x = torch.randn(5, 2, 16)
+    angles = torch.rand(5, 1, 4)
+    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    ours = ops.rotary(x, cos, sin)
+    assert torch.equal(ours[..., 8:], x[..., 8:])
+    torch.testing.assert_close(ours[..., :4], x[..., :4] * angles.cos() - x[..., 4:8] * angles.sin())
+    torch.testing.assert_close(ours[..., 4:8], x[..., 4:8] * angles.cos() + x[..., :4] * angles.sin())
