@@ -69,16 +69,19 @@ class SchedulerParts:
     pinner: Pinner
     explainer: Explainer
     answers: Answers
-    decisions: DecisionLog
     stats: SchedulerStats
 
 
 def assemble(
-    config: SchedulerConfig, cache: CacheConfig, capacity: Capacity, eos_token_ids: frozenset[int]
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    capacity: Capacity,
+    eos_token_ids: frozenset[int],
+    decisions: DecisionLog,
 ) -> SchedulerParts:
     """Make all parts; arguments as for `Scheduler`."""
     page_size, num_rows = capacity.page_size, capacity.max_running_requests
-    stats, answers, decisions = SchedulerStats(), Answers(), DecisionLog()
+    stats, answers = SchedulerStats(), Answers()
     allocator = PageAllocator(capacity.num_pages)
     pool = ReqToTokenPool(num_rows, pages_for(capacity.max_model_len, page_size), page_size)
     states = RowStates(num_rows, capacity.max_model_len)
@@ -162,9 +165,8 @@ def assemble(
         deadlines=Deadlines(config.queue_timeout, config.request_timeout),
         sentinel=StallSentinel(),
         pinner=Pinner(kv, max_pinned_tokens=int(cache.pin_fraction * capacity.num_pages) * page_size),
-        explainer=Explainer(decisions),
+        explainer=Explainer(decisions, requests.by_id),
         answers=answers,
-        decisions=decisions,
         stats=stats,
     )
 

@@ -62,6 +62,7 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     priority: int = 0
     tenant: str = ""
     group: str = ""
+    needs_grammar: bool = False
 
 
 class Left(NamedTuple):
@@ -74,13 +75,14 @@ class Left(NamedTuple):
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True):
-    """The result of a step, or (`step_id` 0) what happened between steps: aborts and deadlines.
+    """The result of a step, or (`step_id` 0) what happened between steps: aborts, deadlines, grammars.
 
     Attributes:
         now_s: when the scheduler took it in.
         forward_s: seconds the runner needed.
         left: requests that ended with it.
         next_token_ids, errors, swap_s: as in `StepResult`; for replay.
+        grammars: requests whose grammar has come, so that they wait with the others from now on.
     """
 
     now_s: float
@@ -90,6 +92,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
     next_token_ids: bytes = b""
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     swap_s: float = 0.0
+    grammars: list[str] = msgspec.field(default_factory=list)
 
 
 class PassRecord(msgspec.Struct, tag="pass", array_like=True):

@@ -1,29 +1,96 @@
-"""`Explainer`: answers clients who ask why a request fared as it did, from what the decision log still has."""
+"""`Explainer`: answers clients who ask why a request fared as it did, from what the decision log still has.
+
+An answer takes some milliseconds, in which no step is planned, so there is at most one per pass; further questions wait
+for theirs. What the log has forgotten of a request that is still there is taken from the request itself.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
 
 from ..runtime.messages import Explain, Explanation
-from .decision_log import DecisionLog, DecisionRecord, PassRecord
+from .decision_log import Arrived, DecisionLog, Settled
+from .req import Req, ReqStatus
+from .request_story import Beginning
 from .why import explain
+
+_ADVICE: Final = (
+    "; the file of --decision-log, where the server has one, keeps all of them (`engine why --log FILE`)"
+)
 
 
 class Explainer:
-    """Answers `Explain`."""
+    """Answers `Explain`, each question once."""
 
-    __slots__ = ("_decisions",)
+    __slots__ = ("_answered", "_decisions", "_questions", "_reqs")
 
-    def __init__(self, decisions: DecisionLog) -> None:
+    def __init__(self, decisions: DecisionLog, reqs: Mapping[str, Req]) -> None:
+        """`reqs`: all that are not finished, by id, at any time."""
         self._decisions = decisions
+        self._reqs = reqs
+        self._questions: deque[Explain] = deque()
+        self._answered = False  # since the last pass
 
-    def explain(self, message: Explain) -> Explanation:
-        """One sentence and a table."""
-        return explain(map(_for_clients, self._decisions), message.rid, message.explain_id)
+    @property
+    def has_questions(self) -> bool:
+        """Whether a pass is needed to answer the next one."""
+        return bool(self._questions)
+
+    def ask(self, message: Explain) -> Explanation | None:
+        """The answer; None if it has to wait for a pass."""
+        if self._answered:
+            self._questions.append(message)
+            return None
+        self._answered = True
+        return self._explain(message)
+
+    def next_pass(self) -> Explanation | None:
+        """A pass begins: the answer that has waited longest, if there is one."""
+        self._answered = bool(self._questions)
+        return self._explain(self._questions.popleft()) if self._questions else None
+
+    def _explain(self, message: Explain) -> Explanation:
+        name = self._name_of(message.rid)
+        req = self._reqs.get(name) if name is not None else None
+        return explain(
+            self._decisions,
+            message.rid,
+            message.explain_id,
+            names=(name,) if name is not None else (),
+            beginning=_beginning_of(req) if req is not None else None,
+            advice=_ADVICE,
+            for_clients=True,
+        )
+
+    def _name_of(self, rid: str) -> str | None:
+        """Which request is meant; see `explain`. Who is not there any more has left a record, unless that is gone,
+        too: so nobody need look at the verdicts of all passes to find out that nothing is known.
+        """
+        names = (rid, f"{rid}-0")
+        for name in names:
+            if name in self._reqs:
+                return name
+        for record in self._decisions:
+            if isinstance(record, Settled):
+                for left in record.left:
+                    if left.rid in names:
+                        return left.rid
+        return None
 
 
-def _for_clients(record: DecisionRecord) -> DecisionRecord:
-    """What others do under their salts is the operator's to know (`engine why --log`), not a client's."""
-    if not isinstance(record, PassRecord) or not record.cache_misses:
-        return record
-    return msgspec.structs.replace(record, cache_misses=[miss.for_clients() for miss in record.cache_misses])
+def _beginning_of(req: Req) -> Beginning:
+    needs_grammar = ReqStatus.WAITING_GRAMMAR in req.entered_s
+    arrived = Arrived(
+        req.received_s,
+        req.rid,
+        req.prompt_len,
+        req.max_new_tokens,
+        req.priority,
+        req.tenant,
+        req.group,
+        needs_grammar,
+    )
+    grammar_s = req.entered_s.get(ReqStatus.WAITING) if needs_grammar else None
+    return Beginning(arrived, grammar_s, req.entered_s.get(ReqStatus.PREFILL))

@@ -232,6 +232,8 @@ def _words(record: DecisionRecord) -> str:
             return f"the pass of step {record.step_id}" if record.step_id else "a pass without a step"
         case Settled() if record.step_id:
             return f"the result of step {record.step_id}"
+        case Settled() if record.grammars:
+            return "the grammar of " + ", ".join(record.grammars)
         case Settled():
             return "the end of " + ", ".join(left.rid for left in record.left)
 

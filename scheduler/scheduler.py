@@ -21,6 +21,7 @@ from ..runtime.messages import (
     AbortRequest,
     DetokenizerInput,
     Explain,
+    Explanation,
     Finish,
     FinishKind,
     FlushCache,
@@ -37,7 +38,7 @@ from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import TOKEN_ID_BYTES
 from .assembly import assemble
 from .batch import ScheduleBatch
-from .decision_log import Arrived, PassRecord, Settled
+from .decision_log import Arrived, DecisionLog, PassRecord, Settled
 from .intake import reason_to_refuse
 from .ledger import LedgerError
 from .outputs import text_options
@@ -62,6 +63,7 @@ class Scheduler:
         cache: CacheConfig,
         capacity: Capacity,
         eos_token_ids: frozenset[int],
+        decisions: DecisionLog | None = None,
     ) -> None:
         """Make a scheduler without requests.
 
@@ -70,12 +72,13 @@ class Scheduler:
             cache: resolved; page size and pool size are taken from `capacity`.
             capacity: what the runner can hold.
             eos_token_ids: tokens that end an output unless `ignore_eos`.
+            decisions: where they are kept; a new log unless given.
         """
         self._capacity = capacity
-        self._parts = parts = assemble(config, cache, capacity, eos_token_ids)
+        self.decisions = decisions if decisions is not None else DecisionLog()
+        self._parts = parts = assemble(config, cache, capacity, eos_token_ids, self.decisions)
         self._requests, self._kv, self._stats = parts.requests, parts.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
-        self.decisions = parts.decisions
         self._last_step_id = 0
 
     # ------------------------------------------------------------ messages
@@ -103,7 +106,7 @@ class Scheduler:
             case PinPrefix():
                 self._answers.message(self._parts.pinner.pin(message, now_s))
             case Explain():
-                self._answers.message(self._parts.explainer.explain(message))
+                self._answer(self._parts.explainer.ask(message))
             case _:
                 assert_never(message)
 
@@ -127,7 +130,16 @@ class Scheduler:
         req = self._requests.receive(message, now_s)
         self._deadlines.add(req, message)
         self.decisions.append(
-            Arrived(now_s, req.rid, prompt_len, req.max_new_tokens, req.priority, req.tenant, req.group)
+            Arrived(
+                now_s,
+                req.rid,
+                prompt_len,
+                req.max_new_tokens,
+                req.priority,
+                req.tenant,
+                req.group,
+                message.needs_grammar,
+            )
         )
 
     def _take_grammar(self, message: GrammarReady, now_s: float) -> None:
@@ -138,6 +150,11 @@ class Scheduler:
             self._end([(req, Finish(FinishKind.ERROR, message=message.error, status=400))], now_s)
         else:
             self._requests.grammar_ready(message.rid, now_s)
+            self.decisions.append(Settled(now_s, 0, grammars=[message.rid]))
+
+    def _answer(self, explanation: Explanation | None) -> None:
+        if explanation is not None:
+            self._answers.message(explanation)
 
     def _end(self, ended: list[tuple[Req, Finish]], now_s: float) -> None:
         """End requests between steps."""
@@ -155,6 +172,7 @@ class Scheduler:
         When the last request has left, one step without tokens has the runner forget it; the same where KV must go to
         the host before anybody can run.
         """
+        self._answer(self._parts.explainer.next_pass())
         if expired := self._deadlines.take_expired(now_s):
             self._stats.timed_out_reqs += len(expired)
             self._end(expired, now_s)
@@ -227,7 +245,12 @@ class Scheduler:
     # ------------------------------------------------------------ idle, and figures
 
     def wake_s(self) -> float | None:
-        """When `next_batch` may decide something though no message comes: a deadline, or the policy's patience."""
+        """When `next_batch` has something to do though no message comes: a deadline, the policy's patience, a question.
+
+        It may lie in the past: then at once.
+        """
+        if self._parts.explainer.has_questions:
+            return 0.0
         if not self._requests:
             return None
         times = (self._deadlines.next_s(), self._policy.wake_s(self._requests.waiting))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from ..runtime.messages import Explanation
 from .cache_miss import CacheMiss, MissKind
 from .decision_log import Arrived, DecisionRecord, Left, Retraction
-from .request_story import Act, Decision, Episode, RequestStory
+from .request_story import Act, Beginning, Decision, Episode, Forgotten, RequestStory
 from .verdict import Reason, Verdict
 
 COLUMNS: Final = ("after", "passes", "what", "why", "need", "have")
@@ -28,33 +28,62 @@ _CAUSES: Final = {
 }
 
 
-def explain(records: Iterable[DecisionRecord], rid: str, explain_id: int = 0) -> Explanation:
+def explain(
+    records: Iterable[DecisionRecord],
+    rid: str,
+    explain_id: int = 0,
+    *,
+    names: Sequence[str] | None = None,
+    beginning: Beginning | None = None,
+    advice: str = "",
+    for_clients: bool = False,
+) -> Explanation:
     """Why request `rid` fared as it did.
 
     A client knows a generation by an id whose choices are requests of their own, `rid-0`, `rid-1`, ...: the first of
     them is explained where there is no request `rid`.
+
+    Args:
+        records: oldest first; read once.
+        rid: see above.
+        explain_id: for the answer.
+        names: of the requests that may be meant, should that be known already; at most one if there is a `beginning`.
+        beginning: what is known of a request that is still there, should its arrival be forgotten.
+        advice: what else to do if nothing is known of it.
+        for_clients: without what other namespaces of the prefix cache have; see `CacheMiss.for_clients`.
     """
-    story, choice = RequestStory(rid), RequestStory(f"{rid}-0")
+    stories = [RequestStory(name) for name in (names if names is not None else (rid, f"{rid}-0"))]
     choices: dict[str, None] = {}
     others: dict[str, None] = {}  # the newest ids
     num_records, first_s, last_s = 0, 0.0, 0.0
     for record in records:
-        story.take(record)
-        choice.take(record)
+        if not num_records:
+            first_s = record.now_s
+            if beginning is not None and beginning.arrived.now_s < first_s:
+                stories[0].begin(beginning, first_s)
         num_records += 1
-        first_s, last_s = first_s or record.now_s, record.now_s
-        if isinstance(record, Arrived):
+        for story in stories:
+            story.take(record)
+            if len(stories) > 1 and story.is_known:
+                stories = [story]  # nobody has both names
+        if type(record) is Arrived:
             if record.rid.startswith(f"{rid}-"):
                 choices[record.rid] = None
             others[record.rid] = None
             if len(others) > _KEPT_RIDS:
                 del others[next(iter(others))]
-    if not story.is_known:
-        story = choice
-    if not story.is_known:
-        return Explanation(explain_id, False, _unknown(rid, list(others), num_records, last_s - first_s))
+    if num_records:
+        last_s = record.now_s
+    if not stories or not stories[0].is_known:
+        words = _unknown(rid, list(others), num_records, last_s - first_s)
+        return Explanation(explain_id, False, f"{words}{advice}.")
+    story = stories[0]
+    if for_clients:
+        for episode in story.episodes:
+            if isinstance(episode.cause, CacheMiss):
+                episode.cause = episode.cause.for_clients()
     sentence = _sentence(story, last_s)
-    if story is choice and len(choices) > 1:
+    if story.rid != rid and len(choices) > 1:
         sentence += f" It is one of {len(choices)} choices; ask for {', '.join(list(choices)[1:4])} as well."
     return Explanation(explain_id, True, sentence, COLUMNS, tuple(_rows(story)))
 
@@ -65,10 +94,8 @@ def _unknown(rid: str, others: list[str], num_records: int, span_s: float) -> st
     count = (
         f"{len(others)}{'+' if len(others) == _KEPT_RIDS else ''} request{'' if len(others) == 1 else 's'}"
     )
-    return (
-        f"Nothing is known of {rid}: remembered are {num_records:,} decisions of {span_s:,.1f} s, about {count}{hint}; "
-        "a server with --decision-log FILE keeps all of them."
-    )
+    decisions = f"{num_records:,} decisions of {span_s:,.1f} s"
+    return f"Nothing is known of {rid}: remembered are {decisions}, about {count}{hint}"
 
 
 # ---------------------------------------------------------------- the sentence
@@ -80,37 +107,52 @@ def _sentence(story: RequestStory, now_s: float) -> str:
         *_prompt_words(story),
         *_cache_words(story),
         *_retraction_words(story),
+        *_end_words(story, now_s),
     ]
-    if story.left is not None:
-        parts.append(_end_words(story, story.left))
     words = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
-    forgotten = "" if story.arrived is not None else " (what came before is no longer remembered)"
-    return f"{story.rid} {words}{forgotten}."
+    return f"{story.rid} {words}{_gap_words(story)}."
+
+
+def _gap_words(story: RequestStory) -> str:
+    if story.arrived is None:
+        return " (what came before is no longer remembered)"
+    for each in story.episodes[:2]:
+        if isinstance(each.cause, Forgotten):
+            return (
+                f" (the decisions of its first {each.last_s - each.first_s:,.3f} s are no longer remembered)"
+            )
+    return ""
 
 
 def _waiting_words(story: RequestStory, now_s: float) -> str:
     still = story.waiting_since_s is not None
     waited_s = story.waited_s + (now_s - story.waiting_since_s if story.waiting_since_s is not None else 0.0)
-    waits = [
-        each for each in story.episodes if isinstance(each.cause, Decision) and each.cause.act is Act.WAITED
-    ]
-    num_passes = sum(each.num_passes for each in waits)
-    if not num_passes:
-        if still:
-            return f"has waited {waited_s:.3f} s, and no pass has come to it yet"
-        return "was started in the first pass after it came" if story.arrived is not None else "was running"
+    waits = [(each, each.cause) for each in story.episodes if isinstance(each.cause, Decision)]
+    waits = [(each, cause) for each, cause in waits if cause.act is Act.WAITED]
     by_reason: Counter[Reason] = Counter()
-    for each in waits:
-        assert isinstance(each.cause, Decision)
-        by_reason[each.cause.reason] += each.num_passes
+    for each, cause in waits:
+        by_reason[cause.reason] += each.num_passes
+    if not by_reason:
+        return _no_pass_words(story, waited_s)
+    num_passes = by_reason.total()
     reason, count = by_reason.most_common(1)[0]
-    last = next(
-        each for each in reversed(waits) if isinstance(each.cause, Decision) and each.cause.reason is reason
-    )
+    last = next(each for each, cause in reversed(waits) if cause.reason is reason)
     share = "" if len(by_reason) == 1 else f"in {count:,} of them "
     verb = "has waited" if still else "waited"
     passes = "1 pass" if num_passes == 1 else f"{num_passes:,} passes"
     return f"{verb} {waited_s:.3f} s in {passes}, {share}because {_why(last)}{_arithmetic(last.verdict)}"
+
+
+def _no_pass_words(story: RequestStory, waited_s: float) -> str:
+    if story.waiting_since_s is not None:
+        return f"has waited {waited_s:.3f} s, and no pass has come to it yet"
+    if story.arrived is None:
+        return "was running"
+    if not story.was_started:
+        return f"waited {waited_s:.3f} s without a pass that looked at it"
+    if story.forgotten is not None and story.forgotten.started_s is not None:
+        return f"was started {waited_s:.3f} s after it came"
+    return "was started in the first pass after it came"
 
 
 def _arithmetic(verdict: Verdict | None) -> str:
@@ -121,15 +163,12 @@ def _arithmetic(verdict: Verdict | None) -> str:
 
 def _prompt_words(story: RequestStory) -> Iterator[str]:
     num_chunks = num_tokens = 0
-    reason = Reason.CHUNKED
     for each in story.episodes:
         if isinstance(each.cause, Decision) and each.cause.act in (Act.STARTED, Act.COMPUTED):
             num_chunks += each.num_passes
             num_tokens += each.num_tokens
-            if each.cause.act is Act.STARTED and each.cause.reason is Reason.CHUNKED:
-                reason = each.cause.reason
     if num_chunks > 1 + story.num_retractions:
-        yield f"computed its prompt in {num_chunks} chunks, {num_tokens:,} tokens ({reason.text})"
+        yield f"computed its prompt in {num_chunks} chunks, {num_tokens:,} tokens ({Reason.CHUNKED.text})"
 
 
 def _cache_words(story: RequestStory) -> Iterator[str]:
@@ -155,10 +194,21 @@ def _retraction_words(story: RequestStory) -> Iterator[str]:
     yield f"lost its place {words}"
 
 
-def _end_words(story: RequestStory, left: Left) -> str:
+def _end_words(story: RequestStory, now_s: float) -> Iterator[str]:
+    left = story.left
+    if left is None:
+        if (
+            story.forgotten is not None
+            and story.forgotten.started_s is not None
+            and story.waiting_since_s is None
+        ):
+            yield f"still runs, {now_s - story.forgotten.started_s:,.3f} s after its start"
+        return
+    if story.arrived is not None and not story.was_started:
+        yield "was never started"
     after_s = story.episodes[-1].last_s - story.episodes[0].first_s
     message = f": {left.message}" if left.message else ""
-    return f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({left.kind}{message})"
+    yield f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({left.kind}{message})"
 
 
 # ---------------------------------------------------------------- the table
@@ -176,7 +226,7 @@ def _rows(story: RequestStory) -> Iterator[tuple[str, ...]]:
 
 def _row(episode: Episode, start_s: float, story: RequestStory) -> tuple[str, ...]:
     after = f"{episode.first_s - start_s:.3f} s"
-    if episode.num_passes > 1:
+    if episode.num_passes > 1 or isinstance(episode.cause, Forgotten):
         after = f"{episode.first_s - start_s:.3f} - {episode.last_s - start_s:.3f} s"
     need = have = ""
     verdict = episode.verdict
@@ -197,6 +247,8 @@ def _what(episode: Episode) -> str:
     match episode.cause:
         case Arrived():
             return "came"
+        case Forgotten():
+            return "forgotten"
         case Decision():
             return str(episode.cause.act)
         case CacheMiss():
@@ -212,6 +264,8 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
     match cause:
         case Arrived():
             return _arrival_words(cause)
+        case Forgotten():
+            return _forgotten_words(cause, episode)
         case Decision():
             return _decision_words(cause, episode)
         case CacheMiss():
@@ -228,6 +282,13 @@ def _arrival_words(arrived: Arrived) -> str:
         words += f", priority {arrived.priority}"
     # Not the tenant: it may be somebody's API key.
     return f"{words}, sibling in {arrived.group}" if arrived.group else words
+
+
+def _forgotten_words(forgotten: Forgotten, episode: Episode) -> str:
+    words = "decisions of this time are no longer remembered"
+    if forgotten.started_s is None:
+        return f"{words}; it waited all the time"
+    return f"{words}; it was started at {forgotten.started_s - episode.first_s:.3f} s"
 
 
 def _decision_words(decision: Decision, episode: Episode) -> str:

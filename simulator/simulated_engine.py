@@ -111,9 +111,12 @@ class SimulatedEngine:
             StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
         )
         self.scheduler = Scheduler(
-            settings.scheduler, settings.cache, settings.capacity, settings.eos_token_ids
+            settings.scheduler,
+            settings.cache,
+            settings.capacity,
+            settings.eos_token_ids,
+            DecisionLog(settings.kept_records),
         )
-        self.scheduler.decisions = DecisionLog(settings.kept_records)
         num_rows = settings.capacity.max_running_requests
         self._live: dict[str, LiveRequest] = {}
         self._owners: list[LiveRequest | None] = [None] * num_rows

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from engine.runtime.config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import Explain, Explanation
 from engine.scheduler.cache_miss import MissKind
+from engine.scheduler.decision_log import Arrived, DecisionLog
+from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.why import explain
 
 
@@ -23,3 +28,95 @@ def test_a_client_does_not_learn_what_is_cached_under_another_salt(make_schedule
     assert MissKind.OTHER_NAMESPACE.text in str(operator)
     assert MissKind.OTHER_NAMESPACE.text not in str(told)
     assert MissKind.COLD.text in str(told)
+
+
+def ask(harness, rid):
+    harness.scheduler.handle(Explain(1, rid), harness.now_s)
+    (told,) = harness.scheduler.take_outputs()
+    assert isinstance(told, Explanation)
+    return told
+
+
+@pytest.fixture
+def forgetful(make_scheduler):
+    """One runs and one waits, for longer than the log remembers; the other has never been there."""
+    harness = make_scheduler(max_running_requests=1, max_model_len=2000, num_pages=600)
+    decisions = DecisionLog(50)
+    harness.scheduler = Scheduler(
+        SchedulerConfig(chunked_prefill_size=64), CacheConfig(), harness.capacity, harness.eos, decisions
+    )
+    harness.submit("runs", max_new_tokens=1500)
+    harness.step()
+    harness.submit("waits-0")
+    for _ in range(100):
+        harness.step()
+    assert harness.scheduler.decisions is decisions
+    assert not any(isinstance(record, Arrived) for record in decisions)
+    return harness
+
+
+def test_who_still_waits_is_known_when_its_arrival_is_forgotten(forgetful):
+    told = ask(forgetful, "waits")
+
+    assert told.found
+    assert told.sentence == (
+        "waits-0 has waited 1.000 s in 25 passes, because as many requests run as may (the decisions of its first "
+        "0.760 s are no longer remembered)."
+    )
+    assert [row[2] for row in told.rows] == ["came", "forgotten", "waited"]
+    assert told.rows[1][3] == "decisions of this time are no longer remembered; it waited all the time"
+
+
+def test_who_still_runs_is_known_when_its_start_is_forgotten(forgetful):
+    told = ask(forgetful, "runs")
+
+    assert told.found
+    assert told.sentence.startswith(
+        "runs was started 0.010 s after it came, and still runs, 1.000 s after its start"
+    )
+    assert told.rows[1][3] == "decisions of this time are no longer remembered; it was started at 0.010 s"
+
+
+def test_who_is_not_there_any_more_is_unknown_and_the_advice_is_the_servers(forgetful):
+    told = ask(forgetful, "gone")
+
+    assert not told.found
+    assert "the file of --decision-log, where the server has one, keeps all of them" in told.sentence
+    assert "--decision-log" not in explain(forgetful.scheduler.decisions, "gone").sentence
+
+
+def test_who_has_left_is_known_as_long_as_that_is(make_scheduler):
+    harness = make_scheduler()
+    harness.submit("chatcmpl-1-0", max_new_tokens=2)
+    harness.run_until_idle()
+
+    told = ask(harness, "chatcmpl-1")
+
+    assert told.found
+    assert told == explain(harness.scheduler.decisions, "chatcmpl-1", 1)
+
+
+def test_a_grammar_that_is_still_missing_is_known_when_the_arrival_is_forgotten(forgetful):
+    forgetful.submit("g", message={"needs_grammar": True})
+    for _ in range(100):
+        forgetful.step()
+
+    assert "because its grammar is being compiled" in ask(forgetful, "g").sentence
+
+
+def test_a_pass_answers_one_question_and_all_are_answered(make_scheduler):
+    harness = make_scheduler()
+    scheduler = harness.scheduler
+    for explain_id in range(4):
+        scheduler.handle(Explain(explain_id, "r"), harness.now_s)
+    answers = [[each.explain_id for each in scheduler.take_outputs()]]
+
+    while scheduler.wake_s() is not None:
+        assert scheduler.wake_s() <= harness.now_s  # the loop must not sleep over a question
+        scheduler.next_batch(harness.now_s)
+        answers.append([each.explain_id for each in scheduler.take_outputs()])
+
+    assert answers == [[0], [1], [2], [3]]
+    scheduler.next_batch(harness.now_s)
+    scheduler.handle(Explain(4, "r"), harness.now_s)
+    assert len(scheduler.take_outputs()) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.messages import FinishKind
+from engine.runtime.messages import FinishKind, GrammarReady
 from engine.scheduler.cache_miss import CacheMiss, MissKind
 from engine.scheduler.decision_log import Arrived, DecisionRecord, Left, PassRecord, Retraction, Settled
 from engine.scheduler.verdict import AddReqResult, Reason, Verdict
@@ -196,7 +196,7 @@ def test_an_unknown_id_is_told_what_is_known():
     assert not answer.found
     assert answer.sentence == (
         "Nothing is known of chatcmpl-abd: remembered are 2 decisions of 0.5 s, about 1 request, such as "
-        "chatcmpl-abc-0; a server with --decision-log FILE keeps all of them."
+        "chatcmpl-abc-0."
     )
     assert not explain([], "r1").found
 
@@ -245,3 +245,55 @@ def test_every_pass_of_a_real_wait_is_accounted_for(make_scheduler):
         assert waited == sum(isinstance(record, PassRecord) for record in records[:start])
         assert answer.sentence.startswith(f"{rid} waited" if waited else f"{rid} was started")
         assert answer.rows[-1][2] == "ended"
+
+
+def test_who_ended_before_any_pass_was_never_started():
+    end = Settled(12.0, 0, left=[Left("r1", FinishKind.ABORT, 0, "aborted by request")])
+
+    answer = explain([ARRIVED, end], "r1")
+
+    assert answer.sentence == (
+        "r1 waited 2.000 s without a pass that looked at it, was never started, and ended after 2.000 s with 0 tokens "
+        "(abort: aborted by request)."
+    )
+
+
+def test_who_ended_while_it_waited_was_never_started():
+    end = Settled(12.0, 0, left=[Left("r1", FinishKind.ABORT, 0)])
+
+    answer = explain([ARRIVED, a_pass(1, no_kv("r1")), end], "r1")
+
+    assert answer.sentence.startswith("r1 waited 2.000 s in 1 pass, because KV memory is short")
+    assert "was never started, and ended" in answer.sentence
+
+
+def test_the_reason_of_the_rest_is_not_that_of_a_missing_grammar(make_scheduler):
+    harness = make_scheduler(max_running_requests=1)
+    harness.submit("run", max_new_tokens=50)
+    harness.step()
+    harness.submit("g", message={"needs_grammar": True})
+    harness.submit("x")
+    for _ in range(5):
+        harness.step()
+    harness.scheduler.handle(GrammarReady("g"), harness.now_s)
+    for _ in range(3):
+        harness.step()
+
+    answer = explain(harness.scheduler.decisions, "g")
+
+    waits = [(row[1].split(",")[0], row[3]) for row in answer.rows if row[2] == "waited"]
+    assert waits == [("5", Reason.GRAMMAR_PENDING.text), ("3", Reason.NO_ROW.text)]
+
+
+def test_what_a_flush_took_is_not_called_evicted(make_scheduler):
+    harness = make_scheduler()
+    harness.submit("r1", prompt=list(range(1, 41)))
+    harness.run_until_idle()
+    harness.flush()
+    harness.submit("r2", prompt=list(range(1, 41)))
+    harness.run_until_idle()
+
+    sentence = explain(harness.scheduler.decisions, "r2").sentence
+
+    assert MissKind.FLUSHED.text in sentence
+    assert "evict" not in sentence
