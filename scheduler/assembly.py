@@ -138,7 +138,7 @@ def assemble(
         estimator=estimator,
         chaos=make_chaos(parse_chaos(config.chaos), config.policy_seed),
         answers=answers,
-        by_priority=config.schedule_policy == "priority",
+        policy=policy,
     )
     return SchedulerParts(
         requests=requests,

@@ -13,6 +13,7 @@ from .chaos import Chaos
 from .decision_log import PassRecord
 from .estimator.base import OutputEstimator
 from .kv_memory import KVMemory
+from .policy.base import SchedulePolicy
 from .preemption import Preemption
 from .req import Req
 from .requests import Requests
@@ -27,10 +28,10 @@ class Decodes:
 
     __slots__ = (
         "_answers",
-        "_by_priority",
         "_chaos",
         "_estimator",
         "_kv",
+        "_policy",
         "_preemption",
         "_requests",
         "_states",
@@ -46,9 +47,9 @@ class Decodes:
         estimator: OutputEstimator,
         chaos: Chaos,
         answers: Answers,
-        by_priority: bool,
+        policy: SchedulePolicy,
     ) -> None:
-        """`by_priority`: when memory runs out, requests of lowest priority lose their place first."""
+        """`policy`: says whether, when memory runs out, requests of lowest priority lose their place first."""
         self._requests = requests
         self._preemption = preemption
         self._states = states
@@ -56,7 +57,7 @@ class Decodes:
         self._estimator = estimator
         self._chaos = chaos
         self._answers = answers
-        self._by_priority = by_priority
+        self._policy = policy
 
     def plan(self, record: PassRecord, now_s: float) -> tuple[IntArray, list[Req]]:
         """([B] rows, [B] requests) that decode in this step, each with a page for its next token."""
@@ -70,7 +71,7 @@ class Decodes:
             self._states,
             self._kv,
             lambda victim: self._preemption.take_place(victim, "memory", record),
-            by_priority=self._by_priority,
+            by_priority=self._policy.by_priority,
         )
         if room.retracted or room.starved:
             if room.starved:

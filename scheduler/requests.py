@@ -165,7 +165,7 @@ class Requests:
                     observer.stopped(req)
         req.enter(ReqStatus.FINISHED, now_s)
         del self.by_id[req.rid]
-        self._policy.finished(req)
+        self._policy.finished(req, finish.kind)
         self._departed.append(Left(req.rid, finish.kind, req.output_len, finish.message))
         return output_row(req, token_ids, finish, logprobs)
 

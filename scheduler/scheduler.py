@@ -178,7 +178,7 @@ class Scheduler:
             self._end(expired, now_s)
         self._kv.expire_pins(now_s)
         while True:
-            record = PassRecord(now_s, policy=self._policy.name)
+            record = PassRecord(now_s, policy=self._policy.active_name)
             batch = self._plan_pass(record, now_s)
             if batch is not None or not record.gave_memory_back:
                 return batch  # else whoever stood in the way has left
@@ -319,7 +319,7 @@ class Scheduler:
             host_total_tokens=host.num_pages * page_size,
             pinned_tokens=kv.pinned_pages * page_size,
             timed_out_reqs_total=stats.timed_out_reqs,
-            policy=self._policy.name,
+            policy=self._policy.active_name,
             waiting_by_reason=self._waiting_by_reason(),
             stalled=self._parts.sentinel.stalled,
         )

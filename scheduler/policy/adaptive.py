@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from ...runtime.messages import FinishKind
 from ..prefill_adder import Chunk
 from ..req import Req
 from ..waiting_queue import WaitingQueue
@@ -44,9 +45,9 @@ class Adaptive(SchedulePolicy):
         self._notes: list[str] = []
 
     @property
-    def active(self) -> str:
-        """The name of the policy that orders now."""
-        return self._active.name
+    def active_name(self) -> str:
+        """As `adaptive:lpm`."""
+        return f"{self.name}:{self._active.name}"
 
     def enqueued(self, req: Req) -> None:
         for policy in self._policies:
@@ -63,9 +64,9 @@ class Adaptive(SchedulePolicy):
         if self._num_steps >= MIN_STEPS:
             self._choose(self._load())
 
-    def finished(self, req: Req) -> None:
+    def finished(self, req: Req, kind: FinishKind) -> None:
         for policy in self._policies:
-            policy.finished(req)
+            policy.finished(req, kind)
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
         return self._active.order(waiting, now_s)
@@ -86,7 +87,7 @@ class Adaptive(SchedulePolicy):
                 "adaptive policy switches from=%s to=%s load=%.2f", self._active.name, chosen.name, share
             )
             self._active = chosen
-            self.preempts = chosen.preempts
+            self.preempts, self.by_priority = chosen.preempts, chosen.by_priority
             self._num_steps = 0
 
     def _for_load(self, share: float) -> SchedulePolicy:

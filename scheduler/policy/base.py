@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Final, NamedTuple
 
+from ...runtime.messages import FinishKind
 from ..prefill_adder import Chunk
 from ..prefix_cache import PrefixMatch
 from ..req import Req
@@ -61,8 +62,15 @@ class SchedulePolicy:
     full_reason: ClassVar[Reason] = Reason.BEHIND
     """Why the others wait when `max_offers` have been offered."""
 
+    by_priority: bool = False
+    """Whether the order goes by `Req.priority`, so that the least urgent lose their place first; it may change."""
     preempts: bool = False
     """Whether running requests of lower `Req.priority` may lose their place to waiting ones; may change in time."""
+
+    @property
+    def active_name(self) -> str:
+        """`name`, and which policy orders just now where there are several."""
+        return self.name
 
     def enqueued(self, req: Req) -> None:
         """A request joined the queue: it is new, or it was retracted."""
@@ -73,8 +81,8 @@ class SchedulePolicy:
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
         """A step was planned: so much is computed of prompts, and these generate a token."""
 
-    def finished(self, req: Req) -> None:
-        """A request has ended, with `output_len` tokens."""
+    def finished(self, req: Req, kind: FinishKind) -> None:
+        """A request has ended, with `output_len` tokens; `kind` tells whether the model had said what it wanted to."""
 
     def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:
         """Why nobody may be admitted in this pass, whatever is free; None if somebody may."""

@@ -40,6 +40,7 @@ from collections import ChainMap, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from ...runtime.messages import FinishKind
 from ..prefill_adder import Chunk
 from ..req import Req
 from ..waiting_queue import WaitingQueue
@@ -96,7 +97,7 @@ class Fair(SchedulePolicy):
             if tenant in self._counters:
                 self._counters[tenant] += tokens * OUTPUT_WEIGHT
 
-    def finished(self, req: Req) -> None:
+    def finished(self, req: Req, kind: FinishKind) -> None:
         queue = self._queues.get(req.tenant)
         if queue is None:  # it never got beyond its grammar
             return

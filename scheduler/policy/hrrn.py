@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ...runtime.messages import FinishKind
 from ..prefill_adder import Chunk
 from ..prefix_cache import PrefixMatch
 from ..req import Req
@@ -39,7 +40,7 @@ class Hrrn(SchedulePolicy):
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
         self._clock_tokens += sum(chunk.length for chunk in chunks) + len(decodes)
 
-    def finished(self, req: Req) -> None:
+    def finished(self, req: Req, kind: FinishKind) -> None:
         self._arrivals.pop(req.seq, None)
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:

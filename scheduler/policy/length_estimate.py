@@ -7,7 +7,10 @@ from collections import OrderedDict
 from typing import Final, Protocol
 
 from ...runtime.config import LengthEstimate as LengthEstimateName
+from ...runtime.messages import FinishKind
 from ..req import Req
+
+_COMPLETE: Final = frozenset({FinishKind.STOP, FinishKind.LENGTH})
 
 WEIGHT_OF_LATEST: Final = 0.1
 """What the answer that has just ended adds to its tenant's average: about the last ten answers count."""
@@ -23,7 +26,7 @@ class LengthEstimate(Protocol):
         """Tokens the whole output will have, probably; more than it has, and at most `max_new_tokens`."""
         ...
 
-    def finished(self, req: Req) -> None:
+    def finished(self, req: Req, kind: FinishKind) -> None:
         """An output has ended: a chance to learn."""
         ...
 
@@ -34,7 +37,7 @@ class MaxTokens:
     def output_len(self, req: Req) -> int:
         return req.max_new_tokens
 
-    def finished(self, req: Req) -> None:
+    def finished(self, req: Req, kind: FinishKind) -> None:
         pass
 
 
@@ -54,8 +57,10 @@ class TenantAverage:
             return req.max_new_tokens
         return math.ceil(average)
 
-    def finished(self, req: Req) -> None:
-        if not req.output_len:  # refused or aborted before it said anything
+    def finished(self, req: Req, kind: FinishKind) -> None:
+        if (
+            kind not in _COMPLETE or not req.output_len
+        ):  # where a client left says nothing about the next answer
             return
         average = self._averages.setdefault(req.tenant, float(req.output_len))
         self._averages[req.tenant] = average + WEIGHT_OF_LATEST * (req.output_len - average)

@@ -16,6 +16,7 @@ class Priority(StaticOrder):
     """
 
     name = "priority"
+    by_priority = True
 
     def __init__(self, ageing_s: float, *, preempts: bool) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from ...runtime.messages import FinishKind
 from ..prefill_adder import Chunk
 from ..req import Req
 from ..waiting_queue import WaitingQueue
@@ -70,7 +71,7 @@ class RoundRobin(SchedulePolicy):
         if self._ring:
             self._ring.whose_turn()  # passes it on, so that the quanta which a pass has used up are given for good
 
-    def finished(self, req: Req) -> None:
+    def finished(self, req: Req, kind: FinishKind) -> None:
         queue = self._queues.get(req.tenant)
         if queue is not None:  # else it never got beyond its grammar
             queue.finished(req)

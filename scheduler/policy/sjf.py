@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...runtime.messages import FinishKind
 from ..req import Req
 from .length_estimate import LengthEstimate
 from .static_order import StaticOrder
@@ -28,5 +29,5 @@ class Sjf(StaticOrder):
     def key(self, req: Req) -> float:
         return self.length(req) + self._ageing * req.arrival_s
 
-    def finished(self, req: Req) -> None:
-        self._estimate.finished(req)
+    def finished(self, req: Req, kind: FinishKind) -> None:
+        self._estimate.finished(req, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from ...runtime.messages import FinishKind
 from ..req import Req, ReqStatus
 from ..verdict import Reason
 from ..waiting_queue import WaitingQueue
@@ -38,7 +39,7 @@ class StaticBatch(SchedulePolicy):
             self._batch = {member.seq for member in self._waiting_members()}
         self._waiting.remove(req)
 
-    def finished(self, req: Req) -> None:
+    def finished(self, req: Req, kind: FinishKind) -> None:
         self._batch.discard(req.seq)
 
     def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:

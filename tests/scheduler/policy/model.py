@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.runtime.config import SchedulerConfig
-from engine.runtime.messages import GenerateRequest
+from engine.runtime.messages import FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.arrays import TOKEN_ID_BYTES
 from engine.scheduler.policy.base import Load, PolicyParts
@@ -135,7 +135,7 @@ class Model:
             self._leave_row(req)
         else:
             self.waiting.remove(req)
-        self._finish(req)
+        self._finish(req, FinishKind.ABORT)
 
     def retract(self, req: Req) -> None:
         """Take its row, and queue it again with its output."""
@@ -240,7 +240,7 @@ class Model:
         self._serve(req, self.weights[1])
         if req.output_len == self.output_lens[req.seq]:
             self._leave_row(req)
-            self._finish(req)
+            self._finish(req, FinishKind.STOP)
 
     def _serve(self, req: Req, tokens: int) -> None:
         self.served[req.tenant] = self.served.get(req.tenant, 0) + tokens
@@ -251,10 +251,10 @@ class Model:
         if self.partial is not None and self.partial[0] is req:
             self.partial = None
 
-    def _finish(self, req: Req) -> None:
+    def _finish(self, req: Req, kind: FinishKind) -> None:
         req.enter(ReqStatus.FINISHED, self.now_s)
         self.ended_s[req.rid] = self.now_s
-        self.policy.finished(req)
+        self.policy.finished(req, kind)
 
 
 def _kv_len(req: Req) -> int:

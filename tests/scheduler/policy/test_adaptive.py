@@ -14,7 +14,7 @@ def follow(model, loads):
         model.kv_share = load
         for _ in range(MIN_STEPS):
             model.policy.planned([], [])
-        active.append(model.policy.active)
+        active.append(model.policy.active_name.removeprefix("adaptive:"))
     return active
 
 
@@ -65,7 +65,7 @@ def test_load_is_the_larger_of_rows_and_memory():
         model.submit(4, 100)
     model.step()
 
-    assert model.policy.active == "lpm"  # 4 of 4 rows, no memory
+    assert model.policy.active_name == "adaptive:lpm"  # 4 of 4 rows, no memory
 
 
 def test_a_switch_is_logged(caplog):
@@ -97,8 +97,10 @@ def test_it_preempts_only_while_it_goes_by_priority():
     for load in (0.1, 0.5, 0.9):
         follow(model, [load])
         preempts.append((model.policy.preempts, model.policy.may_displace(urgent, low)))
+        assert model.policy.by_priority is model.policy.preempts
 
     assert preempts == [(False, False), (True, True), (False, False)]
     never = Model("adaptive", priority_preemption=False)
     follow(never, [0.5])
     assert not never.policy.preempts
+    assert never.policy.by_priority  # who loses its place for lack of memory goes by priority all the same

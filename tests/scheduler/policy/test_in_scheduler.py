@@ -198,3 +198,33 @@ def test_adaptives_switches_are_in_the_decision_log(make_scheduler):
 
     notes = [note for each in harness.scheduler.decisions.passes for note in each.notes]
     assert notes[0] == "fcfs -> lpm at load 1.00"
+    policies = [each.policy for each in harness.scheduler.decisions.passes]
+    assert (policies[0], policies[-1]) == ("adaptive:fcfs", "adaptive:lpm")
+    assert harness.scheduler.report(harness.now_s).policy == "adaptive:lpm"
+
+
+@pytest.mark.parametrize(("load", "loser"), [(0.1, "young"), (0.5, "low")])
+def test_adaptive_takes_the_place_of_the_least_urgent_while_it_goes_by_priority(make_scheduler, load, loser):
+    """Memory runs out: under fcfs the one that loses least work loses its place, under priority the least urgent."""
+    harness = make_scheduler(
+        schedule_policy="adaptive",
+        num_pages=12,
+        page_size=4,
+        priority_preemption=False,
+        admission_estimator="none",
+    )
+    policy = harness.scheduler._policy
+    policy._active = policy._for_load(load)
+    policy.by_priority = policy._active.by_priority
+    policy._num_steps = -1000  # stays
+    harness.submit("low", prompt_len=8, max_new_tokens=40, message={"priority": 0})
+    for _ in range(3):
+        harness.step()
+    harness.submit("young", prompt_len=8, max_new_tokens=40, message={"priority": 5})
+    for _ in range(60):
+        harness.step()
+        if harness.last_pass.retractions:
+            break
+
+    assert [each.rid for each in harness.last_pass.retractions] == [loser]
+    harness.run_until_idle()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.runtime.messages import FinishKind
 from engine.scheduler.policy.length_estimate import MAX_TENANTS, MaxTokens, TenantAverage
 
 from .model import Model, make_req
@@ -121,25 +122,35 @@ def test_an_unknown_tenant_is_expected_to_use_what_it_allows():
 def test_the_average_follows_and_never_exceeds_the_limit():
     estimate = TenantAverage()
     for _ in range(3):
-        estimate.finished(finished(100))
+        estimate.finished(finished(100), FinishKind.STOP)
     assert estimate.output_len(make_req(1, max_new_tokens=4096, tenant="t")) == 100
     assert estimate.output_len(make_req(1, max_new_tokens=30, tenant="t")) == 30
 
-    estimate.finished(finished(200))
+    estimate.finished(finished(200), FinishKind.STOP)
 
     assert estimate.output_len(make_req(1, max_new_tokens=4096, tenant="t")) == 110
 
 
 def test_one_that_said_nothing_teaches_nothing():
     estimate = TenantAverage()
-    estimate.finished(finished(0))
+    estimate.finished(finished(0), FinishKind.STOP)
 
     assert estimate.output_len(make_req(1, max_new_tokens=70, tenant="t")) == 70
 
 
+@pytest.mark.parametrize("kind", [FinishKind.ABORT, FinishKind.ERROR])
+def test_one_that_was_cut_off_teaches_nothing(kind):
+    """A client that leaves after three tokens would make its tenant's long answers look short."""
+    estimate = TenantAverage()
+    estimate.finished(finished(100), FinishKind.LENGTH)
+    estimate.finished(finished(3), kind)
+
+    assert estimate.output_len(make_req(1, max_new_tokens=4096, tenant="t")) == 100
+
+
 def test_an_estimate_that_was_exceeded_is_dropped():
     estimate = TenantAverage()
-    estimate.finished(finished(10))
+    estimate.finished(finished(10), FinishKind.STOP)
     grown = finished(10)
 
     assert estimate.output_len(grown) == 4096
@@ -148,7 +159,7 @@ def test_an_estimate_that_was_exceeded_is_dropped():
 def test_the_number_of_tenants_remembered_is_bounded():
     estimate = TenantAverage()
     for number in range(MAX_TENANTS + 1):
-        estimate.finished(finished(10, tenant=f"t{number}"))
+        estimate.finished(finished(10, tenant=f"t{number}"), FinishKind.STOP)
 
     assert estimate.output_len(make_req(1, max_new_tokens=70, tenant="t0")) == 70
     assert estimate.output_len(make_req(1, max_new_tokens=70, tenant="t1")) == 10
