@@ -27,7 +27,7 @@ def sample_header() -> Header:
 def sample_records() -> list[LogRecord]:
     return [
         Input(1.0, GenerateRequest("a", b"abcdefgh", SamplingParams(max_new_tokens=3, seed=1), tenant="t")),
-        Arrived(1.0, "a", 2, 3, 5, "t"),
+        Arrived(1.0, "a", 2, 3, 5, "t", "g", True),
         Planning(1.5),
         PassRecord(
             1.5,
@@ -50,7 +50,7 @@ def sample_records() -> list[LogRecord]:
         ),
         Settled(2.0, 7, 0.01, [Left("a", FinishKind.ERROR, 1, "bad")], b"\1\0\0\0", {0: "bad"}, 0.5),
         Input(3.0, AbortRequest("b", "gone")),
-        Settled(3.0, 0, left=[Left("b", FinishKind.ABORT, 0)]),
+        Settled(3.0, 0, left=[Left("b", FinishKind.ABORT, 0)], grammars=["c"]),
         Idle(4.0),
     ]
 

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,11 +203,14 @@ def test_a_record_that_no_reader_would_take_is_not_written(path, caplog):
 
 
 @pytest.mark.parametrize("name", ["policy_seed", "look_ahead", "max_queued_requests", "chunked_prefill_size"])
-def test_a_number_that_no_record_can_hold_is_refused_with_the_settings(path, name):
-    with pytest.raises(ConfigError, match=f"{name} is {10**20}, but it must be at most {MAX_INT}"):
-        SchedulerConfig(**{name: 10**20})
+def test_a_number_that_no_record_can_hold_is_refused_with_the_settings(path: Path, name: str) -> None:
+    too_large: dict[str, Any] = {name: MAX_INT + 1}
+    largest: dict[str, Any] = {name: MAX_INT}
 
-    config = EngineConfig(scheduler=SchedulerConfig(**{name: MAX_INT}))
+    with pytest.raises(ConfigError, match=f"{name} is {MAX_INT + 1}, but it must be at most {MAX_INT}"):
+        SchedulerConfig(**too_large)
+
+    config = EngineConfig(scheduler=SchedulerConfig(**largest))
     header = header_of(config, sample_header().capacity, frozenset(), wall_s=0.0, now_s=0.0)
     LogWriter(path, header).close()
     (run,) = read_runs(path)
