@@ -56,6 +56,11 @@ def pool_of(config: EngineConfig) -> int:
     return config.cache.max_total_tokens
 
 
+def length_of(config: EngineConfig) -> int:
+    assert isinstance(config.model.max_model_len, int)
+    return config.model.max_model_len
+
+
 def host(**facts) -> HostFacts:
     return dataclasses.replace(HOST, **facts)
 
@@ -278,11 +283,11 @@ class TestLongContexts:
         """24 GB: what the scores of 131,072 positions would take goes to the pool."""
         gpu = GpuFacts("NVIDIA GeForce RTX 4090", 24 * GIB, 23 * GIB, (8, 9))
         resolved = resolve(EngineConfig(), LLAMA_8B, dataclasses.replace(GPU_HOST, gpus=(gpu,)))
-        model, pool = resolved.config.model, pool_of(resolved.config)
-        assert 16_384 < model.max_model_len < 131_072
-        assert pool - model.max_model_len < 32  # the longest that fits: the pool holds it and hardly more
+        length, pool = length_of(resolved.config), pool_of(resolved.config)
+        assert 16_384 < length < 131_072
+        assert pool - length < 32  # the longest that fits: the pool holds it and hardly more
         assert "bounded by memory" in resolved.notes["max_model_len"]
-        longer = config(max_model_len=model.max_model_len + 64)
+        longer = config(max_model_len=length + 64)
         with pytest.raises(ConfigError, match="lower --max-model-len"):
             resolve(longer, LLAMA_8B, dataclasses.replace(GPU_HOST, gpus=(gpu,)))
         again = resolve(resolved.config, LLAMA_8B, dataclasses.replace(GPU_HOST, gpus=(gpu,)))
@@ -309,7 +314,7 @@ class TestLongContexts:
     def test_of_the_default_model_on_small_machines(self, free_gib, flag, at_least):
         facts = host(mem_available_bytes=int(free_gib * GIB), cpu_flags=frozenset({flag}))
         resolved = resolve(EngineConfig(), SPEC, facts).config
-        assert at_least <= resolved.model.max_model_len <= pool_of(resolved)
+        assert at_least <= length_of(resolved) <= pool_of(resolved)
 
 
 def test_a_pool_of_the_users_size_leaves_the_allocator_some_slack():
@@ -474,6 +479,7 @@ class TestSwapSpace:
 
         # A layer's copies come to 2 / 30 of the pool; a quarter of it and 64 MiB on their way are for swapping.
         taken = pool_bytes_of(without.config) - pool_bytes_of(auto.config)
+        assert isinstance(auto.config.cache.swap_space, float)
         swapped = auto.config.cache.swap_space * GIB + 64 * MIB
         assert taken * 32 / 30 == pytest.approx(swapped, abs=MIB)
         taken = pool_bytes_of(without.config) - pool_bytes_of(asked.config)
