@@ -54,6 +54,7 @@ def record(path: Path, *, kind: type[Harness] = Harness, **settings: Any) -> Har
     settings.setdefault("chunked_prefill_size", 64)
     harness = kind(**settings)
     scheduler = {name: value for name, value in settings.items() if name in SCHEDULER_FIELDS}
+    scheduler["overlap"] = bool(settings.get("overlap", 0))  # the harness's own is a number of steps
     config = EngineConfig(
         scheduler=SchedulerConfig(**scheduler),
         cache=CacheConfig(radix_cache=settings.get("radix_cache", True), **settings.get("cache", {})),
