@@ -17,7 +17,7 @@ from engine.runtime.model_files.model_spec import ModelSpec
 CPU = torch.device("cpu")
 
 
-def spec_of(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> ModelSpec:
+def spec_of(num_heads: int, num_kv_heads: int, head_dim: int, *, window: int | None = None) -> ModelSpec:
     """Two layers, the second one with the window."""
     return ModelSpec(
         model_type="llama",

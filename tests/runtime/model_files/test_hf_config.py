@@ -32,14 +32,14 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
-QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
-GEMMA3 = {
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+PHI3: dict[str, Any] = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
+GEMMA3: dict[str, Any] = {
     "model_type": "gemma3_text",
     "architectures": ["Gemma3ForCausalLM"],
     "hidden_activation": "gelu_pytorch_tanh",
 }
-QWEN3_MOE = {
+QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 4,
