@@ -93,7 +93,10 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
     except httpx.HTTPError as error:
         raise EngineError(f"the connection to {base} broke: {str(error) or type(error).__name__}") from None
     body = _json_of(response)
-    if "sentence" in body:  # also with status 404, for a request that is not known
+    error_body = body.get("error")
+    if isinstance(error_body, dict) and error_body.get("code") == "request_not_found":
+        return Explanation(0, False, str(error_body.get("message", "")))
+    if "sentence" in body:
         columns = tuple(map(str, body.get("columns", ())))
         rows = tuple(tuple(map(str, row)) for row in body.get("rows", ()))
         return Explanation(0, bool(body.get("found")), str(body["sentence"]), columns, rows)

@@ -50,7 +50,8 @@ def explain(
         names: of the requests that may be meant, should that be known already; at most one if there is a `beginning`.
         beginning: what is known of a request that is still there, should its arrival be forgotten.
         advice: what else to do if nothing is known of it.
-        for_clients: without what other namespaces of the prefix cache have; see `CacheMiss.for_clients`.
+        for_clients: without what other namespaces of the prefix cache have (see `CacheMiss.for_clients`), and without
+            the ids of other requests, with which those could be aborted.
     """
     stories = [RequestStory(name) for name in (names if names is not None else (rid, f"{rid}-0"))]
     choices: dict[str, None] = {}
@@ -75,27 +76,29 @@ def explain(
     if num_records:
         last_s = record.now_s
     if not stories or not stories[0].is_known:
-        words = _unknown(rid, list(others), num_records, last_s - first_s)
+        words = _unknown(rid, list(others), num_records, last_s - first_s, hint=not for_clients)
         return Explanation(explain_id, False, f"{words}{advice}.")
     story = stories[0]
     if for_clients:
         for episode in story.episodes:
             if isinstance(episode.cause, CacheMiss):
                 episode.cause = episode.cause.for_clients()
+            elif isinstance(episode.cause, Decision) and episode.cause.behind:
+                episode.cause = episode.cause._replace(behind="another request")
     sentence = _sentence(story, last_s)
     if story.rid != rid and len(choices) > 1:
         sentence += f" It is one of {len(choices)} choices; ask for {', '.join(list(choices)[1:4])} as well."
     return Explanation(explain_id, True, sentence, COLUMNS, tuple(_rows(story)))
 
 
-def _unknown(rid: str, others: list[str], num_records: int, span_s: float) -> str:
-    near = difflib.get_close_matches(rid, others, n=1) or others[-1:]
-    hint = f", such as {near[0]}" if near else ""
+def _unknown(rid: str, others: list[str], num_records: int, span_s: float, *, hint: bool) -> str:
+    near = (difflib.get_close_matches(rid, others, n=1) or others[-1:]) if hint else []
+    such_as = f", such as {near[0]}" if near else ""
     count = (
         f"{len(others)}{'+' if len(others) == _KEPT_RIDS else ''} request{'' if len(others) == 1 else 's'}"
     )
     decisions = f"{num_records:,} decisions of {span_s:,.1f} s"
-    return f"Nothing is known of {rid}: remembered are {decisions}, about {count}{hint}"
+    return f"Nothing is known of {rid}: remembered are {decisions}, about {count}{such_as}"
 
 
 # ---------------------------------------------------------------- the sentence

@@ -126,9 +126,8 @@ def test_on_a_terminal_there_is_a_table(server, capsys, monkeypatch):
 
 
 def test_a_request_that_is_not_known(server, capsys):
-    server.answers(
-        {"id": "x", "found": False, "sentence": "Nothing is known of x.", "columns": [], "rows": []}, 404
-    )
+    error = {"message": "Nothing is known of x.", "type": "invalid_request_error", "param": None}
+    server.answers({"error": {**error, "code": "request_not_found"}}, 404)
 
     assert cli.run(["why", "x", "--url", server.url]) == 3
     assert capsys.readouterr().err == "engine: Nothing is known of x.\n"

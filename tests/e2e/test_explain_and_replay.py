@@ -202,12 +202,9 @@ def test_a_request_that_never_was(recorded, tmp_path):
     assert_one_line(run_engine(tmp_path, "why", "cmpl-never", "--log", str(recorded.log)), "cmpl-never")
 
 
-@pytest.mark.xfail(
-    reason="the command takes the server's 404 for that of a server which has no such endpoint"
-)
 def test_a_request_that_never_was_by_the_command(recorded):
     code, stdout, stderr = recorded.unknown[1]
-    assert (code, stdout, stderr.count("\n")) == (1, "", 1)
+    assert (code, stdout, stderr.count("\n")) == (3, "", 1)
     assert stderr.startswith("engine: ")
     assert "cmpl-never" in stderr
 

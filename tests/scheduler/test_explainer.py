@@ -120,3 +120,24 @@ def test_a_pass_answers_one_question_and_all_are_answered(make_scheduler):
     scheduler.next_batch(harness.now_s)
     scheduler.handle(Explain(4, "r"), harness.now_s)
     assert len(scheduler.take_outputs()) == 1
+
+
+def test_a_client_does_not_learn_the_ids_of_others(make_scheduler):
+    harness = make_scheduler(num_pages=16, page_size=4, max_running_requests=4)
+    harness.submit("runs-secret", prompt_len=20, max_new_tokens=30)
+    harness.step()
+    harness.submit("waits-secret", prompt_len=30, max_new_tokens=20)
+    for idx in range(20):
+        harness.submit(f"r{idx}", prompt_len=30, max_new_tokens=20)
+    harness.step()
+
+    told = []
+    for question, rid in enumerate(("r19", "nobody")):
+        harness.scheduler.handle(Explain(question, rid), harness.now_s)
+        harness.scheduler.next_batch(harness.now_s)
+        told += harness.scheduler.take_outputs()
+
+    assert [each.found for each in told] == [True, False]
+    assert "secret" in str(explain(harness.scheduler.decisions, "r19"))
+    assert "secret" not in str(told)
+    assert "another request" in str(told)
