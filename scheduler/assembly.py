@@ -78,6 +78,8 @@ def assemble(
     capacity: Capacity,
     eos_token_ids: frozenset[int],
     decisions: DecisionLog,
+    *,
+    streams: bool = True,
 ) -> SchedulerParts:
     """Make all parts; arguments as for `Scheduler`."""
     page_size, num_rows = capacity.page_size, capacity.max_running_requests
@@ -161,6 +163,7 @@ def assemble(
             estimator=estimator,
             mode=mode,
             stats=stats,
+            streams=streams,
         ),
         deadlines=Deadlines(config.queue_timeout, config.request_timeout),
         sentinel=StallSentinel(),

@@ -89,6 +89,7 @@ class ReqToTokenPool:
     def slots_at(self, rows: IntArray | np.int32, positions: IntArray) -> IntArray:
         """[n] the slot of one position of each row."""
         page_size = np.int32(self.page_size)
-        page_idx, offset = np.divmod(positions, page_size)
-        slots: IntArray = self.pages[rows, page_idx] * page_size + offset
+        page_idx = positions // page_size
+        # page · size + position - index · size: half the time of `divmod`, which divides twice
+        slots: IntArray = (self.pages[rows, page_idx] - page_idx) * page_size + positions
         return slots

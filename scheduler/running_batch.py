@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from .arrays import EMPTY, BoolArray, IntArray
@@ -34,4 +36,4 @@ class RunningBatch:
     def keep(self, mask: BoolArray) -> None:
         """Drop all requests with a False."""
         self.rows = self.rows[mask]
-        self.reqs = [self.reqs[idx] for idx in np.flatnonzero(mask)]
+        self.reqs = list(itertools.compress(self.reqs, mask.tolist()))

@@ -35,7 +35,7 @@ from ..runtime.messages import (
     Usage,
 )
 from ..runtime.step_plan import ForwardMode, StepResult
-from .arrays import TOKEN_ID_BYTES
+from .arrays import TOKEN_ID_BYTES, BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .decision_log import Arrived, DecisionLog, PassRecord, Settled
@@ -64,6 +64,8 @@ class Scheduler:
         capacity: Capacity,
         eos_token_ids: frozenset[int],
         decisions: DecisionLog | None = None,
+        *,
+        streams: bool = True,
     ) -> None:
         """Make a scheduler without requests.
 
@@ -73,10 +75,13 @@ class Scheduler:
             capacity: what the runner can hold.
             eos_token_ids: tokens that end an output unless `ignore_eos`.
             decisions: where they are kept; a new log unless given.
+            streams: whether somebody reads tokens as they come; if not, only rows that say more are made.
         """
         self._capacity = capacity
         self.decisions = decisions if decisions is not None else DecisionLog()
-        self._parts = parts = assemble(config, cache, capacity, eos_token_ids, self.decisions)
+        self._parts = parts = assemble(
+            config, cache, capacity, eos_token_ids, self.decisions, streams=streams
+        )
         self._requests, self._kv, self._stats = parts.requests, parts.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._last_step_id = 0
@@ -241,6 +246,10 @@ class Scheduler:
                 result.swap_s,
             )
         )
+
+    def rows_still_here(self, batch: ScheduleBatch) -> BoolArray:
+        """[B] whether `settle` would take the batch's tokens of each request: not if it has left its row since."""
+        return batch.still_here(self._parts.pool)
 
     # ------------------------------------------------------------ idle, and figures
 

@@ -116,6 +116,7 @@ class SimulatedEngine:
             settings.capacity,
             settings.eos_token_ids,
             DecisionLog(settings.kept_records),
+            streams=False,
         )
         num_rows = settings.capacity.max_running_requests
         self._live: dict[str, LiveRequest] = {}
