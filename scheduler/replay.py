@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ..runtime.step_plan import StepResult
+from ..runtime.step_plan import ForwardMode, StepResult
 from .batch import ScheduleBatch
 from .decision_log import Arrived, DecisionRecord, PassRecord, Settled
 from .log_file import Header, Idle, Input, LoggedRun, LogRecord, Planning
@@ -55,7 +55,7 @@ class Replay(NamedTuple):
     Attributes:
         num_passes: passes in the log.
         num_equal: passes that were equal, up to the first difference.
-        num_steps, num_requests: in the log.
+        num_steps, num_requests: in the log; steps that compute something.
         span_s: from the first to the last record.
         digest: of all passes of the log: equal for two runs that decided the same at the same times.
         difference: the first one; None if all is equal.
@@ -133,9 +133,8 @@ class _Tally:
         self.first_s = self.first_s or record.now_s
         if isinstance(record, PassRecord):
             self.num_passes += 1
+            self.num_steps += record.mode is not ForwardMode.IDLE
             self.passes.update(self._encoder.encode(record))
-        elif isinstance(record, Settled):
-            self.num_steps += record.step_id > 0
         elif isinstance(record, Arrived):
             self.num_requests += 1
 
