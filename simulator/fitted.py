@@ -13,6 +13,8 @@ from .cost_model import StepWork
 
 MIN_STEPS: Final = 12
 """Fewer say nothing about five coefficients."""
+MIN_R_SQUARED: Final = 0.3
+"""A model that explains less is no better than saying that each step takes as long as the mean."""
 _LEAST_S: Final = 1e-6  # of a measured step; relative errors need a divisor
 
 
@@ -36,6 +38,21 @@ class FitQuality(NamedTuple):
     r_squared: float
     median_error: float
     p90_error: float
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether the steps took as long as they did for reasons that the model does not know."""
+        return not self.r_squared >= MIN_R_SQUARED
+
+    def warning(self) -> str:
+        """What to say loudly; "" if there is nothing."""
+        if not self.is_useless:
+            return ""
+        return (
+            f"WARNING: the step times are not explained by the work of the steps (R² {self.r_squared:.2f}, at least "
+            f"{MIN_R_SQUARED} is needed), so the simulated times mean little; record on a quiet machine, with more and "
+            f"more varied requests"
+        )
 
     def text(self) -> str:
         """One line for people."""

@@ -29,6 +29,8 @@ from .step_work import work_of
 
 _HOST_COPY_BANDWIDTH: Final = 10e9  # bytes per second; for swaps where the log has none
 
+_CUT_SHORT: Final = frozenset({FinishKind.ABORT, FinishKind.ERROR})
+
 
 class RecordedRun(NamedTuple):
     """See the module.
@@ -41,6 +43,7 @@ class RecordedRun(NamedTuple):
         overhead_s: median time between two steps.
         swapped_token_s: seconds per token that was swapped.
         num_left_out: requests without a token: refused, timed out, aborted early.
+        num_cut_short: requests that ended after some tokens by an error, a deadline, or because nobody wanted more.
         damage: what could not be read; "" if nothing.
     """
 
@@ -51,6 +54,7 @@ class RecordedRun(NamedTuple):
     overhead_s: float
     swapped_token_s: float
     num_left_out: int
+    num_cut_short: int
     damage: str
 
     def cost_model(self) -> Fitted:
@@ -172,11 +176,13 @@ class _Reader:
         )
 
     def _note_tokens(self, batch: ScheduleBatch, record: Settled) -> None:
+        """Whose tokens they are; those of requests that lost their place meanwhile are nobody's, they come again."""
         tokens = np.frombuffer(record.next_token_ids, dtype=np.int32).tolist()
+        is_here = self._scheduler.rows_still_here(batch).tolist()
         for idx, token in zip(batch.sampled.tolist(), tokens, strict=True):
-            life = self._lives[batch.reqs[idx].rid]
-            if life.kind is not None or idx in record.errors:
+            if not is_here[idx] or idx in record.errors:
                 continue
+            life = self._lives[batch.reqs[idx].rid]
             if life.tokens:
                 self._gaps.append(record.now_s - life.last_s)
             else:
@@ -199,6 +205,7 @@ class _Reader:
             overhead_s=statistics.median(self._overheads_s) if self._overheads_s else 0.0,
             swapped_token_s=self._swapped_token_s(),
             num_left_out=len(self._lives) - len(lives),
+            num_cut_short=sum(life.kind in _CUT_SHORT for life in lives),
             damage=self._run.damage,
         )
 
@@ -219,7 +226,7 @@ class _Reader:
             output_len=output_len,
             max_new_tokens=limit,
             output_ids=np.array(life.tokens, dtype=np.int32).tobytes(),
-            template=_without_grammar(life.message),
+            template=_as_asked(life.message),
         )
 
     def _outcome(self, lives: list[_Life], origin_s: float) -> Measurements:
@@ -248,8 +255,12 @@ class _Reader:
         return self._run.header.capacity.kv_token_bytes / _HOST_COPY_BANDWIDTH
 
 
-def _without_grammar(message: GenerateRequest) -> GenerateRequest:
-    """The message as a simulation sends it: nobody compiles grammars there, and filler is no stop token."""
+def _as_asked(message: GenerateRequest) -> GenerateRequest:
+    """The message as a simulation sends it.
+
+    Nobody compiles grammars there, filler is no stop token, and no deadline ends an answer: in every run it ends with
+    the token with which it ended in the log, or the runs would not have answered the same.
+    """
     sampling = msgspec.structs.replace(
         message.sampling,
         stop_token_ids=(),
@@ -257,4 +268,6 @@ def _without_grammar(message: GenerateRequest) -> GenerateRequest:
         logprobs=None,
         prompt_logprobs=None,
     )
-    return msgspec.structs.replace(message, needs_grammar=False, sampling=sampling)
+    return msgspec.structs.replace(
+        message, needs_grammar=False, sampling=sampling, queue_timeout_s=None, timeout_s=None
+    )

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 GIB: Final = 1 << 30
 _ALL_RECORDS: Final = 1 << 22
+_NO_DEADLINES: Final[dict[str, Any]] = {"queue_timeout": None, "request_timeout": None}
+"""Answers end where they ended in the log, which may have been a deadline; only one that is asked for ends more."""
 _SHOWN_RIDS: Final = 4
 
 
@@ -78,6 +80,7 @@ class WhatIf:
     Attributes:
         changes: setting -> value.
         recorded, baseline, changed: see the module.
+        has_slo: whether there are objectives, so that goodput is not just the rate.
         quality: of the cost model.
         difference: None if all passes are equal.
         notes: what limits the answer.
@@ -87,6 +90,7 @@ class WhatIf:
     recorded: Report
     baseline: Report
     changed: Report
+    has_slo: bool
     quality: FitQuality
     difference: PassDifference | None
     notes: tuple[str, ...]
@@ -102,8 +106,11 @@ class WhatIf:
         rows = [
             row("requests/s", [run.request_rate for run in runs], higher_is_better=True),
             row("output tok/s", [run.output_tok_s for run in runs], higher_is_better=True),
-            row("goodput, requests/s", [run.goodput for run in runs], higher_is_better=True),
         ]
+        if self.has_slo:
+            rows.append(row("goodput, requests/s", [run.goodput for run in runs], higher_is_better=True))
+        if any(run.failures for run in runs):
+            rows.append(row("not answered", [float(sum(run.failures.values())) for run in runs]))
         for name, latencies in (
             ("queue", [run.queue_ms for run in runs]),
             ("TTFT", [run.ttft_ms for run in runs]),
@@ -120,7 +127,8 @@ class WhatIf:
     def lines(self) -> list[str]:
         """What stands below the table."""
         error = self.baseline.e2e_ms.p50 / self.recorded.e2e_ms.p50 - 1 if self.recorded.e2e_ms.p50 else 0.0
-        lines = [
+        lines = [self.quality.warning()] if self.quality.is_useless else []
+        lines += [
             f"step times: {self.quality.text()}",
             f"the simulation with the log's own settings is {error:+.1%} off the recorded median E2E",
         ]
@@ -146,7 +154,10 @@ class WhatIf:
         for row in self.rows:
             values = (_figure(value) for value in (row.recorded, row.baseline, row.changed))
             table.add_row(row.figure, *values, Text(_percent(row.change), style=_style(row)))
-        return Group(table, *(Text(line) for line in self.lines()))
+        lines = [Text(line) for line in self.lines()]
+        if self.quality.is_useless:
+            lines[0].stylize("bold red")
+        return Group(table, *lines)
 
 
 def what_if(
@@ -167,14 +178,14 @@ def what_if(
     cost = run.cost_model()
     header = run.header
     before = ReplicaSettings(
-        header.scheduler_config(),
+        header.scheduler_config(**_NO_DEADLINES),
         header.cache_config(),
         header.capacity,
         frozenset(header.eos_token_ids),
         _ALL_RECORDS,
     )
     after = before._replace(
-        scheduler=header.scheduler_config(**_of_group(changes, "scheduler")),
+        scheduler=header.scheduler_config(**(_NO_DEADLINES | _of_group(changes, "scheduler"))),
         cache=header.cache_config(**_of_group(changes, "cache")),
         capacity=_capacity(header, changes),
     )
@@ -185,6 +196,7 @@ def what_if(
         recorded=make_report(run.outcome, name="recorded", num_replicas=1, slo_ms=slo_ms),
         baseline=baseline,
         changed=changed,
+        has_slo=bool(slo_ms),
         quality=cost.quality,
         difference=_first_difference(passes, changed_passes),
         notes=_notes(run),
@@ -258,6 +270,11 @@ def _notes(run: RecordedRun) -> tuple[str, ...]:
     if run.num_left_out:
         notes.append(
             f"{run.num_left_out:,} requests without a token are left out (refused, aborted, too late)"
+        )
+    if run.num_cut_short:
+        notes.append(
+            f"{run.num_cut_short:,} requests ended early (a stop string, a deadline, an error, a client that left); in "
+            "all three runs they count as answered with their last token, and deadlines end nobody"
         )
     if run.damage:
         notes.append(run.damage)

@@ -150,11 +150,7 @@ def test_the_log_is_replayed_to_its_last_decision(recorded, tmp_path):
     assert f"{NUM_STREAMS} requests" in done.stdout
 
 
-def test_what_if_tells_another_story(recorded, mode, tmp_path, request):
-    if "overlapped" in mode:
-        request.applymarker(
-            pytest.mark.xfail(reason="tokens of a step whose request lost its place meanwhile are counted")
-        )
+def test_what_if_tells_another_story(recorded, tmp_path):
     done = run_engine(tmp_path, "replay", str(recorded.log), "--set", "schedule_policy=lof")
     assert (done.returncode, done.stderr) == (0, "")
     for word in ("TTFT", "TPOT"):

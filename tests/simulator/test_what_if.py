@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from engine.runtime.config import EngineConfig, LogConfig
+from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
-from engine.runtime.messages import SchedulerInput
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import GenerateRequest, SchedulerInput
+from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.log_file import LogFileError
 from engine.scheduler.recorder import Recorder, make_recorder
+from engine.scheduler.scheduler import Scheduler
 from engine.simulator.arrivals import Lengths
 from engine.simulator.cluster import Cluster, ClusterSettings
 from engine.simulator.cost_model import LinearCost, StepWork
@@ -23,7 +28,7 @@ from engine.simulator.generated import Arrival, Chat, Rag, given_lengths
 from engine.simulator.measurements import Measurements
 from engine.simulator.recorded_run import read_recorded_run
 from engine.simulator.report import Report, make_report
-from engine.simulator.sim_request import Workload
+from engine.simulator.sim_request import VOCAB_SIZE, SimRequest, Workload
 from engine.simulator.simulated_engine import ReplicaSettings
 from engine.simulator.what_if import fit_log, what_if
 
@@ -76,6 +81,40 @@ def serve(path: Path, workload: Workload, settings: ReplicaSettings) -> Report:
     cluster.run(workload)
     recorder.close()
     return make_report(measurements, name="truth", num_replicas=1)
+
+
+def serve_overlapped(path: Path) -> dict[str, int]:
+    """A server that plans each step while the one before runs, and takes places at random; tokens by rid."""
+    scheduler_config = SchedulerConfig(
+        max_running_requests=4, chunked_prefill_size=16, chaos="retract=0.4:30", preemption_mode="recompute"
+    )
+    cache = CacheConfig(page_size=4, max_total_tokens=512)
+    capacity = Capacity(256, 128, 4, 4, VOCAB_SIZE)
+    scheduler = Scheduler(scheduler_config, cache, capacity, frozenset())
+    config = EngineConfig(scheduler=scheduler_config, cache=cache, log=LogConfig(decision_log=str(path)))
+    recorder = make_recorder(config, capacity, frozenset(), scheduler, wall_s=1e9, now_s=0.0)
+    calls = RecordedCalls(scheduler, recorder)
+    asked = {f"r{number}": 10 + number for number in range(6)}
+    for number, (rid, length) in enumerate(asked.items()):
+        prompt = np.full(20, 5 + number, dtype=np.int32).tobytes()
+        calls.handle(GenerateRequest(rid, prompt, SamplingParams(max_new_tokens=length, seed=1)), 0.0)
+    now_s = 1.0
+    in_flight: ScheduleBatch | None = None
+    while scheduler.num_unfinished or in_flight is not None:
+        batch = calls.next_batch(now_s)
+        if in_flight is not None:
+            tokens = np.full(len(in_flight.sampled), 7, dtype=np.int32).tobytes()
+            now_s += 0.01
+            calls.settle(in_flight, StepResult(in_flight.plan.step_id, tokens, forward_s=0.01), now_s)
+        in_flight = batch
+    recorder.close()
+    return asked
+
+
+def message_of(request: SimRequest, timeout_s: float) -> GenerateRequest:
+    """A request whose client waits so long."""
+    sampling = SamplingParams(max_new_tokens=request.max_new_tokens, seed=1)
+    return GenerateRequest(request.rid, request.input_ids, sampling, request.arrival_s, timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -160,6 +199,56 @@ def test_a_larger_page_keeps_the_memory_as_large(path, make_replica):
     result = what_if(path, {"page_size": 64, "max_total_tokens": 8192})
     assert result.changed.num_requests == 40
     assert result.changed.peak_kv_use > 4 * result.baseline.peak_kv_use
+
+
+def test_tokens_of_a_step_whose_request_lost_its_place_meanwhile_are_not_counted(path):
+    """With overlapped steps a request may be retracted while its step runs; that token is sampled again later."""
+    asked = serve_overlapped(path)
+    run = read_recorded_run(path)
+    assert run.outcome.retractions > 0
+    assert {each.rid: each.output_len for each in run.requests} == asked
+    result = what_if(path, {"schedule_policy": "lof"})
+    assert result.changed.num_requests == result.recorded.num_requests == len(asked)
+    assert result.changed.output_tokens == result.recorded.output_tokens == sum(asked.values())
+
+
+@pytest.mark.parametrize("whose", ["the client's", "the server's"])
+def test_answers_that_a_deadline_cut_short_are_the_same_in_all_runs(path, make_replica, whose):
+    settings = make_replica(request_timeout=0.5 if whose == "the server's" else None)
+    requests = list(given_lengths([50], [20, 200], Arrival(num_requests=20, rate=20.0)))
+    if whose == "the client's":
+        requests = [each._replace(template=message_of(each, timeout_s=0.5)) for each in requests]
+    truth = serve(path, iter(requests), settings)
+    assert sum(truth.failures.values()) == 10
+
+    result = what_if(path, {"schedule_policy": "lof"})
+    runs = (result.recorded, result.baseline, result.changed)
+    assert [run.num_requests for run in runs] == [20, 20, 20]
+    assert len({run.output_tokens for run in runs}) == 1
+    assert "10 requests ended early" in "\n".join(result.lines())
+    assert "not answered" not in [row.figure for row in result.rows]
+
+    hurried = what_if(path, {"request_timeout": 0.2})
+    rows = {row.figure: row for row in hurried.rows}
+    assert (rows["not answered"].baseline, rows["not answered"].changed) == (0, 10)
+
+
+def test_goodput_needs_objectives(path, make_replica):
+    serve(path, RAG.requests(Arrival(num_requests=20, rate=12.0)), make_replica())
+    without = what_if(path, {"schedule_policy": "lpm"})
+    assert [row.figure for row in without.rows if "goodput" in row.figure] == []
+    told = what_if(path, {"schedule_policy": "lpm"}, slo_ms={"ttft": 1.0})
+    (row,) = [row for row in told.rows if "goodput" in row.figure]
+    assert row.changed == 0
+
+
+def test_a_cost_model_that_explains_nothing_is_told_first(path, make_replica):
+    serve(path, RAG.requests(Arrival(num_requests=40, rate=12.0)), make_replica())
+    good = what_if(path, {"schedule_policy": "lpm"})
+    assert not any("WARNING" in line for line in good.lines())
+    for r_squared in (-2.0, 0.1, math.nan):
+        useless = replace(good, quality=good.quality._replace(r_squared=r_squared))
+        assert useless.lines()[0].startswith("WARNING: the step times are not explained")
 
 
 def test_it_prints_as_a_table(path, make_replica):
