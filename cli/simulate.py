@@ -22,13 +22,13 @@ from .options import (
     merge_options,
     takes_config_options,
 )
+from .simulate_workload import WorkloadOptions
 
 if TYPE_CHECKING:
     from ..simulator.cost_model import CostModel
     from ..simulator.device_facts import DeviceFacts
     from ..simulator.model_facts import ModelFacts
     from ..simulator.report import Report
-    from ..simulator.sim_request import Workload
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -53,14 +53,27 @@ def simulate(
     ] = "llama-3.1-8b",
     config_file: ConfigFileOption = None,
     workload: Annotated[
-        str, _option(_WORKLOAD, "chat, rag, batch, or a file: Mooncake trace or ShareGPT conversations.")
-    ] = "chat",
-    num_requests: Annotated[int, _option(_WORKLOAD, "Requests; of a trace, at most so many.")] = 1000,
+        str | None,
+        _option(
+            _WORKLOAD, "chat, unless given; rag, batch, or a file: Mooncake trace or ShareGPT conversations."
+        ),
+    ] = None,
+    num_requests: Annotated[
+        int | None, _option(_WORKLOAD, "Requests, 1000 unless given; of a trace, at most so many.")
+    ] = None,
     rate: Annotated[
-        float, _option(_WORKLOAD, "Mean arrivals per second, all replicas together; inf: all at once.")
-    ] = 10.0,
-    burstiness: Annotated[float, _option(_WORKLOAD, "1: Poisson; below: burstier; above: more even.")] = 1.0,
-    workload_seed: Annotated[int, _option(_WORKLOAD, "Seed of lengths, prompts and arrivals.")] = 0,
+        float | None,
+        _option(
+            _WORKLOAD, "Mean arrivals per second, all replicas together, 10 unless given; inf: all at once."
+        ),
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        _option(_WORKLOAD, "1, unless given: Poisson; below: burstier; above: more even."),
+    ] = None,
+    workload_seed: Annotated[
+        int | None, _option(_WORKLOAD, "Seed of lengths, prompts and arrivals; 0 unless given.")
+    ] = None,
     prompt_len: Annotated[
         int | None, _option(_WORKLOAD, "Median of questions (chat), documents (rag), items (batch).")
     ] = None,
@@ -68,10 +81,12 @@ def simulate(
     prompt_lens: Annotated[
         str | None, _option(_WORKLOAD, "Exactly these prompts instead: 10,50,20, again and again.")
     ] = None,
-    output_lens: Annotated[str, _option(_WORKLOAD, "Their answers, likewise.")] = "100",
+    output_lens: Annotated[
+        str | None, _option(_WORKLOAD, "Their answers, likewise; 100 unless given.")
+    ] = None,
     time_scale: Annotated[
-        float, _option(_WORKLOAD, "Divides the times of a trace: 2 is twice as dense.")
-    ] = 1.0,
+        float | None, _option(_WORKLOAD, "Divides the times of a trace: 2 is twice as dense.")
+    ] = None,
     device: Annotated[str, _option(_MACHINES, "h200, h100, a100 or cpu-2.")] = "h200",
     tp: Annotated[int, _option(_MACHINES, "Devices of a replica, by tensor parallelism.")] = 1,
     replicas: Annotated[int, _option(_MACHINES, "Replicas of the model.")] = 1,
@@ -108,15 +123,27 @@ def simulate(
     Example: engine simulate --workload chat --rate 40 --num-requests 5000 --compare static,fcfs,lpm
     """
     from ..simulator.cluster import ClusterSettings
-    from ..simulator.generated import Arrival
     from ..simulator.setup import replica_settings
     from ..simulator.simulate import simulate as run
     from .bench.summary import parse_goodput
 
+    if json_file is not None:
+        _check_writable(json_file)
+    asked = WorkloadOptions(
+        num_requests=num_requests,
+        rate=rate,
+        burstiness=burstiness,
+        workload_seed=workload_seed,
+        prompt_len=prompt_len,
+        output_len=output_len,
+        prompt_lens=prompt_lens,
+        output_lens=output_lens,
+        time_scale=time_scale,
+    )
+    source = asked.source(workload)
     merged = merge_options(_with_changes(settings, changes or []), config_file=config_file)
     facts, machine = _model_facts(model), _device_facts(device, tp)
-    cost, note = _cost_model(fit, facts, machine)
-    arrival = Arrival(num_requests=num_requests, rate=rate, burstiness=burstiness, seed=workload_seed)
+    cost, note, warning = _cost_model(fit, facts, machine)
     objectives = parse_goodput(goodput)
     cluster = ClusterSettings(
         num_replicas=replicas,
@@ -125,18 +152,17 @@ def simulate(
         transfer_token_s=facts.kv_token_bytes / machine.network_bandwidth,
     )
     cluster.check()
-    lens = _lens("--prompt-lens", prompt_lens), _lens("--output-lens", output_lens)
     reports: list[Report] = []
     started_s = time.process_time()
     for policy, config in _policies(compare, merged):
-        requests = _workload(workload, arrival, lens, prompt_len, output_len, time_scale)
+        requests = asked.requests(source)
         settled = replica_settings(config, facts, machine)
         reports.append(run(requests, settled, cost, cluster, slo_ms=objectives, name=policy))
     spent_s = time.process_time() - started_s
     num_simulated = sum(report.num_requests for report in reports)
     note += f"; simulated in {spent_s:.1f} s, {spent_s / max(num_simulated, 1) * 1e6:.0f} us per request"
-    what = "given lengths" if prompt_lens else workload
-    _print(reports, f"{facts.name} on {replicas} x {machine.name}, {what}", note, has_slo=bool(objectives))
+    title = f"{facts.name} on {replicas} x {machine.name}, {source}"
+    _print(reports, title, note, warning, has_slo=bool(objectives))
     if json_file is not None:
         _write(json_file, reports)
 
@@ -201,49 +227,19 @@ def _device_facts(device: str, tp: int) -> DeviceFacts:
     return DEVICES[device].times(tp)
 
 
-def _cost_model(fit: Path | None, model: ModelFacts, device: DeviceFacts) -> tuple[CostModel, str]:
-    """The cost model, and a line about it."""
+def _cost_model(fit: Path | None, model: ModelFacts, device: DeviceFacts) -> tuple[CostModel, str, str]:
+    """The cost model, a line about it, and a warning; "" if there is none."""
     if fit is None:
         from ..simulator.cost_model import Roofline
 
-        return Roofline(model, device), f"step times: roofline of the data sheets of {device.name}"
+        return Roofline(model, device), f"step times: roofline of the data sheets of {device.name}", ""
     from ..simulator.what_if import fit_log
 
     fitted = fit_log(fit)
-    return fitted, f"step times: {fitted.quality.text()}"
+    return fitted, f"step times: {fitted.quality.text()}", fitted.quality.warning()
 
 
-def _lens(flag: str, text: str | None) -> list[int]:
-    if text is None:
-        return []
-    try:
-        return [int(item) for item in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} is {text!r}, but it must be lengths, such as 10,50,20") from None
-
-
-def _workload(
-    name: str,
-    arrival: Any,
-    lens: tuple[list[int], list[int]],
-    prompt_len: int | None,
-    output_len: int | None,
-    time_scale: float,
-) -> Workload:
-    from ..simulator.generated import GENERATED, given_lengths, with_medians
-    from ..simulator.trace_files import file_requests
-
-    if lens[0]:
-        return given_lengths(*lens, arrival)
-    if name in GENERATED:
-        return with_medians(GENERATED[name], prompt_len, output_len).requests(arrival)
-    path = Path(name).expanduser()
-    if not path.exists():
-        raise ConfigError(f"--workload is {name!r}, but it must be one of {', '.join(GENERATED)}, or a file")
-    return file_requests(path, arrival, time_scale=time_scale)
-
-
-def _print(reports: list[Report], title: str, note: str, *, has_slo: bool) -> None:
+def _print(reports: list[Report], title: str, note: str, warning: str, *, has_slo: bool) -> None:
     from rich.console import Console
 
     from .simulate_tables import print_comparison, print_report
@@ -255,7 +251,27 @@ def _print(reports: list[Report], title: str, note: str, *, has_slo: bool) -> No
         print_report(console, reports[0], title, has_slo=has_slo)
     else:
         print_comparison(console, reports, title, has_slo=has_slo)
-    console.print(note, highlight=False, markup=False, style="dim")
+    if warning:
+        console.print(
+            warning, highlight=False, markup=False, style="bold red", soft_wrap=not console.is_terminal
+        )
+    console.print(note, highlight=False, markup=False, style="dim", soft_wrap=not console.is_terminal)
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before the simulation, which may take minutes, that its figures have no place.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    was_there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
 
 
 def _write(path: Path, reports: list[Report]) -> None:
@@ -264,4 +280,8 @@ def _write(path: Path, reports: list[Report]) -> None:
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2) + b"\n")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {error.strerror}")

@@ -6,8 +6,8 @@
            question of 30; answers of 80 (sigma 0.6)
     batch  instructions of 100 tokens and an item of 500 (sigma 0.8), all at once; answers of 150 (sigma 0.7)
 
-Lengths are medians of log-normal distributions: so are those of public chat traces, whose median answers are near 150
-to 250 tokens. Clients limit answers to 512, 1,024 or 2,048 tokens, whatever they get in the end; it is all that the
+Lengths are medians of log-normal distributions; they are chosen, not measured, and the options of `engine simulate`
+change them. Clients limit answers to 512, 1,024 or 2,048 tokens, whatever they get in the end; it is all that the
 scheduler knows beforehand.
 """
 
@@ -132,7 +132,7 @@ class Batch:
     instructions_len: int = 100
 
     def requests(self, arrival: Arrival) -> Workload:
-        """The requests; the rate is ignored, all come at once."""
+        """The requests; all come at once, whatever the rate."""
         rng = np.random.default_rng(arrival.seed)
         items, answers = self.item.draws(rng), self.answer.draws(rng)
         limits = choices(rng, _LIMITS, _LIMIT_WEIGHTS)

@@ -66,19 +66,28 @@ def file_requests(path: Path, arrival: Arrival, *, time_scale: float = 1.0) -> W
     """
     if not time_scale > 0:
         raise ConfigError(f"--time-scale is {time_scale:g}, but it must be above 0")
+    if is_trace(path):
+        return _trace(path, arrival.num_requests, time_scale)
+    return _conversations(path, arrival)
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file is a trace, and not conversations.
+
+    Raises:
+        ConfigError: no such file, or neither.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(4096).lstrip()
     except OSError as error:
         raise ConfigError(f"cannot read the workload {path}: {error.strerror}") from None
-    if head.startswith(b"["):
-        return _conversations(path, arrival)
-    if head.startswith(b"{"):
-        return _trace(path, arrival.num_requests, time_scale)
-    raise ConfigError(
-        f"{path} is no workload: it must be a trace (JSON Lines with timestamp, input_length, output_length) or "
-        f"conversations (a JSON array, ShareGPT style)"
-    )
+    if not head.startswith((b"[", b"{")):
+        raise ConfigError(
+            f"{path} is no workload: it must be a trace (JSON Lines with timestamp, input_length, output_length) or "
+            f"conversations (a JSON array, ShareGPT style)"
+        )
+    return head.startswith(b"{")
 
 
 def _trace(path: Path, num_requests: int, time_scale: float) -> Workload:

@@ -50,7 +50,8 @@ def test_settings_come_by_flag_and_by_set(tmp_path):
 def test_prefill_and_decode_apart(capsys, tmp_path):
     path = tmp_path / "report.json"
     flags = ["--replicas", "3", "--prefill-replicas", "1", "--dispatch", "prefix-affinity"]
-    assert cli.run([*SMALL, *flags, "--workload", "batch", "--json", str(path)]) == 0
+    command = ["simulate", "smollm2-135m", "--num-requests", "20", "--max-model-len", "4096"]
+    assert cli.run([*command, *flags, "--workload", "batch", "--json", str(path)]) == 0
     assert json.loads(path.read_text())[0]["num_requests"] == 20
     assert "on 3 x h200" in capsys.readouterr().out
 
@@ -80,6 +81,22 @@ def test_prefill_and_decode_apart(capsys, tmp_path):
             "--prefill-replicas is 2, but it must lie in [1, 1]",
         ),
         (["--dispatch", "luck"], "--dispatch is 'luck', but it must be one of round-robin"),
+        (["--json", "/nowhere/x"], "cannot write /nowhere/x: No such file or directory"),
+        (["--time-scale", "0"], "--time-scale means nothing to the workload 'chat': only a trace has times"),
+        (
+            ["--output-lens", "5"],
+            "--output-lens means nothing to the workload 'chat': it goes with --prompt-lens",
+        ),
+        (
+            ["--workload", "batch"],
+            "--rate means nothing to the workload 'batch': all its requests come at once",
+        ),
+        (
+            ["--prompt-lens", "5", "--output-len", "3"],
+            "--output-len means nothing to the workload 'given lengths'",
+        ),
+        (["--prompt-lens", "5", "--workload", "rag"], "--workload rag and --prompt-lens are two workloads"),
+        (["--set", "foo=8"], "unknown setting 'foo'; `engine serve --help` lists them all"),
         (["--fit", "/nowhere.log"], "/nowhere.log cannot be read: No such file or directory"),
     ],
 )
@@ -89,6 +106,49 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
     assert captured.out == ""
     assert captured.err.startswith(f"engine: {message}")
     assert captured.err.count("\n") == 1
+
+
+TRACE_LINE = '{"timestamp": 0, "input_length": 10, "output_length": 5}\n'
+CONVERSATION = '[{"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "flag"),
+    [
+        (TRACE_LINE, ["--rate", "5"], "--rate"),
+        (TRACE_LINE, ["--output-len", "5"], "--output-len"),
+        (TRACE_LINE, ["--workload-seed", "5"], "--workload-seed"),
+        (CONVERSATION, ["--time-scale", "2"], "--time-scale"),
+        (CONVERSATION, ["--prompt-len", "5"], "--prompt-len"),
+    ],
+)
+def test_an_option_without_a_meaning_for_the_file_is_a_mistake(capsys, tmp_path, text, flags, flag):
+    path = tmp_path / "workload"
+    path.write_text(text)
+    command = ["simulate", "smollm2-135m", "--workload", str(path), "--num-requests", "3"]
+    assert cli.run([*command, *flags]) == 2
+    assert f"{flag} means nothing to the workload '{path}'" in capsys.readouterr().err
+    assert cli.run(command) == 0
+
+
+def test_where_figures_cannot_be_written_nothing_is_simulated(capsys, monkeypatch, tmp_path):
+    from engine.simulator import simulate
+
+    def no_simulation(*args: object, **kwargs: object) -> None:
+        raise AssertionError("simulated before the file was tried")
+
+    monkeypatch.setattr(simulate, "simulate", no_simulation)
+    assert cli.run([*SMALL, "--json", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"engine: cannot write {tmp_path}: Is a directory\n"
+    assert cli.run([*SMALL, "--json", str(tmp_path / "new"), "--rate", "0"]) == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_notes_are_one_line_where_no_terminal_would_cut_them(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.run([*SMALL]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step times:")]
+    assert note.endswith("us per request")
 
 
 def test_a_model_that_does_not_fit_or_is_not_there(capsys):
