@@ -107,7 +107,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         result = app(args=arguments, prog_name=PROG_NAME, standalone_mode=False)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", PROG_NAME)
-        return _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", EXIT_USER)
+        message = error.format_message().replace("Value error, ", "").rstrip(".")
+        return _fail(f"{message} (see {command} --help)", EXIT_USER)
     except (ConfigError, RequestError) as error:
         return _fail(str(error), EXIT_USER)
     except EngineError as error:

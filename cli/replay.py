@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT: Final = 1
 EXIT_INCOMPLETE: Final = 3
+_FILE_COLUMNS: Final = 1000
 _GROUPS: Final = ("scheduler", "cache")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -177,5 +178,8 @@ def _what_if(path: Path, changes: dict[str, str]) -> int:
             )
         if result.raised:
             raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")
-    Console(highlight=False).print(what_if(path, changes))
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file or a pipe has no width that would cut lines
+        console.width = _FILE_COLUMNS
+    console.print(what_if(path, changes))
     return 0

@@ -190,12 +190,13 @@ def find_setting(key: str) -> Setting:
     """The setting called `key`, by its own name or another one, with dashes or underscores.
 
     Raises:
-        ConfigError: there is none; the message suggests the nearest name.
+        ConfigError: there is none; the message suggests the nearest name, or where the names are.
     """
     names = setting_names()
     name = key.replace("-", "_")
     if name not in names:
-        raise ConfigError(f"unknown setting {key!r}{_suggestion(name, names)}")
+        way_out = _suggestion(name, names) or "; `engine serve --help` lists them all"
+        raise ConfigError(f"unknown setting {key!r}{way_out}")
     return names[name]
 
 

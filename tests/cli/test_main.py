@@ -66,6 +66,10 @@ def test_help_loads_no_command_and_nothing_heavy():
         ),
         (["serve", "--model", "a", "b"], "engine: the model is given twice: 'b' and --model 'a'; drop one"),
         (
+            ["trace", "x", "--format", "pdf"],
+            "engine: Invalid value for '--format': 'pdf' is not one of 'html'",
+        ),
+        (
             ["serve", "--config", "/nowhere.yaml"],
             "engine: cannot read the configuration file /nowhere.yaml: No such",
         ),
