@@ -229,9 +229,11 @@ def read_runs(path: str | Path, lost: Callable[[str], None] | None = None) -> It
 def _open(path: Path) -> BinaryIO:
     """A file to be read; what is none is refused, and a pipe without a writer holds nobody up."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
-        raise LogFileError(f"{path} is not a regular file; a decision log is")
+        what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        raise LogFileError(f"{path} is {what}; name the file of a decision log")
     return os.fdopen(fd, "rb")
 
 

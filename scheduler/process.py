@@ -42,7 +42,7 @@ def main(child: Child) -> None:
 
     step_log = StepLog(config.log.log_interval)
     overlap = config.scheduler.overlap
-    assert overlap != "auto"
+    assert overlap != "auto", "the configuration is not resolved"
     loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log, recorder=recorder, overlap=overlap)
     child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")
     loop.run()

@@ -193,7 +193,7 @@ class Scheduler:
         evicted_before = self._kv.evicted_pages_total
         work = self._parts.phases.plan(record, now_s)
         batch = None
-        if work.chunks or work.decode_reqs or self._must_tell_runner():
+        if work.chunks or work.decode_reqs or self._must_tell_runner(record):
             batch = self._make_batch(work, record)
         record.num_running = self._requests.num_with_row
         record.num_decodes = len(work.decode_reqs)
@@ -206,10 +206,15 @@ class Scheduler:
                 self.decisions.append(Settled(now_s, 0, left=departed))
         return batch
 
-    def _must_tell_runner(self) -> bool:
-        """Whether a step without tokens (IDLE) is needed: no other may come for hours, or can come before it."""
+    def _must_tell_runner(self, record: PassRecord) -> bool:
+        """Whether a step without tokens (IDLE) is needed: KV goes to the host first, or the last row was left.
+
+        No other step may come for hours to tell the runner who has left; after a loss of places another pass does.
+        """
+        if self._parts.host.has_outs:
+            return True
         nobody_runs = not self._requests.num_with_row
-        return self._parts.host.has_outs or (self._parts.pool.has_left_rows and nobody_runs)
+        return self._parts.pool.has_left_rows and nobody_runs and not record.gave_memory_back
 
     def _make_batch(self, work: Work, record: PassRecord) -> ScheduleBatch:
         self._last_step_id += 1

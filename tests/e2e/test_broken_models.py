@@ -112,7 +112,7 @@ def contradict_itself(folder):
 
 
 def ask_for_what_is_not_there_yet(folder):
-    edit_config(folder, rope_scaling={"rope_type": "yarn", "factor": 4})
+    edit_config(folder, rope_scaling={"rope_type": "dynamic", "factor": 4})
 
 
 def shrink_the_vocabulary(folder):
@@ -153,7 +153,7 @@ def break_the_chat_template(folder):
         (name_an_unknown_architecture, r"config\.json.*mamba"),
         (misspell_a_number, r"config\.json.*hidden_size"),
         (contradict_itself, r"config\.json.*4 attention heads.*3 key/value heads"),
-        (ask_for_what_is_not_there_yet, r"config\.json.*yarn"),
+        (ask_for_what_is_not_there_yet, r"config\.json.*dynamic"),
         (break_the_configuration, r"config\.json"),
         (lose_the_configuration, r"config\.json"),
         (lose_the_tokenizer, r"tokenizer\.json"),

@@ -188,7 +188,10 @@ def test_server_command_and_file_give_the_same_reasons(recorded, tmp_path):
     table = "".join("\t".join(row) + "\n" for row in (first["columns"], *first["rows"]))
     assert recorded.why_live == f"{first['sentence']}\n{table}"
     done = run_engine(tmp_path, "why", recorded.ids[0], "--log", str(recorded.log))
-    assert (done.returncode, done.stdout, done.stderr) == (0, recorded.why_live, "")
+    told = re.sub(
+        r"\((cmpl-[0-9a-f-]+)\)", "(another request)", done.stdout
+    )  # a client learns no ids of others
+    assert (done.returncode, told, done.stderr) == (0, recorded.why_live, "")
 
 
 def test_a_request_that_never_was(recorded, tmp_path):
@@ -234,8 +237,8 @@ def test_half_a_record_is_told_and_costs_no_more_than_itself(cut_short, tmp_path
     torn = tmp_path / "torn.edl"
     torn.write_bytes(cut_short.read_bytes()[:-3])
     done = run_engine(tmp_path, "replay", str(torn))
-    assert done.returncode == 0, done.stderr
-    assert "equal (100 %)" in done.stdout
+    assert done.returncode == 3, done.stderr  # what could be read is equal, but something is lost
+    assert "100 %" in done.stdout
     assert "the file ends inside a record" in done.stdout
 
 
@@ -286,7 +289,7 @@ def test_a_wrong_argument_is_one_line(arguments, words, tmp_path):
 
 def assert_one_line(done: Any, *words: str) -> None:
     """The command refused, said why in a line with these words, and printed nothing else."""
-    assert done.returncode in (1, 2), done
+    assert done.returncode in (1, 2, 3), done
     assert done.stdout == ""
     assert done.stderr.startswith("engine: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

@@ -72,7 +72,7 @@ def real_supervisor(folder: str, server: ServerConfig) -> Supervisor:
             seed=1,
         ),
         cache=CacheConfig(max_total_tokens=1024, mem_fraction=0.5, swap_space=0.0),
-        scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=64),
+        scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=64, overlap=False),
         server=server,
     )
     source = ModelSource("hf", folder, "tiny")

@@ -323,5 +323,5 @@ def test_settings_survive_the_file(path):
 def test_a_pipe_is_refused_and_nobody_hangs(path):
     os.mkfifo(path)
 
-    with pytest.raises(LogFileError, match="is not a regular file"):
+    with pytest.raises(LogFileError, match="not a regular file"):
         read_all(path)
