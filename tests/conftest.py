@@ -8,8 +8,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# The machine may be busy with other things; `timeout` in pyproject.toml ends what really hangs.
-hypothesis.settings.register_profile("engine", deadline=None, print_blob=True)
+# The machine may be busy with other things; `timeout` in pyproject.toml ends what really hangs. Every run has the same
+# examples, so that a red run is somebody's change; to look for new ones: make test ARGS=--hypothesis-profile=explore
+hypothesis.settings.register_profile("engine", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("engine")
 
 
