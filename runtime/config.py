@@ -202,7 +202,7 @@ class SchedulerConfig:
     ] = 1.0
     look_ahead: Annotated[
         int, "Requests tried in a pass behind one that lacks memory; 0: nobody overtakes it."
-    ] = 16
+    ] = 8
     in_batch_prefix_caching: Annotated[
         bool, "Hold back requests whose beginning another one is computing, so that it is computed once."
     ] = True
