@@ -16,9 +16,14 @@ ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
-PYTEST := $(RUN) -m pytest
+# The kernels' tests run in the interpreter of this version where there is no GPU. CUDA builds of torch bring one of their
+# own, which stays.
+TRITON := triton==3.6.0
+# One worker per core, tests that belong together on one; to see them one by one: make test ARGS="-n 0 -v".
+PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: help venv test-env dev-env serve test test-slow check lint typecheck package-check format clean
+.PHONY: help venv test-env dev-env serve test test-slow check lint typecheck package-check format clean \
+  gpu-bundle gpu-check gpu-bench
 
 help: ## this list
 	@echo 'Targets:'
@@ -46,7 +51,7 @@ lint: dev-env
 # would contain itself.
 typecheck: dev-env
 	@rm -rf build/typecheck && mkdir -p build/typecheck/engine
-	@for path in __init__.py py.typed $(filter-out tests/%,$(wildcard */__init__.py)); do \
+	@for path in __init__.py __main__.py py.typed $(filter-out tests/%,$(wildcard */__init__.py)); do \
 	  ln -s "../../../$${path%%/*}" "build/typecheck/engine/$${path%%/*}"; \
 	done
 	@ln -s ../../tests ../../benchmarks build/typecheck/
@@ -54,11 +59,22 @@ typecheck: dev-env
 	  engine tests benchmarks | sed 's#^engine/##'
 
 package-check: test-env
-	@$(PYTEST) -q tests/test_packaging.py
+	@$(RUN) -m pytest -q tests/test_packaging.py
 
 format: dev-env ## format the code and mend what ruff can mend
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
+
+# On a GPU machine, which may be without network: its own python3, with torch for its GPU, and nothing is installed. What
+# it lacks comes in build/gpu-bundle, made where there is a network and copied along.
+gpu-bundle: ## make build/gpu-bundle: what a GPU machine without network lacks (sgl_kernel and some wheels)
+	@"$(PYTHON)" benchmarks/gpu_bundle.py $(ARGS)
+
+gpu-check: ## is the engine right on this machine's GPU? with PYTHON's own torch; ARGS="--only models"
+	@"$(PYTHON)" benchmarks/gpu_path.py benchmarks.gpu_check --json build/gpu-check.json $(ARGS)
+
+gpu-bench: ## how fast is it on this machine's GPU? with PYTHON's own torch; ARGS="--only Qwen3-0.6B"
+	@"$(PYTHON)" benchmarks/gpu_path.py benchmarks.gpu_bench --json build/gpu-bench.json $(ARGS)
 
 venv: $(VENV)/.engine ## make .venv with the engine and its pinned dependencies
 	@echo '$(VENV) is ready; to use it in this shell: source $(VENV)/bin/activate'
@@ -88,11 +104,14 @@ $(VENV)/.engine: $(VENV)/.created pyproject.toml constraints.txt
 	@echo 'Installing the engine into $(VENV) (once; torch makes it a few minutes) ...'
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation -e .
+	@echo 'Compiling the CPU kernels ...'
+	@$(RUN) -c 'from engine.model_runner.kernels.cpu.library import reasons_against_library; reasons_against_library()'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.engine
 	@echo 'Installing what the tests need ...'
 	@$(PIP) --no-build-isolation -e '.[test]'
+	@$(RUN) -c 'import triton' 2>/dev/null || test "$$(uname -sm)" != 'Linux x86_64' || $(PIP) $(TRITON)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

@@ -23,6 +23,8 @@ from ..runtime.errors import ConfigError
 GROUP_TITLES: Final = {
     "model": "Model",
     "cache": "KV cache",
+    "kernels": "Kernels",
+    "parallel": "Several devices",
     "scheduler": "Scheduling",
     "server": "Server",
     "log": "Logging",

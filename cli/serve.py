@@ -11,6 +11,7 @@ import logging
 import shlex
 import socket
 import time
+from contextlib import ExitStack
 from typing import Final
 
 import typer
@@ -65,6 +66,8 @@ def serve(
             prepared = prepare(merged, on_step=display.step, on_download=display.download)
         typer.echo(render_config(prepared.config, merged, prepared.notes))
         return 0
+    if merged.config.parallel.node_rank > 0:
+        return _run_node(merged)
     check_port(merged.config.server)
     if line := preset_line(merged):
         typer.echo(line, err=True)
@@ -84,7 +87,30 @@ def _run(merged: MergedConfig) -> int:
     def on_ready(ready: EngineReady) -> None:
         typer.echo(ready_text(prepared.config, ready.url))
 
-    outcome = Supervisor(prepared.config, prepared.source, prepared.spec, on_ready).run()
+    with ExitStack() as stack:
+        config, make_nodes = prepared.config, None
+        if config.parallel.executor == "ray":
+            from ..runtime.ray_executor import ray_machines
+
+            machines = stack.enter_context(ray_machines(config))
+            config, make_nodes = machines.config, machines.connect
+        supervisor = Supervisor(config, prepared.source, prepared.spec, on_ready, make_nodes=make_nodes)
+        outcome = supervisor.run()
+        if outcome.exit_code != 0:
+            typer.echo(f"engine: {outcome.message}", err=True)
+    return outcome.exit_code
+
+
+def _run_node(merged: MergedConfig) -> int:
+    """The ranks of a machine other than 0."""
+    from ..runtime.logs import configure_logging
+    from ..runtime.node_supervisor import NodeSupervisor
+    from ..runtime.prepare import prepare
+
+    configure_logging(merged.config.log, "supervisor")
+    with StartupDisplay() as display:
+        prepared = prepare(merged, on_step=display.step, on_download=display.download)
+    outcome = NodeSupervisor(prepared.config, prepared.source, prepared.spec).run()
     if outcome.exit_code != 0:
         typer.echo(f"engine: {outcome.message}", err=True)
     return outcome.exit_code

@@ -7,7 +7,7 @@ All arithmetic is on whole arrays; only requests with prompt tokens in the step 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,44 +15,58 @@ import torch
 from torch import Tensor
 
 from .attention.backend import AttentionBackend, BatchLayout
+from .decode_graphs import Replayed
+from .decode_inputs import RELAYED
+from .draft_batch import DraftBatch
 from .forward_batch import ForwardBatch, PromptSpan
 from .row_states import RowStates, SamplingFlag
-from .sampling_batch import plan_sampling
+from .sampling_batch import SamplingBatch, plan_sampling
 
 if TYPE_CHECKING:
     from ..runtime.step_plan import StepPlan
     from .input_buffers import InputBuffers
+    from .kv_pool import KVPool
+    from .recorded_step import StepRecordings
     from .token_counts import TokenCounts
     from .token_relay import TokenRelay
 
 Int64s = npt.NDArray[np.int64]
+
+_NOTHING: Final[Int64s] = np.empty(0, dtype=np.int64)
 
 
 class BatchBuilder:
     """Builds batches.
 
     Attributes:
-        req_to_token: [rows, max_model_len] int32, device: the KV slot of each position of each row's request.
+        req_to_token: [rows + 1, max_model_len] int32, device: the KV slot of each position of each row's request; the
+            last row, whose slots are all the dummy one, is for padding.
+        last_step_id: of the last plan whose changes are in that table.
     """
 
     def __init__(
         self,
         *,
         req_to_token: Tensor,
+        kv_pool: KVPool,
         attention: AttentionBackend,
         states: RowStates,
         counts: TokenCounts,
         relay: TokenRelay,
         eos_token_ids: tuple[int, ...],
         buffers: InputBuffers,
+        recordings: StepRecordings,
     ) -> None:
         self.req_to_token = req_to_token
+        self._kv_pool = kv_pool
         self._attention = attention
         self._states = states
         self._counts = counts
         self._relay = relay
         self._eos_token_ids = eos_token_ids
         self._buffers = buffers
+        self._recordings = recordings
+        self.last_step_id = 0
 
     def build(self, plan: StepPlan) -> ForwardBatch:
         """Update the slot table by the plan and make its batch.
@@ -60,13 +74,50 @@ class BatchBuilder:
         Args:
             plan: with at least one token; its new requests are in `RowStates` already.
         """
-        rows = _int64(plan.rows)
-        computed = _int64(plan.num_computed_tokens)
-        scheduled = _int64(plan.num_scheduled_tokens)
-        out_cache_loc_np = _int64(plan.out_cache_loc)
+        step = _Step.of(plan)
+        return self._build_recorded(plan, step) or self._build_eager(plan, step)
+
+    def _build_recorded(self, plan: StepPlan, step: _Step) -> ForwardBatch | None:
+        """The batch of a step that is replayed; None if it cannot be.
+
+        It can if everybody computes one token and samples, as in a decode. Nobody wants log-probabilities of his prompt
+        then: those are made by the tokens before its last one.
+        """
+        if not step.decodes:
+            return None
+        known_ids = self._known_ids(step.rows, step.computed, step.scheduled, step.starts)
+        known_ids[step.computed >= self._states.known_len[step.rows]] = RELAYED
+        if plan.new_reqs or plan.row_updates:  # the slots of the new tokens are a matter of the recording
+            indices, slots = self._buffers.put_all([*self._slot_news(plan, _NOTHING, _NOTHING)])
+            self.req_to_token.view(-1).index_copy_(0, indices, slots)
+        num = len(step.rows)
+        recorded = self._recordings.ready(step.rows, step.computed, step.out_cache_loc, known_ids)
+        if recorded is None:
+            return None
+        recorded = recorded.without_padding(num)
+        self.last_step_id = plan.step_id
+        return ForwardBatch(
+            mode=plan.mode,
+            input_ids=recorded.input_ids,
+            positions=recorded.positions,
+            kv_pool=self._kv_pool,
+            out_cache_loc=recorded.out_cache_loc,
+            attention=Replayed(),
+            sample_indices=None,
+            sample_rows=recorded.rows,
+            sampled_idx_np=np.arange(num),
+            cut_indices=None,
+            cut_idx_np=_NOTHING,
+            sampling=self._plan_sampling(step.rows, step.computed + 1),
+            prompt_spans=(),
+            recorded=recorded,
+        )
+
+    def _build_eager(self, plan: StepPlan, step: _Step) -> ForwardBatch:
+        """The batch of a step that is launched kernel by kernel."""
+        rows, computed, scheduled = step.rows, step.computed, step.scheduled
+        starts, out_cache_loc_np = step.starts, step.out_cache_loc
         num_tokens = len(out_cache_loc_np)
-        assert num_tokens == scheduled.sum() == plan.total_num_scheduled_tokens, f"step {plan.step_id}"
-        starts = np.cumsum(scheduled) - scheduled
         lasts = starts + scheduled - 1
         if num_tokens == len(rows):
             token_rows, positions_np = rows, computed
@@ -74,9 +125,14 @@ class BatchBuilder:
             token_rows = np.repeat(rows, scheduled)
             positions_np = np.repeat(computed - starts, scheduled) + np.arange(num_tokens)
         token_indices = token_rows * self.req_to_token.shape[1] + positions_np
-        samples = np.frombuffer(plan.samples, dtype=np.uint8)
-        sampled, cut = np.flatnonzero(samples), np.flatnonzero(samples == 0)
+        sampled, cut = np.flatnonzero(step.samples), np.flatnonzero(step.samples == 0)
         relayed = np.flatnonzero(computed + scheduled > self._states.known_len[rows])
+        input_ids_np = self._known_ids(rows, computed, scheduled, starts)
+        drafts = None
+        if len(step.draft_ids):
+            drafts = DraftBatch.of(step.num_drafts[sampled], step.draft_ids, self._buffers)
+            input_ids_np[_trailing(lasts, step.num_drafts)] = step.draft_ids
+        sampled_tokens = _trailing(lasts[sampled], step.num_drafts[sampled] + 1)
 
         (
             table_indices,
@@ -94,41 +150,46 @@ class BatchBuilder:
                 *self._slot_news(plan, token_indices, out_cache_loc_np),
                 out_cache_loc_np,
                 positions_np,
-                self._known_ids(rows, computed, scheduled, starts),
-                lasts[relayed],
+                input_ids_np,
+                starts[relayed],
                 rows[relayed],
                 rows[sampled],
-                lasts[sampled],
+                sampled_tokens,
                 lasts[cut],
             ]
         )
         self.req_to_token.view(-1).index_copy_(0, table_indices, table_slots)
+        self.last_step_id = plan.step_id
         if len(relayed):
             self._relay.fill(input_ids, relayed_indices, relayed_rows)
         longer = np.flatnonzero(scheduled > 1)
         num_extends = int(longer[-1]) + 1 if len(longer) else 0
+        num_drafts = step.num_drafts if len(step.draft_ids) else None
+        layout = BatchLayout(rows, computed, scheduled, num_extends, num_drafts)
+        prompt_spans = self._prompt_spans(rows, computed, scheduled, starts)
+        recorded = None
+        if len(sampled_tokens) == num_tokens and not prompt_spans:
+            recorded = self._recordings.ready_tokens(layout, positions, out_cache_loc, input_ids)
         return ForwardBatch(
             mode=plan.mode,
             input_ids=input_ids,
             positions=positions,
-            attention=self._attention.plan_step(
-                BatchLayout(rows, computed, scheduled, num_extends), out_cache_loc
-            ),
-            sample_indices=None if len(sampled) == num_tokens else sample_indices,
+            kv_pool=self._kv_pool,
+            out_cache_loc=out_cache_loc,
+            attention=Replayed() if recorded is not None else self._attention.plan_step(layout),
+            sample_indices=None if len(sampled_tokens) == num_tokens else sample_indices,
             sample_rows=sample_rows,
             sampled_idx_np=sampled,
             cut_indices=cut_indices if len(cut) else None,
             cut_idx_np=cut,
-            sampling=plan_sampling(
-                rows[sampled],
-                (computed + scheduled)[sampled],
-                self._states,
-                self._counts,
-                self._eos_token_ids,
-                self._buffers,
-            ),
-            prompt_spans=self._prompt_spans(rows, computed, scheduled, starts),
+            sampling=self._plan_sampling(token_rows[sampled_tokens], positions_np[sampled_tokens] + 1),
+            prompt_spans=prompt_spans,
+            recorded=recorded,
+            drafts=drafts,
         )
+
+    def _plan_sampling(self, rows: Int64s, positions: Int64s) -> SamplingBatch:
+        return plan_sampling(rows, positions, self._states, self._counts, self._eos_token_ids)
 
     def _known_ids(self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s) -> Int64s:
         """[T] the input tokens that the host knows; 0 for those sampled since, which the relay has."""
@@ -179,8 +240,57 @@ class BatchBuilder:
         return tuple(spans)
 
 
+class _Step(NamedTuple):
+    """The arrays of a plan: [B] rows, computed and scheduled tokens, first token in the batch, samples, drafts; [T]
+    slots; the drafts.
+    """
+
+    rows: Int64s
+    computed: Int64s
+    scheduled: Int64s
+    starts: Int64s
+    samples: npt.NDArray[np.uint8]
+    out_cache_loc: Int64s
+    num_drafts: Int64s
+    draft_ids: Int64s
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Self:
+        scheduled, out_cache_loc = _int64(plan.num_scheduled_tokens), _int64(plan.out_cache_loc)
+        assert len(out_cache_loc) == scheduled.sum() == plan.total_num_scheduled_tokens, (
+            f"step {plan.step_id}"
+        )
+        starts = np.cumsum(scheduled) - scheduled
+        samples = np.frombuffer(plan.samples, dtype=np.uint8)
+        num_drafts = _int64(plan.num_drafts) if plan.num_drafts else np.zeros_like(scheduled)
+        return cls(
+            _int64(plan.rows),
+            _int64(plan.num_computed_tokens),
+            scheduled,
+            starts,
+            samples,
+            out_cache_loc,
+            num_drafts,
+            _int64(plan.draft_ids),
+        )
+
+    @property
+    def decodes(self) -> bool:
+        """Whether everybody computes one token, and samples the next."""
+        return len(self.out_cache_loc) == len(self.rows) and bool(self.samples.all())
+
+
 def _int64(data: bytes) -> Int64s:
     return np.frombuffer(data, dtype=np.int32).astype(np.int64)
+
+
+def _trailing(lasts: Int64s, counts: Int64s) -> Int64s:
+    """Indices of the tokens up to `lasts` [n], `counts` [n] of each, one request after the other."""
+    ends = np.cumsum(counts)
+    if len(counts) == ends[-1:].sum():  # one of each
+        return lasts
+    result: Int64s = np.repeat(lasts + 1 - ends, counts) + np.arange(int(ends[-1]))
+    return result
 
 
 def _last_wins(indices: Int64s, values: Int64s) -> tuple[Int64s, Int64s]:
@@ -190,5 +300,5 @@ def _last_wins(indices: Int64s, values: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def make_req_to_token(num_rows: int, max_model_len: int, device: torch.device) -> Tensor:
-    """An empty slot table; every entry is the dummy slot."""
-    return torch.zeros((num_rows, max_model_len), dtype=torch.int32, device=device)
+    """An empty slot table, and a dummy row behind the others; every entry is the dummy slot."""
+    return torch.zeros((num_rows + 1, max_model_len), dtype=torch.int32, device=device)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from .draft_batch import DraftBatch
+    from .kv_pool import KVPool
+    from .recorded_step import RecordedStep
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
@@ -46,8 +50,10 @@ class ForwardBatch:
         mode: see `ForwardMode`.
         input_ids: [T] int64.
         positions: [T] int64.
-        attention: where the tokens' keys and values go, and what each token may see.
-        sample_indices: [S] int64, the last token of each sampling request; None when these are all T tokens in order.
+        kv_pool, out_cache_loc: where the keys and values of the new tokens go: [T] int64 slots.
+        attention: what each token may see.
+        sample_indices: [S] int64, the last token of each sampling request, with drafts (one more for each) the last of
+            them; None when these are all T tokens in order.
         sample_rows: [S] int64, their pool rows.
         sampled_idx_np: [S] their indices in the batch, on the host.
         cut_indices: [n] int64, the last token of each request that does not sample because its prompt goes on in a
@@ -55,11 +61,16 @@ class ForwardBatch:
         cut_idx_np: [n] their indices in the batch, on the host.
         sampling: how to choose their next tokens.
         prompt_spans: requests of the batch that want log-probabilities of their prompt.
+        recorded: what computes the logits instead of the model, of all T tokens in order;
+            it has its own input tokens. None: the model does.
+        drafts: how to check the step's drafts; None without any.
     """
 
     mode: ForwardMode
     input_ids: Tensor
     positions: Tensor
+    kv_pool: KVPool
+    out_cache_loc: Tensor
     attention: StepAttention
     sample_indices: Tensor | None
     sample_rows: Tensor
@@ -68,3 +79,5 @@ class ForwardBatch:
     cut_idx_np: npt.NDArray[np.int64]
     sampling: SamplingBatch
     prompt_spans: tuple[PromptSpan, ...]
+    recorded: RecordedStep | None = None
+    drafts: DraftBatch | None = None

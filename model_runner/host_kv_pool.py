@@ -61,8 +61,9 @@ class HostKVPool:
     out moves all of them, and neighbouring pages move in one copy. Within a layer the bytes are the device's.
 
     Attributes:
-        pages: [num_pages, 2L, page_size, H, D] host; per page the keys of all layers, then the values. Pinned where
-            the device is a GPU; elsewhere resident only where it has been written.
+        pages: [num_pages, 2L, page_size, H, D] host; per page the keys of all layers, then the values. Behind it, of
+            quantised pools, their scales, [num_pages, 2L, page_size, H]. Pinned where the device is a GPU; elsewhere
+            resident only where it has been written.
         num_bytes: memory reserved.
     """
 
@@ -72,34 +73,39 @@ class HostKVPool:
         Raises:
             ConfigError: the host does not let that much be pinned.
         """
-        self._kv_pool = kv_pool
         self._buffers = buffers
-        views = kv_pool.page_views
-        self.pages = torch.empty((num_pages, len(views), *views[0].shape[1:]), dtype=views[0].dtype)
-        self.num_bytes = self.pages.nbytes
+        self._views = [views for views in (kv_pool.page_views, kv_pool.scale_views) if views]
+        self.pages = [
+            torch.empty((num_pages, len(views), *views[0].shape[1:]), dtype=views[0].dtype)
+            for views in self._views
+        ]
+        self.num_bytes = sum(pages.nbytes for pages in self.pages)
         self._pages_per_copy = max(1, _STAGED_BYTES // kv_pool.page_bytes)
-        if views[0].device.type == "cuda":
-            _pin(self.pages, self)
+        if kv_pool.k[0].device.type == "cuda":
+            for pages in self.pages:
+                _pin(pages, self)
 
     def copy_out(self, pages: Int64s, host_pages: Int64s) -> None:
         """Queue copies device -> host: [n] page ids each, no host page twice."""
         for sources, targets in self._parts(pages, host_pages):
             where = self._buffers.put(sources)
-            staged = torch.stack([view.index_select(0, where) for view in self._kv_pool.page_views], dim=1)
-            for first, last in _runs(targets):
-                host = self.pages[targets[first] : targets[last - 1] + 1]
-                host.copy_(staged[first:last], non_blocking=True)
+            for views, pages_of_all in zip(self._views, self.pages, strict=True):
+                staged = torch.stack([view.index_select(0, where) for view in views], dim=1)
+                for first, last in _runs(targets):
+                    host = pages_of_all[targets[first] : targets[last - 1] + 1]
+                    host.copy_(staged[first:last], non_blocking=True)
 
     def copy_in(self, host_pages: Int64s, pages: Int64s) -> None:
         """Queue copies host -> device: [n] page ids each, no device page twice."""
         for targets, sources in self._parts(pages, host_pages):
             where = self._buffers.put(targets)
-            staged = self.pages.new_empty((len(sources), *self.pages.shape[1:]), device=where.device)
-            for first, last in _runs(sources):
-                host = self.pages[sources[first] : sources[last - 1] + 1]
-                staged[first:last].copy_(host, non_blocking=True)
-            for n, view in enumerate(self._kv_pool.page_views):
-                view.index_copy_(0, where, staged[:, n])
+            for views, pages_of_all in zip(self._views, self.pages, strict=True):
+                staged = pages_of_all.new_empty((len(sources), *pages_of_all.shape[1:]), device=where.device)
+                for first, last in _runs(sources):
+                    host = pages_of_all[sources[first] : sources[last - 1] + 1]
+                    staged[first:last].copy_(host, non_blocking=True)
+                for n, view in enumerate(views):
+                    view.index_copy_(0, where, staged[:, n])
 
     def _parts(self, pages: Int64s, host_pages: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
         """(pages, host pages) in the order of the latter, so that runs are long, in parts that may be staged."""

@@ -4,8 +4,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from .host_memory import reserve
+from .ops import LayerKV
 
 
 class KVPool:
@@ -14,9 +19,14 @@ class KVPool:
     A page is contiguous, so it can be copied to another page, to the host or to another process in one piece. Page 0
     is the dummy page: padding writes there and nobody reads it.
 
+    Of int8 numbers each token and head has a scale: a number is the stored one times that.
+
     Attributes:
         k, v: L tensors each.
-        page_views: the same memory as 2L tensors [pages, page_size, H, D], the keys of all layers first.
+        k_scale, v_scale: L tensors [slots, H] float32 each; none unless the numbers are int8.
+        page_views: the same memory as 2L tensors [pages, page_size, H, D], the keys of all layers first. Of 8-bit
+            numbers, some of which torch cannot index everywhere, it shows the bytes.
+        scale_views: the same of the scales, [pages, page_size, H]; none where there are none.
         page_size: slots of a page.
         page_bytes: of one page, all layers.
         num_bytes: memory reserved; on the CPU only what has been written is resident.
@@ -40,11 +50,31 @@ class KVPool:
         """
         shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
         self.page_size = page_size
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.page_views = [pool.view(-1, page_size, num_kv_heads, head_dim) for pool in (*self.k, *self.v)]
-        self.num_bytes = sum(view.nbytes for view in self.page_views)
+        scales_shape = shape[:2]
+        # FA3 may load whole pages and give what is behind a request's end the weight 0: memory must not hold NaN there.
+        # On the CPU nobody reads it, and what nobody touches takes no memory.
+        make = reserve if device.type == "cpu" else partial(_zeros, device)
+        self.k, self.v = ([make(shape, dtype) for _ in range(num_layers)] for _ in "kv")
+        num_scales = num_layers if dtype == torch.int8 else 0
+        self.k_scale, self.v_scale = (
+            [make(scales_shape, torch.float32) for _ in range(num_scales)] for _ in "kv"
+        )
+        shown = torch.uint8 if dtype.itemsize == 1 else dtype
+        self.page_views = [
+            pool.view(shown).view(-1, page_size, num_kv_heads, head_dim) for pool in (*self.k, *self.v)
+        ]
+        self.scale_views = [
+            scales.view(-1, page_size, num_kv_heads) for scales in (*self.k_scale, *self.v_scale)
+        ]
+        self.num_bytes = sum(view.nbytes for view in (*self.page_views, *self.scale_views))
         self.page_bytes = self.num_bytes // (num_pages + 1)
+
+    def layer(self, layer_id: int) -> LayerKV:
+        """One layer's part."""
+        k, v = self.k[layer_id], self.v[layer_id]
+        if not self.k_scale:
+            return LayerKV(k, v)
+        return LayerKV(k, v, self.k_scale[layer_id], self.v_scale[layer_id])
 
     def copy_pages(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole pages in all layers.
@@ -52,5 +82,9 @@ class KVPool:
         Args:
             sources, destinations: [C] int64 page ids, device. No page is both, and no destination comes twice.
         """
-        for pages in self.page_views:
+        for pages in (*self.page_views, *self.scale_views):
             pages.index_copy_(0, destinations, pages.index_select(0, sources))
+
+
+def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -4,111 +4,178 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
+from msgspec.structs import replace
 
 from ..runtime.errors import ConfigError
-from .attention.selection import select_backend
-from .batch_builder import BatchBuilder, make_req_to_token
-from .host_kv_pool import HostKVPool, NoHostKVPool
-from .input_buffers import InputBuffers
-from .kv_pool import KVPool
-from .model_runner import ModelRunner
+from ..runtime.measured_pool import fit_pool
+from ..runtime.memory_budget import kv_dtype_of
+from ..runtime.pool_size import largest_step_of
+from ..runtime.rank_spec import rank_spec
+from .assembly import LoadedModel, assemble_runner
+from .decode_graphs import sizes_to_record
+from .device_memory import explained, make_device_memory
+from .fixed_order import MAKERS_IN_FIXED_ORDER, check_fixed_order
+from .join_group import ALONE, Place
+from .model_context import ModelContext
 from .models.registry import build_model
-from .output_buffers import OutputBuffers
-from .row_states import RowStates
-from .sampler import Sampler
-from .token_counts import TokenCounts
-from .token_relay import TokenRelay
+from .op_selection import Target, select_ops
+from .transformers_load import load_transformers_model
+from .trial import measure
 from .weights.dummy import DummyStore
+from .weights.format_selection import make_linear_format
 from .weights.gguf import GGUFStore
 from .weights.reader import TensorStore, WeightReader
 from .weights.safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
-    from ..runtime.config import CacheConfig, ModelConfig
+    from collections.abc import Sequence
+
+    from ..runtime.config import EngineConfig, ModelConfig
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
     from ..runtime.model_files.source import ModelSource
+    from .device_memory import DeviceMemory
+    from .model_runner import ModelRunner
+    from .models.registry import CausalLM
+    from .tp_group import TPGroup
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 
 
 def load_model_runner(
-    config: ModelConfig, cache: CacheConfig, source: ModelSource, spec: ModelSpec, capacity: Capacity
+    config: EngineConfig, source: ModelSource, spec: ModelSpec, capacity: Capacity, place: Place = ALONE
 ) -> ModelRunner:
     """Load the weights, reserve the KV pool, put the runner together.
 
+    The capacity that counts is the runner's: on a GPU it is measured, elsewhere the one given.
+
     Args:
         config: resolved: dtype, device and num_threads are concrete. Sets torch's number of threads.
-        cache: resolved.
         source: where the weights are.
         spec: the model's architecture.
         capacity: what the scheduler was promised.
+        place: the ranks that share the model, and the device of this one.
 
     Raises:
-        ConfigError: the checkpoint is incomplete, damaged, or of another architecture; memory does not suffice.
+        ConfigError: the checkpoint is incomplete, damaged, or of another architecture; memory does not suffice; the
+            device cannot do what was asked of its kernels.
     """
-    assert config.dtype != "auto" and config.device != "auto" and config.num_threads != "auto"
-    assert cache.page_size == capacity.page_size
-    if config.device == "cpu":
-        torch.set_num_threads(config.num_threads)
-    device, dtype = torch.device(config.device), _DTYPES[config.dtype]
+    settings, group = config.model, place.group
+    assert settings.dtype != "auto" and settings.device != "auto" and settings.num_threads != "auto"
+    assert config.cache.page_size == capacity.page_size
+    if settings.device == "cpu":
+        torch.set_num_threads(settings.num_threads)
+    device, dtype = place.device or torch.device(settings.device), _DTYPES[settings.dtype]
+    kv_dtype = _DTYPES[kv_dtype_of(config.cache.kv_cache_dtype, settings.dtype)]
+    if config.kernels.deterministic:
+        check_fixed_order(spec, device, dtype, kv_dtype)
+    memory = make_device_memory(device)
     started_s = time.perf_counter()
-
-    weights = WeightReader(_open_store(config, source, spec), dtype, device)
-    model = build_model(spec, weights, capacity.max_model_len, device)
-    weights.finish()
+    with explained("the weights", memory, "lower --max-model-len, quantise the model, or share it by --tp"):
+        model = _load_model(config, source, spec, capacity, group, dtype, device)
     logger.info(
-        "weights_loaded_s=%.2f dtype=%s device=%s", time.perf_counter() - started_s, config.dtype, device
+        "weights_loaded_s=%.2f dtype=%s device=%s", time.perf_counter() - started_s, settings.dtype, device
     )
+    group.meet("weights")  # what follows may execute steps, whose operations wait less long for a slow disk
 
-    kv_pool = KVPool(
-        num_layers=spec.num_layers,
-        num_pages=capacity.num_pages,
-        page_size=capacity.page_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=dtype,
-        device=device,
-    )
-    logger.info(
-        "kv_pool_tokens=%d kv_pool_mib=%.0f", capacity.max_total_tokens, kv_pool.num_bytes / (1 << 20)
-    )
-    buffers = InputBuffers(device)
-    host_kv_pool: HostKVPool | NoHostKVPool = NoHostKVPool()
-    if capacity.num_host_pages:
-        host_kv_pool = HostKVPool(kv_pool, capacity.num_host_pages, buffers)
-        logger.info("host_kv_pool_mib=%.0f", host_kv_pool.num_bytes / (1 << 20))
-    req_to_token = make_req_to_token(capacity.max_running_requests, capacity.max_model_len, device)
-    states = RowStates(capacity.max_running_requests, capacity.vocab_size)
-    counts = TokenCounts(capacity.vocab_size, buffers)
-    relay = TokenRelay(capacity.max_running_requests, device)
-    builder = BatchBuilder(
-        req_to_token=req_to_token,
-        attention=select_backend(spec, device)(spec, kv_pool, req_to_token, buffers),
-        states=states,
-        counts=counts,
-        relay=relay,
-        eos_token_ids=spec.eos_token_ids,
-        buffers=buffers,
-    )
-    return ModelRunner(
+    loaded = LoadedModel(
         model=model,
-        kv_pool=kv_pool,
-        host_kv_pool=host_kv_pool,
-        states=states,
-        counts=counts,
-        relay=relay,
-        builder=builder,
-        sampler=Sampler(counts),
-        buffers=buffers,
-        outputs=OutputBuffers(device),
+        spec=spec,
+        own_spec=rank_spec(spec, group.size),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        group=group,
+        kernels=config.kernels,
     )
+    sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device)
+    if memory is not None:
+        capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
+    what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"
+    with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --cuda-graph-max-bs"):
+        return assemble_runner(loaded, capacity, sizes)
+
+
+def _measured_capacity(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    capacity: Capacity,
+    batch_sizes: Sequence[int],
+    memory: DeviceMemory,
+) -> Capacity:
+    """The same on all ranks: they execute the same plans, so the one with the smallest pool decides."""
+    assert config.cache.mem_fraction != "auto"
+    measured = measure(
+        partial(assemble_runner, loaded),
+        capacity,
+        step_tokens=largest_step_of(config),
+        batch_sizes=batch_sizes,
+        memory=memory,
+    )
+    capacity = fit_pool(
+        capacity,
+        measured,
+        config.cache.mem_fraction,
+        page_bytes=loaded.page_bytes(capacity.page_size),
+        is_estimate=config.cache.pool_is_estimate,
+        len_is_estimate=config.model.len_is_estimate,
+    )
+    least = loaded.group.min_over_ranks
+    return replace(capacity, num_pages=least(capacity.num_pages), max_model_len=least(capacity.max_model_len))
+
+
+def _load_model(
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    capacity: Capacity,
+    group: TPGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalLM:
+    if config.model.model_impl != "transformers":
+        return _load_own_model(config, source, spec, capacity, group, dtype, device)
+    return load_transformers_model(
+        config.model, source, spec, max_model_len=capacity.max_model_len, dtype=dtype, device=device
+    )
+
+
+def _load_own_model(
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    capacity: Capacity,
+    group: TPGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalLM:
+    weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
+    target = Target(rank_spec(spec, group.size), device, dtype)
+    ops = select_ops(target, MAKERS_IN_FIXED_ORDER) if config.kernels.deterministic else select_ops(target)
+    context = ModelContext(
+        spec=spec,
+        weights=weights,
+        linear_format=make_linear_format(config.model.quantization, spec, ops, device, dtype),
+        ops=ops,
+        max_model_len=capacity.max_model_len,
+        device=device,
+        group=group,
+    )
+    model = build_model(context)
+    weights.finish()
+    return model
 
 
 def _open_store(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> TensorStore:

@@ -3,14 +3,16 @@
     runner.launch(plan)  -> PendingStep    host work and kernel launches; nothing in it waits for the device
     pending.wait()       -> StepResult     waits for this step, and for none that was launched behind it
 
-The parts: `RowStates` (requests, host), `BatchBuilder` (plan -> `ForwardBatch`), the model, `KVPool`, `HostKVPool`
-(swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The runner puts them in the order that the plan's
-contract promises.
+The parts: `RowStates` (requests, host), `BatchBuilder` (plan -> `ForwardBatch`), the model, or for decodes a recording
+of it (`DecodeGraphs`), `KVPool`, `HostKVPool` (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The
+runner puts them in the order that the plan's contract promises.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +20,17 @@ import torch
 from ..runtime.messages import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult
 from .device_timer import DeviceTimer
-from .logprobs import TokenLogprobs, concatenate, token_logprobs
+from .logprobs import TokenLogprobs, concatenate
 from .row_states import SamplingFlag
+from .sampler import Sampled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy.typing as npt
     from torch import Tensor
 
+    from ..runtime.feasibility import Capacity
     from .batch_builder import BatchBuilder
     from .forward_batch import ForwardBatch, PromptSpan
     from .host_kv_pool import HostPages
@@ -33,9 +39,13 @@ if TYPE_CHECKING:
     from .models.registry import CausalLM
     from .output_buffers import OutputBuffers
     from .row_states import RowStates
-    from .sampler import Sampler
+    from .shared_sampler import SamplerLike
     from .token_counts import TokenCounts
     from .token_relay import TokenRelay
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NOT_FINITE: Final = (
     "the model's output is not finite (NaN or infinity); its weights may be damaged, or try --dtype float32"
@@ -57,19 +67,35 @@ class Fetched(NamedTuple):
 
     Attributes:
         batch: whose results they are.
-        token_ids: [S] int32; this and the next two are None if nobody samples.
-        finite: [S] bool, see `Sampled`.
-        logprobs: see `Sampled`.
+        sampled: `token_ids` are int32; None if nobody samples.
+        num_tokens: see `Checked`; None in a step without drafts.
         cut_finite: [number of `ForwardBatch.cut_idx_np`] bool; where False the chunk's KV is not made of numbers.
         prompts: see `PromptLogprobs`.
     """
 
     batch: ForwardBatch
-    token_ids: Tensor | None
-    finite: Tensor | None
-    logprobs: TokenLogprobs | None
-    cut_finite: Tensor | None
-    prompts: list[PromptLogprobs]
+    sampled: Sampled | None
+    cut_finite: Tensor | None = None
+    prompts: Sequence[PromptLogprobs] = ()
+    num_tokens: Tensor | None = None
+
+
+class OutOfMemory(NamedTuple):
+    """A step's batch was not computed: the allocator's reason."""
+
+    reason: str
+
+
+class RunnerSizes(NamedTuple):
+    """What a runner takes of the device beside weights and KV pool, as far as it knows.
+
+    Attributes:
+        recorded_bytes: see `DecodeGraphs`.
+        gathered_token_bytes: see `attention.backend`.
+    """
+
+    recorded_bytes: list[int]
+    gathered_token_bytes: int
 
 
 class ModelRunner:
@@ -85,10 +111,22 @@ class ModelRunner:
         counts: TokenCounts,
         relay: TokenRelay,
         builder: BatchBuilder,
-        sampler: Sampler,
+        sampler: SamplerLike,
         buffers: InputBuffers,
         outputs: OutputBuffers,
+        capacity: Capacity,
+        sizes: RunnerSizes,
+        drops_steps: bool = True,
     ) -> None:
+        """Take the parts.
+
+        Args:
+            capacity: what all of them have room for.
+            sizes: what some of them take.
+            drops_steps: a step for which the device has no memory is dropped; else that ends the runner.
+        """
+        self.capacity = capacity
+        self.sizes = sizes
         self.model = model
         self.kv_pool = kv_pool
         self.host_kv_pool = host_kv_pool
@@ -99,17 +137,18 @@ class ModelRunner:
         self._sampler = sampler
         self._buffers = buffers
         self._outputs = outputs
+        self._drops_steps = drops_steps
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
-        fetched = None
+        fetched: Fetched | OutOfMemory | None = None
         timer = DeviceTimer(self._buffers.device)
         with timer:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
-                fetched = self._forward(self._builder.build(plan))
+                fetched = self._try_forward(plan)
         return PendingStep(plan.step_id, timer, swap_timer, fetched)
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -120,38 +159,91 @@ class ModelRunner:
         for new in plan.new_reqs:
             state = self._states.add(new)
             if self._states.flags[new.row] & SamplingFlag.PENALTIES:
-                self._counts.add(
-                    new.row, state.input_ids[: new.prompt_len], state.input_ids[new.prompt_len :]
-                )
+                prompt_ids, output_ids = np.split(state.input_ids, [new.prompt_len])
+                self._insist(partial(self._counts.add, new.row, prompt_ids, output_ids))
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
         """Swap and copy whole pages as the plan says; returns what measures the swaps, if there are any."""
         timer = DeviceTimer(self._buffers.device) if plan.swap_outs or plan.swap_ins else None
         if timer is not None and plan.swap_outs:
             with timer:
-                self.host_kv_pool.copy_out(*_pairs(plan.swap_outs))
+                self._insist(partial(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs)))
         if plan.page_copies:
-            sources, destinations = _pairs(plan.page_copies)
-            self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
+            self._insist(partial(self._copy_pages, *_pairs(plan.page_copies)))
         if timer is not None and plan.swap_ins:
             with timer:
-                self.host_kv_pool.copy_in(*_pairs(plan.swap_ins))
+                self._insist(partial(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins)))
         return timer
 
+    def _copy_pages(self, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:
+        self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
+
+    def _insist(self, call: Callable[[], T]) -> T:
+        """Do what later steps rest on; where the device has no memory, give back what is cached and do it once more.
+
+        Args:
+            call: may be made twice.
+        """
+        try:
+            return call()
+        except torch.OutOfMemoryError as error:
+            logger.warning("tried once more, with the allocator's cached memory given back: %s", error)
+        # Not before the error is gone: its traceback holds the tensors of the call.
+        self._give_back()
+        return call()
+
+    def _give_back(self) -> None:
+        if self._buffers.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _try_forward(self, plan: StepPlan) -> Fetched | OutOfMemory:
+        """Compute the batch, or drop it where the device has no memory for it.
+
+        Ranks that share a model drop nothing: the others would wait in the middle of a step for what never comes.
+        """
+        try:
+            return self._forward(self._insist(partial(self._builder.build, plan)))
+        except torch.OutOfMemoryError as error:
+            is_told = self._builder.last_step_id == plan.step_id
+            if not self._drops_steps or not is_told:
+                raise
+            reason = str(error)
+        self._give_back()
+        return OutOfMemory(reason)
+
     def _forward(self, batch: ForwardBatch) -> Fetched:
+        if batch.recorded is not None:
+            batch.recorded.replay()
+            chosen, num_tokens = self._sample(batch, batch.recorded.logits)
+            return Fetched(batch, chosen, num_tokens=num_tokens)
         hidden = self.model.forward(batch)
-        fetch = self._outputs.fetch
-        token_ids = finite = logprobs = cut_finite = None
+        sampled = cut_finite = num_tokens = None
         if batch.sampling.num_rows:
             last = hidden if batch.sample_indices is None else hidden.index_select(0, batch.sample_indices)
-            sampled = self._sampler.sample(self.model.logits(last), batch.sampling)
-            self._relay.store(batch.sample_rows, sampled.token_ids)
-            token_ids, finite = fetch(sampled.token_ids.to(torch.int32)), fetch(sampled.finite)
-            logprobs = sampled.logprobs.through(fetch) if sampled.logprobs is not None else None
+            sampled, num_tokens = self._sample(batch, self.model.logits(last))
         if batch.cut_indices is not None:
-            cut_finite = fetch(hidden.index_select(0, batch.cut_indices).sum(dim=-1).isfinite())
+            cut = hidden.index_select(0, batch.cut_indices)
+            cut_finite = self._outputs.fetch(cut.sum(dim=-1).isfinite())
         prompts = [self._prompt_logprobs(hidden, span) for span in batch.prompt_spans]
-        return Fetched(batch, token_ids, finite, logprobs, cut_finite, prompts)
+        return Fetched(batch, sampled, cut_finite, prompts, num_tokens)
+
+    def _sample(self, batch: ForwardBatch, logits: Tensor) -> tuple[Sampled, Tensor | None]:
+        """Choose tokens by [S, V] float32, keep the last ones for the next step, and fetch them.
+
+        With drafts there is a row for each draft, too; then also how many tokens of each request count.
+        """
+        sampled, fetch = self._sampler.sample(logits, batch.sampling), self._outputs.fetch
+        last_ids, num_tokens = sampled.token_ids, None
+        if batch.drafts is not None:
+            checked = batch.drafts.check(sampled.token_ids)
+            last_ids, num_tokens = checked.last_ids, fetch(checked.num_tokens)
+        self._relay.store(batch.sample_rows, last_ids)
+        fetched = Sampled(
+            token_ids=fetch(sampled.token_ids.to(torch.int32)),
+            finite=fetch(sampled.finite),
+            logprobs=sampled.logprobs.through(fetch) if sampled.logprobs is not None else None,
+        )
+        return fetched, num_tokens
 
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan) -> PromptLogprobs:
         parts, finite = [], []
@@ -160,7 +252,7 @@ class ModelRunner:
             start = span.start + done
             logits = self.model.logits(hidden[start : start + len(targets)])
             finite.append(logits.sum().isfinite())
-            parts.append(token_logprobs(logits, targets, span.top_k))
+            parts.append(self._sampler.token_logprobs(logits, targets, span.top_k))
         fetch = self._outputs.fetch
         return PromptLogprobs(span, concatenate(parts).through(fetch), fetch(torch.stack(finite).all()))
 
@@ -169,7 +261,11 @@ class PendingStep:
     """A step under way; `wait` may be called once."""
 
     def __init__(
-        self, step_id: int, timer: DeviceTimer, swap_timer: DeviceTimer | None, fetched: Fetched | None
+        self,
+        step_id: int,
+        timer: DeviceTimer,
+        swap_timer: DeviceTimer | None,
+        fetched: Fetched | OutOfMemory | None,
     ) -> None:
         """Take what `launch` has queued; `timer` holds all of it, the copies to the host included."""
         self._step_id = step_id
@@ -181,12 +277,18 @@ class PendingStep:
         """Wait for the device, and make the result of what has come to the host."""
         forward_s = self._timer.wait_for_seconds()
         swap_s = self._swap_timer.wait_for_seconds() if self._swap_timer is not None else 0.0
-        if self._fetched is None:
-            return StepResult(self._step_id, forward_s=forward_s, swap_s=swap_s)
-        batch, token_ids, finite, _, cut_finite, prompts = self._fetched
+        if self._fetched is None or isinstance(self._fetched, OutOfMemory):
+            reason = self._fetched.reason if self._fetched is not None else ""
+            return StepResult(self._step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
+        batch, sampled, cut_finite, prompts, num_tokens = self._fetched
         errors: dict[int, str] = {}
-        if finite is not None:
-            errors |= dict.fromkeys(batch.sampled_idx_np[~finite.numpy()].tolist(), NOT_FINITE)
+        next_ids = counts = finite = None
+        if sampled is not None:
+            next_ids, finite = sampled.token_ids.numpy(), sampled.finite.numpy()
+            if batch.drafts is not None and num_tokens is not None:
+                counts = num_tokens.numpy()
+                next_ids, finite = batch.drafts.runs(next_ids, counts), batch.drafts.all_true(finite, counts)
+            errors |= dict.fromkeys(batch.sampled_idx_np[~finite].tolist(), NOT_FINITE)
         if cut_finite is not None:
             errors |= dict.fromkeys(batch.cut_idx_np[~cut_finite.numpy()].tolist(), NOT_FINITE)
         prompt_logprobs = {}
@@ -198,12 +300,13 @@ class PendingStep:
                 errors[prompt.span.batch_idx] = NOT_FINITE
         return StepResult(
             step_id=self._step_id,
-            next_token_ids=b"" if token_ids is None else token_ids.numpy().tobytes(),
-            logprobs=_pack_logprobs(self._fetched),
+            next_token_ids=b"" if next_ids is None else next_ids.tobytes(),
+            logprobs=_pack_logprobs(batch, sampled),
             prompt_logprobs=prompt_logprobs,
             errors=errors,
             forward_s=forward_s,
             swap_s=swap_s,
+            num_next_tokens=b"" if counts is None else counts.astype(np.int32).tobytes(),
         )
 
 
@@ -212,14 +315,14 @@ def _pairs(data: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(data, dtype=np.int32).reshape(-1, 2).T.astype(np.int64, order="C")
 
 
-def _pack_logprobs(fetched: Fetched) -> tuple[Logprobs | None, ...]:
-    """One entry per sampled request, or nothing if none of them asked."""
-    sampling, logprobs = fetched.batch.sampling, fetched.logprobs
-    if sampling.logprobs is None or logprobs is None:
+def _pack_logprobs(batch: ForwardBatch, sampled: Sampled | None) -> tuple[Logprobs | None, ...]:
+    """One entry per sampled request, or nothing if none of them asked; who asks has no drafts."""
+    sampling = batch.sampling
+    if sampling.logprobs is None or sampled is None or sampled.logprobs is None:
         return ()
     packed: list[Logprobs | None] = [None] * sampling.num_rows
     for n, (idx, top_k) in enumerate(
         zip(sampling.logprobs.sampled_idx, sampling.logprobs.top_k, strict=True)
     ):
-        packed[idx] = logprobs.pack(n, n + 1, top_k)
-    return tuple(packed)
+        packed[idx] = sampled.logprobs.pack(n, n + 1, top_k)
+    return tuple(packed if batch.drafts is None else (packed[row] for row in batch.drafts.firsts_np))

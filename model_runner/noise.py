@@ -41,8 +41,12 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     Returns:
         [B, V] float32, in [-2.8, 22.2].
     """
-    x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device).mul_(_signed(0x9E3779B1))
-    x = x.bitwise_xor(keys[:, :1])
+    return noise_of(keys, torch.arange(vocab_size, dtype=torch.int32, device=keys.device))
+
+
+def noise_of(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """The same for some tokens only: [B, 2] int32, [k] int32 -> [B, k] float32."""
+    x = token_ids.mul(_signed(0x9E3779B1)).bitwise_xor(keys[:, :1])
     shifted = torch.empty_like(x)
     _xor_shift(x, 16, shifted)
     x.mul_(0x7FEB352D)

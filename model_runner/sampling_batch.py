@@ -1,6 +1,7 @@
-"""`SamplingBatch`: what the sampler has to do in one step, decided once on the host, tensors on the device.
+"""`SamplingBatch`: what the sampler has to do in one step, decided once on the host.
 
-A part that no request of the batch asks for is None, and the sampler does not visit it.
+A part that no request of the batch asks for is None. The arrays are the host's: who chooses the tokens brings to the
+device what his kernels want, in one copy or without any (`torch_chooser`, `triton_chooser`).
 """
 
 # Shapes: S requests that sample in this step, n of them concerned by one part, V tokens of the vocabulary.
@@ -12,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from .noise import noise_keys
 from .row_states import RowStates, SamplingFlag
 
 if TYPE_CHECKING:
-    from .input_buffers import InputBuffers
     from .token_counts import TokenCounts
 
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,48 +30,39 @@ class Penalties:
     """Requests with penalties.
 
     Attributes:
-        indices: [n] int64 into the S rows.
-        slots: [n] int64 into `TokenCounts`.
-        repetition, frequency, presence: [n, 1] float32.
+        indices: [n] into the S rows.
+        slots: [n] into `TokenCounts`.
+        repetition, frequency, presence: [n].
     """
 
-    indices: Tensor
-    slots: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
+    indices: Int64s
+    slots: Int64s
+    repetition: Float32s
+    frequency: Float32s
+    presence: Float32s
 
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Single logits to change: `values` [m] float32 are added at (`rows`, `token_ids`), [m] int64 each."""
+    """Single logits to change: `values` [m] are added at (`rows`, `token_ids`), [m] each, by row, none twice."""
 
-    rows: Tensor
-    token_ids: Tensor
-    values: Tensor
+    rows: Int64s
+    token_ids: Int64s
+    values: Float32s
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
-    """Requests that keep k tokens.
+class GrammarMask:
+    """Tokens that grammars allow.
 
     Attributes:
-        indices: [m] int64 into the n drawing rows.
-        last: [m, 1] int64, k - 1.
-        max_k: the largest k among them.
+        indices: [n] into the S rows, ascending.
+        bits: [n, at least V / 32] int32. Token t of a row is allowed if bit t % 32 of word t // 32 is set, as xgrammar
+            and llguidance have it.
     """
 
-    indices: Tensor
-    last: Tensor
-    max_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class TopP:
-    """Requests that keep a probability mass: [m] int64 `indices` into the n drawing rows, [m, 1] float32 `mass`."""
-
-    indices: Tensor
-    mass: Tensor
+    indices: Int64s
+    bits: Int32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +70,39 @@ class Draw:
     """Requests that draw instead of taking the argmax.
 
     Attributes:
-        indices: [n] int64 into the S rows; None: all of them.
-        keys: [n, 2] int32 for `gumbel_noise`.
-        temperature: [n, 1] float32.
-        top_k, top_p: filters.
-        log_min_p: [n, 1] float32, -inf for requests without.
+        indices: [n] into the S rows, ascending.
+        keys: [n, 2] for `gumbel_noise`.
+        temperature: [n].
+        top_k: [n], 0 for requests without; None without any.
+        top_p: [n], 1 for requests without; None without any.
+        log_min_p: [n], -inf for requests without; None without any.
     """
 
-    indices: Tensor | None
-    keys: Tensor
-    temperature: Tensor
-    top_k: TopK | None
-    top_p: TopP | None
-    log_min_p: Tensor | None
+    indices: Int64s
+    keys: Int32s
+    temperature: Float32s
+    top_k: Int64s | None
+    top_p: Float32s | None
+    log_min_p: Float32s | None
+
+    @property
+    def filtered(self) -> bool:
+        """Whether anybody filters."""
+        return self.top_k is not None or self.top_p is not None or self.log_min_p is not None
+
+    def filtering(self) -> npt.NDArray[np.bool_]:
+        """Who filters: [n]."""
+        found = np.zeros(len(self.indices), dtype=np.bool_)
+        for values, off in ((self.top_k, 0), (self.top_p, 1.0), (self.log_min_p, -np.inf)):
+            if values is not None:
+                found |= values != off
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """Requests that want log-probabilities: their `indices` among the S rows and the `top_k` of each, on the host."""
+    """Requests that want log-probabilities: where they are among the S rows, and how many likeliest tokens of each."""
 
-    indices: Tensor
     sampled_idx: tuple[int, ...]
     top_k: tuple[int, ...]
 
@@ -109,8 +114,14 @@ class SamplingBatch:
     num_rows: int
     penalties: Penalties | None = None
     edits: LogitEdits | None = None
+    grammar: GrammarMask | None = None
     draw: Draw | None = None
     logprobs: LogprobRequest | None = None
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether tokens are chosen by other logits than the model's."""
+        return self.penalties is not None or self.edits is not None or self.grammar is not None
 
 
 def plan_sampling(
@@ -119,7 +130,6 @@ def plan_sampling(
     states: RowStates,
     counts: TokenCounts,
     eos_token_ids: tuple[int, ...],
-    buffers: InputBuffers,
 ) -> SamplingBatch:
     """Decide what the sampler does.
 
@@ -131,7 +141,7 @@ def plan_sampling(
     union = int(np.bitwise_or.reduce(flags)) if len(rows) else 0
     if union & ~SamplingFlag.PROMPT_LOGPROBS == 0:
         return SamplingBatch(len(rows))
-    planner = _Planner(rows, positions, flags, states, buffers)
+    planner = _Planner(rows, positions, flags, states)
     edits = union & (SamplingFlag.LOGIT_BIAS | SamplingFlag.MIN_NEW_TOKENS)
     return SamplingBatch(
         num_rows=len(rows),
@@ -146,9 +156,8 @@ def plan_sampling(
 class _Planner:
     rows: Int64s
     positions: Int64s
-    flags: npt.NDArray[np.int32]
+    flags: Int32s
     states: RowStates
-    buffers: InputBuffers
 
     def having(self, flag: SamplingFlag) -> Int64s:
         """Indices among the S rows."""
@@ -158,13 +167,12 @@ class _Planner:
         indices = self.having(SamplingFlag.PENALTIES)
         rows = self.rows[indices].tolist()
         params = [self.states[row].sampling for row in rows]
-        put = self.buffers.put
         return Penalties(
-            indices=put(indices),
-            slots=put(counts.slots(rows)),
-            repetition=put(_column([p.repetition_penalty for p in params])),
-            frequency=put(_column([p.frequency_penalty for p in params])),
-            presence=put(_column([p.presence_penalty for p in params])),
+            indices=indices,
+            slots=counts.slots(rows),
+            repetition=_float32s([p.repetition_penalty for p in params]),
+            frequency=_float32s([p.frequency_penalty for p in params]),
+            presence=_float32s([p.presence_penalty for p in params]),
         )
 
     def edits(self, eos_token_ids: tuple[int, ...]) -> LogitEdits | None:
@@ -184,44 +192,37 @@ class _Planner:
             values += changes.values()
         if not rows:
             return None
-        put = self.buffers.put
         return LogitEdits(
-            rows=put(np.array(rows, dtype=np.int64)),
-            token_ids=put(np.array(token_ids, dtype=np.int64)),
-            values=put(np.array(values, dtype=np.float32)),
+            rows=np.array(rows, dtype=np.int64),
+            token_ids=np.array(token_ids, dtype=np.int64),
+            values=_float32s(values),
         )
 
     def draw(self, union: int) -> Draw:
         indices = self.having(SamplingFlag.DRAW)
-        rows, flags = self.rows[indices], self.flags[indices]
-        put, states = self.buffers.put, self.states
+        rows, flags, states = self.rows[indices], self.flags[indices], self.states
         top_k = top_p = log_min_p = None
         if union & SamplingFlag.TOP_K:
-            limited = np.flatnonzero(flags & SamplingFlag.TOP_K)
-            k = states.top_k[rows[limited]]
-            top_k = TopK(put(limited), put((k - 1)[:, None]), int(k.max()))
+            top_k = np.where(flags & SamplingFlag.TOP_K, states.top_k[rows], 0)
         if union & SamplingFlag.TOP_P:
-            limited = np.flatnonzero(flags & SamplingFlag.TOP_P)
-            top_p = TopP(put(limited), put(states.top_p[rows[limited]][:, None]))
+            top_p = states.top_p[rows]
         if union & SamplingFlag.MIN_P:
             with np.errstate(divide="ignore"):
-                log_min_p = put(np.log(states.min_p[rows])[:, None])
+                log_min_p = np.log(states.min_p[rows])
         return Draw(
-            indices=None if len(indices) == len(self.rows) else put(indices),
-            keys=put(noise_keys(states.seed[rows], self.positions[indices])),
-            temperature=put(states.temperature[rows][:, None]),
+            indices=indices,
+            keys=noise_keys(states.seed[rows], self.positions[indices]),
+            temperature=states.temperature[rows],
             top_k=top_k,
             top_p=top_p,
             log_min_p=log_min_p,
         )
 
     def logprobs(self) -> LogprobRequest:
-        indices = self.having(SamplingFlag.LOGPROBS)
+        indices = self.having(SamplingFlag.LOGPROBS).tolist()
         params = [self.states[row].sampling for row in self.rows[indices].tolist()]
-        return LogprobRequest(
-            self.buffers.put(indices), tuple(indices.tolist()), tuple(p.logprobs or 0 for p in params)
-        )
+        return LogprobRequest(tuple(indices), tuple(p.logprobs or 0 for p in params))
 
 
-def _column(values: list[float]) -> npt.NDArray[np.float32]:
-    return np.array(values, dtype=np.float32)[:, None]
+def _float32s(values: list[float]) -> Float32s:
+    return np.array(values, dtype=np.float32)

@@ -26,25 +26,28 @@ class TokenCounts:
     Attributes:
         in_prompt: [N, V] bool.
         in_output: [N, V] int32, occurrences.
+        buffers: the way to their device.
     """
 
     def __init__(self, vocab_size: int, buffers: InputBuffers) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self._slot_of: dict[int, int] = {}
         self._free: list[int] = []
         self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=buffers.device)
         self.in_output = torch.zeros((0, vocab_size), dtype=torch.int32, device=buffers.device)
 
     def add(self, row: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]) -> None:
-        """Start counting for the request in `row`; a retracted request brings its output along."""
+        """Start counting for the request in `row`; a retracted request brings its output along.
+
+        Memory may run out in it at any point; then it may be called again.
+        """
         if not self._free:
             self._grow()
-        slot = self._free.pop()
-        self._slot_of[row] = slot
-        put = self._buffers.put
+        slot, put = self._free[-1], self.buffers.put
         self.in_prompt[slot].zero_().index_fill_(0, put(prompt_ids.astype(np.int64)), True)
         counts = np.bincount(output_ids, minlength=self.in_output.shape[1]).astype(np.int32)
         self.in_output[slot].copy_(put(counts))
+        self._slot_of[row] = self._free.pop()
 
     def remove(self, row: int) -> None:
         """Stop counting; rows that never started are ignored."""
@@ -63,9 +66,9 @@ class TokenCounts:
     def _grow(self) -> None:
         old = self.in_prompt.shape[0]
         new = max(4, 2 * old)
+        # Both or none: memory may suffice for one of them only.
+        self.in_prompt, self.in_output = _with_rows(self.in_prompt, new), _with_rows(self.in_output, new)
         self._free.extend(range(new - 1, old - 1, -1))
-        self.in_prompt = _with_rows(self.in_prompt, new)
-        self.in_output = _with_rows(self.in_output, new)
 
 
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:

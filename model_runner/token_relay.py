@@ -6,15 +6,22 @@ host has seen the tokens of step N.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
 class TokenRelay:
-    """One token id per pool row; rows never sampled hold 0."""
+    """One token id per pool row, and one for the dummy row behind them; rows never sampled hold 0."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._last = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+
+    def on_host(self) -> npt.NDArray[np.int64]:
+        """[rows + 1] the tokens themselves, where the device is the CPU."""
+        tokens: npt.NDArray[np.int64] = self._last.numpy()
+        return tokens
 
     def store(self, rows: Tensor, token_ids: Tensor) -> None:
         """Remember what was sampled: [S] int64 rows, each once, and [S] int64 tokens."""
@@ -23,3 +30,7 @@ class TokenRelay:
     def fill(self, input_ids: Tensor, indices: Tensor, rows: Tensor) -> None:
         """Put the last tokens of `rows` [n] into `input_ids` [T] at `indices` [n]; all int64."""
         input_ids.index_copy_(0, indices, self._last.index_select(0, rows))
+
+    def input_ids(self, known_ids: Tensor, rows: Tensor) -> Tensor:
+        """The tokens `known_ids` [n], and where those are negative the last ones of `rows` [n]; all int64."""
+        return torch.where(known_ids < 0, self._last.index_select(0, rows), known_ids)

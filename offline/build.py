@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import shlex
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..detokenizer.manager import Detokenizer
+from ..runtime.errors import ConfigError
 from ..runtime.feasibility import capacity_of
 from ..runtime.openmp import shorten_spinning
 from ..runtime.prepare import Prepared
@@ -27,22 +29,27 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
 
     Raises:
         ConfigError: the weights are incomplete, damaged, or of another architecture, or the decision log cannot be
-            written.
+            written; or the model is to be shared by ranks, which are processes.
     """
     config, spec = prepared.config, prepared.spec
+    if config.parallel.tp > 1:
+        raise ConfigError(
+            f"tp is {config.parallel.tp}, but an engine inside this process has one rank; start `engine serve "
+            f"{shlex.quote(config.model.model)} --tp {config.parallel.tp}` and use its HTTP API"
+        )
 
     def build() -> EngineParts:
         on_step("import torch")
         shorten_spinning()
         from ..model_runner.load import load_model_runner
+        from ..scheduler.chaos import with_chaos
         from ..scheduler.pipeline import Pipeline
         from ..scheduler.recorder import make_recorder
         from ..scheduler.scheduler import Scheduler
 
         on_step("load weights")
-        capacity = capacity_of(config, spec)
-        runner = load_model_runner(config.model, config.cache, prepared.source, spec, capacity)
-        eos_token_ids = frozenset(spec.eos_token_ids)
+        runner = load_model_runner(config, prepared.source, spec, capacity_of(config, spec))
+        capacity, eos_token_ids = runner.capacity, frozenset(spec.eos_token_ids)
         scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
         gc.collect()  # loading leaves garbage in cycles; not in the middle of an answer
         recorder = make_recorder(
@@ -50,7 +57,8 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         )
         overlap = config.scheduler.overlap
         assert overlap != "auto"
-        pipeline = Pipeline(scheduler, runner, recorder, time.monotonic, overlap=overlap)
+        faulty = with_chaos(runner, config.scheduler, capacity.page_size)
+        pipeline = Pipeline(scheduler, faulty, recorder, time.monotonic, overlap=overlap)
         return EngineParts(scheduler, pipeline, Detokenizer(tokenizer), capacity, recorder)
 
     return EngineThread(build)

@@ -33,10 +33,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn, assert_never
 
 import setproctitle
@@ -54,8 +55,9 @@ from .control import (
     Stop,
     ToChild,
     child_end,
+    process_label,
 )
-from .errors import ConfigError
+from .errors import ConfigError, RankLostError
 from .feasibility import Capacity
 from .logs import configure_logging
 from .messages import HEARTBEAT_INTERVAL_S
@@ -70,11 +72,11 @@ class StopRequested(Exception):
 
 
 class Child:
-    """The child's side of the control channel. Used by one thread.
+    """The child's side of the control channel. Used by one thread, but for the one that it starts itself.
 
     Attributes:
         role: which process this is.
-        settings: what the supervisor sent: role, config, source, spec, endpoints.
+        settings: what the supervisor sent: role, config, source, spec, endpoints, rank.
     """
 
     def __init__(self, channel: ControlChannel[ToChild]) -> None:
@@ -117,6 +119,20 @@ class Child:
         while True:
             self.heartbeat()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    def beat_while(self, waiting: Callable[[], bool]) -> None:
+        """Heartbeats from a thread of its own while the loop waits for other ranks; asked twice a second.
+
+        A rank that does not answer blocks all others in their operations. They are healthy, and must be heard, so that
+        the silent one is known.
+        """
+        threading.Thread(target=self._beat_while, args=(waiting,), name="heartbeat", daemon=True).start()
+
+    def _beat_while(self, waiting: Callable[[], bool]) -> None:
+        while not self._channel.closed:
+            time.sleep(HEARTBEAT_INTERVAL_S)
+            if waiting():
+                self._channel.send_if_room(Heartbeat())
 
     # ------------------------------------------------------------ from the supervisor
 
@@ -196,7 +212,7 @@ def run_child(room: str) -> NoReturn:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(signum, signal.SIG_IGN)
     role, control_fd, supervisor_pid = _parse_argv(room)
-    _die_with(supervisor_pid)
+    die_with(supervisor_pid)
     setproctitle.setproctitle(f"engine: {role}")
     channel = child_end(control_fd)
     sys.exit(_run(room, channel))
@@ -206,13 +222,20 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
     """Run the room's `main`; the exit code of the process."""
     try:
         child = Child(channel)
-        configure_logging(child.settings.config.log, child.role)
+        label = process_label(child.role, child.settings.rank)
+        setproctitle.setproctitle(f"engine: {label}")
+        configure_logging(child.settings.config.log, label)
         importlib.import_module(f"{room}.process").main(child)
     except StopRequested:
         return 0
     except ConfigError as error:
         channel.send(Failed(kind="config", message=str(error)))
         return 2
+    except RankLostError as error:
+        # No cause, see the class. An engine that is told to end at once may end like this, too.
+        logger.warning("%s", error)
+        channel.send(Failed(kind="rank_lost", message=str(error)))
+        return 1
     except Exception as error:  # whatever it is, the supervisor has to hear of it
         logger.error("unexpected error, the process ends", exc_info=True)
         first_line = next(iter(str(error).splitlines()), "")
@@ -250,7 +273,7 @@ def _wait_for_settings(channel: ControlChannel[ToChild]) -> tuple[Settings, *tup
     raise StopRequested
 
 
-def _die_with(supervisor_pid: int) -> None:
+def die_with(supervisor_pid: int) -> None:
     """Have the kernel kill this process when the supervisor ends, however it ends (Linux).
 
     A closed control channel says the same, but only to a loop that comes round to read it.

@@ -8,12 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Final
 
-from .control import PeerDied, Ready, Role, Stop, ToSupervisor, supervisor_end
+from .control import PeerDied, Ready, Role, Stop, ToSupervisor, process_label, supervisor_end
 from .messages import Message
 
 _EXIT_AFTER_EOF_S: Final = 2.0
+
+
+def start_module(module: str, role: str, fd: int) -> subprocess.Popen[bytes]:
+    """Start `python -m module role fd pid`, with a process group of its own; `pid` is that of this process."""
+    # The same import path as ours, and with -P no current directory before it: the child imports the very package that
+    # runs here, installed or not, and no file that happens to lie where the user stands.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, role, str(fd), str(os.getpid())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # standard output belongs to the command line
+        pass_fds=[fd],
+        process_group=0,
+    )
 
 
 class ChildProcess:
@@ -24,30 +39,26 @@ class ChildProcess:
     group, without touching the group of the shell or script that runs the supervisor.
 
     Attributes:
-        role: which process it is.
+        role, rank: which process it is.
+        name: for people: `scheduler`, `model_runner of rank 1`.
+        label: in logs, one word.
         ready: what it said when it became ready; None before.
         stopping: it was told to end, so its end is no accident.
+        lost_others: what it said when it lost the other ranks of its group; "" if it has not.
         silent_s: seconds without a frame from it, as the supervisor's watchdog counts them.
     """
 
-    def __init__(self, role: Role, module: str) -> None:
+    def __init__(self, role: Role, module: str, rank: int = 0) -> None:
         """Start `python -m module`. The calling thread must live as long as the child, which dies with it."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # The same import path as ours, and with -P no current directory before it: the child imports
-            # the very package that runs here, installed or not, and no file that happens to lie where the
-            # user stands.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, role.value, str(theirs.fileno()), str(os.getpid())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output belongs to the command line
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
-        self.role = role
+            self._process = start_module(module, role.value, theirs.fileno())
+        self.role, self.rank = role, rank
+        self.name = f"{role} of rank {rank}" if role is Role.MODEL_RUNNER else role.value
+        self.label = process_label(role, rank)
         self.ready: Ready | None = None
         self.stopping = False
+        self.lost_others = ""
         self.silent_s = 0.0
         self._channel = supervisor_end(ours)
         self._is_deaf = False
@@ -108,15 +119,23 @@ class ChildProcess:
         """How the process ended, for the root cause: `scheduler was killed by SIGKILL`."""
         code = self.exit_code
         if code is None:
-            return f"{self.role} closed its control channel and lives on; it is killed"
+            return f"{self.name} closed its control channel and lives on; it is killed"
         if code >= 0:
-            return f"{self.role} exited with code {code} without saying why; its last lines are above"
+            return f"{self.name} exited with code {code} without saying why; its last lines are above"
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
         hint = " (by somebody, or by the kernel because memory ran out)" if -code == signal.SIGKILL else ""
-        return f"{self.role} was killed by {name}{hint}"
+        return f"{self.name} was killed by {name}{hint}"
+
+    def is_suspended(self) -> bool:
+        """Whether somebody has stopped the process with a signal, so that nothing in it runs (Linux; else unknown)."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state == "T"  # "t" is a debugger at work
 
     def abort(self) -> None:
         """Ask for the tracebacks of all its threads (faulthandler prints them) and its end."""

@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, NamedTuple
 
 from .aliases import Alias
+from .device_config import KernelConfig, ParallelConfig
 from .errors import ConfigError
-
-MAX_INT: Final = 2**63 - 1
-"""The largest whole number of a setting: what the decision log, and a tensor, can hold."""
+from .model_files.quantisation import Quantization
+from .setting_checks import check_at_least, check_finite
 
 Auto = Literal["auto"]
 DType = Literal["auto", "bfloat16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
+ModelImpl = Literal["auto", "engine", "transformers"]
+KVCacheDType = Literal["auto", "bfloat16", "float32", "fp8", "int8"]
 SchedulePolicyName = Literal[
     "fcfs",
     "lpm",
@@ -40,12 +42,16 @@ SchedulePolicyName = Literal[
     "static",
 ]
 StepPhases = Literal["mixed", "prefill-first", "decode-first"]
+SpeculativeName = Literal["off", "ngram"]
 PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
 LengthEstimate = Literal["max-tokens", "tenant-average"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
 PresetName = Literal["chat", "rag", "batch", "latency"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+DERIVED: Final = {"derived": True}
+"""Metadata of a field that `resolve` fills in and nobody can set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +67,18 @@ class ModelConfig:
     max_model_len: Annotated[
         int | Auto, "Tokens of one sequence, prompt and output together.", Alias("context_length")
     ] = "auto"
+    len_is_estimate: bool = field(default=False, metadata=DERIVED)
+    """Whether `max_model_len` was made for "auto", so that a device that is measured may choose a smaller one."""
     dtype: Annotated[DType, "Precision of weights and activations."] = "auto"
     load_format: Annotated[LoadFormat, "Weight files to read; 'dummy' makes random weights."] = "auto"
+    model_impl: Annotated[
+        ModelImpl, "Whose model code: ours, or transformers' (slower, knows every architecture)."
+    ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        "Precision of the weights: int8, int4 (CPU) and fp8 (GPU) are made while loading, none dequantises what the "
+        "files hold (default: as they say; what a GGUF file holds is kept on CPUs that multiply with it).",
+    ] = None
     device: Annotated[Device, "Where the model runs."] = "auto"
     num_threads: Annotated[int | Auto, "CPU threads of the model runner."] = "auto"
     chat_template: Annotated[str | None, "File with a Jinja chat template that replaces the model's own."] = (
@@ -73,9 +89,9 @@ class ModelConfig:
     ] = 0
 
     def __post_init__(self) -> None:
-        _at_least("max_model_len", self.max_model_len, 2)
-        _at_least("num_threads", self.num_threads, 1)
-        _at_least("seed", self.seed, 0)
+        check_at_least("max_model_len", self.max_model_len, 2)
+        check_at_least("num_threads", self.num_threads, 1)
+        check_at_least("seed", self.seed, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +105,9 @@ class CacheConfig:
     mem_fraction: Annotated[
         float | Auto, "Share of the memory left after the weights that the KV pool may take."
     ] = "auto"
+    pool_is_estimate: bool = field(default=False, metadata=DERIVED)
+    """Whether `max_total_tokens` was made for "auto", so that a device that is measured may choose another."""
+    kv_cache_dtype: Annotated[KVCacheDType, "Precision of the KV pool; auto: that of the model."] = "auto"
     radix_cache: Annotated[
         bool,
         "Keep the KV of finished requests and reuse common prefixes.",
@@ -108,8 +127,8 @@ class CacheConfig:
     ] = "auto"
 
     def __post_init__(self) -> None:
-        _at_least("page_size", self.page_size, 1)
-        _at_least("max_total_tokens", self.max_total_tokens, 2)
+        check_at_least("page_size", self.page_size, 1)
+        check_at_least("max_total_tokens", self.max_total_tokens, 2)
         if self.page_size > 4096:
             raise ConfigError(
                 f"page_size is {self.page_size}, but it must lie in [1, 4096]; 1, 16 and 64 are usual"
@@ -181,6 +200,10 @@ class SchedulerConfig:
         "Prompt tokens of one step per chunk; -1: never cut a prompt.",
         Alias("enable_chunked_prefill", {True: "auto", False: -1}),
     ] = "auto"
+    target_step_ms: Annotated[
+        float | Auto,
+        "Milliseconds that a step with decodes may take: chunks of prompts beside them are cut to fit; 0: as it comes.",
+    ] = "auto"
     max_prefill_tokens: Annotated[int, "Prompt tokens of one step, all requests together."] = 16384
     max_num_batched_tokens: Annotated[
         int | None, "Tokens of one step, prompts and decodes together (default: only the limits on prompts)."
@@ -223,9 +246,19 @@ class SchedulerConfig:
         "KV slots kept ready per running request beyond its next token, for draft tokens.",
         Alias("num_lookahead_slots"),
     ] = 0
+    speculative: Annotated[
+        SpeculativeName,
+        "Check guesses at the next tokens in one step: ngram takes them from the request's own text.",
+    ] = "off"
+    speculative_num_draft_tokens: Annotated[
+        int,
+        "With --speculative: guesses per request and step, at most; fewer where they do not pay.",
+        Alias("num_speculative_tokens"),
+    ] = 8
     chaos: Annotated[
         str | None,
-        "For tests: faults on purpose; 'retract=0.5:500' retracts with this probability, so often.",
+        "For tests: faults on purpose; 'retract=0.5:500' retracts with this probability, so often; 'oom=0.1:20' "
+        "treats steps as if the device had no memory for them.",
     ] = None
 
     def __post_init__(self) -> None:
@@ -239,8 +272,9 @@ class SchedulerConfig:
             "max_num_partial_prefills",
             "max_long_partial_prefills",
             "max_loras_per_batch",
+            "speculative_num_draft_tokens",
         ):
-            _at_least(name, getattr(self, name), 1)
+            check_at_least(name, getattr(self, name), 1)
         for name in (
             "policy_seed",
             "priority_preemption_threshold",
@@ -249,22 +283,24 @@ class SchedulerConfig:
             "look_ahead",
             "num_lookahead_tokens",
         ):
-            _at_least(name, getattr(self, name), 0)
+            check_at_least(name, getattr(self, name), 0)
         for name in ("length_ageing", "priority_ageing", "static_batch_wait"):
-            _finite(name, getattr(self, name), 0.0, open_end=False)
+            check_finite(name, getattr(self, name), 0.0, open_end=False)
+        if self.target_step_ms != "auto":
+            check_finite("target_step_ms", self.target_step_ms, 0.0, open_end=False)
         for name in ("queue_timeout", "request_timeout"):
             if getattr(self, name) is not None:
-                _finite(name, getattr(self, name), 0.0, open_end=True)
+                check_finite(name, getattr(self, name), 0.0, open_end=True)
         if self.chunked_prefill_size != -1:
-            _at_least("chunked_prefill_size", self.chunked_prefill_size, 1)
+            check_at_least("chunked_prefill_size", self.chunked_prefill_size, 1)
         if self.max_num_batched_tokens is not None:
-            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+            check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 f"max_long_partial_prefills is {self.max_long_partial_prefills}, but it must not exceed "
                 f"max_num_partial_prefills ({self.max_num_partial_prefills})"
             )
-        _finite("schedule_conservativeness", self.schedule_conservativeness, 0.0, open_end=True)
+        check_finite("schedule_conservativeness", self.schedule_conservativeness, 0.0, open_end=True)
         parse_chaos(self.chaos)
 
 
@@ -313,6 +349,8 @@ class EngineConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -324,40 +362,35 @@ class ChaosSpec(NamedTuple):
     Attributes:
         retract_probability: that a pass retracts a random running request.
         max_retractions: how often at most.
+        oom_probability: that a step is treated as one for which the device had no memory.
+        max_ooms: how often at most.
     """
 
-    retract_probability: float
-    max_retractions: int
+    retract_probability: float = 0.0
+    max_retractions: int = 0
+    oom_probability: float = 0.0
+    max_ooms: int = 0
 
 
 def parse_chaos(text: str | None) -> ChaosSpec | None:
     """What `--chaos` asks for; None for nothing.
 
     Raises:
-        ConfigError: it is not `retract=PROBABILITY:COUNT`.
+        ConfigError: it is not `retract=PROBABILITY:COUNT`, `oom=PROBABILITY:COUNT`, or both with a comma.
     """
     if text is None:
         return None
-    match = re.fullmatch(r"retract=([0-9.]+):([0-9]+)", text.strip())
-    try:
-        spec = ChaosSpec(float(match[1]), int(match[2])) if match else None
-    except ValueError:  # "1.2.3" has the form, but is no number
-        spec = None
-    if spec is None or not 0.0 <= spec.retract_probability <= 1.0:
-        raise ConfigError(
-            f"chaos is {text!r}, but it must be retract=PROBABILITY:COUNT, such as retract=0.5:500"
-        )
-    return spec
-
-
-def _finite(name: str, value: float, low: float, *, open_end: bool) -> None:
-    if not math.isfinite(value) or value < low or (open_end and value == low):
-        rule = f"above {low:g}" if open_end else f"{low:g} or more"
-        raise ConfigError(f"{name} is {value}, but it must be {rule}")
-
-
-def _at_least(name: str, value: int | str, low: int) -> None:
-    if isinstance(value, int) and value < low:
-        raise ConfigError(f"{name} is {value}, but it must be at least {low}")
-    if isinstance(value, int) and value > MAX_INT:  # what msgpack and tensors can hold
-        raise ConfigError(f"{name} is {value}, but it must be at most {MAX_INT}")
+    faults: dict[str, tuple[float, int]] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(retract|oom)=([0-9.]+):([0-9]+)", part.strip())
+        try:
+            fault = (float(match[2]), int(match[3])) if match else None
+        except ValueError:  # "1.2.3" has the form, but is no number
+            fault = None
+        if match is None or fault is None or not 0.0 <= fault[0] <= 1.0 or match[1] in faults:
+            raise ConfigError(
+                f"chaos is {text!r}, but it must be retract=PROBABILITY:COUNT, such as retract=0.5:500, or "
+                "oom=PROBABILITY:COUNT, or both with a comma"
+            )
+        faults[match[1]] = fault
+    return ChaosSpec(*faults.get("retract", (0.0, 0)), *faults.get("oom", (0.0, 0)))

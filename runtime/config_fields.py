@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from .aliases import Alias
-from .config import EngineConfig
+from .config import DERIVED, EngineConfig
 from .errors import ConfigError
 
 AUTO = "auto"
@@ -168,6 +168,8 @@ def config_fields() -> dict[str, ConfigField]:
     for group_name, group_type in get_type_hints(EngineConfig).items():
         hints = get_type_hints(group_type, include_extras=True)
         for field in dataclasses.fields(group_type):
+            if field.metadata == DERIVED:
+                continue
             if field.name in fields:
                 raise TypeError(f"setting {field.name} exists in two groups; flags need unique names")
             fields[field.name] = _describe(group_name, field, hints[field.name])

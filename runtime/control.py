@@ -11,10 +11,12 @@ A frame is a length (uint32, little-endian) and a msgpack message. Both ends are
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import select
 import socket
 import struct
+import threading
 import time
 from typing import Final, Generic, Literal, TypeVar
 
@@ -39,14 +41,27 @@ class Role(enum.StrEnum):
     SCHEDULER = "scheduler"
     DETOKENIZER = "detokenizer"
     TOKENIZER_MANAGER = "tokenizer_manager"
+    MODEL_RUNNER = "model_runner"
+
+
+def process_label(role: Role, rank: int) -> str:
+    """One word for a process, in logs and titles: `scheduler`, `model_runner_1`."""
+    return f"{role}_{rank}" if role is Role.MODEL_RUNNER else role.value
 
 
 class Endpoints(Record, frozen=True):
-    """Where each room receives, as ZMQ addresses. The receiver binds, the sender connects."""
+    """Where each room receives, as ZMQ addresses. The receiver binds, the sender connects.
+
+    Attributes:
+        model_runners: of the ranks 1, 2, ... on this machine; rank 0 is in the scheduler's process.
+        rank_store: the file through which the ranks find each other.
+    """
 
     scheduler: str
     detokenizer: str
     tokenizer_manager: str
+    model_runners: tuple[str, ...] = ()
+    rank_store: str = ""
 
 
 # ---------------------------------------------------------------- supervisor -> child
@@ -61,6 +76,7 @@ class Settings(Message, frozen=True):
         source: where the model's files lie.
         spec: the model's architecture facts.
         endpoints: where each room receives.
+        rank: of a model runner, in its tensor-parallel group; the scheduler has 0.
     """
 
     role: Role
@@ -68,6 +84,7 @@ class Settings(Message, frozen=True):
     source: ModelSource
     spec: ModelSpec
     endpoints: Endpoints
+    rank: int = 0
 
 
 class PeersReady(Message, frozen=True):
@@ -112,12 +129,13 @@ class Failed(Message, frozen=True):
     """The child ends because of an error.
 
     Attributes:
-        kind: "config": the user can mend it, `message` says how; "bug": ours.
+        kind: "config": the user can mend it, `message` says how; "bug": ours; "rank_lost": the others of its group are
+            gone or silent, so the cause is elsewhere.
         message: one line.
         traceback: of a bug, at most `MAX_TRACEBACK_CHARS` from its end.
     """
 
-    kind: Literal["config", "bug"]
+    kind: Literal["config", "bug", "rank_lost"]
     message: str
     traceback: str = ""
 
@@ -135,7 +153,7 @@ Incoming = TypeVar("Incoming")
 
 
 class ControlChannel(Generic[Incoming]):
-    """One end of a socket pair. Used by one thread.
+    """One end of a socket pair. Used by one thread; only `send` and `send_if_room` may be called from others, too.
 
     Attributes:
         closed: the other side is gone; what it said before has been, or is being, returned by `receive`.
@@ -149,6 +167,7 @@ class ControlChannel(Generic[Incoming]):
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
+        self._sending = threading.Lock()  # frames of two threads must not mix
 
     def fileno(self) -> int:
         """The descriptor to poll: readable when `receive` has something to say."""
@@ -161,25 +180,23 @@ class ControlChannel(Generic[Incoming]):
             False: the other side is gone, or has read nothing for seconds with a full buffer.
         """
         deadline_s = time.monotonic() + _SEND_TIMEOUT_S
-        view = memoryview(self._frame(message))
-        while view:
-            try:
-                view = view[self._socket.send(view) :]
-            except BlockingIOError:
-                if not self._wait(select.POLLOUT, deadline_s - time.monotonic()):
+        with self._sending:
+            view = memoryview(self._frame(message))
+            while view:
+                try:
+                    view = view[self._socket.send(view) :]
+                except BlockingIOError:
+                    if not self._wait(select.POLLOUT, deadline_s - time.monotonic()):
+                        return False
+                except OSError:
                     return False
-            except OSError:
-                return False
         return True
 
     def send_if_room(self, message: Message) -> None:
         """Send one small message, or drop it when the buffer is full: a heartbeat to a stopped supervisor."""
-        frame = self._frame(message)
-        try:
+        with self._sending, contextlib.suppress(OSError):
             # The kernel takes so few bytes whole or not at all, so no half frame stays behind.
-            self._socket.send(frame)
-        except OSError:
-            return
+            self._socket.send(self._frame(message))
 
     def receive(self) -> list[Incoming]:
         """Every message that has arrived in full; never blocks. Sets `closed` at end of file."""

@@ -42,3 +42,7 @@ class RequestError(EngineError):
 
 class EngineDeadError(EngineError):
     """A process of the engine died or stopped answering: 503 for everyone, with the root cause in the message."""
+
+
+class RankLostError(EngineError):
+    """A rank has lost the others of its group: what happened, happened elsewhere, and this message is no cause."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .config import EngineConfig
-from .memory_budget import BYTES_OF_DTYPE, GIB
+from .memory_budget import GIB, kv_dtype_of, kv_token_bytes
 from .messages import Record
 
 if TYPE_CHECKING:
@@ -53,15 +53,15 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
     assert isinstance(max_running_requests, int), "the configuration is not resolved"
     assert config.cache.swap_space != "auto", "the configuration is not resolved"
     assert config.model.dtype != "auto", "the configuration is not resolved"
-    kv_token_bytes = spec.kv_bytes_per_token(BYTES_OF_DTYPE[config.model.dtype])
+    token_bytes = kv_token_bytes(spec, kv_dtype_of(config.cache.kv_cache_dtype, config.model.dtype))
     return Capacity(
         max_model_len=max_model_len,
         num_pages=max_total_tokens // config.cache.page_size,
         page_size=config.cache.page_size,
         max_running_requests=max_running_requests,
         vocab_size=spec.vocab_size,
-        num_host_pages=int(config.cache.swap_space * GIB) // (kv_token_bytes * config.cache.page_size),
-        kv_token_bytes=kv_token_bytes,
+        num_host_pages=int(config.cache.swap_space * GIB) // (token_bytes * config.cache.page_size),
+        kv_token_bytes=token_bytes,
     )
 
 

@@ -14,14 +14,14 @@ socket carries is said once, where it is made; encoder and decoder are built the
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from .messages import Message
 
@@ -50,7 +50,7 @@ class Outbox:
     """Sends messages to one room; never blocks, so also for asyncio. They wait for a peer not yet bound."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = _make_socket(zmq.Context.instance(), zmq.PUSH)
+        self._socket = make_socket(zmq.Context.instance(), zmq.PUSH)
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -61,6 +61,31 @@ class Outbox:
     def close(self) -> None:
         """Close the socket; what has not been sent is lost."""
         self._socket.close()
+
+
+class FanOutbox:
+    """Sends each message to several rooms, encoded once; in order, and none is lost while both sides live.
+
+    A PUSH socket for each, not one PUB: that drops what is sent before a subscriber has joined or reads too slowly, and
+    says nothing of it.
+    """
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._sockets = [make_socket(zmq.Context.instance(), zmq.PUSH) for _ in endpoints]
+        for socket, endpoint in zip(self._sockets, endpoints, strict=True):
+            socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: Message) -> None:
+        """Queue one message for sending to all."""
+        data = self._encoder.encode(message)
+        for socket in self._sockets:
+            socket.send(data, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the sockets; what has not been sent is lost."""
+        for socket in self._sockets:
+            socket.close()
 
 
 class Inbox(Generic[M]):
@@ -76,7 +101,7 @@ class Inbox(Generic[M]):
             decoder: of the union that arrives here.
             wake: ends a waiting `poll` when readable (the control channel: `Child`).
         """
-        self._socket = _make_socket(zmq.Context.instance(), zmq.PULL)
+        self._socket = make_socket(zmq.Context.instance(), zmq.PULL)
         self._socket.bind(endpoint)
         self._decoder = decoder
         self._poller = zmq.Poller()
@@ -88,7 +113,7 @@ class Inbox(Generic[M]):
         """The messages that have arrived, in order; waits up to `timeout_s` for the first, or for `wake`."""
         if timeout_s > 0:
             self._poller.poll(math.ceil(timeout_s * 1000))
-        return list(_decode_waiting(self._socket, self._decoder))
+        return list(decode_waiting(self._socket, self._decoder))
 
     def close(self) -> None:
         """Close the socket."""
@@ -99,36 +124,55 @@ class AsyncInbox(Generic[M]):
     """Receives the messages of one room that has an asyncio loop; made inside the running loop."""
 
     def __init__(self, endpoint: str, decoder: msgspec.msgpack.Decoder[M]) -> None:
-        self._socket = _make_socket(zmq.Context.instance(), zmq.PULL)
+        self._socket = make_socket(zmq.Context.instance(), zmq.PULL)
         self._socket.bind(endpoint)
-        self._readable = zmq.asyncio.Socket.from_socket(self._socket)
         self._decoder = decoder
+        self._waiting: asyncio.Future[None] | None = None
+        # Not zmq.asyncio: its futures and timers would cost more than all else that is done for a token.
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
 
     async def receive(self) -> list[M]:
-        """The messages that have arrived, in order; waits for the first. Empty if all were malformed."""
-        await self._readable.poll()
-        return list(_decode_waiting(self._socket, self._decoder))
+        """The messages that have arrived, in order; waits for the first.
+
+        ZMQ's descriptor becomes readable once, when the first message comes; so nobody waits before the socket has said
+        that it is empty.
+        """
+        while not (messages := list(decode_waiting(self._socket, self._decoder))):
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        return messages
 
     def close(self) -> None:
         """Close the socket."""
-        self._readable.close()
+        self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
+    def _on_readable(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
-def _decode_waiting(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[M]) -> Iterator[M]:
-    for _ in range(_MAX_MESSAGES_PER_POLL):
+
+def decode_waiting(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[M]) -> Iterator[M]:
+    """The messages that wait in a socket; those that do not parse are dropped."""
+    taken = 0
+    while taken < _MAX_MESSAGES_PER_POLL:  # of those that parse: where none comes back, the socket is empty
         try:
             data = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return
-        try:
-            message = decoder.decode(data)
-        except _MALFORMED as error:
-            logger.error(
-                "dropped a malformed message bytes=%d tag=%s error=%s", len(data), _tag_of(data), error
-            )
-            continue
-        yield message
+        if (message := decode_or_drop(data, decoder)) is not None:
+            taken += 1
+            yield message
+
+
+def decode_or_drop(data: bytes, decoder: msgspec.msgpack.Decoder[M]) -> M | None:
+    """The message; None, and an error in the log, if it does not parse."""
+    try:
+        return decoder.decode(data)
+    except _MALFORMED as error:
+        logger.error("dropped a malformed message bytes=%d tag=%s error=%s", len(data), _tag_of(data), error)
+        return None
 
 
 def _tag_of(data: bytes) -> str:
@@ -140,7 +184,8 @@ def _tag_of(data: bytes) -> str:
     return tag if tag.isidentifier() else "unreadable"
 
 
-def _make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket with the rules of this page."""
     socket = context.socket(kind)
     socket.linger = 0
     socket.sndhwm = 0

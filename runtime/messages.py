@@ -240,6 +240,8 @@ class SchedulerReport(Message, frozen=True):
     policy: str = ""  # the one that orders the queue now
     waiting_by_reason: dict[str, int] = {}
     stalled: str = ""  # why nothing moves although requests wait; "" if all is well
+    draft_tokens_total: int = 0  # guesses at next tokens that steps have checked, see --speculative
+    accepted_draft_tokens_total: int = 0  # of these, those that were right
 
 
 class FlushCacheDone(Message, frozen=True):

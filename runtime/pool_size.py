@@ -28,7 +28,7 @@ class Device:
     """What was decided about the device before.
 
     Attributes:
-        free_bytes: on the device.
+        free_bytes: on the device, for one rank where several share it.
         host_free_bytes: on the host, which is the same memory where the device is the CPU.
     """
 
@@ -152,28 +152,14 @@ class PoolSize:
             usable_bytes=self._device.free_bytes,
             dtype=self._device.dtype,
             fraction=self._fraction,
-            step_tokens=self._largest_step(max_model_len),
+            step_tokens=largest_step(self._config, self._chunk, self._most_running, max_model_len),
             max_model_len=max_model_len,
             max_running_requests=self._most_running,
             on_cpu=self._device.is_cpu,
+            tp=self._config.parallel.tp,
+            kv_cache_dtype=self._config.cache.kv_cache_dtype,
         )
         return self._swap.beside(budget)
-
-    def _largest_step(self, max_model_len: int) -> int:
-        """New tokens of the largest step: full of prompts, or everybody decodes and leaves a page for a prompt.
-
-        Decodes that ride along with prompts take of their limit and do not add to it (see `PrefillBudget`).
-        """
-        scheduler, most_running = self._config.scheduler, self._most_running
-        apart = scheduler.phases == "prefill-first"
-        most_decodes = most_running if apart else most_running + self._page_size
-        prompts = prompt_tokens(self._config, self._chunk)
-        largest = max(min(prompts, most_running * max_model_len), most_decodes)
-        if scheduler.max_num_batched_tokens is not None:
-            largest = min(largest, max(scheduler.max_num_batched_tokens, most_decodes))
-        if self._chunk == -1:  # prompts are never cut: one of any length is computed beside whoever decodes
-            largest = max(largest, max_model_len + (0 if apart else most_running))
-        return largest
 
     def _pool(self, budget: MemoryBudget) -> int:
         """KV slots that memory pays for, or that the user asked for, in whole pages."""
@@ -247,6 +233,33 @@ class PoolSize:
     def _note(self, name: str, reason: str) -> None:
         if reason:
             self._notes[name] = reason
+
+
+def largest_step(config: EngineConfig, chunk: int, most_running: int, max_model_len: int) -> int:
+    """New tokens of the largest step: full of prompts, or everybody decodes and leaves a page for a prompt.
+
+    Decodes that ride along with prompts take of their limit and do not add to it (see `PrefillBudget`).
+
+    Args:
+        chunk: the chunked prefill size, decided.
+        most_running: requests that run at once at most.
+    """
+    scheduler = config.scheduler
+    apart = scheduler.phases == "prefill-first"
+    most_decodes = most_running if apart else most_running + config.cache.page_size
+    largest = max(min(prompt_tokens(config, chunk), most_running * max_model_len), most_decodes)
+    if scheduler.max_num_batched_tokens is not None:
+        largest = min(largest, max(scheduler.max_num_batched_tokens, most_decodes))
+    if chunk == -1:  # prompts are never cut: one of any length is computed beside whoever decodes
+        largest = max(largest, max_model_len + (0 if apart else most_running))
+    return largest
+
+
+def largest_step_of(config: EngineConfig) -> int:
+    """The same for a resolved configuration."""
+    chunk, running = config.scheduler.chunked_prefill_size, config.scheduler.max_running_requests
+    assert chunk != "auto" and running != "auto" and config.model.max_model_len != "auto"
+    return largest_step(config, chunk, running, config.model.max_model_len)
 
 
 def prompt_tokens(config: EngineConfig, chunk: int) -> int:

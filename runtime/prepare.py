@@ -17,6 +17,7 @@ from .config_sources import MergedConfig
 from .host_facts import read_host_facts
 from .model_files.load_spec import load_spec
 from .model_files.model_spec import ModelSpec
+from .model_files.quantisation_choice import with_quantisation
 from .model_files.source import ModelSource, resolve_source
 from .presets import preset_reasons
 from .resolve import resolve
@@ -68,9 +69,10 @@ def prepare(
     source = resolve_source(
         config.model.model, need_weights=config.model.load_format != "dummy", progress=on_download
     )
-    spec = load_spec(source)
+    spec = with_quantisation(load_spec(source), config.model.quantization)
     resolved = resolve(config, spec, read_host_facts())
     model = resolved.config.model
+    spec = with_quantisation(spec, model.quantization)
     notes = {**preset_reasons(config.scheduler.preset, merged.origins), **resolved.notes}
     if model.served_model_name is None:
         notes["served_model_name"] = "the model's own name"
@@ -78,6 +80,8 @@ def prepare(
     if model.load_format == "auto":
         notes["load_format"] = "what the model's files are"
         model = dataclasses.replace(model, load_format="gguf" if source.kind == "gguf" else "safetensors")
+    if model.quantization == "none" and "quantization" in notes:
+        logger.info("weights are dequantised: %s", notes["quantization"])
     return Prepared(dataclasses.replace(resolved.config, model=model), source, spec, notes)
 
 

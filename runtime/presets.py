@@ -42,6 +42,7 @@ PRESETS: Final[Mapping[str, Mapping[str, PresetValue]]] = {
     "batch": {
         "schedule_policy": PresetValue("fcfs", "costs nothing however many wait"),
         "phases": PresetValue("mixed", "every step is full"),
+        "target_step_ms": PresetValue(0.0, "nobody reads along, and full chunks compute a little faster"),
         "max_running_requests": PresetValue(512, "weights are read once per step, for as many as fit"),
         "max_queued_requests": PresetValue(1_000_000, "the whole batch may be sent at once"),
         "schedule_conservativeness": PresetValue(0.5, "a retraction costs less than memory left empty"),

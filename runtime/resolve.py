@@ -12,21 +12,33 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .config import EngineConfig
+from .determinism import check_deterministic
+from .device_config import ParallelConfig
 from .errors import ConfigError
 from .host_facts import HostFacts, usable_threads
 from .memory_budget import GIB
+from .model_files.model_spec import SUPPORTED_MODEL_TYPES
+from .model_files.quantisation import BLOCK_METHODS, Quantization
+from .model_files.quantisation_choice import with_quantisation
 from .pool_size import Device, PoolDecision, PoolSize, prompt_tokens
+from .rank_spec import check_tp
 
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec
 
 BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
+BLOCK_FLAGS: Final = frozenset(
+    ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
+)
+"""What our kernels for weights in blocks are compiled for; with less they are slower than bfloat16, and not used."""
 BF16_CAPABILITY: Final = (8, 0)  # Ampere
 CPU_MEM_FRACTION: Final = 0.4  # other programs live in the same memory
 CUDA_MEM_FRACTION: Final = 0.88
 CPU_CHUNK_TOKENS: Final = 512
+CPU_TARGET_STEP_MS: Final = 50.0
 CUDA_CHUNK_TOKENS: Final = ((35, 2048), (60, 4096), (100, 8192))  # (GPU with less than GiB, chunk)
 CUDA_LARGE_CHUNK_TOKENS: Final = 16384
+MAX_AUTO_GRAPH_BATCH: Final = 256
 LONG_PREFILL_FRACTION: Final = 0.04  # of the context; vLLM's
 
 T = TypeVar("T")
@@ -69,6 +81,10 @@ class _Resolver:
         num_threads = self.num_threads()
         chunk = self.chunked_prefill_size(device)
         fraction = self.mem_fraction(device)
+        model_impl = self.model_impl()
+        quantization = self.quantization(device, dtype, model_impl)
+        self.spec = with_quantisation(self.spec, quantization)
+        self.check_parallel(device)
         pool = self.pool(device, dtype, num_threads, chunk, fraction)
         config = replace(
             self.config,
@@ -76,18 +92,31 @@ class _Resolver:
                 self.config.model,
                 device=device,
                 dtype=dtype,
+                model_impl=model_impl,
+                quantization=quantization,
                 num_threads=num_threads,
                 max_model_len=pool.max_model_len,
+                len_is_estimate=self.config.model.len_is_estimate
+                or self.config.model.max_model_len == "auto",
             ),
             cache=replace(
                 self.config.cache,
                 mem_fraction=fraction,
                 max_total_tokens=pool.max_total_tokens,
+                pool_is_estimate=self.config.cache.pool_is_estimate
+                or self.config.cache.max_total_tokens == "auto",
+                kv_cache_dtype=self.kv_cache_dtype(dtype, device),
                 swap_space=pool.swap_gib,
+            ),
+            kernels=replace(
+                self.config.kernels,
+                cuda_graph=self.cuda_graph(device, model_impl),
+                cuda_graph_max_bs=self.cuda_graph_max_bs(pool.max_running_requests),
             ),
             scheduler=replace(
                 self.config.scheduler,
                 chunked_prefill_size=chunk,
+                target_step_ms=self.target_step_ms(device, chunk),
                 max_running_requests=pool.max_running_requests,
                 max_num_batched_tokens=self.max_num_batched_tokens(chunk, pool.max_running_requests),
                 long_prefill_token_threshold=self.long_prefill_token_threshold(pool.max_model_len),
@@ -95,9 +124,24 @@ class _Resolver:
             ),
         )
         _assert_no_auto(config)
+        check_deterministic(config, self.spec)
         return Resolved(config, self.notes)
 
-    # ---------------------------------------------------------------- device and threads
+    # ---------------------------------------------------------------- ranks, device and threads
+
+    def check_parallel(self, device: str) -> None:
+        parallel = self.config.parallel
+        if parallel.executor == "ray":
+            check_ray(parallel)
+        if parallel.tp == 1:
+            return
+        check_tp(self.spec, parallel.tp)
+        num_gpus, needed = len(self.host.gpus), 1 if parallel.executor == "ray" else parallel.ranks_per_node
+        if device == "cuda" and needed > num_gpus:
+            raise ConfigError(
+                f"tp is {parallel.tp}, so {needed} GPUs are needed on each machine, but this one has {num_gpus}; lower "
+                f"--tp, or share the model among several machines with --nnodes"
+            )
 
     def device(self) -> Any:
         gpus, asked = self.host.gpus, self.config.model.device
@@ -129,6 +173,8 @@ class _Resolver:
                 reason = f"{gpu.name} (compute capability {major}.{minor}) has no bfloat16 instructions"
                 return self.note("dtype", "float32", reason)
             return self.note("dtype", "bfloat16", "native on GPUs since Ampere")
+        if self.config.kernels.deterministic:
+            return self.note("dtype", "bfloat16", "the deterministic products are bfloat16's")
         native = [flag for flag in BF16_FLAGS if flag in self.host.cpu_flags]
         if native:
             return self.note("dtype", "bfloat16", f"the CPU multiplies bfloat16 ({native[0]})")
@@ -137,11 +183,14 @@ class _Resolver:
     def num_threads(self) -> int:
         if self.config.model.num_threads != "auto":
             return self.config.model.num_threads
-        threads = usable_threads(self.host)
+        threads, ranks = usable_threads(self.host), self.config.parallel.ranks_on_one_host
         if threads < self.host.num_cores:
             reason = f"the cgroup grants {self.host.cpu_quota:g} CPUs of {self.host.num_cores} cores"
         else:
             reason = f"{self.host.num_cores} physical cores in the affinity mask ({self.host.num_cpus} logical CPUs)"
+        if ranks > 1:
+            threads = max(1, threads // ranks)
+            reason += f", shared by {ranks} ranks"
         return self.note("num_threads", threads, reason)
 
     def chunked_prefill_size(self, device: str) -> int:
@@ -167,6 +216,21 @@ class _Resolver:
             reason = f"{chunk} in whole pages of {self.page_size}" + (f"; {reason}" if reason else "")
         return self.note("chunked_prefill_size", rounded, reason)
 
+    def target_step_ms(self, device: str, chunk: int) -> float:
+        asked = self.config.scheduler.target_step_ms
+        apart = self.config.scheduler.phases == "prefill-first"
+        if asked != "auto":
+            if asked and apart:
+                raise ConfigError(
+                    f"target_step_ms is {asked:g}, but with phases prefill-first no step has prompts and decodes, so "
+                    "none could be cut for them; use --phases mixed, or leave --target-step-ms away"
+                )
+            return asked
+        if device == "cpu" and chunk != -1 and not apart:
+            reason = "running requests go on 20 times a second while prompts come, if the device can do that"
+            return self.note("target_step_ms", CPU_TARGET_STEP_MS, reason)
+        return 0.0
+
     # ---------------------------------------------------------------- memory
 
     def mem_fraction(self, device: str) -> float:
@@ -178,7 +242,7 @@ class _Resolver:
         return self.note("mem_fraction", CPU_MEM_FRACTION, "leaves memory to other programs on this machine")
 
     def pool(self, device: str, dtype: str, num_threads: int, chunk: int, fraction: float) -> PoolDecision:
-        host_free_bytes = self.host.mem_usable_bytes
+        host_free_bytes = self.host.mem_usable_bytes // self.config.parallel.ranks_on_one_host
         facts = Device(
             name=device,
             dtype=dtype,
@@ -229,7 +293,16 @@ class _Resolver:
         )
 
     def overlap(self, device: str) -> bool:
-        asked = self.config.scheduler.overlap
+        asked, speculative = self.config.scheduler.overlap, self.config.scheduler.speculative
+        if speculative != "off":
+            if asked is True:
+                raise ConfigError(
+                    f"overlap is on, but so is speculative {speculative}: a step cannot be planned before it is known "
+                    "how many tokens the one before yields; use --no-overlap, or --speculative off"
+                )
+            return self.note(
+                "overlap", False, "how many tokens a step with drafts yields must be known first"
+            )
         if asked != "auto":
             return asked
         if device == "cuda":
@@ -238,10 +311,112 @@ class _Resolver:
             "overlap", False, "on the CPU a launch is the whole step, so nothing would be left to overlap"
         )
 
+    # ---------------------------------------------------------------- model and kernels
+
+    def model_impl(self) -> Any:
+        asked, model_type = self.config.model.model_impl, self.spec.model_type
+        is_known = model_type in SUPPORTED_MODEL_TYPES
+        if asked == "engine" and not is_known:
+            raise ConfigError(
+                f"model_impl is engine, but the engine has no model for {model_type}, only for "
+                f"{', '.join(SUPPORTED_MODEL_TYPES)}; use --model-impl transformers"
+            )
+        chosen = asked if asked != "auto" else "engine" if is_known else "transformers"
+        if chosen == "transformers" and self.config.parallel.tp > 1:
+            raise ConfigError(
+                f"tp is {self.config.parallel.tp}, but {model_type} is computed by transformers, on one device only; "
+                "use --tp 1" + (" or --model-impl engine" if is_known else "")
+            )
+        if asked != "auto":
+            return chosen
+        reason = "there is a model for {}" if is_known else "the engine has no model for {} of its own"
+        return self.note("model_impl", chosen, reason.format(model_type))
+
+    def quantization(self, device: str, dtype: str, model_impl: str) -> Quantization | None:
+        """The form of the weights; None: as the checkpoint says, which every device can make something of."""
+        asked, found = self.config.model.quantization, self.spec.quantisation
+        against, way_out = self.against_blocks(device, dtype, model_impl)
+        if asked in BLOCK_METHODS and against:
+            raise ConfigError(f"quantization is {asked}, but {against}; {way_out} or --quantization none")
+        if asked is not None or found is None or found.method != "gguf":
+            return asked
+        if against:
+            return self.note("quantization", "none", against)
+        return self.note(
+            "quantization", "gguf", "the file's own numbers, which this CPU multiplies as they are"
+        )
+
+    def against_blocks(self, device: str, dtype: str, model_impl: str) -> tuple[str, str]:
+        """Why weights in blocks cannot be multiplied with here, and the way out; empty: they can."""
+        if device != "cpu":
+            return f"weights in blocks are multiplied by the CPU only, not by {device}", "use --device cpu"
+        if dtype != "bfloat16":
+            return (
+                f"weights in blocks are multiplied with bfloat16 only, not with {dtype}",
+                "use --dtype bfloat16",
+            )
+        if not self.host.cpu_flags.issuperset(BLOCK_FLAGS):
+            return (
+                "weights in blocks are multiplied with AVX512-VNNI and AVX512-BF16, which this CPU lacks",
+                "use another CPU",
+            )
+        if model_impl == "transformers":
+            return "transformers computes with plain weights only", "use --model-impl engine"
+        if self.config.model.load_format == "dummy" and self.config.model.quantization in (None, "gguf"):
+            return "random weights are in no file's blocks", "use int8, int4"
+        return "", ""
+
+    def kv_cache_dtype(self, dtype: Any, device: str) -> Any:
+        asked = self.config.cache.kv_cache_dtype
+        if asked == "int8" and device != "cpu":
+            raise ConfigError(
+                f"kv_cache_dtype is int8, but only the CPU reads that, not {device}; use --kv-cache-dtype fp8 or auto"
+            )
+        return dtype if asked == "auto" else asked
+
+    def cuda_graph(self, device: str, model_impl: str) -> bool:
+        asked, theirs = self.config.kernels.cuda_graph, model_impl == "transformers"
+        if asked is True and theirs:
+            raise ConfigError(
+                f"cuda_graph is on, but {self.spec.model_type} is computed by transformers, whose models may wait for "
+                "the device within a step; use --no-cuda-graph"
+            )
+        if asked != "auto":
+            return asked
+        if theirs:
+            return self.note(
+                "cuda_graph", False, "transformers' models may wait for the device within a step"
+            )
+        return self.note("cuda_graph", True, "replaying a step costs the host less than launching it")
+
+    def cuda_graph_max_bs(self, max_running: int) -> int:
+        asked = self.config.kernels.cuda_graph_max_bs
+        if asked != "auto":
+            return min(asked, max_running)
+        return min(MAX_AUTO_GRAPH_BATCH, max_running)
+
     def note(self, name: str, value: T, reason: str) -> T:
         if reason:
             self.notes[name] = reason
         return value
+
+
+def check_ray(parallel: ParallelConfig) -> None:
+    """Refuse what contradicts `--executor ray`.
+
+    Raises:
+        ConfigError: there is no other rank to start, or a setting decides what Ray is to decide.
+    """
+    if parallel.tp == 1:
+        raise ConfigError(
+            "executor is ray, but tp is 1, so there is no other rank for Ray to start; raise --tp, or use --executor "
+            "local"
+        )
+    if parallel.nnodes > 1 or parallel.cluster_key_file is not None:
+        raise ConfigError(
+            "executor is ray, which finds the machines and makes their key itself; leave --nnodes, --node-rank and "
+            "--cluster-key-file away, or use --executor local"
+        )
 
 
 def _assert_no_auto(config: EngineConfig) -> None:

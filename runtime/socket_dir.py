@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,13 @@ _LOCK_NAME: Final = "lock"
 _LOCK_TEXT: Final = (
     b"This directory holds the sockets of a running engine; a later one removes it if need be.\n"
 )
-_SOCKET_NAMES: Final = {role: f"{role.value}.sock" for role in Role}
+_SOCKET_NAMES: Final = {
+    role: f"{role.value}.sock" for role in (Role.SCHEDULER, Role.DETOKENIZER, Role.TOKENIZER_MANAGER)
+}
+_RANK_STORE_NAME: Final = "ranks"
+_RANK_SOCKET: Final = f"{Role.MODEL_RUNNER.value}_{{rank}}.sock"
+_RANK_SOCKET_PATTERN: Final = re.compile(_RANK_SOCKET.format(rank=r"\d{1,4}"))
+_LONGEST_NAME: Final = max(*_SOCKET_NAMES.values(), _RANK_SOCKET.format(rank=9999), key=len)
 _MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of a Unix socket address, less the final zero
 
 
@@ -53,7 +60,7 @@ class SocketDir:
             raise ConfigError(
                 f"no directory for sockets can be made in {tempfile.gettempdir()}: {error}"
             ) from error
-        if len(os.fsencode(self.path / max(_SOCKET_NAMES.values(), key=len))) > _MAX_SOCKET_PATH_BYTES:
+        if len(os.fsencode(self.path / _LONGEST_NAME)) > _MAX_SOCKET_PATH_BYTES:
             self.remove()
             raise ConfigError(
                 f"the path {self.path} is too long for sockets: with a name it must fit into "
@@ -61,9 +68,17 @@ class SocketDir:
             )
         _remove_abandoned(self.path.parent)
 
-    def endpoints(self) -> Endpoints:
-        """Where each room receives."""
-        return Endpoints(**{role.value: f"ipc://{self.path / name}" for role, name in _SOCKET_NAMES.items()})
+    def endpoints(self, ranks: Iterable[int] = ()) -> Endpoints:
+        """Where each room receives.
+
+        Args:
+            ranks: of the model runners that are processes of their own here.
+        """
+        return Endpoints(
+            **{role.value: f"ipc://{self.path / name}" for role, name in _SOCKET_NAMES.items()},
+            model_runners=tuple(f"ipc://{self.path / _RANK_SOCKET.format(rank=rank)}" for rank in ranks),
+            rank_store=str(self.path / _RANK_STORE_NAME),
+        )
 
     def remove(self) -> None:
         """Remove the directory with all sockets in it."""
@@ -94,10 +109,17 @@ def _remove_abandoned(parent: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove one of our directories. What else somebody has put into it stays, and so does the directory then."""
     with contextlib.suppress(OSError):
-        for name in _SOCKET_NAMES.values():
-            (path / name).unlink(missing_ok=True)
+        for name in os.listdir(path):
+            if _is_ours(name):
+                (path / name).unlink(missing_ok=True)
         (path / _LOCK_NAME).unlink(missing_ok=True)
         path.rmdir()
+
+
+def _is_ours(name: str) -> bool:
+    """Whether this is the name of a socket, or of the file of the ranks."""
+    known = name == _RANK_STORE_NAME or name in _SOCKET_NAMES.values()
+    return known or _RANK_SOCKET_PATTERN.fullmatch(name) is not None
 
 
 def _own_dirs(parent: Path) -> Iterator[Path]:

@@ -61,14 +61,16 @@ class StepPlan(Record, frozen=True):
 
     The runner applies the fields in this order: `swap_outs`, `page_copies`, `swap_ins`, `finished_rows`, `new_reqs`,
     `row_updates`, then the batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or,
-    beyond its end, the token sampled for that row in its last step, which need not have reached the host yet.
+    beyond its end, the token sampled for that row in its last step, which need not have reached the host yet. Behind
+    that one come the request's drafts, guesses at the next tokens: the runner samples after each of them, too, and
+    keeps what is sampled as far as the drafts say the same, and the first token that they do not.
 
     Attributes:
         step_id: counts up from 1.
         mode: see `ForwardMode`.
         rows: [B] pool row of each request, extends first, then decodes.
         num_computed_tokens: [B] tokens whose KV exists already: position of the first new token.
-        num_scheduled_tokens: [B] new tokens: 1 for a decode, more for a prefill chunk.
+        num_scheduled_tokens: [B] new tokens: 1 for a decode, 1 + k for one with k drafts, more for a prefill chunk.
         out_cache_loc: [T] KV slot of each new token, in batch order; none twice.
         samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt.
         total_num_scheduled_tokens: T.
@@ -77,6 +79,8 @@ class StepPlan(Record, frozen=True):
         finished_rows: rows whose requests left (finished, aborted, retracted) since the last plan.
         swap_outs: [O, 2] (page, host page): KV that goes to the host; the pages may be written again in this step.
         swap_ins: [I, 2] (host page, page): KV that comes back. Never both in one step; see `Capacity.num_host_pages`.
+        num_drafts: [B] drafts of each request, only of decodes; empty if nobody has any.
+        draft_ids: [sum of num_drafts] the drafts, request after request.
     """
 
     step_id: int
@@ -93,6 +97,8 @@ class StepPlan(Record, frozen=True):
     finished_rows: bytes = b""
     swap_outs: bytes = b""
     swap_ins: bytes = b""
+    num_drafts: bytes = b""
+    draft_ids: bytes = b""
 
 
 class StepResult(Record, frozen=True):
@@ -100,7 +106,8 @@ class StepResult(Record, frozen=True):
 
     Attributes:
         step_id: of the plan.
-        next_token_ids: [S] the sampled tokens, in batch order of the requests with `samples` = 1.
+        next_token_ids: [S] the sampled tokens, in batch order of the requests with `samples` = 1; in a step with drafts
+            as many of each request as `num_next_tokens` says, one after the other.
         logprobs: one entry per sampled request (each of n = 1 token), or empty when nobody in the batch asked.
         prompt_logprobs: batch index -> log-probabilities of the prompt tokens *predicted by* this chunk: the tokens at
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
@@ -109,6 +116,10 @@ class StepResult(Record, frozen=True):
         forward_s: seconds that the device spent on it, the way of the tokens to the host included; a step that was
             launched while the one before ran counts from that one's end. The CPU is a device that starts at once.
         swap_s: of these, seconds that the device was busy swapping; 0 without swaps.
+        out_of_memory: why the step has computed nothing: the device had no memory for it. Everything of the plan before
+            the batch has been done; the KV of the batch's new tokens is arbitrary. Empty for a step that has.
+        num_next_tokens: [S] tokens of each request: 1 and one more for each draft that was right; empty for a step
+            without drafts.
     """
 
     step_id: int
@@ -118,6 +129,8 @@ class StepResult(Record, frozen=True):
     errors: dict[int, str] = {}  # noqa: RUF012
     forward_s: float = 0.0
     swap_s: float = 0.0
+    out_of_memory: str = ""
+    num_next_tokens: bytes = b""
 
 
 class Pending(Protocol):

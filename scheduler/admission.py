@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
 from .admission_pass import AdmissionParts, AdmissionPass
+from .arrays import IntArray
 from .budget import PrefillBudget
 from .decision_log import PassRecord
 from .estimator.base import OutputEstimator
@@ -14,23 +16,30 @@ from .req import Req, ReqStatus
 from .req_to_token_pool import ReqToTokenPool
 from .shared_prefixes import SharedPrefixes
 from .stats import SchedulerStats
+from .step_caps import StepCaps
 from .step_limits import StepLimits
+from .step_target import StepTarget
 from .verdict import Reason, Verdict
 
 _MAX_AGED = 256
 """Ageing looks at so many of the longest waiting requests in each pass; the others' turn comes when those have left."""
 
+_MAX_COUNTED = 32
+"""Waiting prompts whose tokens are added up in each pass; when there are more, steps are as long as they get."""
+
 
 class Admission:
     """Continues the prompts in progress, has an `AdmissionPass` choose who else starts, and starts them."""
 
-    __slots__ = ("_estimator", "_limits", "_make_shared", "_parts", "_pool", "_stats")
+    __slots__ = ("_caps", "_estimator", "_limits", "_make_shared", "_parts", "_pool", "_stats", "_target")
 
     def __init__(
         self,
         parts: AdmissionParts,
         limits: StepLimits,
         *,
+        caps: StepCaps,
+        target: StepTarget,
         pool: ReqToTokenPool,
         estimator: OutputEstimator,
         make_shared: Callable[[], SharedPrefixes],
@@ -39,6 +48,8 @@ class Admission:
         """Compose; `make_shared` makes what remembers, for one pass, which prefixes are being computed."""
         self._parts = parts
         self._limits = limits
+        self._caps = caps
+        self._target = target
         self._pool = pool
         self._estimator = estimator
         self._make_shared = make_shared
@@ -50,13 +61,17 @@ class Admission:
         record.end(reason)
         return []
 
-    def plan(self, record: PassRecord, num_decodes: int, now_s: float) -> list[Chunk]:
-        """Continue the prompts in progress, then admit waiting requests; gives those admitted rows and pages."""
+    def plan(self, record: PassRecord, decode_rows: IntArray, now_s: float) -> list[Chunk]:
+        """Continue the prompts in progress, then admit waiting requests; gives those admitted rows and pages.
+
+        Args:
+            decode_rows: rows of the requests that decode in the same step.
+        """
         parts, requests = self._parts, self._parts.requests
         self._count_waiting(record)
         if not (record.num_waiting or requests.partial):
             return []
-        adder = self._adder(num_decodes)
+        adder = self._adder(decode_rows)
         record.budget_before = adder.budget.state()
         for req in requests.partial:
             record.continued.append(adder.continue_chunk(req, int(parts.states.num_computed[req.row])))
@@ -70,6 +85,7 @@ class Admission:
             record.end(reason)
         _replace(record, adder.use_leftover())
         record.budget_after = adder.budget.state()
+        record.step_time = self._target.explain(adder.budget.time)
         record.cache_misses = parts.kv.take_misses()
         for chunk in adder.chunks:
             self._start(chunk, sources.get(chunk.req), now_s)
@@ -81,8 +97,11 @@ class Admission:
         record.num_waiting = self._parts.requests.num_waiting
         record.num_grammar = len(self._parts.requests.grammar)
 
-    def _adder(self, num_decodes: int) -> PrefillAdder:
-        parts, limits, page_size = self._parts, self._limits, self._parts.kv.page_size
+    def _adder(self, decode_rows: IntArray) -> PrefillAdder:
+        parts, page_size = self._parts, self._parts.kv.page_size
+        num_decodes = len(decode_rows)
+        kv_tokens = int(parts.states.num_computed[decode_rows].sum()) + num_decodes
+        limits = self._limits.capped(self._caps.max_step_tokens)
         budget = PrefillBudget(
             page_size=page_size,
             available_tokens=parts.kv.available_pages * page_size,
@@ -92,21 +111,36 @@ class Admission:
             num_decodes=num_decodes,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             decodes_first=limits.decodes_first,
+            time=self._target.for_prompts(num_decodes, kv_tokens, self._waiting_tokens(), page_size),
         )
         return PrefillAdder(
             parts.kv,
             budget,
-            num_free_rows=self._pool.num_free_rows,
+            num_free_rows=self._num_free_rows,
             nothing_runs=not parts.requests.num_with_row,
             estimator=self._estimator,
             partial_prefills=PartialPrefills(
                 limits.partial,
                 page_size=page_size,
-                step_tokens=budget.rem_step_tokens,
+                step_tokens=min(budget.rem_step_tokens, budget.time.most_tokens(0)),
                 num_prompts=len(parts.requests.partial) + len(parts.requests.waiting),
             ),
             num_lookahead_tokens=limits.num_lookahead_tokens,
         )
+
+    def _waiting_tokens(self) -> int:
+        """Prompt tokens to be computed, cached ones included; of those that wait, the first ones count."""
+        requests, states = self._parts.requests, self._parts.states
+        started = sum(req.fill_len - int(states.num_computed[req.row]) for req in requests.partial)
+        return started + sum(req.fill_len for req in islice(requests.waiting, _MAX_COUNTED))
+
+    @property
+    def _num_free_rows(self) -> int:
+        """Below 0 while more run than a cap allows: then a place that is taken from somebody is nobody else's."""
+        free = self._pool.num_free_rows
+        if self._caps.max_running is None:
+            return free
+        return min(free, self._caps.max_running - self._parts.requests.num_with_row)
 
     def _start(self, chunk: Chunk, sibling: Req | None, now_s: float) -> None:
         """Give a chunk its row and pages, and the request its new status."""

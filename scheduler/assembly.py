@@ -26,6 +26,7 @@ from .explainer import Explainer
 from .host_memory import HostMemory
 from .kv_memory import KVMemory
 from .ledger import Ledger
+from .out_of_memory import OutOfMemory
 from .outputs import StopRules
 from .page_allocator import PageAllocator
 from .phases import StepPhases, make_phases
@@ -43,9 +44,12 @@ from .results import ResultSettler
 from .row_states import RowStates
 from .shared_prefixes import HeldBack, NobodyHeldBack
 from .siblings import Siblings
+from .speculation import Speculation, make_speculation
 from .stall import StallSentinel
 from .stats import SchedulerStats
+from .step_caps import StepCaps
 from .step_limits import StepLimits
+from .step_target import make_step_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class SchedulerParts:
     policy: SchedulePolicy
     estimator: OutputEstimator
     phases: StepPhases
+    speculation: Speculation
+    out_of_memory: OutOfMemory
     settler: ResultSettler
     deadlines: Deadlines
     sentinel: StallSentinel
@@ -88,7 +94,8 @@ def assemble(
     pool = ReqToTokenPool(num_rows, pages_for(capacity.max_model_len, page_size), page_size)
     states = RowStates(num_rows, capacity.max_model_len)
     host = HostMemory(capacity.num_host_pages)
-    prefix_cache = _make_prefix_cache(cache, capacity)
+    max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
+    prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages)
     kv = KVMemory(
         allocator, pool, states, prefix_cache, host, num_lookahead_tokens=config.num_lookahead_tokens
     )
@@ -99,7 +106,10 @@ def assemble(
 
     policy = make_policy(config, PolicyParts(kv.known_matches, page_size, load))
     siblings, max_loras = Siblings(states), MaxLoras(config.max_loras_per_batch)
-    requests = Requests(kv, policy, (siblings, max_loras))
+    limits = StepLimits.of(config)
+    caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
+    speculation = make_speculation(config, limits, states=states, pool=pool, kv=kv, caps=caps)
+    requests = Requests(kv, policy, (siblings, max_loras, speculation))
     mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
     preemption = Preemption(
         requests,
@@ -112,7 +122,8 @@ def assemble(
     )
     estimator = make_estimator(config, page_size)
     shares = cache.radix_cache and config.in_batch_prefix_caching
-    limits = StepLimits.of(config)
+    target = make_step_target(limits.target_step_ms)
+    out_of_memory = OutOfMemory(requests, preemption, caps)
     admission = Admission(
         AdmissionParts(
             requests=requests,
@@ -127,6 +138,8 @@ def assemble(
             look_ahead=limits.look_ahead,
         ),
         limits,
+        caps=caps,
+        target=target,
         pool=pool,
         estimator=estimator,
         make_shared=partial(HeldBack, page_size) if shares else NobodyHeldBack,
@@ -153,32 +166,36 @@ def assemble(
         ledger=Ledger(allocator, pool, prefix_cache, kv, host),
         policy=policy,
         estimator=estimator,
-        phases=make_phases(config, admission, decodes, requests),
+        phases=make_phases(config, admission, decodes, requests, out_of_memory),
+        speculation=speculation,
+        out_of_memory=out_of_memory,
         settler=ResultSettler(
             requests,
             states=states,
             pool=pool,
             kv=kv,
             stop_rules=StopRules(eos_token_ids, capacity.vocab_size),
+            caps=caps,
+            out_of_memory=out_of_memory,
             estimator=estimator,
             mode=mode,
+            policy=policy,
+            target=target,
+            speculation=speculation,
             stats=stats,
             streams=streams,
         ),
         deadlines=Deadlines(config.queue_timeout, config.request_timeout),
         sentinel=StallSentinel(),
-        pinner=Pinner(kv, max_pinned_tokens=int(cache.pin_fraction * capacity.num_pages) * page_size),
+        pinner=Pinner(kv, max_pinned_tokens=max_pinned_pages * page_size),
         explainer=Explainer(decisions, requests.by_id),
         answers=answers,
         stats=stats,
     )
 
 
-def _make_prefix_cache(cache: CacheConfig, capacity: Capacity) -> PrefixCache:
+def _make_prefix_cache(cache: CacheConfig, page_size: int, max_pinned_pages: int) -> PrefixCache:
     if not cache.radix_cache:
         return NoPrefixCache()
-    return RadixCache(
-        capacity.page_size,
-        eviction=make_eviction(cache.eviction_policy),
-        max_pinned_pages=int(cache.pin_fraction * capacity.num_pages),
-    )
+    eviction = make_eviction(cache.eviction_policy)
+    return RadixCache(page_size, eviction=eviction, max_pinned_pages=max_pinned_pages)

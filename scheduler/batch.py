@@ -12,6 +12,7 @@ import numpy as np
 
 from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
 from .arrays import BoolArray, IntArray
+from .drafts import NO_DRAFTS, Drafts
 from .host_memory import HostMemory
 from .kv_memory import KVMemory
 from .prefill_adder import Chunk
@@ -29,11 +30,12 @@ class ScheduleBatch:
         num_extends: E.
         rows: [B] the requests' rows when the step was planned.
         epochs: [B] the rows' epochs then; see `still_here`.
-        end: [B] the number of tokens with KV after the step.
+        end: [B] the number of tokens with KV after the step; with drafts those of them that were right come on top.
+        num_drafts: draft tokens of all requests.
         sampled: [S] batch indices of those that sample; `StepResult.next_token_ids` is in this order.
     """
 
-    __slots__ = ("end", "epochs", "num_extends", "plan", "reqs", "rows", "sampled")
+    __slots__ = ("end", "epochs", "num_drafts", "num_extends", "plan", "reqs", "rows", "sampled")
 
     def __init__(
         self,
@@ -46,8 +48,9 @@ class ScheduleBatch:
         pool: ReqToTokenPool,
         kv: KVMemory,
         host: HostMemory,
+        drafts: Drafts = NO_DRAFTS,
     ) -> None:
-        """Build the plan of a step and count its tokens as computed.
+        """Build the plan of a step and count its tokens as computed, but for the drafts, which may be wrong.
 
         Rows and pages of all tokens are taken already; the pool's rows that left, the rows whose pages moved, and the
         copies between pages and with the host since the last plan are collected here.
@@ -55,11 +58,20 @@ class ScheduleBatch:
         positions = states.num_computed[decode_rows]
         ends = positions + np.int32(1)
         states.num_computed[decode_rows] = ends
-        out_cache_loc = pool.slots_at(decode_rows, positions)
+        lengths = np.ones_like(positions)
+        if drafts:
+            lengths += drafts.counts
+            offsets = np.cumsum(lengths, dtype=np.int32) - lengths
+            token_positions = np.repeat(positions - offsets, lengths)
+            token_positions += np.arange(len(token_positions), dtype=np.int32)
+            out_cache_loc = pool.slots_at(np.repeat(decode_rows, lengths), token_positions)
+        else:
+            out_cache_loc = pool.slots_at(decode_rows, positions)
         if chunks:
             chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
             starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-            chunk_ends = starts + np.array([chunk.length for chunk in chunks], dtype=np.int32)
+            chunk_lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
+            chunk_ends = starts + chunk_lengths
             states.num_computed[chunk_rows] = chunk_ends
             chunk_slots = [
                 pool.slots(chunk.req.row, chunk.start, chunk.start + chunk.length) for chunk in chunks
@@ -67,6 +79,7 @@ class ScheduleBatch:
             out_cache_loc = np.concatenate([*chunk_slots, out_cache_loc])
             positions = np.concatenate([starts, positions])
             ends = np.concatenate([chunk_ends, ends])
+            lengths = np.concatenate([chunk_lengths, lengths])
             self.rows: IntArray = np.concatenate([chunk_rows, decode_rows])
             self.reqs = [chunk.req for chunk in chunks] + decode_reqs
             samples = np.ones(len(self.rows), dtype=np.uint8)
@@ -78,6 +91,7 @@ class ScheduleBatch:
             samples = np.ones(len(decode_rows), dtype=np.uint8)
             self.sampled = np.arange(len(decode_rows), dtype=np.int32)
         self.num_extends = len(chunks)
+        self.num_drafts = len(drafts.token_ids)
         self.epochs: IntArray = pool.epoch[self.rows]
         self.end = ends
         swap_outs, swap_ins = host.take_copies()
@@ -86,7 +100,7 @@ class ScheduleBatch:
             mode=_mode(len(chunks), len(decode_rows)),
             rows=self.rows.tobytes(),
             num_computed_tokens=positions.tobytes(),
-            num_scheduled_tokens=(ends - positions).tobytes(),
+            num_scheduled_tokens=lengths.tobytes(),
             out_cache_loc=out_cache_loc.tobytes(),
             samples=samples.tobytes(),
             total_num_scheduled_tokens=len(out_cache_loc),
@@ -99,6 +113,8 @@ class ScheduleBatch:
             page_copies=kv.take_copies(),
             swap_outs=swap_outs.tobytes(),
             swap_ins=swap_ins.tobytes(),
+            num_drafts=_per_request(drafts, len(chunks)),
+            draft_ids=drafts.token_ids.tobytes(),
         )
 
     def __len__(self) -> int:
@@ -108,7 +124,7 @@ class ScheduleBatch:
         """Of the plan's arrays: equal plans have equal ones, so a replay can be compared without keeping plans."""
         plan = self.plan
         checksum = zlib.crc32(plan.out_cache_loc, zlib.crc32(plan.rows))
-        for array in (plan.num_scheduled_tokens, plan.finished_rows, plan.page_copies):
+        for array in (plan.num_scheduled_tokens, plan.finished_rows, plan.page_copies, plan.draft_ids):
             checksum = zlib.crc32(array, checksum)
         return zlib.crc32(plan.swap_ins, zlib.crc32(plan.swap_outs, checksum))
 
@@ -122,6 +138,11 @@ def _mode(num_extends: int, num_decodes: int) -> ForwardMode:
     if not num_extends:
         return ForwardMode.DECODE if num_decodes else ForwardMode.IDLE
     return ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND
+
+
+def _per_request(drafts: Drafts, num_extends: int) -> bytes:
+    """How many drafts each request of the batch has; prompts have none."""
+    return np.concatenate([np.zeros(num_extends, dtype=np.int32), drafts.counts]).tobytes() if drafts else b""
 
 
 def _new_req(chunk: Chunk, pool: ReqToTokenPool) -> NewReq:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
+from .prompt_time import UNLIMITED, PromptTime
+
 CLIP_MAX_NEW_TOKENS: Final = 4096
 """At most so many future tokens are expected of one request: an estimate for admission, never a limit on the output."""
-
-UNLIMITED: Final = 1 << 60
 
 
 class BudgetState(NamedTuple):
@@ -31,6 +31,7 @@ class PrefillBudget:
         rem_chunk_tokens: the same by the chunk size; `UNLIMITED` when prompts are never cut.
         cuts_prompts: whether a prompt may be computed in several steps.
         allows_oversized: whether a prompt that is never cut may have a step to itself that it does not fit into.
+        time: what the step's prompts may take, in seconds; see `StepTarget`.
 
     The pages of the decodes that ride along have been taken before the pass and are missing from the memory already;
     SGLang subtracts them here. Of the limits on prompts they leave at least a page, so that many running requests
@@ -49,6 +50,7 @@ class PrefillBudget:
         "rem_chunk_tokens",
         "rem_input_tokens",
         "rem_total_tokens",
+        "time",
     )
 
     def __init__(
@@ -62,6 +64,7 @@ class PrefillBudget:
         num_decodes: int,
         max_num_batched_tokens: int | None = None,
         decodes_first: bool = False,
+        time: PromptTime | None = None,
     ) -> None:
         """Start a pass.
 
@@ -78,7 +81,9 @@ class PrefillBudget:
                 get a page of each step even then, so that the first token of a new request cannot be put off for as
                 long as the others run. A step without decodes always has room for a page: smaller limits than that
                 would stop the engine for good.
+            time: what prompts may take; as long as they need unless given.
         """
+        self.time = time if time is not None else PromptTime.unlimited()
         self.page_size = page_size
         self.cur_rem_tokens = available_tokens
         self.rem_total_tokens = available_tokens - math.ceil(expected_tokens)

@@ -1,4 +1,4 @@
-"""Faults on purpose (`--chaos`): running requests lose their place at random, so that tests meet it often.
+"""Faults on purpose (`--chaos`): requests lose their place and steps their results, so that tests meet it often.
 
 vLLM had such a switch (`VLLM_TEST_ENABLE_ARTIFICIAL_PREEMPT`), SGLang has one (`SGLANG_TEST_RETRACT`).
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from ..runtime.config import ChaosSpec
+from ..runtime.config import ChaosSpec, SchedulerConfig, parse_chaos
+from ..runtime.step_plan import Pending, Runner, StepPlan, StepResult
 from .req import Req
 
 
@@ -49,4 +50,51 @@ class ChaosRetract:
 
 def make_chaos(spec: ChaosSpec | None, seed: int) -> Chaos:
     """What `--chaos` asks for."""
-    return NoChaos() if spec is None else ChaosRetract(spec, seed)
+    return ChaosRetract(spec, seed) if spec is not None and spec.max_retractions else NoChaos()
+
+
+class ChaosRunner:
+    """A runner whose steps are said to have found no memory now and then; everything else of them has been done.
+
+    The smallest steps are spared: whoever fails in one of those again and again is answered with an error.
+    """
+
+    __slots__ = ("_left", "_page_size", "_probability", "_random", "_runner")
+
+    def __init__(self, runner: Runner, spec: ChaosSpec, seed: int, page_size: int) -> None:
+        self._runner = runner
+        self._page_size = page_size
+        self._probability = spec.oom_probability
+        self._left = spec.max_ooms
+        self._random = random.Random(seed)
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """See `Runner`."""
+        pending = self._runner.launch(plan)
+        is_small = len(plan.samples) < 2 and plan.total_num_scheduled_tokens <= self._page_size
+        if is_small or not self._left or self._random.random() >= self._probability:
+            return pending
+        self._left -= 1
+        return _WithoutMemory(pending)
+
+
+class _WithoutMemory(NamedTuple):
+    pending: Pending
+
+    def wait(self) -> StepResult:
+        """See `Pending`."""
+        result = self.pending.wait()
+        return StepResult(
+            result.step_id,
+            forward_s=result.forward_s,
+            swap_s=result.swap_s,
+            out_of_memory="asked for by --chaos",
+        )
+
+
+def with_chaos(runner: Runner, config: SchedulerConfig, page_size: int) -> Runner:
+    """The runner, with the faults that `--chaos` asks for."""
+    spec = parse_chaos(config.chaos)
+    if spec is None or not spec.max_ooms:
+        return runner
+    return ChaosRunner(runner, spec, config.policy_seed, page_size)

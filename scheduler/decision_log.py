@@ -20,6 +20,7 @@ from ..runtime.messages import FinishKind
 from ..runtime.step_plan import ForwardMode
 from .budget import BudgetState
 from .cache_miss import CacheMiss
+from .prompt_time import StepTime
 from .verdict import Reason, Verdict
 
 KEPT_RECORDS: Final = 8192
@@ -31,7 +32,7 @@ class Retraction(NamedTuple):
     Attributes:
         rid: whose.
         mode: "recompute" or "swap".
-        cause: "memory", "priority" (somebody more urgent came) or "chaos" (`--chaos`).
+        cause: "memory", "priority" (somebody more urgent came), "device memory" (none for a step) or "chaos".
         num_pages: pages it gave back or copied to the host.
         output_len: tokens it had generated.
     """
@@ -66,12 +67,14 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
 
 
 class Left(NamedTuple):
-    """A request was answered for the last time."""
+    """A request was answered for the last time; of its drafts `num_right_drafts` became tokens of the answer."""
 
     rid: str
     kind: FinishKind
     output_len: int
     message: str = ""
+    num_drafts: int = 0
+    num_right_drafts: int = 0
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True):
@@ -83,6 +86,8 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         left: requests that ended with it.
         next_token_ids, errors, swap_s: as in `StepResult`; for replay.
         grammars: requests whose grammar has come, so that they wait with the others from now on.
+        out_of_memory: as in `StepResult`; who lost its place then stands in the next pass.
+        num_next_tokens: as in `StepResult`.
     """
 
     now_s: float
@@ -93,6 +98,8 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     swap_s: float = 0.0
     grammars: list[str] = msgspec.field(default_factory=list)
+    out_of_memory: str = ""
+    num_next_tokens: bytes = b""
 
 
 class PassRecord(msgspec.Struct, tag="pass", array_like=True):
@@ -119,6 +126,8 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         policy: name of the policy that ordered the queue.
         notes: anything else that was decided, in words (a policy switch, a fault that was asked for).
         plan_crc: checksum of the plan's arrays; 0 without a plan.
+        step_time: what was predicted of the step's time; None where it was no limit.
+        num_drafts: draft tokens that the step checks.
     """
 
     now_s: float
@@ -143,6 +152,8 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
     policy: str = ""
     notes: list[str] = msgspec.field(default_factory=list)
     plan_crc: int = 0
+    step_time: StepTime | None = None
+    num_drafts: int = 0
 
     @property
     def retracted(self) -> list[str]:
@@ -164,12 +175,15 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
     def lines(self) -> Iterator[str]:
         """For people: the pass, then each verdict."""
         retracted = ",".join(f"{each.rid}({each.cause}, {each.mode})" for each in self.retractions)
+        drafts = f"drafts={self.num_drafts} " if self.num_drafts else ""
         yield (
-            f"step={self.step_id} mode={self.mode.name} decodes={self.num_decodes} waiting={self.num_waiting} "
-            f"evicted_pages={self.evicted_pages} retracted={retracted or '-'}"
+            f"step={self.step_id} mode={self.mode.name} decodes={self.num_decodes} {drafts}"
+            f"waiting={self.num_waiting} evicted_pages={self.evicted_pages} retracted={retracted or '-'}"
         )
         for note in self.notes:
             yield f"step={self.step_id} {note}"
+        if self.step_time is not None:
+            yield f"step={self.step_id} STEP_TIME {self.step_time.text()}"
         for verdict in (*self.continued, *self.verdicts):
             yield f"step={self.step_id} {verdict.text()}"
         if self.num_grammar:

@@ -160,12 +160,12 @@ class KVMemory:
         ready_len = match.num_pages * self.page_size
         if req.host_pages is not None:
             ready_len = max(ready_len, req.host_len)
-        elif sibling is not None and self._tail_of(req, match, sibling):
+        elif sibling is not None and self._lacks_one_page(req, match):
             ready_len = req.prompt_len - 1
         return Prefix(match, ready_len)
 
-    def _tail_of(self, req: Req, match: PrefixMatch, sibling: Req) -> bool:
-        """Whether a sibling's page has all that a new request lacks of its prompt but the last token."""
+    def _lacks_one_page(self, req: Req, match: PrefixMatch) -> bool:
+        """Whether a new request lacks of its prompt, but for the last token, what stands in one page of a sibling's."""
         if _needs_prompt_logits(req):
             return False
         whole, rest = divmod(req.prompt_len - 1, self.page_size)

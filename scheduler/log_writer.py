@@ -50,8 +50,11 @@ class LogWriter:
     the log and not the service: one warning, and nothing is recorded from then on.
     """
 
-    def __init__(self, path: str | Path, header: Header) -> None:
+    def __init__(self, path: str | Path, header: Header | None = None) -> None:
         """Open the file, or make it, and begin a run behind those that it has.
+
+        Args:
+            header: None if it is not known yet: then `begin` has to be called before anything else.
 
         Raises:
             ConfigError: it is something else than a decision log, another process writes it, or it cannot be written.
@@ -60,6 +63,11 @@ class LogWriter:
         self._encoder = msgspec.msgpack.Encoder()
         self._pending = bytearray(RUN_HEAD.pack(MAGIC, VERSION))
         self._fd: int | None = self._open()
+        if header is not None:
+            self.begin(header)
+
+    def begin(self, header: Header) -> None:
+        """Write the head of the run."""
         self.add(header)
         self.flush()
 

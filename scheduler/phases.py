@@ -9,6 +9,7 @@ from .admission import Admission
 from .arrays import EMPTY, IntArray
 from .decision_log import PassRecord
 from .decodes import Decodes, still_decoding
+from .out_of_memory import OutOfMemory
 from .prefill_adder import Chunk
 from .req import Req
 from .requests import Requests
@@ -47,7 +48,7 @@ class Together:
     def plan(self, record: PassRecord, now_s: float) -> Work:
         rows, reqs = self._decodes.plan(record, now_s)
         num_retracted = len(record.retractions)
-        chunks = self._admission.plan(record, len(reqs), now_s)
+        chunks = self._admission.plan(record, rows, now_s)
         if len(record.retractions) > num_retracted:
             rows, reqs = still_decoding(rows, reqs)
         return Work(chunks, rows, reqs)
@@ -91,7 +92,7 @@ class PrefillFirst:
         if self._requests.running and not self._may_prefill:
             chunks = self._admission.skip(record, Reason.DECODES_FIRST)
         else:
-            chunks = self._admission.plan(record, 0, now_s)
+            chunks = self._admission.plan(record, EMPTY, now_s)
         if chunks:
             self._prefill_steps += 1
             self._decode_steps = 0
@@ -108,10 +109,36 @@ class PrefillFirst:
         return self._decode_steps >= self._decode_interval
 
 
+class UnlessHeld:
+    """The mode below, except while the device has no memory even for the smallest step: then nothing is computed."""
+
+    __slots__ = ("_admission", "_out_of_memory", "_phases")
+
+    def __init__(self, phases: StepPhases, admission: Admission, out_of_memory: OutOfMemory) -> None:
+        self._phases = phases
+        self._admission = admission
+        self._out_of_memory = out_of_memory
+
+    def plan(self, record: PassRecord, now_s: float) -> Work:
+        if not self._out_of_memory.holds(now_s):
+            return self._phases.plan(record, now_s)
+        return Work(self._admission.skip(record, Reason.NO_DEVICE_MEMORY), EMPTY, [])
+
+
 def make_phases(
-    config: SchedulerConfig, admission: Admission, decodes: Decodes, requests: Requests
+    config: SchedulerConfig,
+    admission: Admission,
+    decodes: Decodes,
+    requests: Requests,
+    out_of_memory: OutOfMemory,
 ) -> StepPhases:
     """The mode that `config.phases` names."""
+    return UnlessHeld(_make_mode(config, admission, decodes, requests), admission, out_of_memory)
+
+
+def _make_mode(
+    config: SchedulerConfig, admission: Admission, decodes: Decodes, requests: Requests
+) -> StepPhases:
     if config.phases == "prefill-first":
         return PrefillFirst(
             admission,

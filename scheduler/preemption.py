@@ -1,8 +1,9 @@
 """`Preemption`: how a running request loses its place, and who must make place for somebody more urgent.
 
-Three causes: memory ran out (`retraction.py` chooses), a more urgent request came (`victims_for` chooses), or a fault
-was asked for (`chaos.py`). In all of them the request goes back to a queue with its output so far; its KV is swapped to
-the host or computed again (`preemption_mode.py`). Since sampling noise is keyed by position, its text does not change.
+Four causes: KV memory ran out (`retraction.py` chooses), a more urgent request came (`victims_for` chooses), the device
+had no memory for a step (`out_of_memory.py`), or a fault was asked for (`chaos.py`). In all of them the request goes
+back to a queue with its output so far; its KV is swapped to the host or computed again (`preemption_mode.py`). Since
+sampling noise is keyed by position, its text does not change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .requests import Requests
 from .row_states import RowStates
 from .stats import SchedulerStats
 
-Cause = Literal["memory", "priority", "chaos"]
+Cause = Literal["memory", "priority", "device memory", "chaos"]
 
 
 class Preemption:
@@ -52,7 +53,8 @@ class Preemption:
         """Take a running request's row and pages; its KV goes to the host, or stays cached while there is room."""
         row = victim.row
         num_pages = self._kv.num_swappable_pages(victim)
-        swapped = self._may_swap(victim, num_pages)
+        # A device without memory for a step has none for the copies of a swap either.
+        swapped = cause != "device memory" and self._may_swap(victim, num_pages)
         if swapped:
             self._kv.swap_out(victim)
         victim.fill_ids = self._states.known_ids(row)  # what it has generated follows the prompt

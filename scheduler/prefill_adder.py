@@ -98,6 +98,8 @@ class PrefillAdder:
         budget = self.budget
         if budget.rem_step_tokens <= 0:
             return self._spent_budget
+        if budget.time.is_spent:
+            return Reason.STEP_TIME
         if may_preempt:
             return None
         if not self.has_row:
@@ -115,7 +117,7 @@ class PrefillAdder:
         """
         budget = self.budget
         remaining = req.fill_len - num_computed
-        limit = min(budget.rem_step_tokens, self._partial.share)
+        limit, by_time = self._limit(num_computed)
         have = min(limit, budget.cur_rem_tokens)
         length = remaining if remaining <= have else self._whole_pages(num_computed, have)
         self._partial.count(remaining, length)
@@ -124,11 +126,11 @@ class PrefillAdder:
             if self._whole_pages(num_computed, limit) > 0:
                 result, reason = AddReqResult.NO_TOKEN, Reason.NO_KV
             else:
-                result, reason = AddReqResult.OTHER, self._spent_budget
+                result, reason = AddReqResult.OTHER, Reason.STEP_TIME if by_time else self._spent_budget
             return Verdict(req.rid, result, reason, num_computed, remaining, 0, page_size, have)
         budget.reserve_promised(length)
         chunk = Chunk(req, num_computed, length, is_first=False, is_last=length == remaining)
-        reason = Reason.CHUNK_CONTINUED
+        reason = self._reason(chunk, alone=False, by_time=by_time and have == limit)
         verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, num_computed, length, 0, remaining, have)
         return self._accept(chunk, verdict)
 
@@ -163,12 +165,13 @@ class PrefillAdder:
             no_token = AddReqResult.NO_TOKEN
             return Verdict(req.rid, no_token, Reason.NO_KV, ready_len, extend_len, output_len, need, have)
 
+        limit, by_time = self._limit(ready_len)
         length, refusal = self._cut(ready_len, extend_len)
         if refusal is not None:
-            have = budget.rem_step_tokens
+            have = limit if by_time else budget.rem_step_tokens
             return Verdict(req.rid, AddReqResult.OTHER, refusal, ready_len, extend_len, 0, extend_len, have)
         chunk = Chunk(req, ready_len, length, is_first=True, is_last=length == extend_len)
-        reason = self._reason(chunk, alone=self._alone)
+        reason = self._reason(chunk, alone=self._alone, by_time=by_time)
         verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, ready_len, length, output_len, need, have)
         kv.lock(req, match)
         budget.pin(pinned)
@@ -191,7 +194,7 @@ class PrefillAdder:
     def can_compute(self, req: Req, prefix: Prefix) -> bool:
         """Whether this step could begin with its prompt, if memory and rows were no question."""
         extend_len = req.fill_len - prefix.ready_len
-        if self.budget.rem_step_tokens <= 0:
+        if self.budget.rem_step_tokens <= 0 or self.budget.time.is_spent:
             return False
         if self.budget.cuts_prompts and self._partial.too_many_long(extend_len):
             return False
@@ -214,15 +217,17 @@ class PrefillAdder:
         ]
         changed = []
         for remaining, idx in sorted(lacking):
-            have = min(budget.rem_step_tokens, budget.cur_rem_tokens)
+            chunk = self.chunks[idx]
+            in_time = budget.time.most_tokens(chunk.start + chunk.length)
+            have = min(budget.rem_step_tokens, budget.cur_rem_tokens, in_time)
             # chunks end at pages, so what follows one takes whole pages; and cur_rem_tokens is a number of pages
             extra = remaining if remaining <= have else have // page_size * page_size
             if extra <= 0:
                 break
             budget.extend(extra)
-            chunk = self.chunks[idx]
+            budget.time.spend(chunk.start + chunk.length, extra)
             chunk = self.chunks[idx] = chunk._replace(length=chunk.length + extra, is_last=extra == remaining)
-            reason = self._reason(chunk, alone=self._nothing_runs and not idx)
+            reason = self._reason(chunk, alone=self._nothing_runs and not idx, by_time=have == in_time)
             verdict = self._verdicts[idx]._replace(reason=reason, extend_len=chunk.length)
             self._verdicts[idx] = verdict
             changed.append(verdict)
@@ -264,36 +269,48 @@ class PrefillAdder:
         most = req.max_kv_len - req.fill_len
         return max(expected, min(expected + self._num_lookahead_tokens, most))
 
+    def _limit(self, start: int) -> tuple[int, bool]:
+        """The most tokens from `start` on that one prompt may compute now, and whether it is time that says so."""
+        limit = self.budget.rem_step_tokens
+        if self.budget.cuts_prompts:
+            limit = min(limit, self._partial.share)
+        in_time = self.budget.time.most_tokens(start)
+        return min(limit, in_time), in_time <= limit
+
     def _cut(self, ready_len: int, extend_len: int) -> tuple[int, Reason | None]:
         """How much of a prompt this step computes; a cut ends at a page."""
-        limit = self.budget.rem_step_tokens
+        limit, by_time = self._limit(ready_len)
+        if extend_len <= limit:
+            return extend_len, None
         if not self.budget.cuts_prompts:
             # a prompt larger than the step's budget gets a step of its own
-            if extend_len <= limit or (not self.chunks and self.budget.allows_oversized):
+            if not self.chunks and self.budget.allows_oversized:
                 return extend_len, None
-            return 0, Reason.INPUT_BUDGET
-        share = min(limit, self._partial.share)
-        if extend_len <= share:
-            return extend_len, None
+            return 0, Reason.STEP_TIME if by_time else Reason.INPUT_BUDGET
         if not self._partial.may_cut:
             return 0, Reason.PARTIAL_LIMIT
-        length = self._whole_pages(ready_len, share)
-        return (length, None) if length > 0 else (0, self._spent_budget)
+        length = self._whole_pages(ready_len, limit)
+        if length > 0:
+            return length, None
+        return 0, Reason.STEP_TIME if by_time else self._spent_budget
 
     def _whole_pages(self, start: int, limit: int) -> int:
         """The most tokens from `start` on, up to `limit`, that end at a page."""
         return (start + limit) // self._kv.page_size * self._kv.page_size - start
 
-    def _reason(self, chunk: Chunk, *, alone: bool) -> Reason:
+    def _reason(self, chunk: Chunk, *, alone: bool, by_time: bool) -> Reason:
+        """Why a chunk is as long as it is; `by_time`: what cut it, if anything did."""
         if not chunk.is_first:
-            return Reason.CHUNK_CONTINUED
+            cut_by_time = by_time and not chunk.is_last
+            return Reason.CONTINUED_IN_TIME if cut_by_time else Reason.CHUNK_CONTINUED
         if chunk.req.status is ReqStatus.SWAPPED:
             return Reason.SWAPPED_IN
         if not chunk.is_last:
-            return Reason.CHUNKED
+            return Reason.CHUNKED_IN_TIME if by_time else Reason.CHUNKED
         return Reason.ADMITTED_ALONE if alone else Reason.ADMITTED
 
     def _accept(self, chunk: Chunk, verdict: Verdict) -> Verdict:
+        self.budget.time.spend(chunk.start, chunk.length)
         self.chunks.append(chunk)
         self._verdicts.append(verdict)
         return verdict

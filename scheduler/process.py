@@ -1,4 +1,7 @@
-"""The scheduler process: decisions, memory accounting, and the model runner of rank 0."""
+"""The scheduler process: decisions, memory accounting, and the model runner of rank 0.
+
+With several ranks it tells the others of each step, see `model_runner.ranked_runner`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import time
 
 import msgspec
 
+from ..model_runner.join_group import join_group
 from ..model_runner.load import load_model_runner
+from ..model_runner.ranked_runner import OtherRanks, RankedRunner
 from ..runtime.child import Child
 from ..runtime.feasibility import capacity_of
 from ..runtime.ipc import Inbox, Outbox
 from ..runtime.messages import SchedulerInput
+from ..runtime.step_plan import Runner
+from .chaos import with_chaos
 from .event_loop import EventLoop
-from .recorder import make_recorder
+from .recorder import make_recorder, open_log
 from .scheduler import Scheduler
 from .step_log import StepLog
 
@@ -27,14 +34,22 @@ def main(child: Child) -> None:
     outbox = Outbox(settings.endpoints.detokenizer)
 
     started_s = time.monotonic()
-    capacity = capacity_of(config, spec)
-    eos_token_ids = frozenset(spec.eos_token_ids)
-    scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
     # Before the weights: a log that cannot be written is known at once, and not after minutes of loading.
+    log = open_log(config)
+    place = join_group(child)
+    group = place.group
+    own_runner = load_model_runner(config, settings.source, spec, capacity_of(config, spec), place)
+    capacity, eos_token_ids = own_runner.capacity, frozenset(spec.eos_token_ids)
+    scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
     recorder = make_recorder(
-        config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
+        config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic(), log=log
     )
-    runner = load_model_runner(config.model, config.cache, settings.source, spec, capacity)
+    runner: Runner = own_runner
+    if group.size > 1:
+        others = OtherRanks(settings.endpoints.model_runners, config.parallel)
+        others.wait(config.server.startup_timeout)
+        runner = RankedRunner(own_runner, others, group)
+    runner = with_chaos(runner, config.scheduler, capacity.page_size)
     # What exists now stays; the collector need not look at it again in the middle of a step.
     gc.collect()
     gc.freeze()
@@ -44,5 +59,6 @@ def main(child: Child) -> None:
     overlap = config.scheduler.overlap
     assert overlap != "auto", "the configuration is not resolved"
     loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log, recorder=recorder, overlap=overlap)
+    group.meet("loaded")  # an operation of the first step waits less long
     child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")
     loop.run()

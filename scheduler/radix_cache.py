@@ -108,11 +108,6 @@ class RadixCache:
     def num_pins(self) -> int:
         return len(self._pins)
 
-    @property
-    def num_evictions(self) -> int:
-        """Calls of `evict` that took something; what `CacheMiss.evicted_at` counts."""
-        return self._num_evictions
-
     # ------------------------------------------------------------ look-up and locks
 
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:

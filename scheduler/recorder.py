@@ -137,6 +137,15 @@ class FileRecorder:
         self._writer.add(record)
 
 
+def open_log(config: EngineConfig) -> LogWriter | None:
+    """The file that `--decision-log` names, open; None without one. Nothing is in it before the run begins.
+
+    Raises:
+        ConfigError: the file cannot be written; see `LogWriter`.
+    """
+    return None if config.log.decision_log is None else LogWriter(config.log.decision_log)
+
+
 def make_recorder(
     config: EngineConfig,
     capacity: Capacity,
@@ -145,13 +154,19 @@ def make_recorder(
     *,
     wall_s: float,
     now_s: float,
+    log: LogWriter | None = None,
 ) -> Recorder:
-    """What `--decision-log` asks for; the other arguments are those that made the scheduler.
+    """What `--decision-log` asks for.
+
+    Args:
+        capacity, eos_token_ids: what made the scheduler.
+        log: what `open_log` has opened; without it that is done now.
 
     Raises:
         ConfigError: the file cannot be written; see `LogWriter`.
     """
-    if config.log.decision_log is None:
+    log = log if log is not None else open_log(config)
+    if log is None:
         return NoRecorder()
-    header = header_of(config, capacity, eos_token_ids, wall_s=wall_s, now_s=now_s)
-    return FileRecorder(scheduler, LogWriter(config.log.decision_log, header))
+    log.begin(header_of(config, capacity, eos_token_ids, wall_s=wall_s, now_s=now_s))
+    return FileRecorder(scheduler, log)

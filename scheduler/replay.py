@@ -212,6 +212,8 @@ def _result(record: Settled) -> StepResult:
         errors=record.errors,
         forward_s=record.forward_s,
         swap_s=record.swap_s,
+        out_of_memory=record.out_of_memory,
+        num_next_tokens=record.num_next_tokens,
     )
 
 

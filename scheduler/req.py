@@ -74,6 +74,8 @@ class Req:
         num_overtaken: passes of its life in which a later arrival was admitted and it waited; see `MAX_OVERTAKEN`.
         answered: whether a row was sent, so that the next one is not the first.
         prompt_logprobs: parts so far, one per chunk.
+        num_drafts, num_right_drafts: draft tokens that were checked for it, and those of them that it generated.
+        failed_alone: the furthest position at which the device had no memory for it alone, and how often in a row.
     """
 
     __slots__ = (
@@ -82,6 +84,7 @@ class Req:
         "cached_tokens",
         "entered_s",
         "extra_key",
+        "failed_alone",
         "fill_ids",
         "group",
         "host_len",
@@ -91,8 +94,10 @@ class Req:
         "match",
         "match_generation",
         "max_new_tokens",
+        "num_drafts",
         "num_overtaken",
         "num_retractions",
+        "num_right_drafts",
         "output_len",
         "priority",
         "prompt_len",
@@ -135,8 +140,11 @@ class Req:
         self.queue_s = 0.0
         self.num_retractions = 0
         self.num_overtaken = 0
+        self.num_drafts = 0
+        self.num_right_drafts = 0
         self.answered = False
         self.prompt_logprobs: list[Logprobs] = []
+        self.failed_alone = (0, 0)
 
     def enter(self, status: ReqStatus, now_s: float) -> None:
         """Change the status; a change that `TRANSITIONS` does not list is a bug."""

@@ -166,7 +166,8 @@ class Requests:
         req.enter(ReqStatus.FINISHED, now_s)
         del self.by_id[req.rid]
         self._policy.finished(req, finish.kind)
-        self._departed.append(Left(req.rid, finish.kind, req.output_len, finish.message))
+        drafts = req.num_drafts, req.num_right_drafts
+        self._departed.append(Left(req.rid, finish.kind, req.output_len, finish.message, *drafts))
         return output_row(req, token_ids, finish, logprobs)
 
     def forget_departed(self) -> None:

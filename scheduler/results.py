@@ -6,32 +6,42 @@ import numpy as np
 
 from ..runtime.messages import Finish, FinishKind, TokenOutput, Usage
 from ..runtime.step_plan import ForwardMode, StepResult
-from .arrays import TOKEN_ID_BYTES, BoolArray
+from .arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .batch import ScheduleBatch
 from .estimator.base import OutputEstimator
 from .kv_memory import KVMemory
+from .out_of_memory import OutOfMemory
 from .outputs import StopRules, output_row
+from .policy.base import SchedulePolicy
 from .preemption_mode import PreemptionMode
 from .req import Req
 from .req_to_token_pool import ReqToTokenPool
 from .requests import Requests
 from .row_states import RowStates
+from .speculation import Speculation
 from .stats import SchedulerStats
+from .step_caps import StepCaps
+from .step_target import StepTarget
 
 
 class ResultSettler:
     """Appends tokens, finishes requests, fills the prefix cache, makes the rows to send."""
 
     __slots__ = (
+        "_caps",
         "_estimator",
         "_kv",
         "_mode",
+        "_out_of_memory",
+        "_policy",
         "_pool",
         "_requests",
+        "_speculation",
         "_states",
         "_stats",
         "_stop_rules",
         "_streams",
+        "_target",
     )
 
     def __init__(
@@ -42,8 +52,13 @@ class ResultSettler:
         pool: ReqToTokenPool,
         kv: KVMemory,
         stop_rules: StopRules,
+        caps: StepCaps,
+        out_of_memory: OutOfMemory,
         estimator: OutputEstimator,
         mode: PreemptionMode,
+        policy: SchedulePolicy,
+        target: StepTarget,
+        speculation: Speculation,
         stats: SchedulerStats,
         streams: bool = True,
     ) -> None:
@@ -53,8 +68,13 @@ class ResultSettler:
         self._pool = pool
         self._kv = kv
         self._stop_rules = stop_rules
+        self._caps = caps
+        self._out_of_memory = out_of_memory
         self._estimator = estimator
         self._mode = mode
+        self._policy = policy
+        self._target = target
+        self._speculation = speculation
         self._stats = stats
         self._streams = streams
 
@@ -67,23 +87,41 @@ class ResultSettler:
         assert result.step_id == batch.plan.step_id, (result.step_id, batch.plan.step_id)
         num_live = len(self._requests)
         here = batch.still_here(self._pool)
+        if result.out_of_memory:
+            return self._settle_out_of_memory(batch, result, here, now_s)
+        if len(batch):  # else it needed no memory
+            self._caps.succeeded()
         self._states.num_settled[batch.rows[here]] = batch.end[here]
         rows = self._settle_errors(batch, result, here, now_s)
         self._settle_prompts(batch, result, here)
-        rows += self._settle_tokens(batch, result, here, now_s)
+        if batch.num_drafts:
+            rows += self._settle_runs(batch, result, here, now_s)
+        else:
+            rows += self._settle_tokens(batch, result, here, now_s)
         if len(self._requests) < num_live:
             self._requests.forget_departed()
         self._stats.step_s += result.forward_s
         self._learn_costs(batch, result)
         return rows
 
+    def _settle_out_of_memory(
+        self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
+    ) -> list[TokenOutput]:
+        rows = self._out_of_memory.settle(batch, result, here, now_s)
+        self._requests.forget_departed()
+        self._stats.step_s += result.forward_s
+        return rows
+
     def _learn_costs(self, batch: ScheduleBatch, result: StepResult) -> None:
-        """What computing prompts and swapping take, for the choice between the two."""
+        """What steps take, for their target; what computing prompts and swapping do, for the choice between the two."""
+        self._target.measured(batch, result.forward_s - result.swap_s)
         num_pages = (len(batch.plan.swap_outs) + len(batch.plan.swap_ins)) // (2 * TOKEN_ID_BYTES)
         if num_pages:
             self._mode.measured_swap(num_pages, result.swap_s)
         elif batch.plan.mode is ForwardMode.EXTEND:
             self._mode.measured_prefill(batch.plan.total_num_scheduled_tokens, result.forward_s)
+        elif batch.plan.mode is ForwardMode.DECODE:
+            self._speculation.measured(len(batch), batch.num_drafts, result.forward_s)
 
     def _settle_errors(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
@@ -144,6 +182,47 @@ class ResultSettler:
         for k, row in zip(watched, watched_rows, strict=True):
             rows[k] = row
         return rows
+
+    def _settle_runs(
+        self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
+    ) -> list[TokenOutput]:
+        """The same for a step with drafts, in which each request has one token or a run of them."""
+        counts = np.frombuffer(result.num_next_tokens, dtype=np.int32)
+        assert len(counts) == len(batch.sampled), f"step {result.step_id}: {len(counts)} runs"
+        token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32)
+        num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32).tolist()
+        self._stats.draft_tokens += batch.num_drafts
+        self._stats.accepted_draft_tokens += len(token_ids) - len(counts)
+        rows = []
+        for idx, end in enumerate(np.cumsum(counts).tolist()):
+            batch_idx = batch.sampled[idx]
+            if not here[batch_idx]:
+                continue
+            req = batch.reqs[batch_idx]
+            run, finish = self._cut(req, token_ids[end - counts[idx] : end])
+            self._states.append_run(req.row, run)
+            self._stats.generation_tokens += len(run)
+            req.num_drafts += num_drafts[batch_idx]
+            if len(run) > 1:
+                req.num_right_drafts += len(run) - 1
+                self._policy.gained(req, len(run) - 1)
+            logprobs = result.logprobs[idx] if result.logprobs else None  # of one token: see `may_speculate`
+            id_bytes = run.tobytes()
+            if finish is not None:
+                self._estimator.finished(req.output_len, req.max_new_tokens)
+                rows.append(self._requests.finish(req, finish, now_s, id_bytes, logprobs))
+            elif self._streams or self._states.needs_care[req.row]:
+                rows.append(output_row(req, id_bytes, logprobs=logprobs))
+        return rows
+
+    def _cut(self, req: Req, run: IntArray) -> tuple[IntArray, Finish | None]:
+        """Count the tokens of a run, up to the one that ends the request, if any does."""
+        for num_tokens, token_id in enumerate(run.tolist(), start=1):
+            req.output_len += 1
+            finish = self._stop_rules.finish(req, token_id)
+            if finish is not None:
+                return run[:num_tokens], finish
+        return run, None
 
 
 def _plain_rows(reqs: list[Req], id_bytes: bytes) -> list[TokenOutput]:

@@ -72,6 +72,14 @@ class RowStates:
         self.known_len[rows] = lengths
         return lengths
 
+    def append_run(self, row: int, token_ids: IntArray) -> None:
+        """Append [n] sampled tokens to one row. The KV of all but the last exists: they were drafts, and right."""
+        start = int(self.known_len[row])
+        self.token_ids[row, start : start + len(token_ids)] = token_ids
+        self.known_len[row] = start + len(token_ids)
+        self.num_computed[row] += len(token_ids) - 1
+        self.num_settled[row] += len(token_ids) - 1
+
     def known_ids(self, row: int) -> bytes:
         """Prompt and settled output of a row, int32 bytes."""
         return self.token_ids[row, : self.known_len[row]].tobytes()

@@ -39,6 +39,7 @@ from .arrays import TOKEN_ID_BYTES, BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .decision_log import Arrived, DecisionLog, PassRecord, Settled
+from .drafts import Drafts
 from .intake import reason_to_refuse
 from .ledger import LedgerError
 from .outputs import text_options
@@ -174,8 +175,7 @@ class Scheduler:
     def next_batch(self, now_s: float) -> ScheduleBatch | None:
         """Plan the next step; None if there is nothing to do (or nothing until a step in flight is settled).
 
-        When the last request has left, one step without tokens has the runner forget it; the same where KV must go to
-        the host before anybody can run.
+        When the last request has left its row, one step without tokens has the runner forget it.
         """
         self._answer(self._parts.explainer.next_pass())
         if expired := self._deadlines.take_expired(now_s):
@@ -191,10 +191,11 @@ class Scheduler:
     def _plan_pass(self, record: PassRecord, now_s: float) -> ScheduleBatch | None:
         """One pass: who decodes, whose prompts are computed, and the batch made of them; `record` tells about it."""
         evicted_before = self._kv.evicted_pages_total
+        self._parts.out_of_memory.tell(record)
         work = self._parts.phases.plan(record, now_s)
         batch = None
         if work.chunks or work.decode_reqs or self._must_tell_runner(record):
-            batch = self._make_batch(work, record)
+            batch = self._make_batch(work, self._parts.speculation.plan(work), record)
         record.num_running = self._requests.num_with_row
         record.num_decodes = len(work.decode_reqs)
         record.evicted_pages = self._kv.evicted_pages_total - evicted_before
@@ -207,16 +208,15 @@ class Scheduler:
         return batch
 
     def _must_tell_runner(self, record: PassRecord) -> bool:
-        """Whether a step without tokens (IDLE) is needed: KV goes to the host first, or the last row was left.
+        """Whether a step without tokens (IDLE) is needed: nobody runs any more, and the runner does not know it yet.
 
-        No other step may come for hours to tell the runner who has left; after a loss of places another pass does.
+        No other step may come for hours to tell it, nor could what it still has to copy to the host come back. After a
+        loss of places another pass is tried first.
         """
-        if self._parts.host.has_outs:
-            return True
         nobody_runs = not self._requests.num_with_row
         return self._parts.pool.has_left_rows and nobody_runs and not record.gave_memory_back
 
-    def _make_batch(self, work: Work, record: PassRecord) -> ScheduleBatch:
+    def _make_batch(self, work: Work, drafts: Drafts, record: PassRecord) -> ScheduleBatch:
         self._last_step_id += 1
         batch = ScheduleBatch(
             self._last_step_id,
@@ -227,7 +227,9 @@ class Scheduler:
             pool=self._parts.pool,
             kv=self._kv,
             host=self._parts.host,
+            drafts=drafts,
         )
+        record.num_drafts = batch.num_drafts
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()
@@ -249,6 +251,8 @@ class Scheduler:
                 result.next_token_ids,
                 result.errors,
                 result.swap_s,
+                out_of_memory=result.out_of_memory,
+                num_next_tokens=result.num_next_tokens,
             )
         )
 
@@ -259,15 +263,20 @@ class Scheduler:
     # ------------------------------------------------------------ idle, and figures
 
     def wake_s(self) -> float | None:
-        """When `next_batch` has something to do though no message comes: a deadline, the policy's patience, a question.
+        """When `next_batch` has something to do though no message comes.
 
-        It may lie in the past: then at once.
+        That is a deadline, the policy's patience, the next try on a device without memory, or a question. It may lie in
+        the past: then at once.
         """
         if self._parts.explainer.has_questions:
             return 0.0
         if not self._requests:
             return None
-        times = (self._deadlines.next_s(), self._policy.wake_s(self._requests.waiting))
+        times = (
+            self._deadlines.next_s(),
+            self._policy.wake_s(self._requests.waiting),
+            self._parts.out_of_memory.hold_until_s,
+        )
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_idle(self) -> None:
@@ -285,6 +294,9 @@ class Scheduler:
             sentinel.progress()
             self._parts.ledger.check_idle()
             self._parts.estimator.reset()
+            return
+        if self._parts.out_of_memory.hold_until_s is not None:
+            sentinel.progress()
             return
         if self._requests.num_with_row:
             raise LedgerError(f"{self._requests.num_with_row} requests run, but no step comes of it")
@@ -336,6 +348,8 @@ class Scheduler:
             policy=self._policy.active_name,
             waiting_by_reason=self._waiting_by_reason(),
             stalled=self._parts.sentinel.stalled,
+            draft_tokens_total=stats.draft_tokens,
+            accepted_draft_tokens_total=stats.accepted_draft_tokens,
         )
 
     def _waiting_by_reason(self) -> dict[str, int]:

@@ -17,3 +17,5 @@ class SchedulerStats:
     cached_tokens: int = 0
     num_steps: int = 0
     step_s: float = 0.0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0

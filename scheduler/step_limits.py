@@ -19,6 +19,7 @@ class StepLimits(NamedTuple):
         partial: how the step is shared among prompts that are cut.
         look_ahead: how many requests behind one that lacks memory are tried; each costs a look into the prefix cache.
         num_lookahead_tokens: slots that each request keeps ready for draft tokens.
+        target_step_ms: time of a step in which requests decode; 0: none. See `StepTarget`.
     """
 
     chunk_size: int | None
@@ -28,6 +29,22 @@ class StepLimits(NamedTuple):
     partial: PartialLimits
     look_ahead: int
     num_lookahead_tokens: int
+    target_step_ms: float = 0.0
+
+    def capped(self, max_step_tokens: int | None) -> Self:
+        """With no more tokens in a step than this: prompts are cut, if they were not before."""
+        if max_step_tokens is None:
+            return self
+        return self._replace(
+            chunk_size=min(self.chunk_size or max_step_tokens, max_step_tokens),
+            max_prefill_tokens=min(self.max_prefill_tokens, max_step_tokens),
+        )
+
+    def largest_prefill(self, page_size: int, max_model_len: int) -> int:
+        """Tokens of the largest step that computes prompts; a page of one is always computed."""
+        if self.chunk_size is None:
+            return max(self.max_prefill_tokens, max_model_len)
+        return max(min(self.max_prefill_tokens, self.chunk_size), page_size)
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> Self:
@@ -41,4 +58,6 @@ class StepLimits(NamedTuple):
             partial=PartialLimits.of(config),
             look_ahead=config.look_ahead,
             num_lookahead_tokens=config.num_lookahead_tokens,
+            # unresolved in logs that are older than the setting
+            target_step_ms=0.0 if config.target_step_ms == "auto" else config.target_step_ms,
         )

@@ -21,11 +21,14 @@ class Reason(enum.StrEnum):
     ADMITTED = "admitted"
     ADMITTED_ALONE = "admitted_alone"
     CHUNKED = "chunked"
+    CHUNKED_IN_TIME = "chunked_in_time"
     CHUNK_CONTINUED = "chunk_continued"
+    CONTINUED_IN_TIME = "continued_in_time"
     SWAPPED_IN = "swapped_in"
     NO_KV = "no_kv"
     NO_ROW = "no_row"
     CHUNK_BUDGET = "chunk_budget"
+    STEP_TIME = "step_time"
     INPUT_BUDGET = "input_budget"
     PARTIAL_LIMIT = "partial_limit"
     LONG_PARTIAL_LIMIT = "long_partial_limit"
@@ -41,22 +44,31 @@ class Reason(enum.StrEnum):
     ONE_AT_A_TIME = "one_at_a_time"
     BATCH_FORMING = "batch_forming"
     BATCH_RUNNING = "batch_running"
+    NO_DEVICE_MEMORY = "no_device_memory"
 
     @property
     def text(self) -> str:
         """The reason in words."""
         return _TEXTS[self]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it admits a part of a prompt, and says what ends that part."""
+        return self in (Reason.CHUNKED, Reason.CHUNKED_IN_TIME, Reason.CONTINUED_IN_TIME)
+
 
 _TEXTS: Final = {
     Reason.ADMITTED: "admitted",
     Reason.ADMITTED_ALONE: "admitted, since nothing else runs and its worst case fits",
     Reason.CHUNKED: "admitted in part: the chunk budget ends inside its prompt",
+    Reason.CHUNKED_IN_TIME: "admitted in part: more would make the step longer than its target time",
     Reason.CHUNK_CONTINUED: "its prompt is computed further",
+    Reason.CONTINUED_IN_TIME: "its prompt is computed further, as far as the step's target time allows",
     Reason.SWAPPED_IN: "its KV memory comes back from the host",
     Reason.NO_KV: "KV memory is short",
     Reason.NO_ROW: "as many requests run as may",
     Reason.CHUNK_BUDGET: "the chunk budget of this step is spent",
+    Reason.STEP_TIME: "the target time of this step is spent",
     Reason.INPUT_BUDGET: "the prefill budget of this step is spent",
     Reason.PARTIAL_LIMIT: "as many prompts are being computed in chunks as may",
     Reason.LONG_PARTIAL_LIMIT: "as many long prompts are being computed in chunks as may",
@@ -72,6 +84,7 @@ _TEXTS: Final = {
     Reason.ONE_AT_A_TIME: "the policy runs one request at a time, and one runs",
     Reason.BATCH_FORMING: "the policy waits until the batch is full",
     Reason.BATCH_RUNNING: "the policy waits for the slowest request of the batch that runs",
+    Reason.NO_DEVICE_MEMORY: "the device had no memory for the smallest step, so none is made for a while",
 }
 
 

@@ -24,6 +24,7 @@ _KEPT_RIDS: Final = 200
 _CAUSES: Final = {
     "memory": "KV memory ran out",
     "priority": "a more urgent request took its place",
+    "device memory": "the device had no memory for its step",
     "chaos": "a fault that --chaos asked for",
 }
 
@@ -166,12 +167,16 @@ def _arithmetic(verdict: Verdict | None) -> str:
 
 def _prompt_words(story: RequestStory) -> Iterator[str]:
     num_chunks = num_tokens = 0
+    cuts: dict[Reason, None] = {}
     for each in story.episodes:
         if isinstance(each.cause, Decision) and each.cause.act in (Act.STARTED, Act.COMPUTED):
             num_chunks += each.num_passes
             num_tokens += each.num_tokens
+            if each.cause.reason.is_cut:
+                cuts[each.cause.reason] = None
     if num_chunks > 1 + story.num_retractions:
-        yield f"computed its prompt in {num_chunks} chunks, {num_tokens:,} tokens ({Reason.CHUNKED.text})"
+        reasons = "; ".join(reason.text for reason in cuts) or Reason.CHUNKED.text
+        yield f"computed its prompt in {num_chunks} chunks, {num_tokens:,} tokens ({reasons})"
 
 
 def _cache_words(story: RequestStory) -> Iterator[str]:
@@ -211,7 +216,13 @@ def _end_words(story: RequestStory, now_s: float) -> Iterator[str]:
         yield "was never started"
     after_s = story.episodes[-1].last_s - story.episodes[0].first_s
     message = f": {left.message}" if left.message else ""
-    yield f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({left.kind}{message})"
+    yield f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({left.kind}{message}{_draft_words(left)})"
+
+
+def _draft_words(left: Left) -> str:
+    if not left.num_drafts:
+        return ""
+    return f"; {left.num_right_drafts:,} of {left.num_drafts:,} drafts were right"
 
 
 # ---------------------------------------------------------------- the table
@@ -276,7 +287,8 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
         case Retraction():
             return _loss_words(cause, story)
         case Left():
-            return f"{cause.kind}, {cause.output_len:,} tokens{f': {cause.message}' if cause.message else ''}"
+            message = f": {cause.message}" if cause.message else ""
+            return f"{cause.kind}, {cause.output_len:,} tokens{message}{_draft_words(cause)}"
 
 
 def _arrival_words(arrived: Arrived) -> str:

@@ -168,7 +168,11 @@ class Cluster:
 def _decode_settings(replica: ReplicaSettings) -> ReplicaSettings:
     """Those of a decode replica: prompts come computed, so the limits on computing them do not apply."""
     scheduler = replace(
-        replica.scheduler, chunked_prefill_size=-1, max_prefill_tokens=_NO_LIMIT, max_num_batched_tokens=None
+        replica.scheduler,
+        chunked_prefill_size=-1,
+        target_step_ms=0.0,
+        max_prefill_tokens=_NO_LIMIT,
+        max_num_batched_tokens=None,
     )
     return replica._replace(scheduler=scheduler)
 

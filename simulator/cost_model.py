@@ -1,31 +1,12 @@
-"""How long a step takes: `StepWork`, what is to be done, and the `CostModel`s that turn it into seconds."""
+"""How long a step takes: the `CostModel`s that turn a `StepWork` into seconds."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from ..scheduler.step_work import StepWork
 from .device_facts import DeviceFacts
 from .model_facts import ModelFacts
-
-
-class StepWork(NamedTuple):
-    """What one step has to do; padding included, where a policy pads.
-
-    Attributes:
-        prefill_tokens: prompt tokens that are computed.
-        prefill_pairs: (query, key) pairs of their attention.
-        decode_rows: requests that generate from their last token alone.
-        kv_tokens: tokens whose KV the step reads: all earlier ones of each decode, those before each chunk.
-        num_sampled: tokens that are sampled.
-        swapped_tokens: tokens whose KV goes to the host or comes back.
-    """
-
-    prefill_tokens: int
-    prefill_pairs: float
-    decode_rows: int
-    kv_tokens: int
-    num_sampled: int
-    swapped_tokens: int = 0
 
 
 class CostModel(Protocol):

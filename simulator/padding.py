@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..scheduler.batch import ScheduleBatch
-from .cost_model import StepWork
+from ..scheduler.step_work import StepWork
 
 
 class PaddedWork(NamedTuple):

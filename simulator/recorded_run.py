@@ -22,10 +22,10 @@ from ..scheduler.batch import ScheduleBatch
 from ..scheduler.decision_log import Settled
 from ..scheduler.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
 from ..scheduler.replay import new_scheduler
+from ..scheduler.step_work import work_of
 from .fitted import Fitted, MeasuredStep
 from .measurements import Measurements
 from .sim_request import SimRequest
-from .step_work import work_of
 
 _HOST_COPY_BANDWIDTH: Final = 10e9  # bytes per second; for swaps where the log has none
 
@@ -126,6 +126,7 @@ class _Reader:
                     for left in record.left:
                         if (life := self._lives.get(left.rid)) is not None:
                             life.kind, life.end_s = left.kind, record.now_s
+                            del life.tokens[left.output_len :]  # right drafts behind the end
                 case Idle():
                     scheduler.on_idle()
                     self._last_step = None
@@ -157,13 +158,16 @@ class _Reader:
         if batch.plan.mode is not ForwardMode.IDLE:
             self._measure(batch, record)
             self._last_step = (planned_s, record.forward_s)
-        self._note_tokens(batch, record)
+        if not record.out_of_memory:
+            self._note_tokens(batch, record)
         result = StepResult(
             record.step_id,
             record.next_token_ids,
             errors=record.errors,
             forward_s=record.forward_s,
             swap_s=record.swap_s,
+            out_of_memory=record.out_of_memory,
+            num_next_tokens=record.num_next_tokens,
         )
         self._scheduler.settle(batch, result, record.now_s)
 
@@ -179,16 +183,22 @@ class _Reader:
         """Whose tokens they are; those of requests that lost their place meanwhile are nobody's, they come again."""
         tokens = np.frombuffer(record.next_token_ids, dtype=np.int32).tolist()
         is_here = self._scheduler.rows_still_here(batch).tolist()
-        for idx, token in zip(batch.sampled.tolist(), tokens, strict=True):
+        sampled = batch.sampled.tolist()
+        counts = np.frombuffer(record.num_next_tokens, dtype=np.int32).tolist() or [1] * len(sampled)
+        end = 0
+        for idx, count in zip(sampled, counts, strict=True):
+            start, end = end, end + count
             if not is_here[idx] or idx in record.errors:
                 continue
-            life = self._lives[batch.reqs[idx].rid]
+            req = batch.reqs[idx]
+            life = self._lives[req.rid]
             if life.tokens:
-                self._gaps.append(record.now_s - life.last_s)
+                gap_s = (record.now_s - life.last_s) / count
+                self._gaps += [gap_s] * count
             else:
                 life.first_s = record.now_s
             life.last_s = record.now_s
-            life.tokens.append(token)
+            life.tokens += tokens[start:end]
 
     # ------------------------------------------------------------ what came of it
 

@@ -12,6 +12,7 @@ from ..runtime.pool_size import MAX_AUTO_RUNNING, TOKENS_PER_REQUEST
 from ..runtime.resolve import (
     CPU_CHUNK_TOKENS,
     CPU_MEM_FRACTION,
+    CPU_TARGET_STEP_MS,
     CUDA_CHUNK_TOKENS,
     CUDA_LARGE_CHUNK_TOKENS,
     CUDA_MEM_FRACTION,
@@ -64,6 +65,7 @@ def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFact
         replace(
             scheduler,
             chunked_prefill_size=_chunk_size(config, device),
+            target_step_ms=_target_step_ms(config, device),
             max_running_requests=max_running,
         ),
         replace(cache, max_total_tokens=max(2, num_pages * page_size), swap_space=swap_gib),
@@ -101,3 +103,12 @@ def _chunk_size(config: EngineConfig, device: DeviceFacts) -> int:
     else:
         chunk = CPU_CHUNK_TOKENS
     return max(page_size, chunk // page_size * page_size)
+
+
+def _target_step_ms(config: EngineConfig, device: DeviceFacts) -> float:
+    asked = config.scheduler.target_step_ms
+    if asked != "auto":
+        return asked
+    scheduler = config.scheduler
+    has_none = scheduler.chunked_prefill_size == -1 or scheduler.phases == "prefill-first"
+    return 0.0 if device.is_gpu or has_none else CPU_TARGET_STEP_MS

@@ -7,6 +7,7 @@ about lengths than in a server. What is per request costs Python; what is per to
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import struct
@@ -27,11 +28,11 @@ from ..scheduler.batch import ScheduleBatch
 from ..scheduler.decision_log import DecisionLog
 from ..scheduler.req import Req, ReqStatus
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_work import work_of
 from .cost_model import CostModel
 from .measurements import Measurements
 from .padding import NoPadding, Padding, StaticPadding
 from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES, SimRequest
-from .step_work import work_of
 
 KEPT_RECORDS: Final = 64
 """Of the decision log: nobody asks a simulated server why."""
@@ -111,7 +112,8 @@ class SimulatedEngine:
             StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
         )
         self.scheduler = Scheduler(
-            settings.scheduler,
+            # Its tokens are filler, all alike: every guess at them would be right.
+            dataclasses.replace(settings.scheduler, speculative="off"),
             settings.cache,
             settings.capacity,
             settings.eos_token_ids,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -14,9 +17,43 @@ hypothesis.settings.register_profile("engine", deadline=None, print_blob=True, d
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("engine")
 
+# Triton asks when a kernel is defined. Without a driver kernels run in its interpreter, on CPU tensors; with one they
+# run on the GPU, so the same tests check both.
+HAS_NVIDIA_DRIVER = Path("/dev/nvidiactl").exists()
+if not HAS_NVIDIA_DRIVER:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# On other systems than Linux there is no Triton, and nothing to test with it.
+collect_ignore_glob: list[str] = []
+if importlib.util.find_spec("triton") is None:
+    names = ("compile_report", "token_chooser", "quantised", "decode_graphs")
+    collect_ignore_glob = ["*triton*", *(f"*/test_{name}.py" for name in names)]
+
+# Several workers (`make test` starts one per core) leave one core to each: before torch asks how many there are.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU; torch is asked only when one is about to run."""
+    """Share the tests out among workers, and skip GPU tests where there is no GPU.
+
+    A file stays together, for the fixtures that its tests share, and tests with real processes too: those measure time,
+    and two engines at once on two cores would be slow for no fault of theirs.
+    """
+    for item in items:
+        together = "processes" if item.get_closest_marker("real_process") else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(together))
+    _skip_gpu_tests(items)
+
+
+def pytest_runtest_setup() -> None:
+    """The same random numbers in every run, whatever ran before: a red run is somebody's change."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+def _skip_gpu_tests(items: list[pytest.Item]) -> None:
+    """Torch is asked only when one is about to run."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

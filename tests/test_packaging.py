@@ -29,12 +29,13 @@ import engine
 ROOT = Path(__file__).parent.parent
 NOT_PACKAGED = {"tests", "docs", "benchmarks", "build", "dist", "__pycache__"}
 # Imported where they are installed, and only there: triton comes with torch's CUDA builds, sgl_kernel with the extras.
-OPTIONAL_IMPORTS = {"triton", "sgl_kernel"}
+OPTIONAL_IMPORTS = {"triton", "sgl_kernel", "transformers"}
 
 
 def product_files() -> Iterator[Path]:
-    """Every file of the product, relative to the root: `__init__.py` and `py.typed` there, and all in its folders."""
+    """Every file of the product, relative to the root: those that stand there, and all in its folders."""
     yield Path("__init__.py")
+    yield Path("__main__.py")
     yield Path("py.typed")
     for folder in sorted(ROOT.iterdir()):
         if not folder.is_dir() or folder.name.startswith(".") or folder.name.endswith(".egg-info"):
@@ -106,7 +107,14 @@ def test_wheel_metadata(metadata: dict[str, bytes]) -> None:
     assert message["Requires-Python"] == ">=3.11"
     assert message["License-Expression"] == "Apache-2.0"
     assert "END OF TERMS AND CONDITIONS" in metadata["licenses/LICENSE"].decode()
-    assert set(message.get_all("Provides-Extra", [])) == {"cuda", "cuda-torch211", "test", "dev"}
+    assert set(message.get_all("Provides-Extra", [])) == {
+        "cuda",
+        "cuda-torch211",
+        "transformers",
+        "ray",
+        "test",
+        "dev",
+    }
 
 
 def test_command_line_runs_from_the_wheel(

@@ -62,6 +62,8 @@ _TOTALS: Final = (
     ("swapped_out_tokens_total", "Tokens whose KV was copied to the host."),
     ("swapped_in_tokens_total", "Tokens whose KV was copied back from the host."),
     ("timed_out_reqs_total", "Requests that ran into queue_timeout or timeout."),
+    ("draft_tokens_total", "Draft tokens that steps have checked (--speculative)."),
+    ("accepted_draft_tokens_total", "Draft tokens that were right: each saved its request a step."),
 )
 
 

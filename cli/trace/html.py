@@ -49,6 +49,7 @@ WAIT_GROUPS: Final = {
     "memory": (Reason.NO_KV, Reason.RETRACTING),
     "compute": (
         Reason.CHUNK_BUDGET,
+        Reason.STEP_TIME,
         Reason.INPUT_BUDGET,
         Reason.PARTIAL_LIMIT,
         Reason.LONG_PARTIAL_LIMIT,

@@ -49,7 +49,11 @@ function drawFacts() {
   }));
 }
 
+const darkScheme = matchMedia("(prefers-color-scheme: dark)");
+
 function applyColours() {
+  const asked = new URLSearchParams(location.hash.slice(1)).get("theme");
+  root.dataset.theme = ["light", "dark"].includes(asked) ? asked : darkScheme.matches ? "dark" : "light";
   readColours();
   drawLegend();
   if (box.width) redraw();
@@ -57,7 +61,6 @@ function applyColours() {
 
 function start() {
   const options = new URLSearchParams(location.hash.slice(1));
-  if (["light", "dark"].includes(options.get("theme"))) root.dataset.theme = options.get("theme");
   $("#source").textContent = printable(data.source);
   $("#left-out").textContent = printable(data.leftOut);
   $("#left-out").hidden = !data.leftOut;
@@ -72,7 +75,7 @@ function start() {
   const from = Number(options.get("from") ?? low), to = Number(options.get("to") ?? high);
   setView(from - (to - from) * 0.005, to + (to - from) * 0.005);
   showChoices();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyColours);
+  darkScheme.addEventListener("change", applyColours);
   new ResizeObserver(resize).observe(chart);
   resize();
   const pinned = options.get("request");

@@ -142,7 +142,7 @@ class TimelineBuilder:
             text = f"swapped in: {verdict.prefix_len:,} tokens came back from the host"
             track.story.marks.append(Mark(MarkKind.SWAPPED_IN, idx, text))
         track.on_host = False
-        return self._compute(track, verdict, idx, is_last=verdict.reason is not Reason.CHUNKED)
+        return self._compute(track, verdict, idx, is_last=not verdict.reason.is_cut)
 
     def _continue(self, verdict: Verdict, idx: int) -> int:
         """A prompt in progress was looked at."""

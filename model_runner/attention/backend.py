@@ -29,26 +29,35 @@ class BatchLayout:
         prefix_lens: [B] tokens before the first new one.
         extend_lens: [B] new tokens, at least 1; they sum to T.
         num_extends: requests before the trailing ones that have a single new token.
+        num_drafts: [B] drafts among the new tokens; None if nobody has any. Who has one more new token than drafts
+            decodes, and gets, where a backend promises it, the bits of as many decodes in the same company.
     """
 
     rows: Int64s
     prefix_lens: Int64s
     extend_lens: Int64s
     num_extends: int
+    num_drafts: Int64s | None = None
+
+    def decodes(self) -> Int64s:
+        """[B] whether a request decodes: its new tokens are the last one that was sampled, and drafts."""
+        expected = 1 if self.num_drafts is None else 1 + self.num_drafts
+        decodes: Int64s = (self.extend_lens == expected).astype(np.int64)
+        return decodes
 
 
 class StepAttention(Protocol):
     """The attention of one step, planned once and used by every layer."""
 
-    def forward(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the new tokens' keys and values, then attend to each request's tokens up to the query's position.
+    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+        """Attend to each request's tokens up to the query's position.
 
         Scores are divided by sqrt(D). A layer with a window (`ModelSpec.window_of`) of W tokens attends to the query's
         own and the W - 1 before it.
 
         Args:
-            q: [T, Hq, D]; query head h reads KV head h // (Hq // H).
-            k, v: [T, H, D]; rotary is already applied to q and k.
+            q: [T, Hq, D], rotated; query head h reads KV head h // (Hq // H). Keys and values of the new tokens are in
+                the pool already.
 
         Returns:
             [T, Hq * D].
@@ -62,18 +71,60 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
 
     @staticmethod
-    def reasons_against(spec: ModelSpec, device: torch.device) -> list[str]:
-        """Why it cannot run this model on this device: all reasons, none if it can."""
+    def reasons_against(
+        spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[str]:
+        """Why it cannot run this model here: all reasons, none if it can.
+
+        Args:
+            spec: with the heads of this rank.
+            dtype: of queries and of what comes out.
+            kv_dtype: of the KV pool.
+        """
         ...
 
     def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
         """Bind to the pool and to the slot table, [rows, max_model_len] int32 on the device."""
         ...
 
-    def plan_step(self, layout: BatchLayout, out_cache_loc: Tensor) -> StepAttention:
-        """Plan one step.
+    def plan_step(self, layout: BatchLayout) -> StepAttention:
+        """Plan one step; the slots of the new tokens are in `req_to_token` already."""
+        ...
+
+
+def gathered_token_bytes(attention: AttentionBackend) -> int:
+    """Memory that a step takes of each token in the KV pool that it attends to; 0 for what reads the pool itself."""
+    return int(getattr(attention, "gathered_token_bytes", 0))
+
+
+class CapturableAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can be recorded in a CUDA graph and replayed with other numbers."""
+
+    def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
+        """Plan a step in which everybody decodes one token, from numbers that stay on the device.
+
+        May launch kernels; they are recorded with the rest of the step. What it launches, and with what grids, depends
+        on shapes only.
 
         Args:
-            out_cache_loc: [T] int64, device: the slots of the new tokens, already in `req_to_token`.
+            rows: [B] int64, device, fixed memory. Padding has a row whose slots are all of the dummy page.
+            seq_lens: [B] int32, device, fixed memory: tokens of each request, the new one included; 1 for padding.
+        """
+        ...
+
+
+class RepeatableAttention(AttentionBackend, Protocol):
+    """A backend for the CPU whose steps are calls to our library that may be made again for other requests."""
+
+    def repeatable_step(self, rows: Tensor, prefix_lens: Tensor, extend_lens: Tensor) -> StepAttention:
+        """Plan a step of T tokens in which everybody decodes, from numbers in memory that stays.
+
+        The calls that plan it, and those of its `forward`, may be repeated as they are once other numbers stand there:
+        all their arguments are numbers and addresses that stay, as long as the step lives. Repeated is a whole step:
+        those of `forward` rest on the plan made last, be it another step's.
+
+        Args:
+            rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; the lengths sum to T. Who has several tokens
+                has drafts. Where there are fewer requests than tokens, the others have no tokens: extend_lens is 0.
         """
         ...

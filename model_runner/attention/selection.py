@@ -1,11 +1,16 @@
-"""Choice of the attention backend: the first that has nothing against the model and the device."""
+"""Choice of the attention backends, one for prompts and one for decodes: what was asked for, or the first that can."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Final
 
+from ...runtime.errors import ConfigError
+from .cpu_native import CpuNativeAttention
+from .fa3 import FlashAttention3
+from .split import split_backend
 from .torch_native import TorchNativeAttention
+from .triton_paged import TritonAttention
 
 if TYPE_CHECKING:
     import torch
@@ -15,18 +20,53 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (TorchNativeAttention,)
+BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (
+    FlashAttention3,
+    TritonAttention,
+    CpuNativeAttention,
+    TorchNativeAttention,
+)
 """In the order of preference; the last one runs everywhere."""
 
 
 def select_backend(
-    spec: ModelSpec, device: torch.device, backends: tuple[type[AttentionBackend], ...] = BACKENDS
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    asked: tuple[str, str] | None = None,
+    backends: tuple[type[AttentionBackend], ...] = BACKENDS,
 ) -> type[AttentionBackend]:
-    """The best backend that can run, with a log line for each one passed over."""
-    for backend in backends:
-        reasons = backend.reasons_against(spec, device)
-        if not reasons:
-            logger.info("attention_backend=%s device=%s", backend.name, device)
-            return backend
-        logger.info("attention_backend=%s passed over: %s", backend.name, "; ".join(reasons))
-    raise AssertionError("the last backend runs everywhere")
+    """Choose, and log who was passed over and why.
+
+    Args:
+        spec, device, dtype, kv_dtype: what for; see `AttentionBackend.reasons_against`.
+        asked: names for prompts and for decodes (`parse_attention_backend`); None: the first that can, for both.
+
+    Raises:
+        ConfigError: one that was asked for cannot run here.
+    """
+    reasons = {
+        backend.name: backend.reasons_against(spec, device, dtype, kv_dtype)
+        for backend in backends
+        if asked is None or backend.name in asked
+    }
+    if asked is None:
+        best = next(backend.name for backend in backends if not reasons[backend.name])
+        asked = best, best
+    elif any(reasons[name] for name in asked):
+        possible = [
+            backend.name for backend in backends if not backend.reasons_against(spec, device, dtype, kv_dtype)
+        ]
+        against = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items() if found)
+        raise ConfigError(
+            f"attention_backend is {','.join(dict.fromkeys(asked))!r}, but that cannot run here: {against}; leave "
+            f"--attention-backend away, or use {' or '.join(possible)}"
+        )
+    for name, found in reasons.items():
+        if found:
+            logger.info("attention_backend=%s passed over: %s", name, "; ".join(found))
+    by_name = {backend.name: backend for backend in backends}
+    prompts, decodes = (by_name[name] for name in asked)
+    logger.info("attention_backend prompts=%s decodes=%s device=%s", prompts.name, decodes.name, device)
+    return prompts if prompts is decodes else split_backend(prompts, decodes)

@@ -4,6 +4,9 @@ Layers with a sliding window gather no more than the window; each distinct windo
 
 Extends run one by one. Decodes run together, padded to the longest of their group, and groups are made by length so
 that padding stays small. The gathering is the price of this backend: it copies keys and values in every layer.
+
+It computes in the precision of the KV pool, whatever the queries have; of 8-bit pools, in bfloat16. Numbers with scales
+are multiplied by them as they are gathered.
 """
 
 # Shapes: T new tokens in the batch, Hq query heads, H KV heads, G = Hq // H, D head dim, n requests of a decode group,
@@ -18,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
+from ...runtime.memory_budget import GATHERED_COPIES
 from .dense import ExtendAttention, decode_attention
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
     from ..input_buffers import InputBuffers
     from ..kv_pool import KVPool
+    from ..ops import LayerKV
     from .backend import BatchLayout, Int64s, StepAttention
 
 _MAX_PADDING: Final = 1024
@@ -74,7 +78,9 @@ class TorchNativeAttention:
     name: ClassVar[str] = "torch_native"
 
     @staticmethod
-    def reasons_against(spec: ModelSpec, device: torch.device) -> list[str]:
+    def reasons_against(
+        spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[str]:
         """Runs everywhere."""
         return []
 
@@ -86,20 +92,27 @@ class TorchNativeAttention:
         self._group_size = spec.num_heads // spec.num_kv_heads
         self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
         dtype, device = kv_pool.k[0].dtype, kv_pool.k[0].device
+        self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self._extend_attention = {
-            window: ExtendAttention(dtype, device, window) for window in dict.fromkeys(self._windows)
+            window: ExtendAttention(self._dtype, device, window) for window in dict.fromkeys(self._windows)
         }
 
-    def plan_step(self, layout: BatchLayout, out_cache_loc: Tensor) -> StepAttention:
+    @property
+    def gathered_token_bytes(self) -> int:
+        """See `backend`: keys and values in one layer, and their copies."""
+        _, num_kv_heads, head_dim = self._kv_pool.k[0].shape
+        return 2 * num_kv_heads * head_dim * self._dtype.itemsize * GATHERED_COPIES
+
+    def plan_step(self, layout: BatchLayout) -> StepAttention:
         """See `AttentionBackend`."""
         starts = np.cumsum(layout.extend_lens) - layout.extend_lens
         views = {window: self._view(layout, starts, window) for window in self._extend_attention}
         return _Step(
             self._kv_pool,
-            out_cache_loc,
             [views[window] for window in self._windows],
             self._num_kv_heads,
             self._group_size,
+            self._dtype,
         )
 
     def _view(self, layout: BatchLayout, starts: Int64s, window: int | None) -> _View:
@@ -134,7 +147,7 @@ class TorchNativeAttention:
         mask = None
         if int(lens.min()) < padded_len:
             beyond = np.arange(padded_len) >= lens[:, None]
-            penalty = put(np.where(beyond, -np.inf, 0.0).astype(np.float32)).to(self._kv_pool.k[0].dtype)
+            penalty = put(np.where(beyond, -np.inf, 0.0).astype(np.float32)).to(self._dtype)
             # Contiguous: with a broadcast mask SDPA on the CPU leaves its fast path.
             mask = penalty[:, None, None, :].expand(-1, 1, self._group_size, -1).contiguous()
         first, last = int(members[0]), int(members[-1])
@@ -168,39 +181,39 @@ def group_by_length(seq_lens: Int64s) -> list[Int64s]:
 @dataclass(frozen=True, slots=True)
 class _Step:
     kv_pool: KVPool
-    out_cache_loc: Tensor
     views: list[_View]  # of each layer
     num_kv_heads: int
     group_size: int
+    dtype: torch.dtype  # to compute in
 
-    def forward(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, layer_id: int, q: Tensor) -> Tensor:
         """See `StepAttention`."""
-        k_pool, v_pool = self.kv_pool.k[layer_id], self.kv_pool.v[layer_id]
-        ops.store_kv(k_pool, k, self.out_cache_loc)
-        ops.store_kv(v_pool, v, self.out_cache_loc)
+        if q.dtype != self.dtype:
+            return self.forward(layer_id, q.to(self.dtype)).to(q.dtype)
+        kv = self.kv_pool.layer(layer_id)
         view = self.views[layer_id]
         if not view.extends and len(view.groups) == 1 and isinstance(view.groups[0].tokens, slice):
-            return self._decode(q, k_pool, v_pool, view.groups[0])
+            return self._decode(q, kv, view.groups[0])
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
         for extend in view.extends:
-            self._extend(q, k_pool, v_pool, extend, view.extend_attention, out)
+            self._extend(q, kv, extend, view.extend_attention, out)
         for group in view.groups:
-            out[group.tokens] = self._decode(q[group.tokens], k_pool, v_pool, group)
+            out[group.tokens] = self._decode(q[group.tokens], kv, group)
         return out
 
-    def _decode(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _DecodeGroup) -> Tensor:
+    def _decode(self, q: Tensor, kv: LayerKV, group: _DecodeGroup) -> Tensor:
         """[n, Hq, D] -> [n, Hq * D]."""
         n, _, head_dim = q.shape
         by_request = (n, -1, self.num_kv_heads, head_dim)
-        k, v = _gather(k_pool, group.slots).view(by_request), _gather(v_pool, group.slots).view(by_request)
+        k = self._gather(kv.k, kv.k_scale, group.slots).view(by_request)
+        v = self._gather(kv.v, kv.v_scale, group.slots).view(by_request)
         q = q.reshape(n, self.num_kv_heads, self.group_size, head_dim)
         return decode_attention(q, k, v, group.mask).reshape(n, -1)
 
     def _extend(
         self,
         q: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
+        kv: LayerKV,
         extend: _Extend,
         attend: ExtendAttention,
         out: Tensor,
@@ -208,11 +221,15 @@ class _Step:
         """Fill the request's rows of `out`, [T, Hq * D]."""
         tokens = slice(extend.start, extend.start + extend.extend_len)
         by_group = (extend.extend_len, self.num_kv_heads, self.group_size, q.shape[2])
-        k = _gather(k_pool, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
-        v = _gather(v_pool, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
+        k = self._gather(kv.k, kv.k_scale, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
+        v = self._gather(kv.v, kv.v_scale, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
         attend(q[tokens].view(by_group), k, v, out[tokens].view(by_group))
 
-
-def _gather(pool: Tensor, slots: Tensor) -> Tensor:
-    """Rows of the flattened pool, [slots, H * D]: 5 to 15 times as fast as indexing in three dimensions."""
-    return pool.flatten(1).index_select(0, slots)
+    def _gather(self, pool: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
+        """Rows of the flattened pool, [slots, H * D]: 5 to 15 times as fast as indexing in three dimensions."""
+        if scales is not None:
+            numbers = pool.flatten(1).index_select(0, slots).view(len(slots), *pool.shape[1:])
+            return (numbers * scales.index_select(0, slots).unsqueeze(-1)).flatten(1).to(self.dtype)
+        if pool.dtype.itemsize == 1:  # not every version selects rows of float8
+            return pool.flatten(1).view(torch.uint8).index_select(0, slots).view(pool.dtype).to(self.dtype)
+        return pool.flatten(1).index_select(0, slots)

@@ -1,21 +1,20 @@
 """Self-attention block: projections, norms of the heads and rotary around the batch's attention backend."""
 
-# Shapes: T new tokens in the batch, Hq query heads, H KV heads, D head dim.
+# Shapes: T new tokens in the batch, Hq query heads, H KV heads (both of this rank), D head dim.
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from .. import ops
-from .linear import Linear
+from ..ops import HeadNorms
+from .linear import Linear, RowLinear
+from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
     from ..forward_batch import ForwardBatch
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
     from .norm import RMSNorm
 
 
@@ -27,9 +26,8 @@ class SelfAttention:
 
     def __init__(
         self,
-        weights: WeightReader,
+        context: ModelContext,
         name: str,
-        spec: ModelSpec,
         layer_id: int,
         *,
         fused: bool = False,
@@ -39,28 +37,47 @@ class SelfAttention:
 
         Args:
             fused: the checkpoint holds q, k and v as one `qkv_proj`.
-            qk_norms: applied to each head of q and of k, before rotary.
+            qk_norms: applied to each head of q and of k, before rotary; with the same eps.
         """
+        spec = context.spec
         self.layer_id = layer_id
-        self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qk_norms = qk_norms
+        self.head_dim = spec.head_dim
+        self.rotate_and_store = context.ops.rotate_and_store
+        self.head_norms: HeadNorms | None = None
+        if qk_norms is not None:
+            q_norm, k_norm = qk_norms
+            self.head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         names, sizes = [f"{name}.{part}_proj" for part in "qkv"], [q_size, kv_size, kv_size]
+        outputs = _rank_outputs(context, sizes if fused else None)
         if fused:
-            names, sizes = [f"{name}.qkv_proj"], [sum(sizes)]
-        self.qkv = Linear(weights, names, spec.hidden_size, sizes, bias=spec.attention_bias)
-        self.o = Linear(weights, [f"{name}.o_proj"], q_size, [spec.hidden_size], bias=spec.attention_out_bias)
+            num_parts = 1 if outputs is None else len(outputs)
+            names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
+        self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.attention_bias, outputs=outputs)
+        self.o = RowLinear(context, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.attention_out_bias)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        rotated = self.num_heads + self.num_kv_heads
-        qkv_THD = self.qkv(x).view(x.shape[0], rotated + self.num_kv_heads, self.head_dim)
-        qk_THD = qkv_THD[:, :rotated]
-        if self.qk_norms is not None:
-            q_norm, k_norm = self.qk_norms
-            qk_THD = torch.cat(
-                (q_norm(qk_THD[:, : self.num_heads]), k_norm(qk_THD[:, self.num_heads :])), dim=1
-            )
-        qk_THD = ops.rotary(qk_THD, cos, sin)  # q and k in one go
-        q, k = qk_THD[:, : self.num_heads], qk_THD[:, self.num_heads :]
-        return self.o(batch.attention.forward(self.layer_id, q, k, qkv_THD[:, rotated:]))
+        qkv_THD = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q_THD = self.rotate_and_store(
+            qkv_THD, self.head_norms, cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc
+        )
+        return self.o(batch.attention.forward(self.layer_id, q_THD))
+
+
+def _rank_outputs(context: ModelContext, stacked: list[int] | None) -> list[Span] | None:
+    """This rank's rows of q, k and v; None if it has all of them.
+
+    Args:
+        stacked: rows of q, k and v, if they stand one below the other in one matrix.
+    """
+    spec, group = context.spec, context.group
+    if group.size == 1:
+        return None
+    q_heads, kv_heads = equal_span(spec.num_heads, group), kv_head_span(spec.num_kv_heads, group)
+    k_start, v_start = (0, 0) if stacked is None else (stacked[0], stacked[0] + stacked[1])
+    return [
+        q_heads.times(spec.head_dim),
+        kv_heads.times(spec.head_dim, k_start),
+        kv_heads.times(spec.head_dim, v_start),
+    ]

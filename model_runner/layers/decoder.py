@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from .embedding import Embedding, OutputHead
+from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
 from .rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from ...runtime.model_files.model_spec import ModelSpec
     from ..forward_batch import ForwardBatch
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
+    from ..ops import AddOp
     from .norm import RMSNorm
 
 
@@ -68,12 +68,14 @@ class Decoder:
         layers: Sequence[Layer],
         norm: RMSNorm,
         head: OutputHead,
+        add: AddOp,
     ) -> None:
         self.embedding = embedding
         self.rotary = rotary
         self.layers = layers
         self.norm = norm
         self.head = head
+        self.add = add
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See `CausalLM`."""
@@ -82,7 +84,7 @@ class Decoder:
         x = None
         for layer, (cos, sin) in zip(self.layers, angles, strict=True):
             x, residual = layer(x, residual, cos, sin, batch)
-        return residual if x is None else residual.add_(x)
+        return residual if x is None else self.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM`."""
@@ -92,22 +94,27 @@ class Decoder:
 class LayerRotary:
     """The angles for each layer: one table, or one for the windowed layers and one for the others."""
 
-    def __init__(self, spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._tables = [RotaryEmbedding.of(spec, max_model_len, dtype, device)]
+    def __init__(self, context: ModelContext) -> None:
+        spec = context.spec
+        self._tables = [RotaryEmbedding.of(context)]
         self._table_of_layer = [0] * spec.num_layers
         if spec.local_rope_theta is not None:
-            self._tables.append(RotaryEmbedding.local(spec, max_model_len, dtype, device))
+            self._tables.append(RotaryEmbedding.local(context))
             self._table_of_layer = [int(spec.window_of(n) is not None) for n in range(spec.num_layers)]
 
     def at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin at [T] int64 positions for each layer: [T, 1, R] each."""
+        """cos and sin at [T] int64 positions for each layer: [T, R] each."""
         angles = [table.at(positions) for table in self._tables]
         return [angles[table] for table in self._table_of_layer]
 
 
-def build_head(spec: ModelSpec, weights: WeightReader, embedding: Embedding) -> OutputHead:
+def build_head(context: ModelContext, embedding: Embedding) -> OutputHead:
     """The head of a checkpoint, or one tied to the embedding."""
+    spec, weights = context.spec, context.weights
     if spec.tie_word_embeddings:
         weights.ignore("lm_head.weight")  # some checkpoints hold the tied weight twice
-        return OutputHead(embedding.table)
-    return OutputHead(weights.tensor("lm_head.weight", (spec.vocab_size, spec.hidden_size)))
+        assert embedding.head is not None
+        return OutputHead(context, embedding.head)
+    size = spec.hidden_size
+    rows = partial(vocabulary_rows, context, "lm_head.weight", spec.vocab_size, size)
+    return OutputHead(context, head_weight(context, "lm_head", size, rows))

@@ -1,15 +1,22 @@
-"""Linear layers and their merged forms: one matrix product where the architecture names two or three."""
+"""Linear layers and their merged forms: one matrix product where the architecture names two or three.
+
+With several ranks a block of a layer is cut twice: its first matrix by outputs (`Linear` with spans), so that each
+rank has some of the heads or of the MLP's width, and its second by inputs (`RowLinear`), after which the ranks add up
+what they have: one sum over ranks for each block.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .. import ops
+from ..weights.reader import Slice
+from .spans import Span, equal_span
 
 if TYPE_CHECKING:
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
 
 
 class Linear:
@@ -17,27 +24,53 @@ class Linear:
 
     def __init__(
         self,
-        weights: WeightReader,
+        context: ModelContext,
         names: list[str],
         in_features: int,
         out_features: list[int],
         *,
         bias: bool,
+        outputs: Sequence[Span] | None = None,
     ) -> None:
         """Take the weights from a checkpoint.
 
         Args:
             names: module names; `<name>.weight` is [out, in], `<name>.bias` is [out].
-            out_features: of each name.
+            out_features: of each whole weight.
+            outputs: which of them to take; a name may come several times, for several parts. None: all.
         """
+        weights = context.weights
         shapes = [(rows, in_features) for rows in out_features]
-        self.weight = ops.LinearWeight(weights.stacked([f"{name}.weight" for name in names], shapes))
+        slices = None if outputs is None else [Slice(0, *span) for span in outputs]
+        self.weight = context.linear_format.load(weights, names, shapes, slices)
         self.bias: Tensor | None = None
         if bias:
             self.bias = weights.stacked(
-                [f"{name}.bias" for name in names], [(rows,) for rows in out_features]
+                [f"{name}.bias" for name in names], [(rows,) for rows in out_features], slices=slices
             )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, sum of out]."""
-        return ops.linear(x, self.weight, self.bias)
+        """[T, in] -> [T, sum of outputs]."""
+        return self.weight(x, self.bias)
+
+
+class RowLinear:
+    """y = x @ W.T (+ b), where each rank has a part of x and all get the whole y."""
+
+    def __init__(
+        self, context: ModelContext, name: str, in_features: int, out_features: int, *, bias: bool
+    ) -> None:
+        """Take this rank's part of the weight from a checkpoint; `in_features`: of the whole."""
+        weights, group = context.weights, context.group
+        slices = None if group.size == 1 else [Slice(1, *equal_span(in_features, group))]
+        self.weight = context.linear_format.load(weights, [name], [(out_features, in_features)], slices)
+        self.bias: Tensor | None = None
+        if bias and group.rank == 0:  # one rank brings it into the sum
+            self.bias = weights.tensor(f"{name}.bias", (out_features,))
+        elif bias:
+            weights.ignore(f"{name}.bias")
+        self._all_reduce = group.all_reduce
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in / ranks] -> [T, out]."""
+        return self._all_reduce(self.weight(x, self.bias))

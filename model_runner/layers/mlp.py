@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import ops
-from .linear import Linear
+from .linear import Linear, RowLinear
+from .spans import equal_span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
+    from ..ops import GatedActivation
 
 
 class GatedMLP:
@@ -20,27 +19,32 @@ class GatedMLP:
 
     def __init__(
         self,
-        weights: WeightReader,
+        context: ModelContext,
         name: str,
         size: int,
         inner: int,
         *,
         bias: bool = False,
         fused: bool = False,
-        activation: Callable[[Tensor], Tensor] = ops.silu_and_mul,
+        activation: GatedActivation | None = None,
     ) -> None:
         """Take the weights from a checkpoint.
 
         Args:
             fused: the checkpoint holds gate and up as one `gate_up_proj`.
-            activation: of `ops`, [T, 2 * inner] with the gate in the first half -> [T, inner].
+            activation: of the context's `Ops`; None: that of SiLU.
         """
         names, sizes = [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner]
+        outputs = None
+        if context.group.size > 1:
+            span = equal_span(inner, context.group)
+            outputs = [span, span.times(1, inner) if fused else span]
         if fused:
-            names, sizes = [f"{name}.gate_up_proj"], [2 * inner]
-        self.gate_up = Linear(weights, names, size, sizes, bias=bias)
-        self.down = Linear(weights, [f"{name}.down_proj"], inner, [size], bias=bias)
-        self.activation = activation
+            num_parts = 1 if outputs is None else 2
+            names, sizes = [f"{name}.gate_up_proj"] * num_parts, [2 * inner] * num_parts
+        self.gate_up = Linear(context, names, size, sizes, bias=bias, outputs=outputs)
+        self.down = RowLinear(context, f"{name}.down_proj", inner, size, bias=bias)
+        self.activation = activation or context.ops.silu_and_mul
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""

@@ -14,33 +14,34 @@ from torch import Tensor
 from ...runtime.model_files.model_spec import RopeScaling
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ..model_context import ModelContext
 
 logger = logging.getLogger(__name__)
 
 
 class RotaryEmbedding:
-    """cos and sin of every position's angles, in the form that `ops.rotary` takes."""
+    """cos and sin of every position's angles, in the form that `RotateAndStore` takes."""
 
-    def __init__(
-        self, frequencies: Tensor, scale: float, max_model_len: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Compute the table in float32, as Hugging Face does, and keep it in `dtype`.
+    def __init__(self, frequencies: Tensor, scale: float, context: ModelContext) -> None:
+        """Compute the table in float32, as Hugging Face does, and keep it so on GPUs.
+
+        On the CPU, where rotation is plain torch, it is kept in the model's dtype, as Hugging Face has it.
 
         Args:
             frequencies: [R / 2] float32, angle per position.
             scale: of cos and sin, see `RopeScaling.attention_factor`.
         """
-        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
+        angles = torch.outer(torch.arange(context.max_model_len, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
+        dtype = context.dtype if context.device.type == "cpu" else torch.float32
+        self._cos = torch.cat((cos, cos), dim=-1).to(context.device, dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(context.device, dtype)
+        self._take_rows = context.ops.take_rows
 
     @classmethod
-    def of(
-        cls, spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
-    ) -> RotaryEmbedding:
+    def of(cls, context: ModelContext) -> RotaryEmbedding:
         """That of the model, or of its layers without a window where the others differ."""
+        spec, max_model_len = context.spec, context.max_model_len
         scaling = spec.rope_scaling
         if scaling.kind == "longrope":
             logger.info(
@@ -50,23 +51,22 @@ class RotaryEmbedding:
             )
         rotary_dim = spec.rotary_dim or spec.head_dim
         frequencies = rotary_frequencies(spec.rope_theta, rotary_dim, scaling, max_model_len)
-        return cls(frequencies, scaling.attention_factor, max_model_len, dtype, device)
+        return cls(frequencies, scaling.attention_factor, context)
 
     @classmethod
-    def local(
-        cls, spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
-    ) -> RotaryEmbedding:
+    def local(cls, context: ModelContext) -> RotaryEmbedding:
         """That of the windowed layers of a model whose windowed layers have their own."""
+        spec = context.spec
         assert spec.local_rope_theta is not None
         rotary_dim = spec.rotary_dim or spec.head_dim
-        frequencies = rotary_frequencies(spec.local_rope_theta, rotary_dim, RopeScaling(), max_model_len)
-        return cls(frequencies, 1.0, max_model_len, dtype, device)
+        frequencies = rotary_frequencies(
+            spec.local_rope_theta, rotary_dim, RopeScaling(), context.max_model_len
+        )
+        return cls(frequencies, 1.0, context)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at [T] int64 positions: [T, 1, R] each."""
-        return self._cos.index_select(0, positions).unsqueeze(1), self._sin.index_select(
-            0, positions
-        ).unsqueeze(1)
+        """cos and sin at [T] int64 positions: [T, R] each."""
+        return self._take_rows(self._cos, positions), self._take_rows(self._sin, positions)
 
 
 def rotary_frequencies(theta: float, rotary_dim: int, scaling: RopeScaling, max_model_len: int) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import ops
 from ..layers.attention import SelfAttention
 from ..layers.decoder import Decoder, LayerRotary, build_head
 from ..layers.embedding import Embedding
@@ -17,45 +16,48 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import UnitOffsetRMSNorm
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from ...runtime.model_files.model_spec import ModelSpec
     from ..forward_batch import ForwardBatch
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
 
 
-def build(spec: ModelSpec, weights: WeightReader, max_model_len: int, device: torch.device) -> Decoder:
+def build(context: ModelContext) -> Decoder:
     """The decoder."""
+    spec = context.spec
     embedding = Embedding(
-        weights, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5
+        context, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5
     )
     return Decoder(
         embedding,
-        LayerRotary(spec, max_model_len, weights.dtype, device),
-        [Gemma3Layer(spec, weights, layer_id) for layer_id in range(spec.num_layers)],
-        UnitOffsetRMSNorm(weights, "model.norm", spec.hidden_size, spec.rms_norm_eps),
-        build_head(spec, weights, embedding),
+        LayerRotary(context),
+        [Gemma3Layer(context, layer_id) for layer_id in range(spec.num_layers)],
+        UnitOffsetRMSNorm(context, "model.norm", spec.hidden_size, spec.rms_norm_eps),
+        build_head(context, embedding),
+        context.ops.add,
     )
 
 
 class Gemma3Layer:
     """Attention and MLP, each between two norms."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightReader, layer_id: int) -> None:
+    def __init__(self, context: ModelContext, layer_id: int) -> None:
+        spec = context.spec
         name, size, eps = f"model.layers.{layer_id}", spec.hidden_size, spec.rms_norm_eps
         # Backends divide the scores by sqrt(head_dim); what differs from that goes into the norm of q.
         q_scale = 1.0 if spec.query_scale is None else spec.query_scale * spec.head_dim**0.5
         qk_norms = (
-            UnitOffsetRMSNorm(weights, f"{name}.self_attn.q_norm", spec.head_dim, eps, scale=q_scale),
-            UnitOffsetRMSNorm(weights, f"{name}.self_attn.k_norm", spec.head_dim, eps),
+            UnitOffsetRMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps, scale=q_scale),
+            UnitOffsetRMSNorm(context, f"{name}.self_attn.k_norm", spec.head_dim, eps),
         )
-        self.attention_norm = UnitOffsetRMSNorm(weights, f"{name}.input_layernorm", size, eps)
-        self.attention = SelfAttention(weights, f"{name}.self_attn", spec, layer_id, qk_norms=qk_norms)
-        self.after_attention_norm = UnitOffsetRMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
-        self.mlp_norm = UnitOffsetRMSNorm(weights, f"{name}.pre_feedforward_layernorm", size, eps)
-        self.mlp = GatedMLP(weights, f"{name}.mlp", size, spec.intermediate_size, activation=ops.gelu_and_mul)
-        self.after_mlp_norm = UnitOffsetRMSNorm(weights, f"{name}.post_feedforward_layernorm", size, eps)
+        self.attention_norm = UnitOffsetRMSNorm(context, f"{name}.input_layernorm", size, eps)
+        self.attention = SelfAttention(context, f"{name}.self_attn", layer_id, qk_norms=qk_norms)
+        self.after_attention_norm = UnitOffsetRMSNorm(context, f"{name}.post_attention_layernorm", size, eps)
+        self.mlp_norm = UnitOffsetRMSNorm(context, f"{name}.pre_feedforward_layernorm", size, eps)
+        self.mlp = GatedMLP(
+            context, f"{name}.mlp", size, spec.intermediate_size, activation=context.ops.gelu_and_mul
+        )
+        self.after_mlp_norm = UnitOffsetRMSNorm(context, f"{name}.post_feedforward_layernorm", size, eps)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch

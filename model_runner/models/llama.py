@@ -11,31 +11,30 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 
 if TYPE_CHECKING:
-    import torch
-
-    from ...runtime.model_files.model_spec import ModelSpec
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
 
 
-def build(spec: ModelSpec, weights: WeightReader, max_model_len: int, device: torch.device) -> Decoder:
+def build(context: ModelContext) -> Decoder:
     """Pre-norm layers of attention and a SiLU-gated MLP."""
+    spec = context.spec
     size, eps = spec.hidden_size, spec.rms_norm_eps
-    embedding = Embedding(weights, "model.embed_tokens", spec.vocab_size, size)
+    embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)
     layers = []
     for layer_id in range(spec.num_layers):
         name = f"model.layers.{layer_id}"
         layers.append(
             PreNormLayer(
-                RMSNorm(weights, f"{name}.input_layernorm", size, eps),
-                SelfAttention(weights, f"{name}.self_attn", spec, layer_id),
-                RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps),
-                GatedMLP(weights, f"{name}.mlp", size, spec.intermediate_size, bias=spec.mlp_bias),
+                RMSNorm(context, f"{name}.input_layernorm", size, eps),
+                SelfAttention(context, f"{name}.self_attn", layer_id),
+                RMSNorm(context, f"{name}.post_attention_layernorm", size, eps),
+                GatedMLP(context, f"{name}.mlp", size, spec.intermediate_size, bias=spec.mlp_bias),
             )
         )
     return Decoder(
         embedding,
-        LayerRotary(spec, max_model_len, weights.dtype, device),
+        LayerRotary(context),
         layers,
-        RMSNorm(weights, "model.norm", size, eps),
-        build_head(spec, weights, embedding),
+        RMSNorm(context, "model.norm", size, eps),
+        build_head(context, embedding),
+        context.ops.add,
     )

@@ -13,51 +13,45 @@ from ..layers.norm import RMSNorm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import Tensor
 
-    from ...runtime.model_files.model_spec import ModelSpec
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
 
 
-def build(spec: ModelSpec, weights: WeightReader, max_model_len: int, device: torch.device) -> Decoder:
+def build(context: ModelContext) -> Decoder:
     """Every layer has an ordinary MLP."""
 
     def mlp(name: str, layer_id: int) -> GatedMLP:
-        return GatedMLP(weights, name, spec.hidden_size, spec.intermediate_size)
+        return GatedMLP(context, name, context.spec.hidden_size, context.spec.intermediate_size)
 
-    return build_decoder(spec, weights, max_model_len, device, mlp)
+    return build_decoder(context, mlp)
 
 
-def build_decoder(
-    spec: ModelSpec,
-    weights: WeightReader,
-    max_model_len: int,
-    device: torch.device,
-    mlp: Callable[[str, int], Callable[[Tensor], Tensor]],
-) -> Decoder:
+def build_decoder(context: ModelContext, mlp: Callable[[str, int], Callable[[Tensor], Tensor]]) -> Decoder:
     """Qwen3's decoder around MLPs of any kind, made by name and layer."""
+    spec = context.spec
     size, eps = spec.hidden_size, spec.rms_norm_eps
-    embedding = Embedding(weights, "model.embed_tokens", spec.vocab_size, size)
+    embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)
     layers = []
     for layer_id in range(spec.num_layers):
         name = f"model.layers.{layer_id}"
         qk_norms = (
-            RMSNorm(weights, f"{name}.self_attn.q_norm", spec.head_dim, eps),
-            RMSNorm(weights, f"{name}.self_attn.k_norm", spec.head_dim, eps),
+            RMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps),
+            RMSNorm(context, f"{name}.self_attn.k_norm", spec.head_dim, eps),
         )
         layers.append(
             PreNormLayer(
-                RMSNorm(weights, f"{name}.input_layernorm", size, eps),
-                SelfAttention(weights, f"{name}.self_attn", spec, layer_id, qk_norms=qk_norms),
-                RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps),
+                RMSNorm(context, f"{name}.input_layernorm", size, eps),
+                SelfAttention(context, f"{name}.self_attn", layer_id, qk_norms=qk_norms),
+                RMSNorm(context, f"{name}.post_attention_layernorm", size, eps),
                 mlp(f"{name}.mlp", layer_id),
             )
         )
     return Decoder(
         embedding,
-        LayerRotary(spec, max_model_len, weights.dtype, device),
+        LayerRotary(context),
         layers,
-        RMSNorm(weights, "model.norm", size, eps),
-        build_head(spec, weights, embedding),
+        RMSNorm(context, "model.norm", size, eps),
+        build_head(context, embedding),
+        context.ops.add,
     )

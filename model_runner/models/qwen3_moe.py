@@ -9,21 +9,19 @@ from ..layers.mlp import GatedMLP
 from .qwen3 import build_decoder
 
 if TYPE_CHECKING:
-    import torch
-
-    from ...runtime.model_files.model_spec import ModelSpec
     from ..layers.decoder import Decoder
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
 
 
-def build(spec: ModelSpec, weights: WeightReader, max_model_len: int, device: torch.device) -> Decoder:
+def build(context: ModelContext) -> Decoder:
     """Experts, except in the layers that the configuration names."""
+    spec = context.spec
     experts = spec.experts
     assert experts is not None
 
     def mlp(name: str, layer_id: int) -> GatedMLP | SparseMLP:
         if layer_id in experts.dense_layers:
-            return GatedMLP(weights, name, spec.hidden_size, spec.intermediate_size)
-        return SparseMLP(weights, name, spec.hidden_size, experts)
+            return GatedMLP(context, name, spec.hidden_size, spec.intermediate_size)
+        return SparseMLP(context, name, spec.hidden_size, experts)
 
-    return build_decoder(spec, weights, max_model_len, device, mlp)
+    return build_decoder(context, mlp)

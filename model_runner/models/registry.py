@@ -9,12 +9,10 @@ from ...runtime.errors import ConfigError
 from ...runtime.model_files.model_spec import SUPPORTED_MODEL_TYPES
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from ...runtime.model_files.model_spec import ModelSpec
     from ..forward_batch import ForwardBatch
-    from ..weights.reader import WeightReader
+    from ..model_context import ModelContext
 
 
 class CausalLM(Protocol):
@@ -29,15 +27,16 @@ class CausalLM(Protocol):
         ...
 
 
-def build_model(spec: ModelSpec, weights: WeightReader, max_model_len: int, device: torch.device) -> CausalLM:
+def build_model(context: ModelContext) -> CausalLM:
     """Make the model with its weights.
 
     Raises:
         ConfigError: the architecture is unknown, or the checkpoint does not hold what it needs.
     """
+    spec = context.spec
     if spec.model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise ConfigError(f"no model for model_type {spec.model_type!r}; there are: {supported}")
     page: Any = import_module(f".{spec.model_type}", __package__)
-    model: CausalLM = page.build(spec, weights, max_model_len, device)
+    model: CausalLM = page.build(context)
     return model

@@ -1,4 +1,4 @@
-"""Weights in a GGUF file, converted to the serving dtype, under Hugging Face's names and in its forms.
+"""Weights in a GGUF file, as they are or converted to the serving dtype, under Hugging Face's names and in its forms.
 
 llama.cpp keeps some of them in forms of its own, which are turned back here, so that models know one form:
 
@@ -11,7 +11,7 @@ llama.cpp keeps some of them in forms of its own, which are turned back here, so
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -19,45 +19,16 @@ import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
+from ...runtime.model_files.block_forms import GGUF_FORMS
 from ...runtime.model_files.gguf import GGUFFile, TensorInfo, dequantize
+from ...runtime.model_files.gguf_names import stored_names
+from .gguf_blocks import block_weight
+from .reader import Slice, cut_from_whole
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
+    from ..kernels.quantised_weights import BlockWeight
 
-_GLOBAL_NAMES: Final = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER_NAMES: Final = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_GEMMA3_NAMES: Final = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_PHI3_NAMES: Final = {
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-}
-_QK_NORM_NAMES: Final = {
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-}
-_EXPERT_NAMES: Final = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-}
 _LAYER_PATTERN: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _NOT_WEIGHTS: Final = frozenset(  # rope scaling, read by model_files
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -92,7 +63,7 @@ class GGUFStore:
         self._norms_are_offset = spec.model_type == "gemma3_text"
         self._stored = {
             hf: _Stored(self._file.tensors[gguf], expert)
-            for hf, gguf, expert in _names(spec)
+            for hf, gguf, expert in stored_names(spec)
             if gguf in self._file.tensors
         }
 
@@ -106,8 +77,11 @@ class GGUFStore:
         stored = self._stored.get(name)
         return None if stored is None else stored.shape
 
-    def read(self, name: str, out: Tensor) -> None:
-        """See `TensorStore`."""
+    def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
+        """See `TensorStore`. A part is cut from the whole: rows may be stored in another order."""
+        if part is not None:
+            cut_from_whole(partial(self.read, name), self._stored[name].shape, out, part)
+            return
         info, expert = self._stored[name]
         raw = self._file.raw(info)
         if expert is not None:
@@ -124,39 +98,35 @@ class GGUFStore:
                     out[rows].copy_(torch.from_numpy(dequantize(info, raw[rows])))
         except ConfigError as error:
             raise ConfigError(f"{self._file.path}: {error}") from None
+        num_heads = self._heads_out_of_order(name)
+        if num_heads is not None:
+            out.copy_(_pairs_apart(out, num_heads))
+
+    def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
+        """See `TensorStore`. Of some outputs only their rows are touched; experts, which are stacked, are left out."""
+        info, expert = self._stored[name]
+        if info.ggml_type.name not in GGUF_FORMS or len(info.shape) != 2 or expert is not None:
+            return None
+        raw = self._file.raw(info)
+        outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
+        num_heads = self._heads_out_of_order(name)
+        if num_heads is None:
+            raw = raw[outputs]
+        else:
+            raw = raw[_pairs_apart(torch.arange(len(raw)), num_heads)[outputs].numpy()]
+        weight = block_weight(raw, info.ggml_type)
+        return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
+
+    def _heads_out_of_order(self, name: str) -> int | None:
+        """Of a projection whose rows are stored in llama.cpp's order: how many heads they belong to."""
         match = _LAYER_PATTERN.fullmatch(name)
-        if match and self._pairs_are_neighbours:
-            if match[2] == "self_attn.q_proj":
-                out.copy_(_pairs_apart(out, self._num_heads))
-            elif match[2] == "self_attn.k_proj":
-                out.copy_(_pairs_apart(out, self._num_kv_heads))
+        if match is None or not self._pairs_are_neighbours:
+            return None
+        return {"self_attn.q_proj": self._num_heads, "self_attn.k_proj": self._num_kv_heads}.get(match[2])
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""
         return str(self._file.path)
-
-
-def _names(spec: ModelSpec) -> Iterator[tuple[str, str, int | None]]:
-    """Every tensor the model may have: Hugging Face's name, the file's, and which of the experts stacked in it."""
-    for hf, gguf in _GLOBAL_NAMES.items():
-        yield hf, gguf, None
-    in_layer = dict(_LAYER_NAMES)
-    if spec.model_type == "gemma3_text":
-        in_layer |= _GEMMA3_NAMES
-    if spec.model_type == "phi3":
-        in_layer = {hf: gguf for hf, gguf in in_layer.items() if gguf != "ffn_up"} | _PHI3_NAMES
-    if spec.qk_norm:
-        in_layer |= _QK_NORM_NAMES
-    for layer in range(spec.num_layers):
-        for hf, gguf in in_layer.items():
-            for part in ("weight", "bias"):
-                yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
-        if spec.experts is not None:
-            yield f"model.layers.{layer}.mlp.gate.weight", f"blk.{layer}.ffn_gate_inp.weight", None
-            for hf, gguf in _EXPERT_NAMES.items():
-                for expert in range(spec.experts.num_experts):
-                    name = f"model.layers.{layer}.mlp.experts.{expert}.{hf}.weight"
-                    yield name, f"blk.{layer}.{gguf}.weight", expert
 
 
 def _pairs_apart(weight: Tensor, num_heads: int) -> Tensor:

@@ -6,13 +6,24 @@ Every tensor is read straight into the memory where it stays, so the peak is the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..kernels.quantised_weights import BlockWeight
+
+
+class Slice(NamedTuple):
+    """A part of a tensor: `start`..`stop`-1 along one axis; what a rank takes of a weight that several share."""
+
+    axis: int
+    start: int
+    stop: int
 
 
 class TensorStore(Protocol):
@@ -26,8 +37,16 @@ class TensorStore(Protocol):
         """Shape of a tensor, None if there is none; a store that makes tensors up returns `wanted`."""
         ...
 
-    def read(self, name: str, out: Tensor) -> None:
-        """Fill `out` (host, contiguous, the tensor's shape) and convert to its dtype."""
+    def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
+        """Fill `out` (host, contiguous) with a tensor, or with a part of it, converted to the dtype of `out`."""
+        ...
+
+    def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
+        """A matrix that is stored as whole numbers in blocks, as it is, or a part of it; None: it is stored otherwise.
+
+        Args:
+            part: outputs, or inputs in whole blocks.
+        """
         ...
 
     def describe(self, name: str) -> str:
@@ -48,30 +67,67 @@ class WeightReader:
         self._device = device
         self._left = store.names()
 
+    def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
+        """See `TensorStore`; for weights of which some tensors may be missing, or have one of several shapes."""
+        return self._store.shape(name, wanted)
+
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor on the device.
+        """One tensor on the device; unlike those of `stacked` it may be a single number, of the shape ().
 
         Raises:
             ConfigError: it is missing or has another shape.
         """
-        return self.stacked([name], [shape], dtype)
+        result = self.peek(name, shape, dtype)
+        self._left.discard(name)
+        return result
+
+    def peek(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The same, but it counts as not taken."""
+        self._check(name, shape)
+        result = torch.empty(shape, dtype=dtype or self.dtype)
+        self._store.read(name, result)
+        return result.to(self._device)
 
     def stacked(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype | None = None
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype | None = None,
+        slices: Sequence[Slice] | None = None,
     ) -> Tensor:
-        """Several tensors, one below the other (along the first axis), on the device.
+        """Several tensors, or a part of each, one below the other (along the first axis), on the device.
+
+        Args:
+            shapes: of the whole tensors.
+            slices: what to take of each; a name may come several times, for several parts. None: all of it.
 
         Raises:
             ConfigError: one is missing or has another shape.
         """
         for name, shape in zip(names, shapes, strict=True):
             self._check(name, shape)
-        num_rows = sum(shape[0] for shape in shapes)
-        result = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self.dtype)
-        for name, part in zip(names, torch.split(result, [shape[0] for shape in shapes]), strict=True):
-            self._store.read(name, part)
+        taken = list(shapes)
+        if slices is not None:
+            taken = [_sliced(shape, part) for shape, part in zip(shapes, slices, strict=True)]
+        result = torch.empty((sum(shape[0] for shape in taken), *taken[0][1:]), dtype=dtype or self.dtype)
+        outs = torch.split(result, [shape[0] for shape in taken])
+        for idx, (name, shape, out) in enumerate(zip(names, shapes, outs, strict=True)):
+            part = slices[idx] if slices is not None and taken[idx] != shape else None
+            self._store.read(name, out, part)
             self._left.discard(name)
         return result.to(self._device)
+
+    def blocks(self, name: str, shape: tuple[int, int], part: Slice | None = None) -> BlockWeight | None:
+        """See `TensorStore`; on the host.
+
+        Raises:
+            ConfigError: it is missing or has another shape.
+        """
+        self._check(name, shape)
+        found = self._store.blocks(name, part)
+        if found is not None:
+            self._left.discard(name)
+        return found
 
     def ignore(self, name: str) -> None:
         """The model does not need this tensor, whether or not it is there."""
@@ -103,3 +159,15 @@ class WeightReader:
                 f"{where}: tensor {name!r} has the shape {list(found)}, but the configuration asks for {list(shape)}; "
                 "the weights and the configuration do not belong together"
             )
+
+
+def cut_from_whole(read: Callable[[Tensor], None], shape: tuple[int, ...], out: Tensor, part: Slice) -> None:
+    """A part of a tensor from a store that can only read (`read(out)`) the whole of it, [*shape]."""
+    whole = torch.empty(shape, dtype=out.dtype)
+    read(whole)
+    out.copy_(whole.narrow(part.axis, part.start, part.stop - part.start))
+
+
+def _sliced(shape: tuple[int, ...], part: Slice) -> tuple[int, ...]:
+    assert 0 <= part.start < part.stop <= shape[part.axis], f"{part} of {shape}"
+    return (*shape[: part.axis], part.stop - part.start, *shape[part.axis + 1 :])

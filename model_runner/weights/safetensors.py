@@ -4,7 +4,8 @@ Written against the format's specification (huggingface/safetensors:README.md):
 
     header length u64 | header JSON {name: {dtype, shape, data_offsets: [begin, end]}} | data, offsets relative to it
 
-Files are memory-mapped and every header is checked in full when opened; a file from the internet is not trusted.
+Files are memory-mapped and every header is checked in full when opened; a file from the internet is not trusted. Only
+a tensor whose type nobody here knows is first refused when it is read: old exports keep buffers that nobody reads.
 """
 
 from __future__ import annotations
@@ -19,21 +20,31 @@ import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
+from .reader import Slice
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
 _MAX_HEADER_BYTES: Final = 100 << 20
-_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES: Final = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+}
+_CODES: Final = (torch.float8_e4m3fn, torch.int32)
+"""What quantised weights are made of. They mean something together with scales only, and are never converted."""
 _SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 """Ends of names that old exports saved although they are not weights."""
 
 
 class _Entry(NamedTuple):
     file: _File
-    dtype: torch.dtype
+    dtype_name: str  # as the header has it
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
+    num_bytes: int
 
 
 class _File:
@@ -59,7 +70,7 @@ class _File:
         try:
             header = json.loads(self.data[8 : 8 + header_bytes])
             entries = {
-                name: self._entry(name, 8 + header_bytes, value)
+                name: self._entry(8 + header_bytes, value)
                 for name, value in header.items()
                 if name != "__metadata__"
             }
@@ -68,7 +79,7 @@ class _File:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{self.path}: the header is damaged ({error!r}); download it again") from error
         for name, entry in entries.items():
-            end = entry.offset + math.prod(entry.shape) * entry.dtype.itemsize
+            end = entry.offset + entry.num_bytes
             if end > size:
                 raise ConfigError(
                     f"{self.path}: truncated: tensor {name!r} ends at byte {end}, the file has {size}; "
@@ -76,20 +87,15 @@ class _File:
                 )
         return entries
 
-    def _entry(self, name: str, data_start: int, value: dict[str, Any]) -> _Entry:
+    def _entry(self, data_start: int, value: dict[str, Any]) -> _Entry:
         begin, end = value["data_offsets"]
         shape = tuple(value["shape"])
-        if value["dtype"] not in _DTYPES:
-            raise ConfigError(
-                f"{self.path}: tensor {name!r}: dtype {value['dtype']} is not supported, only {', '.join(_DTYPES)}; "
-                "use the original weights or a GGUF file"
-            )
-        dtype = _DTYPES[value["dtype"]]
+        dtype = _DTYPES.get(value["dtype"])
         if any(not isinstance(dim, int) or dim < 0 for dim in shape) or not 0 <= begin <= end:
             raise ValueError(f"impossible shape {shape} or offsets {begin}, {end}")
-        if math.prod(shape) * dtype.itemsize != end - begin:
+        if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"shape {shape} does not take {end - begin} bytes")
-        return _Entry(self, dtype, shape, data_start + begin)
+        return _Entry(self, value["dtype"], shape, data_start + begin, end - begin)
 
 
 class SafetensorsStore:
@@ -101,7 +107,7 @@ class SafetensorsStore:
         Raises:
             ConfigError: there are none, one is missing, truncated or damaged.
         """
-        paths = _files(folder)
+        paths = weight_files(folder)
         self._whole = paths[0] if len(paths) == 1 else folder / INDEX_FILE
         self._entries: dict[str, _Entry] = {}
         for path in paths:
@@ -122,12 +128,31 @@ class SafetensorsStore:
         entry = self._entries.get(name)
         return None if entry is None else entry.shape
 
-    def read(self, name: str, out: Tensor) -> None:
-        """See `TensorStore`."""
+    def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
+        """See `TensorStore`. Of a part only the pages of the file that hold it are touched."""
         entry = self._entries[name]
+        dtype, where = _DTYPES.get(entry.dtype_name), f"{entry.file.path}: tensor {name!r}"
+        if dtype is None:
+            raise ConfigError(
+                f"{where}: dtype {entry.dtype_name} is not supported, only {', '.join(_DTYPES)}; "
+                "use the original weights or a GGUF file"
+            )
+        if dtype != out.dtype and (dtype in _CODES or out.dtype in _CODES):
+            raise ConfigError(
+                f"{where} is stored as {_plain_name(dtype)}, but config.json makes it {_plain_name(out.dtype)}; its "
+                "quantization_config does not belong to the weights, or is missing"
+            )
         count = math.prod(entry.shape)
-        stored = torch.frombuffer(entry.file.data, dtype=entry.dtype, count=count, offset=entry.offset)
-        out.copy_(stored.view(entry.shape))
+        if count == 0:
+            raise ConfigError(
+                f"{where} holds no numbers: its shape is {list(entry.shape)}; download it again"
+            )
+        stored = torch.frombuffer(entry.file.data, dtype=dtype, count=count, offset=entry.offset)
+        tensor = stored.view(entry.shape)
+        out.copy_(tensor if part is None else tensor.narrow(part.axis, part.start, part.stop - part.start))
+
+    def blocks(self, name: str, part: Slice | None = None) -> None:
+        """See `TensorStore`; safetensors has no such type."""
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""
@@ -135,7 +160,16 @@ class SafetensorsStore:
         return str(self._whole if entry is None else entry.file.path)
 
 
-def _files(folder: Path) -> list[Path]:
+def _plain_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model folder that are loaded, sorted by name.
+
+    Raises:
+        ConfigError: there are none, or one is missing.
+    """
     index = folder / INDEX_FILE
     if not index.exists():
         if (folder / SINGLE_FILE).exists():

@@ -107,17 +107,18 @@ def dequantize(raw: Bytes, ggml_type: GGMLType) -> Floats:
 # i of the first half is the low nibble of byte i, element 16 + i its high nibble.
 
 
-def _f16(b: Bytes) -> Floats:
+def f16(b: Bytes) -> Floats:
     """Half floats, [N, 2k] bytes -> [N, k] float32."""
     return np.ascontiguousarray(b).view(np.float16).astype(np.float32)
 
 
-def _nibbles(qs: Bytes, out: Floats) -> None:
+def nibbles(qs: Bytes, out: Floats | Bytes) -> None:
+    """The 32 numbers of 16 bytes each."""
     np.copyto(out[:, :16], qs & 15)
     np.copyto(out[:, 16:], qs >> 4)
 
 
-def _fifth_bits(qh: Bytes) -> Bytes:
+def fifth_bits(qh: Bytes) -> Bytes:
     """The 32 high bits of a block of 5-bit numbers, [N, 4] -> [N, 32], each 0 or 16."""
     bits: Bytes = np.unpackbits(qh, axis=1, bitorder="little")
     return bits * np.uint8(16)
@@ -137,37 +138,37 @@ def _convert_bf16(b: Bytes, out: Floats) -> None:
 
 
 def _convert_q4_0(b: Bytes, out: Floats) -> None:
-    _nibbles(b[:, 2:], out)
+    nibbles(b[:, 2:], out)
     out -= 8
-    out *= _f16(b[:, :2])
+    out *= f16(b[:, :2])
 
 
 def _convert_q4_1(b: Bytes, out: Floats) -> None:
-    _nibbles(b[:, 4:], out)
-    out *= _f16(b[:, :2])
-    out += _f16(b[:, 2:4])
+    nibbles(b[:, 4:], out)
+    out *= f16(b[:, :2])
+    out += f16(b[:, 2:4])
 
 
 def _convert_q5_0(b: Bytes, out: Floats) -> None:
-    _nibbles(b[:, 6:], out)
-    out += _fifth_bits(b[:, 2:6])
+    nibbles(b[:, 6:], out)
+    out += fifth_bits(b[:, 2:6])
     out -= 16
-    out *= _f16(b[:, :2])
+    out *= f16(b[:, :2])
 
 
 def _convert_q5_1(b: Bytes, out: Floats) -> None:
-    _nibbles(b[:, 8:], out)
-    out += _fifth_bits(b[:, 4:8])
-    out *= _f16(b[:, :2])
-    out += _f16(b[:, 2:4])
+    nibbles(b[:, 8:], out)
+    out += fifth_bits(b[:, 4:8])
+    out *= f16(b[:, :2])
+    out += f16(b[:, 2:4])
 
 
 def _convert_q8_0(b: Bytes, out: Floats) -> None:
     np.copyto(out, b[:, 2:].view(np.int8))
-    out *= _f16(b[:, :2])
+    out *= f16(b[:, :2])
 
 
-def _scales_and_mins_6bit(packed: Bytes) -> tuple[Bytes, Bytes]:
+def scales_and_mins_6bit(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Unpack the 8 scales and 8 minima, 6 bits each, of Q4_K and Q5_K: [N, 12] -> twice [N, 8].
 
     Bytes 0-3 hold scales 0-3 and bytes 4-7 minima 0-3 in their low 6 bits. Bytes 8-11 hold the low 4 bits of
@@ -182,10 +183,10 @@ def _scales_and_mins_6bit(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 def _affine_k(b: Bytes, out: Floats) -> None:
     """Apply the scales and minima of Q4_K and Q5_K to the 8 groups of 32 numbers already in `out`."""
-    scales, mins = _scales_and_mins_6bit(b[:, 4:16])
+    scales, mins = scales_and_mins_6bit(b[:, 4:16])
     groups = out.reshape(-1, 8, 32)
-    groups *= (_f16(b[:, :2]) * scales)[:, :, None]
-    groups -= (_f16(b[:, 2:4]) * mins)[:, :, None]
+    groups *= (f16(b[:, :2]) * scales)[:, :, None]
+    groups -= (f16(b[:, 2:4]) * mins)[:, :, None]
 
 
 def _convert_q4_k(b: Bytes, out: Floats) -> None:
@@ -219,7 +220,7 @@ def _convert_q6_k(b: Bytes, out: Floats) -> None:
         nibble = low[:, :, g & 1] >> (4 * (g >> 1)) & 15
         np.copyto(groups[:, :, g], nibble | ((high >> (2 * g)) & 3) << 4)
     out -= 32
-    scales = _f16(b[:, 208:]) * b[:, 192:208].view(np.int8)  # 16 scales, one for 16 numbers
+    scales = f16(b[:, 208:]) * b[:, 192:208].view(np.int8)  # 16 scales, one for 16 numbers
     sixteens = out.reshape(-1, 16, 16)
     sixteens *= scales[:, :, None]
 
@@ -232,8 +233,8 @@ def _convert_q2_k(b: Bytes, out: Floats) -> None:
     for g in range(4):
         np.copyto(groups[:, :, g], (qs >> (2 * g)) & 3)
     sixteens = out.reshape(-1, 16, 16)
-    sixteens *= (_f16(b[:, 80:82]) * (b[:, :16] & 15))[:, :, None]
-    sixteens -= (_f16(b[:, 82:84]) * (b[:, :16] >> 4))[:, :, None]
+    sixteens *= (f16(b[:, 80:82]) * (b[:, :16] & 15))[:, :, None]
+    sixteens -= (f16(b[:, 82:84]) * (b[:, :16] >> 4))[:, :, None]
 
 
 def _convert_q3_k(b: Bytes, out: Floats) -> None:
@@ -253,7 +254,7 @@ def _convert_q3_k(b: Bytes, out: Floats) -> None:
     high2 = np.concatenate([(packed[:, 8:] >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1)
     scales = (low4 | high2 << 4).astype(np.float32) - 32
     sixteens = out.reshape(-1, 16, 16)
-    sixteens *= (_f16(b[:, 108:110]) * scales)[:, :, None]
+    sixteens *= (f16(b[:, 108:110]) * scales)[:, :, None]
 
 
 _CONVERTERS: Final[dict[str, Callable[[Bytes, Floats], None]]] = {

@@ -11,11 +11,14 @@ from typing import Any, Final
 from msgspec import structs
 
 from ..errors import ConfigError
+from .block_forms import GGUF_FORMS
 from .fields import Fields
 from .gguf import GGUFFile
+from .gguf_names import FUSED, stored_names
 from .gguf_rope import read_gguf_rope_scaling
 from .hf_families import windows_by_pattern
 from .model_spec import DTypeName, ExpertsSpec, ModelSpec
+from .quantisation import QuantisationSpec
 
 _MODEL_TYPES: Final = {  # GGUF architecture -> Hugging Face model_type
     "llama": "llama",  # and Mistral, whose files do not mention a window
@@ -85,10 +88,28 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         **_family_facts(fields, arch, num_heads, hidden_size),
     )
-    spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
+    spec = structs.replace(
+        spec, max_position_embeddings=spec.known_positions, quantisation=_quantisation(file, spec)
+    )
     if contradiction := spec.contradiction():
         raise ConfigError(f"{file.path}: {contradiction}")
     return spec
+
+
+def _quantisation(file: GGUFFile, spec: ModelSpec) -> QuantisationSpec | None:
+    """Which modules are stored in blocks that can be kept; None: none of them."""
+    types: dict[str, str] = {}
+    for name, stored, expert in stored_names(spec):
+        info = file.tensors.get(stored)
+        if info is None or expert is not None or len(info.shape) != 2:
+            continue
+        if name.endswith(".weight") and info.ggml_type.name in GGUF_FORMS:
+            module = name.removesuffix(".weight")
+            types[module] = info.ggml_type.name
+            for fused, parts in FUSED.items():
+                if module.endswith(fused):  # memory is summed up by the names of the parts
+                    types |= {module.replace(fused, part): info.ggml_type.name for part in parts}
+    return QuantisationSpec(method="gguf", types=types) if types else None
 
 
 def _vocab_size(file: GGUFFile, fields: Fields, arch: str) -> int:

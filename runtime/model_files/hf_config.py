@@ -2,7 +2,7 @@
 
 Whatever would change the computation and is not implemented is refused by name, never ignored: a model that
 loads and then talks nonsense is the worst failure. What all architectures share is read here, what is one's own in
-`hf_families`.
+`hf_families`, and what can be said of an architecture that the engine does not know in `hf_other`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from msgspec import structs
 
 from ..errors import ConfigError
 from .fields import Fields
-from .hf_families import FAMILIES
+from .hf_families import FAMILIES, Family
+from .hf_other import other_family, with_common_names
 from .hf_rope import MAX_POSITIONS
 from .json_file import read_json
-from .model_spec import SUPPORTED_MODEL_TYPES, DTypeName, ModelSpec
+from .model_spec import DTypeName, ModelSpec
+from .quantisation import read_quantisation
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 _WITH_IMAGES: Final = {"gemma3": "gemma3_text"}
@@ -34,8 +36,12 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     path = folder / "config.json"
     config = read_json(path)
     fields = Fields(path, config)
-    model_type = _supported_model_type(fields)
-    family = FAMILIES[model_type]
+    model_type = _checked_model_type(fields)
+    if model_type in FAMILIES:
+        family = FAMILIES[model_type]
+    else:
+        fields = Fields(path, with_common_names(config))
+        family = other_family(fields)
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
@@ -56,6 +62,7 @@ def read_hf_spec(folder: Path) -> ModelSpec:
         torch_dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, folder, vocab_size),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        quantisation=read_quantisation(folder, fields),
         **family.read(fields),
     )
     spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
@@ -64,7 +71,7 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     return spec
 
 
-def _supported_model_type(fields: Fields) -> str:
+def _checked_model_type(fields: Fields) -> str:
     model_type = fields.text("model_type")
     if model_type in _WITH_IMAGES:
         raise fields.error(
@@ -73,27 +80,22 @@ def _supported_model_type(fields: Fields) -> str:
             "text with images, which is not supported; export its language model alone "
             f"(model_type {_WITH_IMAGES[model_type]}), or use a GGUF file",
         )
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise fields.error("model_type", model_type, f"which is not supported; supported are: {supported}")
-    family = FAMILIES[model_type]
+    if model_type in FAMILIES:
+        _check_family(fields, model_type, FAMILIES[model_type])
+    return model_type
+
+
+def _check_family(fields: Fields, model_type: str, family: Family) -> None:
     architectures = fields.get("architectures")
     if architectures is not None and architectures != [family.architecture]:
         raise fields.error(
             "architectures", architectures, f"only ['{family.architecture}'] is supported for {model_type}"
-        )
-    if fields.get("quantization_config") is not None:
-        raise fields.error(
-            "quantization_config",
-            fields.get("quantization_config"),
-            "quantised checkpoints are not supported; use the original weights or a GGUF file",
         )
     # Gemma has it under two names, and the newer one counts.
     name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
     activation = fields.text(name, default=family.activation)
     if activation != family.activation:
         raise fields.error(name, activation, f"only {family.activation!r} is supported for {model_type}")
-    return model_type
 
 
 def _dtype(fields: Fields) -> DTypeName:

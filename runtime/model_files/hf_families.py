@@ -38,7 +38,7 @@ def _llama(fields: Fields) -> Facts:
 
 
 def _mistral(fields: Fields) -> Facts:
-    return _rope(fields, read_rope(fields)) | _window_everywhere(fields)
+    return _rope(fields, read_rope(fields)) | window_everywhere(fields)
 
 
 def _qwen2(fields: Fields) -> Facts:
@@ -50,7 +50,7 @@ def _qwen3(fields: Fields) -> Facts:
 
 
 def _qwen3_moe(fields: Fields) -> Facts:
-    windows = _window_everywhere(fields) if fields.boolean("use_sliding_window", default=False) else {}
+    windows = window_everywhere(fields) if fields.boolean("use_sliding_window", default=False) else {}
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
     step = fields.integer("decoder_sparse_step", 1, 1 << 12, default=1)
@@ -91,7 +91,7 @@ def _gemma3(fields: Fields) -> Facts:
 
 def _gemma3_windows(fields: Fields) -> tuple[bool, ...]:
     if fields.get("layer_types") is not None:
-        return _layer_types(fields)
+        return layer_types(fields)
     name = "sliding_window_pattern"
     if fields.get(name) is None:
         name = "_sliding_window_pattern"
@@ -108,7 +108,7 @@ def _phi3(fields: Fields) -> Facts:
         raise fields.error("partial_rotary_factor", rope.partial_factor, "a part of each head must rotate")
     return (
         _rope(fields, rope._replace(partial_factor=1.0))
-        | _window_everywhere(fields)
+        | window_everywhere(fields)
         | {"rotary_dim": None if rope.partial_factor == 1.0 else rotary_dim}
     )
 
@@ -146,7 +146,8 @@ def _qwen3_attention(fields: Fields) -> Facts:
     }
 
 
-def _window_everywhere(fields: Fields) -> Facts:
+def window_everywhere(fields: Fields) -> Facts:
+    """`sliding_window`, if there is one, in all layers."""
     if fields.get("sliding_window") is None:
         return {}
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
@@ -161,7 +162,7 @@ def _qwen_windows(fields: Fields) -> Facts:
     if not fields.boolean("use_sliding_window", default=False) or fields.get("sliding_window") is None:
         return {}
     if fields.get("layer_types") is not None:
-        windowed = _layer_types(fields)
+        windowed = layer_types(fields)
     else:
         first = fields.integer("max_window_layers", 0, 1 << 12, default=28)
         windowed = tuple(layer >= first for layer in range(fields.integer("num_hidden_layers", 1, 1 << 12)))
@@ -173,7 +174,8 @@ def _qwen_windows(fields: Fields) -> Facts:
     }
 
 
-def _layer_types(fields: Fields) -> tuple[bool, ...]:
+def layer_types(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have a window, as the field `layer_types` says."""
     value = fields.get("layer_types")
     known = ("full_attention", "sliding_attention")
     if not isinstance(value, list) or any(kind not in known for kind in value):

@@ -11,6 +11,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from .quantisation import QuantisationSpec
+
 SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
 """Hugging Face `model_type` values for which there is a model implementation."""
 
@@ -85,6 +87,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsSpec | None = None
     norms_per_layer: int = 2
     float32_norms: bool = False  # norm weights are kept in float32, whatever the serving dtype
+    quantisation: QuantisationSpec | None = None  # of the weights of linear layers; None: plain
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer sees, the query's own among them; None: all before it."""
@@ -136,17 +139,74 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
         return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
 
-    def weight_bytes(self, dtype_bytes: int) -> int:
-        """Memory of the weights when each takes `dtype_bytes`."""
-        wider = (4 - dtype_bytes) * self._norm_parameters if self.float32_norms else 0
-        return self.num_parameters * dtype_bytes + wider
+    def weight_bytes(self, dtype_bytes: int, *, dequantised: bool = False) -> int:
+        """Memory of the weights, those that are not quantised in `dtype_bytes` each.
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Memory of one token's keys and values over all layers, each number `dtype_bytes` wide.
+        `dequantised`: quantised ones as well, which is how they are kept where no kernel can compute with them.
+        """
+        wider = (4 - dtype_bytes) * self._norm_parameters if self.float32_norms else 0
+        saved = 0 if dequantised else self._saved_by_quantisation(dtype_bytes)
+        return self.num_parameters * dtype_bytes + wider - saved
+
+    def _saved_by_quantisation(self, dtype_bytes: int) -> int:
+        """Bytes, of linear layers, and of an output head of its own; experts stay as they are."""
+        if self.quantisation is None:
+            return 0
+        saved = 0
+        for layer in range(self.num_layers):
+            for name, (rows, columns) in self._linear_shapes(layer).items():
+                held = self.quantisation.bytes_of(f"model.layers.{layer}.{name}", rows, columns)
+                if held is not None:
+                    saved += rows * columns * dtype_bytes - held
+        table = self.vocab_size * self.hidden_size * dtype_bytes
+        if not self.tie_word_embeddings:
+            saved += table - self._head_bytes("lm_head", dtype_bytes)
+        elif self._head_bytes("model.embed_tokens", dtype_bytes) < table and not self.scales_embedding:
+            saved += table  # rows are looked up in the head
+        return saved
+
+    @property
+    def scales_embedding(self) -> bool:
+        """Whether token vectors are multiplied by a number, for which they need a table beside a quantised head."""
+        return self.model_type == "gemma3_text"
+
+    def tied_head_bytes(self, dtype_bytes: int, *, dequantised: bool = False) -> int:
+        """Memory of a head that is tied to the embedding, but packed for its kernel and thereby a copy; see above."""
+        if not self.tie_word_embeddings:
+            return 0
+        if self.quantisation is None or dequantised:
+            return self.vocab_size * self.hidden_size * dtype_bytes
+        return self._head_bytes("model.embed_tokens", dtype_bytes)
+
+    def _head_bytes(self, name: str, dtype_bytes: int) -> int:
+        assert self.quantisation is not None
+        held = self.quantisation.bytes_of(name, self.vocab_size, self.hidden_size)
+        return self.vocab_size * self.hidden_size * dtype_bytes if held is None else held
+
+    def _linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """[outputs, inputs] of a layer's linear modules, those of experts left out."""
+        size, inner = self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes = {
+            "self_attn.q_proj": (q_size, size),
+            "self_attn.k_proj": (kv_size, size),
+            "self_attn.v_proj": (kv_size, size),
+            "self_attn.o_proj": (size, q_size),
+        }
+        if self.experts is None or layer in self.experts.dense_layers:
+            shapes |= {
+                "mlp.gate_proj": (inner, size),
+                "mlp.up_proj": (inner, size),
+                "mlp.down_proj": (size, inner),
+            }
+        return shapes
+
+    def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
+        """Memory of one token's keys and values over all layers: each number's, and for each head a scale's.
 
         Windowed layers count like the others: they keep what has left their window, so that prefixes can be shared.
         """
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * dtype_bytes + scale_bytes)
 
     def contradiction(self) -> str | None:
         """What in these facts cannot be true together, or None; the readers put the file's name before it."""

@@ -64,6 +64,10 @@ class Adaptive(SchedulePolicy):
         if self._num_steps >= MIN_STEPS:
             self._choose(self._load())
 
+    def gained(self, req: Req, num_tokens: int) -> None:
+        for policy in self._policies:
+            policy.gained(req, num_tokens)
+
     def finished(self, req: Req, kind: FinishKind) -> None:
         for policy in self._policies:
             policy.finished(req, kind)

@@ -81,6 +81,9 @@ class SchedulePolicy:
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
         """A step was planned: so much is computed of prompts, and these generate a token."""
 
+    def gained(self, req: Req, num_tokens: int) -> None:
+        """Drafts were right: a step generated so many tokens more for a request than the one of `planned`."""
+
     def finished(self, req: Req, kind: FinishKind) -> None:
         """A request has ended, with `output_len` tokens; `kind` tells whether the model had said what it wanted to."""
 

@@ -94,8 +94,10 @@ class Fair(SchedulePolicy):
 
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
         for tenant, tokens in output_tokens(chunks, decodes).items():
-            if tenant in self._counters:
-                self._counters[tenant] += tokens * OUTPUT_WEIGHT
+            self._charge(tenant, tokens)
+
+    def gained(self, req: Req, num_tokens: int) -> None:
+        self._charge(req.tenant, num_tokens)
 
     def finished(self, req: Req, kind: FinishKind) -> None:
         queue = self._queues.get(req.tenant)
@@ -121,6 +123,10 @@ class Fair(SchedulePolicy):
             if req.lease is not None:  # admitted; see `dequeued`
                 floor = max(floor, counters[queue.tenant])
                 counters[queue.tenant] = floor + prompt_tokens(req, self._page_size) * PROMPT_WEIGHT
+
+    def _charge(self, tenant: str, output_tokens: int) -> None:
+        if tenant in self._counters:
+            self._counters[tenant] += output_tokens * OUTPUT_WEIGHT
 
 
 class _Backlog:

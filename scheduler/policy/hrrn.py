@@ -40,6 +40,9 @@ class Hrrn(SchedulePolicy):
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
         self._clock_tokens += sum(chunk.length for chunk in chunks) + len(decodes)
 
+    def gained(self, req: Req, num_tokens: int) -> None:
+        self._clock_tokens += num_tokens
+
     def finished(self, req: Req, kind: FinishKind) -> None:
         self._arrivals.pop(req.seq, None)
 

@@ -64,12 +64,12 @@ class RoundRobin(SchedulePolicy):
 
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
         for tenant, tokens in output_tokens(chunks, decodes).items():
-            if tenant in self._balances:
-                self._balances[tenant] -= tokens
-            elif tenant in self._ring:
-                self._ring.charge(tenant, tokens)
+            self._charge(tenant, tokens)
         if self._ring:
             self._ring.whose_turn()  # passes it on, so that the quanta which a pass has used up are given for good
+
+    def gained(self, req: Req, num_tokens: int) -> None:
+        self._charge(req.tenant, num_tokens)
 
     def finished(self, req: Req, kind: FinishKind) -> None:
         queue = self._queues.get(req.tenant)
@@ -88,6 +88,12 @@ class RoundRobin(SchedulePolicy):
                 continue
             yield req
             ring.charge(tenant, prompt_tokens(req, self._page_size))
+
+    def _charge(self, tenant: str, tokens: int) -> None:
+        if tenant in self._balances:
+            self._balances[tenant] -= tokens
+        elif tenant in self._ring:
+            self._ring.charge(tenant, tokens)
 
 
 class _Ring:

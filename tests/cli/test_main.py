@@ -34,6 +34,13 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"engine {__version__}\n"
 
 
+def test_as_a_module_it_is_the_same_command():
+    ended = subprocess.run(
+        [sys.executable, "-m", "engine", "--version"], check=True, capture_output=True, text=True
+    )
+    assert ended.stdout == f"engine {__version__}\n"
+
+
 def test_help_loads_no_command_and_nothing_heavy():
     code = (
         "import sys; from engine.cli.main import run; run(['--help']); "

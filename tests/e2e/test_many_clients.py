@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from .model import make_model
 from .serving import DEADLINE_S
 
 pytestmark = pytest.mark.real_process
@@ -20,10 +21,17 @@ POOL_TOKENS = 400
 NUM_TOKENS = 48
 
 
+NUM_LAYERS = 32
+"""So many that a step takes a millisecond or two: an answer must not end before a client on a busy machine has read its
+first events and left."""
+
+
 @pytest.fixture(scope="module")
-def cramped(model):
+def cramped(tmp_path_factory):
     """A server that must retract all the time."""
     from .serving import EngineServe
+
+    model = make_model(tmp_path_factory.mktemp("models") / "small-llama", NUM_LAYERS)
 
     arguments = (
         *("--dtype", "float32", "--page-size", "4", "--max-total-tokens", str(POOL_TOKENS)),

@@ -16,11 +16,13 @@ import torch
 
 from engine.model_runner.host_kv_pool import HostKVPool
 from engine.model_runner.load import load_model_runner
-from engine.runtime.config import CacheConfig, ModelConfig
+from engine.runtime.config import CacheConfig, EngineConfig, KVCacheDType, ModelConfig, SchedulerConfig
+from engine.runtime.device_config import KernelConfig
 from engine.runtime.feasibility import Capacity, pages_for
 from engine.runtime.messages import Logprobs
 from engine.runtime.model_files.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.quantisation import Quantization
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult
@@ -240,6 +242,16 @@ def make_tiny_llama(make_tiny_model: Callable[..., TinyModel]) -> Callable[..., 
     return functools.partial(make_tiny_model, "llama")
 
 
+def engine_config(model: ModelConfig, *, page_size: int = 4, **kernels: Any) -> EngineConfig:
+    """Settings around those of a model, complete enough for a device that is measured."""
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(page_size=page_size, mem_fraction=0.5),
+        kernels=KernelConfig(**kernels),
+        scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8),
+    )
+
+
 @pytest.fixture
 def make_driver() -> Callable[..., Driver]:
     """A runner from a folder, a GGUF file or (path None) dummy weights, behind a driver."""
@@ -257,22 +269,35 @@ def make_driver() -> Callable[..., Driver]:
         rows: int = 40,
         poison: bool = True,
         seed: int = 0,
+        model_impl: Literal["auto", "engine", "transformers"] = "auto",
+        kv_cache_dtype: KVCacheDType = "auto",
+        quantization: Quantization | None = None,
+        deterministic: bool = False,
+        num_threads: int | None = None,
     ) -> Driver:
         capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size, num_host_pages)
         config = ModelConfig(
             dtype=dtype,
             device="cpu",
-            num_threads=torch.get_num_threads(),
+            num_threads=num_threads or torch.get_num_threads(),
             load_format="auto" if path else "dummy",
+            model_impl=model_impl,
+            quantization=quantization,
             seed=1,
         )
         source = ModelSource(kind, str(path or "dummy"), "test")
-        runner = load_model_runner(config, CacheConfig(page_size=page_size), source, spec, capacity)
+        cache = CacheConfig(page_size=page_size, kv_cache_dtype=kv_cache_dtype)
+        kernels = KernelConfig(deterministic=deterministic)
+        whole = EngineConfig(model=config, cache=cache, kernels=kernels)
+        runner = load_model_runner(whole, source, spec, capacity)
         if poison:  # whoever reads a slot that nobody wrote gets NaN
             for pool in (*runner.kv_pool.k, *runner.kv_pool.v):
-                pool.fill_(torch.nan)
+                pool.fill_(torch.nan if pool.is_floating_point() else 0x7F)
+            for scales in (*runner.kv_pool.k_scale, *runner.kv_pool.v_scale):
+                scales.fill_(torch.nan)
             if isinstance(runner.host_kv_pool, HostKVPool):
-                runner.host_kv_pool.pages.fill_(torch.nan)
+                for pages in runner.host_kv_pool.pages:
+                    pages.fill_(torch.nan if pages.is_floating_point() else 0x7F)  # NaN as an 8-bit float
         return Driver(runner, capacity, seed)
 
     return make

@@ -15,18 +15,18 @@ import torch
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model_runner import load, model_runner
+from engine.model_runner import assembly, model_runner
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.model_runner import ModelRunner
 from engine.model_runner.sampler import Sampler
-from engine.runtime.config import CacheConfig, ModelConfig
+from engine.runtime.config import ModelConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
 
-from .conftest import Driver, Request, int32
+from .conftest import Driver, Request, engine_config, int32
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64)
 KINDS = {
@@ -105,13 +105,13 @@ class UploadsDoNotWait(TorchDispatchMode):
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A driver whose device has no data."""
-    monkeypatch.setattr(load, "OutputBuffers", NoHost)
+    monkeypatch.setattr(assembly, "OutputBuffers", NoHost)
     capacity = Capacity(256, 512, 4, 40, SPEC.vocab_size)
     config: Any = ModelConfig(dtype="float32", load_format="dummy", seed=1)
     object.__setattr__(config, "device", "meta")
     object.__setattr__(config, "num_threads", 1)
     source = ModelSource("hf", "dummy", "test")
-    runner = load_model_runner(config, CacheConfig(page_size=4), source, SPEC, capacity)
+    runner = load_model_runner(engine_config(config), source, SPEC, capacity)
     runner.host_kv_pool = NoHostPages()
     return Driver(runner, capacity)
 
@@ -227,7 +227,7 @@ class LateTimer:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     device = LateDevice()
-    monkeypatch.setattr(load, "OutputBuffers", lambda _device: device)
+    monkeypatch.setattr(assembly, "OutputBuffers", lambda _device: device)
     monkeypatch.setattr(model_runner, "DeviceTimer", lambda _device: LateTimer(device))
     with torch.inference_mode():  # its tensors are written here
         yield device
@@ -268,9 +268,11 @@ def test_waiting_brings_the_tokens_of_the_own_step_and_no_more(
 def test_on_a_gpu_torch_itself_sees_no_wait(sampling):
     """`set_sync_debug_mode` knows calls that a device without data does not: copies from memory that is not pinned."""
     capacity = Capacity(256, 512, 4, 40, SPEC.vocab_size)
-    config = ModelConfig(dtype="float32", load_format="dummy", seed=1, device="cuda", num_threads=1)
+    config = ModelConfig(
+        dtype="float32", load_format="dummy", seed=1, device="cuda", num_threads=1, max_model_len=256
+    )
     source = ModelSource("hf", "dummy", "test")
-    runner: ModelRunner = load_model_runner(config, CacheConfig(page_size=4), source, SPEC, capacity)
+    runner: ModelRunner = load_model_runner(engine_config(config), source, SPEC, capacity)
     tokens: list[bytes] = []
     for mode in ("default", "error"):  # the first time memory is allocated and kernels are loaded
         driver = Driver(runner, capacity)

@@ -17,7 +17,7 @@ NUM_LAYERS, NUM_HEADS, HEAD_DIM = 3, 2, 8
 NUM_PAGES, NUM_HOST_PAGES = 20, 24
 
 page_sets = st.lists(st.integers(1, NUM_PAGES), min_size=1, max_size=NUM_PAGES, unique=True)
-dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int8])
 
 
 def make_pool(page_size: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> KVPool:
@@ -32,7 +32,7 @@ def make_pool(page_size: int, dtype: torch.dtype, seed: int, device: str = "cpu"
         device=torch.device(device),
     )
     generator = torch.Generator().manual_seed(seed)
-    for view in pool.page_views:
+    for view in (*pool.page_views, *pool.scale_views):
         view.view(torch.uint8).copy_(
             torch.randint(0, 256, view.view(torch.uint8).shape, dtype=torch.uint8, generator=generator)
         )
@@ -40,8 +40,11 @@ def make_pool(page_size: int, dtype: torch.dtype, seed: int, device: str = "cpu"
 
 
 def bytes_of(pool: KVPool) -> np.ndarray:
-    """[2L, pages, bytes of a page and layer]."""
-    return np.stack([view.cpu().view(torch.uint8).flatten(1).numpy() for view in pool.page_views])
+    """[2L, pages, bytes of a page and layer], with those of their scales behind them."""
+    views = [np.stack([view.cpu().view(torch.uint8).flatten(1).numpy() for view in pool.page_views])]
+    if pool.scale_views:
+        views.append(np.stack([view.view(torch.uint8).flatten(1).numpy() for view in pool.scale_views]))
+    return np.concatenate(views, axis=2)
 
 
 def round_trip(pool: KVPool, host: HostKVPool, pages: list[int], host_pages: list[int]) -> None:
@@ -49,8 +52,8 @@ def round_trip(pool: KVPool, host: HostKVPool, pages: list[int], host_pages: lis
     before = bytes_of(pool)
     there, back = np.array(pages), np.array(pages[::-1])
     host.copy_out(there, np.array(host_pages))
-    for view in pool.page_views:
-        view[pages] = 7.0
+    for view in (*pool.page_views, *pool.scale_views):
+        view[pages] = 7
     host.copy_in(np.array(host_pages), back)
 
     after = bytes_of(pool)
@@ -130,6 +133,6 @@ def test_without_a_pool_nobody_may_swap():
 def test_a_round_trip_between_gpu_and_pinned_memory(dtype):
     pool = make_pool(16, dtype, 0, "cuda")
     host = HostKVPool(pool, NUM_HOST_PAGES, InputBuffers(torch.device("cuda")))
-    assert host.pages.is_pinned()
+    assert all(pages.is_pinned() for pages in host.pages)
     round_trip(pool, host, [*range(1, NUM_PAGES + 1)], [*range(3, 3 + NUM_PAGES)])
     round_trip(pool, host, [5, 2, 9], [20, 0, 7])

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from engine.model_runner.input_buffers import InputBuffers
 from engine.model_runner.logits import process_logits
+from engine.model_runner.row_filters import survivors
 from engine.model_runner.row_states import RowStates
-from engine.model_runner.sampler import Sampler, _floor
+from engine.model_runner.sampler import Sampler
 from engine.model_runner.sampling_batch import SamplingBatch, plan_sampling
 from engine.model_runner.token_counts import TokenCounts
+from engine.model_runner.torch_chooser import TorchChooser
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import NewReq
 
@@ -46,22 +48,36 @@ class Bench:
 
     def batch(self) -> SamplingBatch:
         rows, positions = np.array(self.rows, dtype=np.int64), np.array(self.positions, dtype=np.int64)
-        return plan_sampling(rows, positions, self.states, self.counts, EOS, InputBuffers(CPU))
+        return plan_sampling(rows, positions, self.states, self.counts, EOS)
 
     def sample(self, logits: torch.Tensor) -> list[int]:
         return self.sampler.sample(logits, self.batch()).token_ids.tolist()
 
     def processed(self, logits: torch.Tensor) -> torch.Tensor:
-        return process_logits(logits, self.batch(), self.counts)
+        return process_logits(logits, self.batch(), self.counts, self.counts.buffers)
 
     def kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Which tokens the filters leave: [S, V] bool; all requests must draw."""
         draw = self.batch().draw
         assert draw is not None
-        assert draw.indices is None
-        scaled = logits / draw.temperature
-        floor = _floor(scaled, draw)
+        assert len(draw.indices) == len(logits)
+        scaled = logits / torch.from_numpy(draw.temperature)[:, None]
+        floor = TorchChooser(self.counts)._floor(scaled, draw)
         return torch.ones_like(logits, dtype=torch.bool) if floor is None else scaled >= floor
+
+    def kept_on_cpu(self, logits: torch.Tensor) -> torch.Tensor:
+        """The same by the way that the CPU goes."""
+        draw = self.batch().draw
+        assert draw is not None
+        kept = torch.zeros_like(logits, dtype=torch.bool)
+        for row, scaled in enumerate((logits / torch.from_numpy(draw.temperature)[:, None]).numpy()):
+            top_k = 0 if draw.top_k is None else int(draw.top_k[row])
+            top_p = 1.0 if draw.top_p is None else float(draw.top_p[row])
+            log_min_p = -np.inf if draw.log_min_p is None else float(draw.log_min_p[row])
+            token_ids, values = survivors(scaled, top_k, top_p, log_min_p)
+            assert values.tolist() == scaled[token_ids].tolist()
+            kept[row, token_ids] = True
+        return kept
 
 
 def draws(logits: torch.Tensor, params: dict[str, Any], num: int) -> torch.Tensor:
@@ -146,11 +162,11 @@ def test_filters_keep_what_transformers_keeps(vocab, spread, params, seed):
     bench = Bench(vocab)
     for one in params:
         bench.add(SamplingParams(seed=0, **one))
-    kept = bench.kept(logits)
+    both = torch.stack((bench.kept(logits), bench.kept_on_cpu(logits)), dim=1)
     for row, one in enumerate(params):
         # Where a cumulative probability meets top_p, the last bit of a sum may decide about one token.
         expected = warped(logits[row], {k: v for k, v in one.items() if k != "top_k" or v < vocab}).isfinite()
-        assert (kept[row] ^ expected).sum() <= (1 if "top_p" in one or "min_p" in one else 0)
+        assert ((both[row] ^ expected).sum(dim=-1) <= (1 if "top_p" in one or "min_p" in one else 0)).all()
 
 
 def test_equal_logits_are_kept_or_dropped_together():
@@ -164,6 +180,7 @@ def test_equal_logits_are_kept_or_dropped_together():
         bench = Bench(7)
         bench.add(params)
         assert bench.kept(logits)[0].nonzero()[:, 0].tolist() == expected
+        assert bench.kept_on_cpu(logits)[0].nonzero()[:, 0].tolist() == expected
 
 
 class TestGreedy:

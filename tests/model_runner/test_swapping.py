@@ -137,7 +137,7 @@ def test_pages_that_are_swapped_out_may_be_written_in_the_same_step(make_swappin
     driver.step([(newcomer, 37)], swap_outs=outs)
 
     for n, before in enumerate(kept):
-        there = driver.runner.host_kv_pool.pages[host_pages, n]
+        there = driver.runner.host_kv_pool.pages[0][host_pages, n]
         computed = req.computed
         torch.testing.assert_close(there.flatten(0, 1)[:computed], before.flatten(0, 1)[:computed])
     assert run(driver, newcomer, 3) == other
@@ -157,7 +157,7 @@ def test_a_plan_may_hold_nothing_but_swaps(make_swapping):
     result = driver.runner.launch(plan).wait()
     assert (result.step_id, result.next_token_ids, result.errors) == (plan.step_id, b"", {})
     assert 0.0 < result.swap_s <= result.forward_s
-    assert not driver.runner.host_kv_pool.pages[host_pages, :, 0].isnan().any()
+    assert not driver.runner.host_kv_pool.pages[0][host_pages, :, 0].isnan().any()
 
 
 def test_swapping_without_memory_on_the_host_is_a_bug(driver):

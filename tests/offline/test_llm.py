@@ -381,3 +381,10 @@ def test_a_preset_changes_the_order_of_work_and_no_answer(llm, tiny_model, prese
     with LLM(str(tiny_model), dtype="float32", num_threads=1, page_size=4, preset=preset) as other:
         outputs = other.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == [llm.generate(p, GREEDY).token_ids for p in PROMPTS]
+
+
+def test_ranks_are_for_the_server_and_the_refusal_says_how(tiny_model):
+    with pytest.raises(
+        ConfigError, match=r"tp is 2, .* start `engine serve \S+tiny-llama --tp 2` and use its HTTP API"
+    ):
+        LLM(str(tiny_model), tp=2, device="cpu")

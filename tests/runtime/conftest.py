@@ -98,8 +98,9 @@ def start_engine() -> Iterator[StartEngine]:
     """Starts an engine: of fake rooms that behave as named, or with a model; further arguments are `ServerConfig`'s."""
     with contextlib.ExitStack() as stack:
 
-        def start(behaviours: str = "", *, model: Path | None = None, **server: Any) -> Engine:
-            arguments = {"server": server, **({"model": str(model)} if model else {"behaviours": behaviours})}
+        def start(behaviours: str = "", *, model: Path | None = None, tp: int = 1, **server: Any) -> Engine:
+            rooms = {"model": str(model)} if model else {"behaviours": behaviours, "tp": tp}
+            arguments = {"server": server, **rooms}
             # Not `tmp_path`: the paths of sockets must be short.
             engine = Engine(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))), arguments)
             stack.callback(engine.process.communicate)

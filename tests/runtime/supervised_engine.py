@@ -1,7 +1,7 @@
 """`python supervised_engine.py JSON`: an engine under a real supervisor, for tests.
 
-The argument has `server`, fields of `ServerConfig`, and either `behaviours` of fake rooms, or `model`, a folder with
-which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`.
+The argument has `server`, fields of `ServerConfig`, and either `behaviours` of fake rooms and `tp`, or `model`, a
+folder with which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`.
 
 Prints one JSON line when ready and one at the end, and leaves with the supervisor's exit code.
 """
@@ -21,6 +21,7 @@ from engine.runtime.config import (
     ServerConfig,
 )
 from engine.runtime.control import Role
+from engine.runtime.device_config import ParallelConfig
 from engine.runtime.logs import configure_logging
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.model_spec import ModelSpec
@@ -53,8 +54,10 @@ def on_ready(ready: EngineReady) -> None:
     tell({"url": ready.url, "num_pages": ready.capacity.num_pages, "details": ready.details})
 
 
-def fake_supervisor(behaviours: str, server: ServerConfig) -> Supervisor:
-    config = EngineConfig(model=ModelConfig(served_model_name=behaviours), server=server)
+def fake_supervisor(behaviours: str, server: ServerConfig, tp: int) -> Supervisor:
+    config = EngineConfig(
+        model=ModelConfig(served_model_name=behaviours), server=server, parallel=ParallelConfig(tp=tp)
+    )
     # Children import from where this process does: this folder, where `fake_room` is, is on its path.
     rooms = dict.fromkeys(Role, "fake_room")
     return Supervisor(config, ModelSource("hf", "/nowhere", "fake"), FAKE_SPEC, on_ready, rooms)
@@ -87,7 +90,7 @@ def main() -> None:
     if "model" in arguments:
         supervisor = real_supervisor(arguments["model"], server)
     else:
-        supervisor = fake_supervisor(arguments["behaviours"], server)
+        supervisor = fake_supervisor(arguments["behaviours"], server, arguments["tp"])
     outcome = supervisor.run()
     tell(outcome._asdict())
     sys.exit(outcome.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,7 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource
 
+DEADLINE_S = 10.0
 CAPACITY = Capacity(max_model_len=64, num_pages=8, page_size=16, max_running_requests=4, vocab_size=100)
 SETTINGS = Settings(
     role=Role.TOKENIZER_MANAGER,
@@ -185,3 +187,35 @@ def test_an_asyncio_loop_beats_until_cancelled(child, supervisor):
     asyncio.run(scene())
 
     assert supervisor.receive() == [Heartbeat()]
+
+
+def test_heartbeats_go_on_while_the_loop_waits_for_other_ranks(supervisor, child):
+    waiting = threading.Event()
+    child.beat_while(waiting.is_set)
+
+    assert not supervisor.wait(0.7)  # more than the interval
+    waiting.set()
+
+    assert supervisor.wait(DEADLINE_S)
+    assert supervisor.receive() == [Heartbeat()]
+
+
+def test_frames_of_two_threads_do_not_mix(supervisor, child):
+    """A frame of a megabyte does not fit into the socket's buffer, so it goes in pieces."""
+    large = Failed("bug", "m", "x" * (1 << 20))
+    sender = threading.Thread(target=child._channel.send, args=(large,))
+
+    def beat() -> None:
+        while sender.is_alive():
+            child._channel.send_if_room(Heartbeat())
+
+    beater = threading.Thread(target=beat)
+    received: list[ToSupervisor] = []
+    sender.start()
+    beater.start()
+    while sender.is_alive() or beater.is_alive():
+        supervisor.wait(0.01)
+        received += supervisor.receive()
+    received += supervisor.receive()
+
+    assert [message for message in received if isinstance(message, Failed)] == [large]

@@ -168,6 +168,11 @@ def test_python_arguments_are_checked_like_all_others():
         ("enable_chunked_prefill", False, "chunked_prefill_size", -1),
         ("num_lookahead_slots", 2, "num_lookahead_tokens", 2),
         ("priority_scheduling_preemption_threshold", 3, "priority_preemption_threshold", 3),
+        ("disable_cuda_graph", True, "cuda_graph", False),
+        ("enforce_eager", True, "cuda_graph", False),
+        ("tensor_parallel_size", 2, "tp", 2),
+        ("tp_size", 2, "tp", 2),
+        ("num_speculative_tokens", 4, "speculative_num_draft_tokens", 4),
     ],
 )
 def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):

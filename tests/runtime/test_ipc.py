@@ -11,7 +11,7 @@ import pytest
 import uvloop
 import zmq
 
-from engine.runtime.ipc import MAX_MESSAGE_BYTES, AsyncInbox, Inbox, Outbox
+from engine.runtime.ipc import MAX_MESSAGE_BYTES, AsyncInbox, FanOutbox, Inbox, Outbox
 from engine.runtime.messages import AbortRequest, FlushCache, GenerateRequest, SchedulerInput
 from engine.runtime.sampling_params import SamplingParams
 
@@ -153,7 +153,8 @@ def test_asyncio_receives_what_plain_code_sends(endpoint, outbox, loop_factory):
 def test_asyncio_survives_a_malformed_message(endpoint, outbox):
     async def scene() -> list[SchedulerInput]:
         inbox = AsyncInbox(endpoint, DECODER)
-        outbox._socket.send(b"\xff")
+        for _ in range(600):  # more than are taken at once
+            outbox._socket.send(b"\xff")
         outbox.send(REQUEST)
         received: list[SchedulerInput] = []
         async with asyncio.timeout(DEADLINE_S):
@@ -168,3 +169,21 @@ def test_asyncio_survives_a_malformed_message(endpoint, outbox):
 def test_the_socket_is_a_file_only_its_directory_gives_access_to(endpoint, inbox):
     assert os.path.exists(endpoint.removeprefix("ipc://"))
     assert inbox._socket.getsockopt(zmq.LINGER) == 0
+
+
+def test_a_fan_reaches_everyone_also_who_comes_late_and_in_order():
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        endpoints = [f"ipc://{path}/{name}.sock" for name in "ab"]
+        early = Inbox(endpoints[0], DECODER)
+        fan = FanOutbox(endpoints)
+        messages = [AbortRequest(f"r{number}", "test") for number in range(200)]
+        for message in messages[:100]:
+            fan.send(message)
+        late = Inbox(endpoints[1], DECODER)
+        for message in messages[100:]:
+            fan.send(message)
+
+        assert receive(early, 200) == messages
+        assert receive(late, 200) == messages
+        for socket in (fan, early, late):
+            socket.close()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import msgspec
 import pytest
 
-from engine.runtime.config import EngineConfig
+from engine.model_runner.kernels.cpu.isa import usable_isas
+from engine.runtime.config import EngineConfig, SchedulerConfig
 from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import capacity_of
 from engine.runtime.host_facts import GpuFacts, HostFacts
 from engine.runtime.memory_budget import MIB, MOST_OF_LEFT, RUNTIME_BYTES, plan_memory
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.resolve import resolve
+from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.quantisation import QuantisationSpec
+from engine.runtime.model_files.quantisation_choice import with_quantisation
+from engine.runtime.resolve import BLOCK_FLAGS, resolve
 
 GIB = 1 << 30
 
@@ -32,6 +36,11 @@ SPEC = ModelSpec(
     max_position_embeddings=8192,
     tie_word_embeddings=True,
     torch_dtype="bfloat16",
+)
+MIXTURE = msgspec.structs.replace(
+    SPEC,
+    model_type="qwen3_moe",
+    experts=ExpertsSpec(num_experts=8, num_active=2, intermediate_size=64, normalise=True),
 )
 HOST = HostFacts(
     num_cpus=8,
@@ -65,6 +74,33 @@ def host(**facts) -> HostFacts:
     return dataclasses.replace(HOST, **facts)
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, 50.0),
+        ({"target_step_ms": 0.0}, 0.0),
+        ({"target_step_ms": 80.0}, 80.0),
+        ({"chunked_prefill_size": -1}, 0.0),
+        ({"phases": "prefill-first"}, 0.0),  # no step has both
+    ],
+)
+def test_steps_have_a_target_on_the_cpu_where_prompts_may_be_cut(asked, expected):
+    resolved = resolve(EngineConfig(scheduler=SchedulerConfig(**asked)), SPEC, HOST)
+    assert resolved.config.scheduler.target_step_ms == expected
+    assert ("target_step_ms" in resolved.notes) == (not asked)
+
+
+def test_a_target_that_no_step_could_have_is_refused():
+    asked = SchedulerConfig(target_step_ms=50.0, phases="prefill-first")
+    with pytest.raises(ConfigError, match="target_step_ms is 50, but with phases prefill-first"):
+        resolve(EngineConfig(scheduler=asked), SPEC, HOST)
+
+
+def test_a_gpu_has_no_target_for_its_steps_unless_asked():
+    resolved = resolve(EngineConfig(), SPEC, GPU_HOST)
+    assert resolved.config.scheduler.target_step_ms == 0.0 and "target_step_ms" not in resolved.notes
+
+
 def test_the_default_model_on_a_plain_machine():
     resolved = resolve(EngineConfig(), SPEC, HOST)
     model, cache, scheduler = resolved.config.model, resolved.config.cache, resolved.config.scheduler
@@ -85,9 +121,88 @@ def test_the_default_model_on_a_plain_machine():
         "max_total_tokens",
         "max_running_requests",
         "chunked_prefill_size",
+        "target_step_ms",
         "overlap",
+        "model_impl",
+        "cuda_graph",
     }
     assert all(note and "\n" not in note for note in resolved.notes.values())
+
+
+GGUF = QuantisationSpec(
+    method="gguf",
+    types={f"model.layers.{n}.mlp.{part}_proj": "Q4_1" for n in range(30) for part in ("gate", "up", "down")}
+    | {"model.embed_tokens": "Q8_0"},
+)
+BLOCK_HOST = dataclasses.replace(HOST, cpu_flags=HOST.cpu_flags | BLOCK_FLAGS)
+
+
+def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them():
+    spec = msgspec.structs.replace(SPEC, quantisation=GGUF)
+
+    kept = resolve(EngineConfig(), spec, BLOCK_HOST)
+    dequantised = resolve(config(quantization="none"), spec, BLOCK_HOST)
+
+    assert kept.config.model.quantization == "gguf" and "quantization" in kept.notes
+    assert dequantised.config.model.quantization == "none" and "quantization" not in dequantised.notes
+    assert resolve(kept.config, spec, BLOCK_HOST).config == kept.config
+    mlp, head = 30 * 3 * 576 * 1536, 49152 * 576
+    saved = mlp * (2 - 20 / 32) + head * (2 + 2 - 34 / 32)  # the embedding has no table of its own
+    budgets = [
+        plan_memory(
+            model,
+            usable_bytes=16 * GIB,
+            dtype="bfloat16",
+            fraction=0.4,
+            step_tokens=512,
+            max_model_len=8192,
+            max_running_requests=64,
+            on_cpu=True,
+        )
+        for model in (spec, SPEC)
+    ]
+    assert budgets[1].weights_bytes - budgets[0].weights_bytes == saved
+    assert pool_of(kept.config) == budgets[0].tokens // 16 * 16
+    assert pool_of(dequantised.config) == budgets[1].tokens // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "reason"),
+    [
+        ({"device": "cuda"}, GPU_HOST, "by the CPU only, not by cuda"),
+        ({"dtype": "float32"}, BLOCK_HOST, "with bfloat16 only, not with float32"),
+        ({}, HOST, "with AVX512-VNNI and AVX512-BF16, which this CPU lacks"),
+        ({"model_impl": "transformers"}, BLOCK_HOST, "transformers computes with plain weights only"),
+        ({"load_format": "dummy"}, BLOCK_HOST, "random weights are in no file's blocks"),
+    ],
+)
+def test_where_blocks_cannot_be_multiplied_a_file_is_dequantised_and_a_wish_refused(
+    settings, machine, reason
+):
+    spec = msgspec.structs.replace(SPEC, quantisation=GGUF)
+
+    resolved = resolve(config(**settings), spec, machine)
+
+    assert resolved.config.model.quantization == "none"
+    assert reason in resolved.notes["quantization"]
+    for wish in ("gguf", "int8", "int4"):
+        if wish != "gguf" and "load_format" in settings:
+            continue  # random weights are rounded like others
+        with pytest.raises(ConfigError, match=f"quantization is {wish}, but .*{re.escape(reason)}; use "):
+            resolve(config(**settings, quantization=wish), with_quantisation(spec, wish), machine)
+
+
+def test_the_flags_for_blocks_are_those_of_the_kernels():
+    assert usable_isas(BLOCK_FLAGS)[0] == "avx512_bf16"
+    assert all(usable_isas(BLOCK_FLAGS - {flag})[0] != "avx512_bf16" for flag in BLOCK_FLAGS)
+
+
+def test_made_weights_are_counted_in_the_form_they_get():
+    made = resolve(config(quantization="int4"), with_quantisation(SPEC, "int4"), BLOCK_HOST).config
+    plain = resolve(EngineConfig(), SPEC, BLOCK_HOST).config
+
+    assert made.model.quantization == "int4" and plain.model.quantization is None
+    assert pool_of(made) > pool_of(plain)
 
 
 def test_the_pool_is_what_the_sums_say():
@@ -238,6 +353,45 @@ def test_the_cgroup_limit_counts_and_not_only_the_machine():
     tight = resolve(EngineConfig(), SPEC, host(cgroup_free_bytes=3 * GIB)).config
     assert pool_of(tight) < pool_of(roomy) / 4
     assert tight == resolve(EngineConfig(), SPEC, host(mem_available_bytes=3 * GIB)).config
+
+
+def test_a_pool_of_8_bits_holds_nearly_twice_as_many_tokens():
+    """Not quite: what attention gathers of a layer is in the model's dtype."""
+    settings = {"page_size": 16, "max_model_len": 2048, "max_running_requests": 2000}
+    plain, small = (config(**settings, kv_cache_dtype=dtype) for dtype in ("auto", "fp8"))
+    machine = host(mem_available_bytes=4 * GIB)
+    pools = [resolve(each, SPEC, machine).config for each in (plain, small)]
+
+    assert pools[1].cache.kv_cache_dtype == "fp8"
+    assert 1.8 < pool_of(pools[1]) / pool_of(pools[0]) < 2.0
+    capacities = [capacity_of(each, SPEC) for each in pools]
+    assert capacities[0].kv_token_bytes == 2 * capacities[1].kv_token_bytes
+
+
+def test_an_int8_pool_counts_its_scales():
+    capacity = capacity_of(resolve(config(kv_cache_dtype="int8"), SPEC, HOST).config, SPEC)
+    assert capacity.kv_token_bytes == 2 * SPEC.num_layers * SPEC.num_kv_heads * (SPEC.head_dim + 4)
+
+
+def test_an_int8_pool_is_for_the_cpu():
+    with pytest.raises(
+        ConfigError, match="only the CPU reads that, not cuda; use --kv-cache-dtype fp8 or auto"
+    ):
+        resolve(config(kv_cache_dtype="int8", device="cuda"), SPEC, GPU_HOST)
+
+
+@pytest.mark.parametrize(("asked", "is_estimate"), [("auto", True), (4096, False)])
+def test_a_pool_that_nobody_asked_for_is_known_as_an_estimate(asked, is_estimate):
+    first = resolve(config(max_total_tokens=asked), SPEC, HOST).config
+    again = resolve(first, SPEC, HOST).config
+    assert first.cache.pool_is_estimate == again.cache.pool_is_estimate == is_estimate
+
+
+@pytest.mark.parametrize(("asked", "is_estimate"), [("auto", True), (512, False)])
+def test_a_context_that_nobody_asked_for_is_known_as_an_estimate(asked, is_estimate):
+    first = resolve(config(max_model_len=asked), SPEC, HOST).config
+    again = resolve(first, SPEC, HOST).config
+    assert first.model.len_is_estimate == again.model.len_is_estimate == is_estimate
 
 
 def test_the_pool_is_no_larger_than_what_may_run_at_once():
@@ -420,6 +574,11 @@ def test_steps_overlap_where_the_device_is_not_the_host(machine, by_itself):
         resolved = resolve(config(overlap=asked), SPEC, machine)
         assert resolved.config.scheduler.overlap is asked
         assert "overlap" not in resolved.notes
+    resolved = resolve(config(speculative="ngram"), SPEC, machine)
+    assert resolved.config.scheduler.overlap is False
+    assert resolve(resolved.config, SPEC, machine).config == resolved.config
+    with pytest.raises(ConfigError, match="use --no-overlap, or --speculative off"):
+        resolve(config(speculative="ngram", overlap=True), SPEC, machine)
 
 
 def test_a_gpu_is_taken_where_torch_can_use_it():
@@ -604,3 +763,110 @@ def test_what_counts_as_long_follows_the_context_where_several_prompts_may_be_cu
     assert resolved.config.scheduler.long_prefill_token_threshold == threshold
     note = resolved.notes.get("long_prefill_token_threshold", "")
     assert ("4 % of the context" in note) == (threshold in (327, 1))
+
+
+def test_who_computes_follows_the_architecture():
+    unknown = msgspec.structs.replace(SPEC, model_type="olmo2")
+    ours, theirs = resolve(EngineConfig(), SPEC, HOST), resolve(EngineConfig(), unknown, HOST)
+
+    assert (ours.config.model.model_impl, theirs.config.model.model_impl) == ("engine", "transformers")
+    assert theirs.notes["model_impl"] == "the engine has no model for olmo2 of its own"
+    assert resolve(config(model_impl="transformers"), SPEC, HOST).config.model.model_impl == "transformers"
+    with pytest.raises(
+        ConfigError, match="no model for olmo2, only for llama, .*; use --model-impl transformers"
+    ):
+        resolve(config(model_impl="engine"), unknown, HOST)
+
+
+def test_what_transformers_cannot_do_is_refused_or_off():
+    unknown = msgspec.structs.replace(SPEC, model_type="olmo2")
+    resolved = resolve(EngineConfig(), unknown, GPU_HOST)
+
+    assert resolved.config.kernels.cuda_graph is False
+    assert "may wait for the device" in resolved.notes["cuda_graph"]
+    assert resolve(EngineConfig(), SPEC, GPU_HOST).config.kernels.cuda_graph is True
+    with pytest.raises(ConfigError, match="cuda_graph is on, but olmo2 is computed by transformers"):
+        resolve(config(cuda_graph=True), unknown, GPU_HOST)
+    with pytest.raises(ConfigError, match="tp is 2, but olmo2 is computed by transformers.*; use --tp 1$"):
+        resolve(config(tp=2), unknown, HOST)
+    with pytest.raises(ConfigError, match="use --tp 1 or --model-impl engine$"):
+        resolve(config(tp=2, model_impl="transformers"), SPEC, HOST)
+
+
+class TestRanks:
+    EIGHT_HEADS = msgspec.structs.replace(SPEC, num_heads=8, num_kv_heads=4)
+
+    def test_share_the_cores_and_the_memory_of_their_machine(self):
+        alone = resolve(config(max_model_len=256), self.EIGHT_HEADS, HOST).config
+        shared = resolve(config(max_model_len=256, tp=2), self.EIGHT_HEADS, HOST)
+
+        assert shared.config.model.num_threads == 2
+        assert shared.notes["num_threads"].endswith("shared by 2 ranks")
+        # Half the memory, half of each token, and a little less than half of everything else.
+        assert 0.85 * pool_of(alone) < pool_of(shared.config) <= pool_of(alone)
+
+    def test_of_gpus_have_each_their_own_memory(self):
+        two_gpus = dataclasses.replace(GPU_HOST, gpus=(GPU, GPU))
+        settings = {"max_model_len": 8192, "max_running_requests": 2000}
+        alone = resolve(config(**settings), self.EIGHT_HEADS, GPU_HOST).config
+        shared = resolve(config(tp=2, **settings), self.EIGHT_HEADS, two_gpus).config
+
+        assert pool_of(shared) > 1.5 * pool_of(alone)
+
+    def test_need_a_gpu_each(self):
+        with pytest.raises(
+            ConfigError, match="tp is 2, so 2 GPUs are needed on each machine, but this one has 1"
+        ):
+            resolve(config(tp=2), self.EIGHT_HEADS, GPU_HOST)
+
+    def test_that_ray_places_may_all_land_here_and_need_one_gpu_here(self):
+        alone = resolve(config(max_model_len=256, tp=2), self.EIGHT_HEADS, HOST).config
+        on_ray = resolve(config(max_model_len=256, tp=2, executor="ray"), self.EIGHT_HEADS, HOST).config
+        assert on_ray.model.num_threads == alone.model.num_threads == 2
+        assert pool_of(on_ray) == pool_of(alone)
+
+        assert resolve(config(tp=2, executor="ray"), self.EIGHT_HEADS, GPU_HOST).config.parallel.tp == 2
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"tp": 1}, "executor is ray, but tp is 1, .*; raise --tp, or use --executor local$"),
+            ({"tp": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}, "leave --nnodes, --node-rank"),
+            ({"tp": 2, "cluster_key_file": "a.key"}, "makes their key itself; leave"),
+        ],
+    )
+    def test_that_ray_shall_start_take_nothing_that_ray_decides(self, settings, message):
+        with pytest.raises(ConfigError, match=message):
+            resolve(config(executor="ray", **settings), self.EIGHT_HEADS, HOST)
+
+    def test_that_cannot_share_the_heads_are_refused(self):
+        with pytest.raises(ConfigError, match="9 attention heads cannot be divided by it; .* 1, 3$"):
+            resolve(config(tp=2), SPEC, HOST)
+
+
+class TestDeterministic:
+    def test_is_bfloat16_wherever_it_runs(self):
+        resolved = resolve(config(deterministic=True), SPEC, host(cpu_flags=frozenset({"avx512f"})))
+        assert resolved.config.model.dtype == "bfloat16"
+        assert "deterministic" in resolved.notes["dtype"]
+
+    @pytest.mark.parametrize(
+        ("settings", "spec", "word"),
+        [
+            ({"dtype": "float32"}, SPEC, "dtype is float32, .* use --dtype bfloat16"),
+            ({"attention_backend": "torch_native"}, SPEC, "attention_backend is torch_native"),
+            ({"tp": 3}, SPEC, "tp is 3, .* use --tp 1"),
+            ({"model_impl": "transformers"}, SPEC, "computed by transformers"),
+            ({}, MIXTURE, "qwen3_moe is a mixture of experts"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, settings, spec, word):
+        with pytest.raises(
+            ConfigError, match=f"deterministic is on, but .*{word}.*leave --deterministic away"
+        ):
+            resolve(config(deterministic=True, **settings), spec, HOST)
+        resolve(config(**settings), spec, HOST)
+
+    def test_a_gpu_is_refused_and_all_reasons_are_named(self):
+        with pytest.raises(ConfigError, match="device is cuda.* and dtype is float32"):
+            resolve(config(deterministic=True, device="cuda", dtype="float32"), SPEC, GPU_HOST)

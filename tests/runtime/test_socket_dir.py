@@ -87,3 +87,18 @@ def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp, monkeypat
 
     with pytest.raises(ConfigError, match="absent"):
         SocketDir()
+
+
+def test_sockets_and_the_meeting_point_of_ranks_go_away_too(tmp):
+    with SocketDir() as socket_dir:
+        endpoints = socket_dir.endpoints(ranks=range(1, 4))
+        assert [name.rpartition("/")[2] for name in endpoints.model_runners] == [
+            f"model_runner_{rank}.sock" for rank in (1, 2, 3)
+        ]
+        for path in (
+            *(name.removeprefix("ipc://") for name in endpoints.model_runners),
+            endpoints.rank_store,
+        ):
+            Path(path).touch()
+
+    assert list(tmp.iterdir()) == []

@@ -269,3 +269,67 @@ def test_children_are_gone_within_two_seconds_of_a_killed_supervisor(start_engin
     deadline_s = time.monotonic() + 2.0
 
     assert all(engine.wait_for_end(pid, deadline_s - time.monotonic()) for pid in pids)
+
+
+# ---------------------------------------------------------------- ranks of a group
+
+
+def test_ranks_are_started_and_stopped_like_the_others(start_engine):
+    engine = start_engine(tp=3)
+    engine.read()
+    assert set(engine.pids) == {
+        "scheduler",
+        "detokenizer",
+        "tokenizer_manager",
+        "model_runner_1",
+        "model_runner_2",
+    }
+    title = Path(f"/proc/{engine.pids['model_runner_2']}/cmdline").read_text().strip("\0")
+    assert title == "engine: model_runner_2"
+
+    engine.process.send_signal(signal.SIGTERM)
+
+    assert engine.end() == (0, "stopped")
+
+
+def test_who_lost_the_others_is_not_the_cause_if_another_dies(start_engine):
+    engine = start_engine("scheduler=loses_the_others model_runner=dies_a_little_later", tp=2)
+
+    code, message = engine.end()
+
+    assert (code, message.partition(" without")[0]) == (1, "model_runner of rank 1 exited with code 3")
+    assert "Traceback" not in engine.log
+
+
+@pytest.mark.slow
+def test_whom_the_others_wait_for_is_the_cause_if_nobody_dies(start_engine):
+    engine = start_engine("scheduler=loses_the_others model_runner=keeps_going", tp=2)
+
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith(
+        "model_runner of rank 1 did not take part in a step any more: rank 0 of 2 lost the others in all_reduce"
+    )
+    assert "in keeps_going" in engine.log
+
+
+@pytest.mark.slow
+def test_ranks_that_all_lost_each_other_say_so(start_engine):
+    engine = start_engine("scheduler=loses_the_others model_runner=loses_the_others", tp=2)
+
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith("the ranks lost each other: rank 0 of 2 lost")
+    assert "; rank 1 of 2 lost" in message
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_silent_rank_is_heard_and_the_silent_one_is_named(start_engine):
+    engine = start_engine("scheduler=waits_for_others model_runner=hangs_later", tp=2, watchdog_timeout=3.0)
+
+    code, message = engine.end()
+
+    assert code == 1
+    assert message.startswith("model_runner of rank 1 hangs: no heartbeat for 3 s")

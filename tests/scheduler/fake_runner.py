@@ -2,11 +2,13 @@
 
 Its model is a hash: the "KV" of a position is a hash of all tokens up to it, and the next token is a function of that.
 So what a request must generate is known in advance (`expected_output`), whatever the scheduler does to it meanwhile;
-and a page that holds other tokens than it should is seen at the first step that reads it.
+and a page that holds other tokens than it should is seen at the first step that reads it. With `memory` the next token
+is a function of the last so many alone, so that outputs run into circles, which can be guessed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +18,7 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, StepPlan, StepResult
 
 MASK = (1 << 61) - 1
+GARBAGE = -7
 
 
 def chain(previous: int, token: int) -> int:
@@ -32,6 +35,11 @@ def chains(tokens: list[int]) -> list[int]:
     return result
 
 
+def remembered(tokens: list[int], memory: int | None) -> int:
+    """What a model that sees the last `memory` tokens alone (None: all) makes of a sequence."""
+    return chains(tokens if memory is None else tokens[-memory:])[-1]
+
+
 def next_token(
     state: int, sampling: SamplingParams, output_len: int, eos: frozenset[int], vocab_size: int
 ) -> int:
@@ -45,10 +53,14 @@ def next_token(
 
 
 def expected_output(
-    prompt: list[int], sampling: SamplingParams, eos: frozenset[int], vocab_size: int
+    prompt: list[int],
+    sampling: SamplingParams,
+    eos: frozenset[int],
+    vocab_size: int,
+    memory: int | None = None,
 ) -> tuple[list[int], FinishKind]:
     """What a request generates alone."""
-    state = chains(prompt)[-1]
+    state = remembered(prompt, memory)
     output: list[int] = []
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos)
     assert sampling.max_new_tokens is not None
@@ -59,7 +71,7 @@ def expected_output(
             return output, FinishKind.STOP
         if len(output) >= sampling.max_new_tokens:
             return output, FinishKind.LENGTH
-        state = chain(state, token)
+        state = chain(state, token) if memory is None else remembered([*prompt, *output], memory)
 
 
 @dataclass
@@ -71,6 +83,7 @@ class Row:
     tokens: list[int]
     slots: np.ndarray
     sampled: int | None = None  # the token of the last step, when it is beyond `tokens`
+    lost: bool = False  # a step of it ran out of memory: what it computes since is garbage, and may be
     states: list[int] = field(default_factory=list)
 
 
@@ -85,7 +98,9 @@ class FakeRunner:
         eos: frozenset[int],
         vocab_size: int,
         num_host_pages: int = 0,
+        memory: int | None = None,
     ) -> None:
+        self.memory = memory
         self.page_size = page_size
         self.max_model_len = max_model_len
         self.eos = eos
@@ -96,7 +111,10 @@ class FakeRunner:
         self.rows: dict[int, Row] = {}
         self.fail_next: set[str] = set()  # rids whose next sampling step reports an error
         self.rids: dict[int, str] = {}
+        self.no_memory: Callable[[StepPlan], bool] = lambda plan: False  # for which steps there is none
         self.steps = 0
+        self.step_s: Callable[[StepPlan], float] = lambda plan: 0.01
+        self.swap_s = 0.0  # what every step with swaps says they took
 
     def launch(self, plan: StepPlan) -> Launched:
         """Apply a plan in the order that its docstring gives."""
@@ -125,6 +143,11 @@ class FakeRunner:
             assert plan.finished_rows or plan.swap_outs, "a step for nothing"
             assert not plan.total_num_scheduled_tokens and not plan.rows
             return Launched(StepResult(plan.step_id))
+        if self.no_memory(plan):
+            self.kv[ints(plan.out_cache_loc)] = GARBAGE
+            for row in ints(plan.rows):
+                self.rows[row].lost = True
+            return Launched(StepResult(plan.step_id, forward_s=0.01, out_of_memory="tried to allocate 2 GiB"))
         return Launched(self.forward(plan))
 
     def copy_pages(self, plan: StepPlan) -> None:
@@ -145,7 +168,9 @@ class FakeRunner:
     def forward(self, plan: StepPlan) -> StepResult:
         rows, starts = ints(plan.rows), ints(plan.num_computed_tokens)
         lengths, out = ints(plan.num_scheduled_tokens), ints(plan.out_cache_loc)
-        samples = list(plan.samples)
+        samples, num_drafts = list(plan.samples), ints(plan.num_drafts) or [0] * len(rows)
+        draft_ids = iter(ints(plan.draft_ids))
+        assert len(rows) == len(num_drafts) and sum(num_drafts) == len(ints(plan.draft_ids))
         assert len(rows) == len(starts) == len(lengths) == len(samples)
         assert len(set(rows)) == len(rows), "a row twice in a step"
         assert sum(lengths) == len(out) == plan.total_num_scheduled_tokens > 0
@@ -153,8 +178,19 @@ class FakeRunner:
         assert min(out) >= self.page_size and max(out) < self.num_slots, "the dummy page, or no page at all"
         self.check_mode(plan.mode, rows, starts, lengths)
         offset = 0
-        for row_id, start, length in zip(rows, starts, lengths, strict=True):
+        runs: list[
+            list[int]
+        ] = []  # of each request of the step: what its drafts are followed by, as far as they count
+        for idx, (row_id, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
             row = self.rows[row_id]
+            drafts = [next(draft_ids) for _ in range(num_drafts[idx])]
+            if row.lost:
+                self.kv[out[offset : offset + length]] = GARBAGE
+                row.slots[start : start + length] = out[offset : offset + length]
+                offset += length
+                runs.append([1] * (1 + len(drafts)))  # as many as there could be
+                continue
+            length -= len(drafts)
             if start + length > len(row.tokens):
                 assert start == len(row.tokens) and length == 1 and row.sampled is not None, "no input token"
                 row.tokens.append(row.sampled)
@@ -164,21 +200,41 @@ class FakeRunner:
                 self.kv[out[offset]] = row.states[position]
                 row.slots[position] = out[offset]
                 offset += 1
-        next_ids, logprobs, errors, prompt_logprobs = [], [], {}, {}
+            self.check_prefix(row_id, start + length)
+            if not samples[idx]:
+                assert not drafts
+                runs.append([])
+                continue
+            assert start + length == len(row.tokens), "samples before the end"
+            runs.append([self.sample(row)])
+            for position, draft in enumerate(drafts, start + length):
+                self.kv[out[offset]] = chain(row.states[-1], draft)
+                row.slots[position] = out[offset]
+                offset += 1
+                if draft == runs[-1][-1] and len(runs[-1]) == position - start - length + 1:
+                    row.tokens.append(draft)
+                    row.states.append(chain(row.states[-1], draft))
+                    self.check_prefix(row_id, position + 1)
+                    runs[-1].append(self.sample(row))
+            row.sampled = runs[-1][-1]
+        next_ids, errors, prompt_logprobs = [], {}, {}
+        logprobs: list[Logprobs | None] = []
         for idx, (row_id, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
             row = self.rows[row_id]
-            self.check_prefix(row_id, start + length)
+            if row.lost:
+                if samples[idx]:
+                    next_ids += runs[idx]
+                    logprobs.append(None)
+                continue
             if row.sampling.prompt_logprobs is not None:
                 count = min(start + length, row.prompt_len - 1) - start
                 if count > 0:
                     values = np.arange(start + 1, start + 1 + count, dtype=np.float32)
                     prompt_logprobs[idx] = Logprobs(values.tobytes())
             if samples[idx]:
-                assert start + length == len(row.tokens), "samples before the end"
-                output_len = len(row.tokens) - row.prompt_len
-                row.sampled = next_token(row.states[-1], row.sampling, output_len, self.eos, self.vocab_size)
-                next_ids.append(row.sampled)
+                next_ids += runs[idx]
                 wants = row.sampling.logprobs is not None
+                assert not wants or len(runs[idx]) == 1
                 logprobs.append(Logprobs(np.float32(len(row.tokens)).tobytes()) if wants else None)
                 if self.rids[row_id] in self.fail_next:
                     self.fail_next.discard(self.rids[row_id])
@@ -189,8 +245,18 @@ class FakeRunner:
             tuple(logprobs) if any(logprobs) else (),
             prompt_logprobs,
             errors,
-            forward_s=0.01,
+            forward_s=self.step_s(plan),
+            swap_s=self.swap_s if plan.swap_outs or plan.swap_ins else 0.0,
+            num_next_tokens=np.array([len(run) for run in runs if run], dtype=np.int32).tobytes()
+            if plan.num_drafts
+            else b"",
         )
+
+    def sample(self, row: Row) -> int:
+        """What follows a row's tokens."""
+        state = row.states[-1] if self.memory is None else remembered(row.tokens, self.memory)
+        output_len = len(row.tokens) - row.prompt_len
+        return next_token(state, row.sampling, output_len, self.eos, self.vocab_size)
 
     def check_mode(self, mode: ForwardMode, rows: list[int], starts: list[int], lengths: list[int]) -> None:
         """Extends first, then decodes."""

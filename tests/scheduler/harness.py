@@ -74,6 +74,7 @@ class Harness:
         num_host_pages: int = 0,
         radix_cache: bool = True,
         overlap: int = 0,
+        memory: int | None = None,
         eos: Sequence[int] = (0,),
         cache: dict[str, Any] | None = None,
         **config: Any,
@@ -89,13 +90,16 @@ class Harness:
             kv_token_bytes=1024,
         )
         self.eos = frozenset(eos)
+        self.memory = memory
         self.scheduler = Scheduler(
             SchedulerConfig(**config),
             CacheConfig(radix_cache=radix_cache, **(cache or {})),
             self.capacity,
             self.eos,
         )
-        self.runner = FakeRunner(num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages)
+        self.runner = FakeRunner(
+            num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
+        )
         self.overlap = overlap  # steps that are launched ahead of the one being settled
         self.in_flight: list[tuple[ScheduleBatch, Launched]] = []
         self.answers: dict[str, Answer] = {}
@@ -154,6 +158,8 @@ class Harness:
         if self.scheduler.report(self.now_s).timed_out_reqs_total > timed_out:
             queued = None  # some left before the pass
         self.check_verdicts(passes, queued)
+        if batch is not None and passes:
+            self.check_record(passes[-1], batch)
         self.scheduler.audit()
         if batch is not None:
             self.in_flight.append((batch, self.runner.launch(batch.plan)))
@@ -183,6 +189,9 @@ class Harness:
                     batches.append(batch)
             elif not busy:
                 self.scheduler.on_idle()
+                if self.scheduler.num_unfinished and (wake_s := self.scheduler.wake_s()) is not None:
+                    self.now_s = max(self.now_s, wake_s)
+                    continue
                 self.check_answers()
                 assert not self.runner.rows, "the runner keeps rows of requests that have left"
                 return batches
@@ -231,11 +240,24 @@ class Harness:
             assert len(rids) + record.num_rest + record.num_grammar == record.num_waiting
             assert (record.rest_reason is None) == (record.num_rest == 0)
             if queued is not None:
-                came_back = len(record.retracted)  # before admission in mixed steps, after it in others
+                # before admission in mixed steps, after it in others; and those of a failed step before the pass
+                came_back = sum(each.cause != "device memory" for each in record.retractions)
                 assert record.num_waiting in (queued, queued + came_back)
                 admitted = sum(verdict.result is AddReqResult.CONTINUE for verdict in record.verdicts)
                 queued += came_back - admitted
         assert queued in (None, self.scheduler.report(self.now_s).num_queue_reqs)
+
+    def check_record(self, record: PassRecord, batch: ScheduleBatch) -> None:
+        """What the decision log says of a pass is what the runner was told."""
+        told = {
+            each.rid: each.extend_len
+            for each in (*record.continued, *record.verdicts)
+            if each.result is AddReqResult.CONTINUE
+        }
+        rids = [req.rid for req in batch.reqs[: batch.num_extends]]
+        assert told == dict(zip(rids, extend_lens(batch), strict=True))
+        assert record.num_decodes == len(batch.reqs) - batch.num_extends
+        assert record.mode is batch.plan.mode
 
     def check_answers(self) -> None:
         """Each request was answered once, with the tokens it gets when it runs alone."""
@@ -244,7 +266,7 @@ class Harness:
             if answer.finish.status == 400:
                 assert not answer.tokens
                 continue
-            tokens, kind = expected_output(answer.prompt, answer.sampling, self.eos, VOCAB_SIZE)
+            tokens, kind = expected_output(answer.prompt, answer.sampling, self.eos, VOCAB_SIZE, self.memory)
             if answer.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
                 assert (answer.tokens, answer.finish.kind) == (tokens, kind), rid
             else:

@@ -16,6 +16,7 @@ from engine.scheduler.cache_miss import CacheMiss, MissKind
 from engine.scheduler.decision_log import Arrived, Left, PageCounts, PassRecord, Retraction, Settled
 from engine.scheduler.log_file import Header, Idle, Input, LogRecord, Planning
 from engine.scheduler.log_writer import header_of
+from engine.scheduler.prompt_time import StepTime
 from engine.scheduler.verdict import AddReqResult, Reason, Verdict
 
 
@@ -47,8 +48,9 @@ def sample_records() -> list[LogRecord]:
             policy="fcfs",
             notes=["a note"],
             plan_crc=4_000_000_000,
+            step_time=StepTime(0.05, 0.01, 0.2, 0.04, 0.001, 0.0004),
         ),
-        Settled(2.0, 7, 0.01, [Left("a", FinishKind.ERROR, 1, "bad")], b"\1\0\0\0", {0: "bad"}, 0.5),
+        Settled(2.0, 7, 0.01, [Left("a", FinishKind.ERROR, 1, "bad", 8, 5)], b"\1\0\0\0", {0: "bad"}, 0.5),
         Input(3.0, AbortRequest("b", "gone")),
         Settled(3.0, 0, left=[Left("b", FinishKind.ABORT, 0)], grammars=["c"]),
         Idle(4.0),

@@ -6,6 +6,7 @@ import pytest
 
 from engine.runtime.config import SchedulerConfig
 from engine.runtime.errors import ConfigError
+from engine.scheduler.chaos import with_chaos
 
 
 def causes(harness):
@@ -37,8 +38,41 @@ def test_the_same_seed_gives_the_same_faults(make_scheduler):
 
 
 @pytest.mark.parametrize(
-    "text", ["retract=2:5", "retract=0.5", "swap=0.5:5", "retract=1.2.3:5", "retract=nan:1", ""]
+    "text",
+    [
+        "oom=2:5",
+        "oom=0.1:3,oom=0.1:3",
+        "retract=2:5",
+        "retract=0.5",
+        "swap=0.5:5",
+        "retract=1.2.3:5",
+        "retract=nan:1",
+        "",
+    ],
 )
 def test_anything_else_is_refused(text):
     with pytest.raises(ConfigError, match="retract=PROBABILITY:COUNT"):
         SchedulerConfig(chaos=text)
+
+
+@pytest.mark.parametrize("text", ["oom=1:5", "retract=0.5:9,oom=1:5"])
+def test_steps_lose_their_results_as_often_as_asked_for(make_scheduler, text):
+    harness = make_scheduler(chaos=text, num_pages=128)
+    harness.runner = with_chaos(harness.runner, SchedulerConfig(chaos=text), page_size=4)
+    for _ in range(4):
+        harness.submit(prompt_len=20, max_new_tokens=30)
+    for _ in range(400):
+        harness.step()
+        if not harness.scheduler.num_unfinished:
+            break
+    harness.check_answers()
+
+    failed = [each for each in harness.scheduler.decisions if getattr(each, "out_of_memory", "")]
+    assert [each.out_of_memory for each in failed] == ["asked for by --chaos"] * 5
+    assert all(len(answer.tokens) == 30 for answer in harness.answers.values())
+
+
+@pytest.mark.parametrize("text", [None, "retract=0.5:9", "oom=0.5:0"])
+def test_other_runners_stay_as_they_are(make_scheduler, text):
+    runner = make_scheduler().runner
+    assert with_chaos(runner, SchedulerConfig(chaos=text), page_size=4) is runner

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config import MAX_INT, EngineConfig, SchedulerConfig
+from engine.runtime.config import EngineConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
+from engine.runtime.setting_checks import MAX_INT
 from engine.scheduler.decision_log import Settled
 from engine.scheduler.log_file import MAX_RECORD_BYTES, Idle, LogRecord, read_runs
 from engine.scheduler.log_writer import LogWriter, header_of

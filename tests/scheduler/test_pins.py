@@ -276,3 +276,35 @@ def test_a_pin_too_many_is_told_apart_from_a_prefix_that_is_not_cached(make_sche
         "there are 3 pins, and no more are allowed than the quota has pages; wait, unpin others, or raise "
         "--pin-fraction",
     )
+
+
+def pinned_tokens(harness, token_ids, ttl_s, salt=""):
+    harness.scheduler.handle(PinPrefix(1, token_ids, ttl_s, salt), harness.now_s)
+    (done,) = harness.scheduler.take_outputs()
+    assert isinstance(done, PinDone)
+    return done.pinned_tokens
+
+
+def test_a_pin_ends_when_its_time_is_over(make_scheduler):
+    harness = make_scheduler(num_pages=64, page_size=4)
+    harness.submit("a", prompt=list(range(1, 41)))
+    harness.run_until_idle()
+    assert pinned_tokens(harness, ids(*range(1, 41)), 5.0) == 40
+    assert harness.scheduler.report(0.0).pinned_tokens == 40
+
+    harness.now_s += 4.0
+    harness.step()
+    assert harness.scheduler.report(0.0).pinned_tokens == 40
+    harness.now_s += 2.0
+    harness.step()
+
+    assert harness.scheduler.report(0.0).pinned_tokens == 0
+
+
+def test_a_pin_keeps_what_was_cached_under_its_own_salt(make_scheduler):
+    harness = make_scheduler(num_pages=64, page_size=4)
+    harness.submit("a", prompt=list(range(1, 41)), extra_key="salt")
+    harness.run_until_idle()
+
+    assert pinned_tokens(harness, ids(*range(1, 41)), 5.0) == 0
+    assert pinned_tokens(harness, ids(*range(1, 41)), 5.0, "salt") == 40

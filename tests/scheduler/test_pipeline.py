@@ -122,8 +122,13 @@ class Piped(Harness):
     def run(self) -> None:
         """Until nothing is left; then nothing may stay behind."""
         for _ in range(20_000):
-            if not self.advance():
+            if self.advance():
+                continue
+            wake_s = self.scheduler.wake_s()
+            if not self.scheduler.num_unfinished or wake_s is None:
                 break
+            self.pipeline.idle()
+            self.now_s = max(self.now_s, wake_s)
         else:
             raise AssertionError(f"not idle: {self.scheduler.report(self.now_s)}")
         self.pipeline.idle()

@@ -150,3 +150,30 @@ def test_preemption_changes_no_token_and_disturbs_only_lower_ones(data):
         if victims:
             admitted = [verdict.rid for verdict in record.verdicts if verdict.result == "continue"]
             assert max(priorities[rid] for rid in admitted) > max(priorities[rid] for rid in victims)
+
+
+def test_nobody_is_swapped_out_for_one_that_is_swapped_in(make_scheduler):
+    """What makes place for a request on the host is computed again: else the step would swap out and in."""
+    harness = make_scheduler(
+        schedule_policy="priority",
+        priority_preemption_threshold=0,
+        priority_ageing=0.0,
+        preemption_mode="swap",
+        num_host_pages=64,
+        max_running_requests=2,
+        chaos="retract=1:1",
+        policy_seed=3,  # which takes the place of "middle"
+    )
+    submit(harness, "middle", 5, prompt_len=8, max_new_tokens=20)
+    submit(harness, "low", 1, prompt_len=8, max_new_tokens=20)
+    harness.step()
+    harness.step()
+    assert [(each.rid, each.mode) for each in harness.last_pass.retractions] == [("middle", "swap")]
+    submit(harness, "high", 9, prompt_len=8, max_new_tokens=20)  # goes before "middle", into its row
+
+    harness.step()
+
+    (retraction,) = harness.last_pass.retractions
+    assert (retraction.rid, retraction.mode, retraction.cause) == ("low", "recompute", "priority")
+    assert [verdict.rid for verdict in harness.last_pass.verdicts] == ["high", "middle"]
+    harness.run_until_idle()

@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         schedule_policy=st.sampled_from(["fcfs", "lpm"]),
         chunked_prefill_size=st.sampled_from([-1, 1, 8, 24]),
         max_prefill_tokens=st.sampled_from([5, 32, 200]),
+        target_step_ms=st.sampled_from([0.0, 0.1, 15.0]),
         max_prefill_steps_in_a_row=st.integers(1, 3),
         schedule_conservativeness=st.sampled_from([0.01, 0.3, 1.0]),
     )

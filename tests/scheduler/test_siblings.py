@@ -144,22 +144,59 @@ def test_a_late_sibling_with_prompt_logprobs_has_all_of_them(make_scheduler, pro
         assert len(logprobs.token_logprobs) == 4 * (prompt_len - 1)
 
 
-def test_a_sibling_does_not_start_from_one_that_has_just_lost_its_place(make_scheduler):
-    """The urgent request takes the leader's row in the pass in which the sibling would copy its page."""
+def two_siblings_and_an_urgent_one(make_scheduler):
+    """The leader runs and its prompt is computed; then its sibling and an urgent request come."""
     harness = make_scheduler(
-        schedule_policy="priority", page_size=4, num_pages=64, max_running_requests=2, priority_ageing=0.0
+        schedule_policy="priority",
+        priority_preemption_threshold=0,
+        priority_ageing=0.0,
+        admission_estimator="full",
+        preemption_mode="recompute",
+        page_size=4,
+        num_pages=40,
+        max_running_requests=4,
     )
-    prompt = list(range(1, 39))
-    group = {"group": "g", "priority": 0}
-    harness.submit("leader", prompt=prompt, max_new_tokens=30, message=group)
-    harness.submit("other", prompt_len=6, max_new_tokens=30, message={"priority": 15})
-    harness.step()
-    harness.step()
-    harness.submit("sibling", prompt=prompt, max_new_tokens=5, message=group)
-    harness.submit("urgent", prompt_len=30, max_new_tokens=5, message={"priority": 40})
-    harness.submit("urgent2", prompt_len=30, max_new_tokens=5, message={"priority": 40})
-
+    for _ in range(4):  # the last row keeps figures of a request that is gone
+        harness.submit(prompt_len=30, max_new_tokens=2)
     harness.run_until_idle()
+    harness.flush()
+    prompt = [5 + idx % 7 for idx in range(27)]
+    harness.submit("leader", prompt=prompt, max_new_tokens=80, message={"group": "g"})
+    for _ in range(3):
+        harness.step()
+    harness.submit("sibling", prompt=prompt, max_new_tokens=54, message={"group": "g"})
+    harness.step()
+    harness.submit("urgent", prompt_len=40, max_new_tokens=20, message={"priority": 9})
+    return harness
 
-    causes = [each for record in harness.scheduler.decisions.passes for each in record.retractions]
-    assert "leader" in {each.rid for each in causes if each.cause == "priority"}
+
+def test_a_sibling_does_not_start_from_one_that_has_just_lost_its_place(make_scheduler):
+    """The urgent request takes the leader's place, and the sibling is offered later in the very same pass."""
+    harness = two_siblings_and_an_urgent_one(make_scheduler)
+
+    harness.step()
+
+    assert harness.last_pass.retracted == ["leader"]
+    rids = [verdict.rid for verdict in harness.last_pass.verdicts]
+    assert rids == ["urgent", "sibling"]
+    harness.run_until_idle()  # the FakeRunner would find garbage
+
+
+def test_whoever_lends_a_sibling_its_page_keeps_its_place_in_that_pass(make_scheduler):
+    """The sibling is admitted first, from a copy of the leader's page; the next one is urgent enough for the leader."""
+    harness = make_scheduler(
+        schedule_policy="priority", priority_preemption_threshold=0, page_size=4, max_running_requests=2
+    )
+    prompt = [5 + idx % 7 for idx in range(27)]
+    harness.submit("leader", prompt=prompt, max_new_tokens=20, message={"group": "g", "priority": 0})
+    harness.step()
+    harness.step()
+    harness.submit("sibling", prompt=prompt, max_new_tokens=9, message={"group": "g", "priority": 9})
+    harness.submit("urgent", prompt_len=8, max_new_tokens=5, message={"priority": 8})
+
+    batch = harness.step()
+
+    assert len(batch.plan.page_copies) == 8
+    assert [req.rid for req in batch.reqs] == ["sibling", "leader"]
+    assert harness.last_pass.retracted == []
+    harness.run_until_idle()

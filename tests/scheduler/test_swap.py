@@ -213,3 +213,26 @@ def test_a_stall_is_repaired_also_while_somebody_is_on_the_host(make_scheduler, 
     assert "none can be admitted" in harness.scheduler.report(0.0).stalled
     monkeypatch.undo()
     harness.run_until_idle()
+
+
+def test_with_unknown_costs_nothing_is_swapped():
+    mode = ByCost(page_bytes=0)  # nobody has said how large a page is
+    mode.measured_prefill(1000, 0.1)
+
+    assert not mode.swaps(1000, 63)
+
+
+def test_both_costs_are_learnt_from_the_steps_that_ran(make_scheduler):
+    """The FakeRunner's steps take 10 ms: of 32 prompt tokens, and of swapping out two pages of 16 tokens."""
+    harness = make_scheduler(page_size=16, num_host_pages=16, preemption_mode="cost", chaos="retract=1:2")
+    mode = harness.scheduler._parts.settler._mode
+    before = mode.swap_s_per_page
+    harness.runner.swap_s = 0.01
+    harness.submit("r", prompt_len=32, max_new_tokens=6)
+
+    harness.step()
+    assert mode.prefill_s_per_token == pytest.approx(0.01 / 32)
+    harness.run_until_idle()
+
+    assert retractions(harness)[0].mode == "swap"
+    assert mode.swap_s_per_page > 2 * before

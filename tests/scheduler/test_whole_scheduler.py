@@ -31,6 +31,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     """Any settings together, small enough that memory, rows and budgets run out all the time."""
     page_size = draw(one_of(1, 2, 4, 16))
     max_partial = draw(one_of(1, 1, 2, 4))
+    overlap = draw(one_of(0, 1, 2))
     return {
         "page_size": page_size,
         "num_pages": draw(st.integers(2, 14) if page_size == 16 else st.integers(4, 40)),
@@ -38,12 +39,16 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "max_running_requests": draw(st.integers(1, 7)),
         "num_host_pages": draw(one_of(0, 3, 40)),
         "radix_cache": draw(one_of(True, True, False)),
-        "overlap": draw(one_of(0, 1, 2)),
+        "overlap": overlap,
+        "speculative": "off" if overlap else draw(one_of("off", "ngram", "ngram")),
+        "speculative_num_draft_tokens": draw(one_of(1, 3, 8)),
+        "memory": draw(one_of(None, 1, 2)),  # outputs that can be guessed
         "schedule_policy": draw(st.sampled_from(get_args(SchedulePolicyName))),
         "phases": draw(one_of("mixed", "prefill-first", "decode-first")),
         "prefill_decode_interval": draw(one_of(0, 0, 3)),
         "max_prefill_steps_in_a_row": draw(st.integers(1, 3)),
         "chunked_prefill_size": draw(one_of(-1, 1, 8, 24, 64)),
+        "target_step_ms": draw(one_of(0.0, 0.0, 0.1, 12.0, 1e9)),
         "max_prefill_tokens": draw(one_of(1, 5, 32, 200)),
         "max_num_batched_tokens": draw(one_of(None, None, 1, 4, 16)),
         "max_num_partial_prefills": max_partial,

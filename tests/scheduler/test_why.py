@@ -43,6 +43,13 @@ def test_a_request_that_waited_for_nothing():
     )
 
 
+def test_drafts_that_were_right_are_told():
+    ended = Settled(12.0, 9, left=[Left("r1", FinishKind.LENGTH, 50, num_drafts=40, num_right_drafts=31)])
+    answer = explain([ARRIVED, a_pass(1, admitted("r1")), ended], "r1")
+    assert answer.sentence.endswith("with 50 tokens (length; 31 of 40 drafts were right).")
+    assert answer.rows[-1][3] == "length, 50 tokens; 31 of 40 drafts were right"
+
+
 def test_equal_verdicts_are_one_line_with_the_last_arithmetic():
     passes = [a_pass(step, no_kv("r1", have=30 + step)) for step in range(1, 5)]
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runtime.errors import ConfigError
-from engine.simulator.cost_model import LinearCost, Roofline, StepWork
+from engine.scheduler.step_work import StepWork
+from engine.simulator.cost_model import LinearCost, Roofline
 from engine.simulator.device_facts import DEVICES
 from engine.simulator.fitted import MIN_STEPS, Fitted, MeasuredStep
 from engine.simulator.model_facts import MODELS, ModelFacts

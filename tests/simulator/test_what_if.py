@@ -21,9 +21,10 @@ from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.log_file import LogFileError
 from engine.scheduler.recorder import Recorder, make_recorder
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_work import StepWork
 from engine.simulator.arrivals import Lengths
 from engine.simulator.cluster import Cluster, ClusterSettings
-from engine.simulator.cost_model import LinearCost, StepWork
+from engine.simulator.cost_model import LinearCost
 from engine.simulator.generated import Arrival, Chat, Rag, given_lengths
 from engine.simulator.measurements import Measurements
 from engine.simulator.recorded_run import read_recorded_run
@@ -31,6 +32,7 @@ from engine.simulator.report import Report, make_report
 from engine.simulator.sim_request import VOCAB_SIZE, SimRequest, Workload
 from engine.simulator.simulated_engine import ReplicaSettings
 from engine.simulator.what_if import fit_log, what_if
+from tests.scheduler.recorded import finish, record
 
 TRUTH = LinearCost(step_s=0.004, prefill_token_s=4e-5, decode_row_s=1e-4, kv_token_s=1e-7)
 RAG = Rag(document=Lengths(600, 0.3, 200, 1500), answer=Lengths(30, 0.5, 4, 80), num_documents=8)
@@ -210,6 +212,28 @@ def test_tokens_of_a_step_whose_request_lost_its_place_meanwhile_are_not_counted
     result = what_if(path, {"schedule_policy": "lof"})
     assert result.changed.num_requests == result.recorded.num_requests == len(asked)
     assert result.changed.output_tokens == result.recorded.output_tokens == sum(asked.values())
+
+
+def test_steps_with_drafts_are_read_and_their_answers_kept(path):
+    """A simulation has no drafts: nobody knows what would have been guessed under other settings."""
+    harness = record(path, memory=2, speculative="ngram", num_pages=200, eos=(5,))
+    for idx in range(6):
+        harness.submit(prompt_len=6 + idx, max_new_tokens=60, ignore_eos=False)
+    harness.run_until_idle()
+    finish(harness)
+    report = harness.scheduler.report(0.0)
+    assert report.accepted_draft_tokens_total > 50
+
+    run = read_recorded_run(path)
+    answers = {rid: answer.tokens for rid, answer in harness.answers.items()}
+    assert {
+        each.rid: np.frombuffer(each.output_ids, dtype=np.int32).tolist() for each in run.requests
+    } == answers
+    num_wrong = report.draft_tokens_total - report.accepted_draft_tokens_total
+    num_answered = sum(map(len, answers.values()))
+    assert sum(step.work.num_sampled for step in run.steps) >= num_answered + num_wrong
+    result = what_if(path, {"schedule_policy": "lof"})
+    assert result.changed.output_tokens == result.recorded.output_tokens == num_answered
 
 
 @pytest.mark.parametrize("whose", ["the client's", "the server's"])

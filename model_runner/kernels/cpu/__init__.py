@@ -1,1 +1,1 @@
-"""Kernels for the CPU, in C++. None yet: `ops` uses torch's own."""
+"""Kernels for the CPU, in C++: compiled on first use by `library`; see `kernels/native.py` for who calls them."""

@@ -1,1 +1,1 @@
-"""Kernels for GPUs, in Triton. None yet: `ops` uses torch's own."""
+"""Kernels for GPUs, in Triton. `compile_report` knows all of them; `ops` and the attention backends call them."""

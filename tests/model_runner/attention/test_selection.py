@@ -1,34 +1,91 @@
-"""The first backend without reasons against it is taken, and the log says why the others were not."""
+"""What was asked for is taken or refused with reasons; else the first backend without any, and the log says why."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 
 from engine.model_runner.attention.selection import BACKENDS, select_backend
+from engine.model_runner.attention.triton_paged import TritonAttention
+from engine.runtime.errors import ConfigError
+from tests.model_runner.attention.paged_batches import spec_of
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class FastBackend:
     name = "fast"
 
     @staticmethod
-    def reasons_against(spec: Any, device: torch.device) -> list[str]:
+    def reasons_against(
+        spec: Any, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[str]:
         reasons = ["head_dim 40 is not a multiple of 64"] if spec == "odd model" else []
+        if kv_dtype != dtype:
+            reasons.append("one precision for all")
         return [*reasons, "needs a GPU"] if device.type == "cpu" else reasons
 
 
+class SlowBackend(FastBackend):
+    name = "slow"
+
+    @staticmethod
+    def reasons_against(
+        spec: Any, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[str]:
+        return []
+
+
+def select(
+    spec: str = "model",
+    device: str = "meta",
+    kv_dtype: torch.dtype = BF16,
+    asked: tuple[str, str] | None = None,
+) -> str:
+    backends = cast("Any", (FastBackend, SlowBackend))
+    return select_backend(cast("Any", spec), torch.device(device), BF16, kv_dtype, asked, backends).name
+
+
 def test_backends_passed_over_are_logged_with_all_reasons(caplog):
-    backends: Any = (FastBackend, *BACKENDS)
-    spec: Any = "odd model"
     with caplog.at_level(logging.INFO):
-        chosen = select_backend(spec, torch.device("cpu"), backends)
-    assert chosen.name == "torch_native"
+        assert select("odd model", "cpu") == "slow"
     assert "fast passed over: head_dim 40 is not a multiple of 64; needs a GPU" in caplog.text
 
 
 def test_the_preferred_one_is_taken_when_nothing_speaks_against_it():
-    backends: Any = (FastBackend, *BACKENDS)
-    spec: Any = "model"
-    assert select_backend(spec, torch.device("meta"), backends).name == "fast"
+    assert select() == "fast"
+    assert select(kv_dtype=FP8) == "slow"
+
+
+def test_what_was_asked_for_is_taken_for_prompts_and_for_decodes():
+    assert select(asked=("slow", "slow")) == "slow"
+    assert select(asked=("slow", "fast")) == "slow,fast"
+
+
+def test_what_cannot_run_is_refused_with_all_reasons_and_a_way_out():
+    with pytest.raises(ConfigError) as caught:
+        select("odd model", "cpu", asked=("fast", "slow"))
+    assert str(caught.value) == (
+        "attention_backend is 'fast,slow', but that cannot run here: fast: head_dim 40 is not a multiple of 64, needs "
+        "a GPU; leave --attention-backend away, or use slow"
+    )
+
+
+def test_the_last_one_runs_everywhere():
+    spec = spec_of(9, 3, 40, window=7)
+    for dtype, kv_dtype in [(BF16, FP8), (torch.float32, BF16), (torch.float16, torch.float16)]:
+        assert BACKENDS[-1].reasons_against(spec, torch.device("cpu"), dtype, kv_dtype) == []
+
+
+def test_reasons_against_triton():
+    cpu = torch.device("cpu")
+    assert TritonAttention.reasons_against(spec_of(128, 1, 320), cpu, torch.float64, torch.int8) == [
+        "needs a CUDA device, not cpu",
+        "head_dim is 320, at most 256 fits",
+        "128 query heads share a KV head, at most 64 fit",
+        "has no kernels for torch.float64",
+        "reads no KV pool of torch.int8",
+    ]

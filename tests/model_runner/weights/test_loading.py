@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 
 from engine.model_runner.weights.dummy import DummyStore
-from engine.model_runner.weights.reader import WeightReader
+from engine.model_runner.weights.gguf import GGUFStore
+from engine.model_runner.weights.reader import Slice, TensorStore, WeightReader
+from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf import GGUFFile
 from engine.runtime.model_files.gguf_config import read_gguf_spec
@@ -62,6 +66,27 @@ class TestSafetensors:
         write_tensors(path, header, data)
         driver = make_driver(tiny.spec, tiny.folder)
         assert driver.generate([PROMPT], num=5)[0] == tiny.greedy(PROMPT, 5)
+
+    def test_buffers_of_any_type_are_ignored(self, make_tiny_llama, make_driver):
+        """Whatever their size: only what is read must be known."""
+        tiny = make_tiny_llama()
+        path = tiny.folder / "model.safetensors"
+        header, data = tensors_of(path)
+        for layer, dtype in enumerate(("F64", "BOOL")):
+            header[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = {
+                "dtype": dtype,
+                "shape": [4],
+                "data_offsets": [0, 32],
+            }
+        write_tensors(path, header, data)
+        driver = make_driver(tiny.spec, tiny.folder)
+        assert driver.generate([PROMPT], num=5)[0] == tiny.greedy(PROMPT, 5)
+
+    def test_a_tensor_without_numbers_is_refused(self, tmp_path):
+        save_file({"a": torch.zeros(0, 4), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+        weights = WeightReader(SafetensorsStore(tmp_path), torch.float32, torch.device("cpu"))
+        with pytest.raises(ConfigError, match=r"tensor 'a' holds no numbers: its shape is \[0, 4\]"):
+            weights.tensor("a", (0, 4))
 
     def test_missing_tensor(self, make_tiny_llama, make_driver):
         tiny = make_tiny_llama()
@@ -116,7 +141,7 @@ class TestSafetensors:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"dtype": "F8_E4M3"}, "tensor 'lm_head.weight': dtype F8_E4M3 is not supported"),
+            ({"dtype": "F8_E5M2"}, "tensor 'lm_head.weight': dtype F8_E5M2 is not supported"),
             ({"shape": [96, 49]}, "header is damaged"),
             ({"shape": [-96, -48]}, "header is damaged"),
             ({"data_offsets": [10, 2]}, "header is damaged"),
@@ -265,14 +290,19 @@ class TestDummy:
         assert weight.abs().max() <= 0.02
         assert weight.std().item() == pytest.approx(0.04 / 12**0.5, rel=0.02)
 
+    def test_rows_of_large_ones_differ_too(self):
+        weights = WeightReader(DummyStore(1), torch.bfloat16, torch.device("cpu"))
+        weight = weights.tensor("a", (4200, 1024))  # more than is drawn
+        rows = {row.view(torch.int16).numpy().tobytes() for row in weight}
+        assert len(rows) == 4200
+        assert weight.float().std().item() == pytest.approx(0.04 / 12**0.5, rel=0.02)
+
     def test_runs(self, make_tiny_llama, make_driver):
         driver = make_driver(make_tiny_llama().spec)
         assert len(driver.generate([PROMPT], num=4)[0]) == 4
 
 
 def test_a_stack_of_tensors_is_one_tensor(make_tiny_llama):
-    from engine.model_runner.weights.safetensors import SafetensorsStore
-
     tiny = make_tiny_llama()
     reader = WeightReader(SafetensorsStore(tiny.folder), torch.float32, torch.device("cpu"))
     names = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkv"]
@@ -281,3 +311,25 @@ def test_a_stack_of_tensors_is_one_tensor(make_tiny_llama):
     assert torch.equal(stacked, torch.cat([state[name] for name in names]))
     with pytest.raises(ConfigError, match="unexpected tensor"):
         reader.finish()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "dummy"])
+def test_a_part_of_a_tensor_is_that_part_of_the_whole(make_tiny_llama, tmp_path, kind):
+    """For every store, along both axes, and for a weight whose rows GGUF keeps in another order."""
+    tiny = make_tiny_llama()
+    write_gguf(tmp_path / "tiny.gguf", tiny)
+    stores: dict[str, Callable[[], TensorStore]] = {
+        "safetensors": lambda: SafetensorsStore(tiny.folder),
+        "gguf": lambda: GGUFStore(tmp_path / "tiny.gguf", tiny.spec),
+        "dummy": lambda: DummyStore(1),
+    }
+    store = stores[kind]()
+    reader = WeightReader(store, torch.float32, torch.device("cpu"))
+    name, shape = "model.layers.0.self_attn.q_proj.weight", (48, 48)
+    whole = reader.tensor(name, shape)
+
+    rows = reader.stacked([name, name], [shape, shape], slices=[Slice(0, 16, 24), Slice(0, 40, 48)])
+    columns = reader.stacked([name], [shape], slices=[Slice(1, 8, 20)])
+
+    assert torch.equal(rows, torch.cat((whole[16:24], whole[40:48])))
+    assert torch.equal(columns, whole[:, 8:20])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.runtime.child import Child
 from engine.runtime.control import PeerDied, Role, Stop
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import ConfigError, RankLostError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S
 
@@ -93,6 +93,26 @@ def hangs_at_start(child: Child) -> None:
 
 
 def hangs_later(child: Child) -> None:
+    child.ready(capacity=CAPACITY)
+    threading.Event().wait()
+
+
+def loses_the_others(child: Child) -> None:
+    """A rank whose group fails in the middle of a step."""
+    child.ready(capacity=CAPACITY)
+    raise RankLostError(f"rank {child.settings.rank} of 2 lost the others in all_reduce: it is quiet")
+
+
+def dies_a_little_later(child: Child) -> None:
+    """A rank that ends after the others have complained."""
+    child.ready(capacity=CAPACITY)
+    select.select([], [], [], 1.0)
+    os._exit(3)
+
+
+def waits_for_others(child: Child) -> None:
+    """A rank whose loop is stuck for ever, in an operation of its group."""
+    child.beat_while(lambda: True)
     child.ready(capacity=CAPACITY)
     threading.Event().wait()
 

@@ -225,13 +225,13 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba', which is not supported; supported are: llama"),
+        ({"model_type": "gemma3"}, "model_type is 'gemma3', text with images, which is not supported"),
         ({"model_type": ...}, "the field model_type is missing"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             "architectures is .*only .'LlamaForCausalLM'",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*'gptq'.*not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq', which is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
         ({"hidden_size": ...}, "the field hidden_size is missing"),
         ({"hidden_size": None}, "the field hidden_size is missing"),

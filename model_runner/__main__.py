@@ -1,0 +1,10 @@
+"""A rank as a process of its own: `python -m engine.model_runner`, started by the supervisor."""
+
+import gc
+
+from ..runtime.child import run_child
+from ..runtime.openmp import shorten_spinning
+
+gc.disable()  # as in the scheduler's process
+shorten_spinning()  # before `process.py` imports torch
+run_child(__package__)

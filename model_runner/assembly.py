@@ -1,0 +1,158 @@
+"""`assemble_runner`: puts a `ModelRunner` together around a loaded model: reserves memory, records decodes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..runtime.device_config import KernelConfig, parse_attention_backend
+from ..runtime.memory_budget import KV_SCALE_BYTES
+from .attention.backend import gathered_token_bytes
+from .attention.cpu_native import CpuNativeAttention
+from .attention.selection import select_backend
+from .batch_builder import BatchBuilder, make_req_to_token
+from .decode_graphs import record_decodes
+from .graph_device import CudaGraphDevice
+from .host_kv_pool import HostKVPool, NoHostKVPool
+from .input_buffers import InputBuffers
+from .kv_pool import KVPool
+from .model_runner import ModelRunner, RunnerSizes
+from .native_recordings import record_native_decodes
+from .output_buffers import OutputBuffers
+from .row_states import RowStates
+from .sampler import make_sampler
+from .shared_sampler import shared_sampler
+from .token_counts import TokenCounts
+from .token_relay import TokenRelay
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..runtime.feasibility import Capacity
+    from ..runtime.model_files.model_spec import ModelSpec
+    from .attention.backend import AttentionBackend
+    from .models.registry import CausalLM
+    from .tp_group import TPGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """What a runner is put together around.
+
+    Attributes:
+        model: with its weights.
+        spec, own_spec: of the model, and of this rank's part of it.
+        dtype, kv_dtype: of activations, and of the KV pool.
+        kernels: which of them compute attention.
+    """
+
+    model: CausalLM
+    spec: ModelSpec
+    own_spec: ModelSpec
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    group: TPGroup
+    kernels: KernelConfig
+
+    def page_bytes(self, page_size: int) -> int:
+        """Memory of one page on this rank."""
+        scale_bytes = KV_SCALE_BYTES if self.kv_dtype == torch.int8 else 0
+        return page_size * self.own_spec.kv_bytes_per_token(self.kv_dtype.itemsize, scale_bytes)
+
+
+def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequence[int]) -> ModelRunner:
+    """Make a runner for a capacity, which replays decodes of these batch sizes.
+
+    Raises:
+        ConfigError: the attention that was asked for cannot run here; the host's memory cannot be pinned.
+    """
+    spec, own_spec, device, group = loaded.spec, loaded.own_spec, loaded.device, loaded.group
+    kv_pool = KVPool(
+        num_layers=spec.num_layers,
+        num_pages=capacity.num_pages,
+        page_size=capacity.page_size,
+        num_kv_heads=own_spec.num_kv_heads,
+        head_dim=own_spec.head_dim,
+        dtype=loaded.kv_dtype,
+        device=device,
+    )
+    logger.info(
+        "kv_pool_tokens=%d kv_pool_mib=%.0f kv_dtype=%s",
+        capacity.max_total_tokens,
+        kv_pool.num_bytes / (1 << 20),
+        kv_pool.k[0].dtype,
+    )
+    buffers = InputBuffers(device)
+    host_kv_pool: HostKVPool | NoHostKVPool = NoHostKVPool()
+    if capacity.num_host_pages:
+        host_kv_pool = HostKVPool(kv_pool, capacity.num_host_pages, buffers)
+        logger.info("host_kv_pool_mib=%.0f", host_kv_pool.num_bytes / (1 << 20))
+    req_to_token = make_req_to_token(capacity.max_running_requests, capacity.max_model_len, device)
+    states = RowStates(capacity.max_running_requests, capacity.vocab_size)
+    counts = TokenCounts(capacity.vocab_size, buffers)
+    relay = TokenRelay(capacity.max_running_requests, device)
+    attention = _make_attention(loaded, kv_pool, req_to_token, buffers)
+    recordings, recorded_bytes = record_decodes(
+        batch_sizes,
+        model=loaded.model,
+        kv_pool=kv_pool,
+        attention=attention,
+        relay=relay,
+        req_to_token=req_to_token,
+        make_device=partial(CudaGraphDevice, device),
+    )
+    if device.type == "cpu" and not batch_sizes:
+        recordings = record_native_decodes(
+            loaded.kernels,
+            model=loaded.model,
+            kv_pool=kv_pool,
+            attention=attention,
+            relay=relay,
+            req_to_token=req_to_token,
+            num_ranks=group.size,
+        )
+    builder = BatchBuilder(
+        req_to_token=req_to_token,
+        kv_pool=kv_pool,
+        attention=attention,
+        states=states,
+        counts=counts,
+        relay=relay,
+        eos_token_ids=spec.eos_token_ids,
+        buffers=buffers,
+        recordings=recordings,
+    )
+    return ModelRunner(
+        model=loaded.model,
+        kv_pool=kv_pool,
+        host_kv_pool=host_kv_pool,
+        states=states,
+        counts=counts,
+        relay=relay,
+        builder=builder,
+        sampler=shared_sampler(partial(make_sampler, counts, device), group),
+        buffers=buffers,
+        outputs=OutputBuffers(device),
+        capacity=capacity,
+        sizes=RunnerSizes(recorded_bytes, gathered_token_bytes(attention)),
+        drops_steps=group.size == 1,
+    )
+
+
+def _make_attention(
+    loaded: LoadedModel, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers
+) -> AttentionBackend:
+    spec, kernels = loaded.own_spec, loaded.kernels
+    if kernels.deterministic:  # that it can was checked before the weights were read
+        return CpuNativeAttention(spec, kv_pool, req_to_token, buffers, fixed_order=True)
+    asked = parse_attention_backend(kernels.attention_backend)
+    attention_type = select_backend(spec, loaded.device, loaded.dtype, kv_pool.k[0].dtype, asked)
+    return attention_type(spec, kv_pool, req_to_token, buffers)

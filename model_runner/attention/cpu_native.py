@@ -1,0 +1,210 @@
+"""Attention on the CPU by our own kernels: pages are read in place, a prefix that requests share once for all of them.
+
+A step is planned once for all layers of a window, in C++, too (`kernels/cpu/attention_plan.h`): which tokens attend to
+which piece of whose keys. Who shares a prefix is read off the slot table: the prefix cache gives requests with the same
+beginning the same pages.
+
+The tokens of a request that checks drafts get the bits of as many decodes, one after the other, in the same company.
+"""
+
+# Shapes: B requests, T new tokens in the batch, Hq query heads, H KV heads, D head dim.
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.cpu.library import load_library, reasons_against_library
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..input_buffers import InputBuffers
+    from ..kv_pool import KVPool
+    from .backend import BatchLayout, Int64s, StepAttention
+
+_HEAD_DIM_MULTIPLE: Final = 16  # one vector of the kernels
+_DTYPES: Final = (torch.bfloat16, torch.float32)
+_ALL_DECODE: Final = None
+
+
+class CpuNativeAttention:
+    """Plans steps."""
+
+    name: ClassVar[str] = "native"
+
+    @staticmethod
+    def reasons_against(
+        spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[str]:
+        """See `AttentionBackend`."""
+        if device.type != "cpu":
+            return [f"runs on CPUs only, not on {device.type}"]
+        reasons = []
+        if dtype not in _DTYPES:
+            reasons.append(f"computes in bfloat16 and float32 only, not in {dtype}")
+        if kv_dtype not in (dtype, torch.int8):
+            reasons.append(
+                f"reads keys and values of the queries' dtype or int8, not {kv_dtype} beside {dtype}"
+            )
+        if spec.head_dim % _HEAD_DIM_MULTIPLE:
+            reasons.append(f"head_dim {spec.head_dim} is not a multiple of {_HEAD_DIM_MULTIPLE}")
+        return reasons or reasons_against_library()
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        kv_pool: KVPool,
+        req_to_token: Tensor,
+        buffers: InputBuffers,
+        library: ctypes.CDLL | None = None,
+        *,
+        fixed_order: bool = False,
+    ) -> None:
+        """See `AttentionBackend`.
+
+        Args:
+            library: another than that of this CPU.
+            fixed_order: a token's bits depend on the tokens before it only; decodes take longer.
+        """
+        self._library = load_library() if library is None else library
+        self._kv_pool = kv_pool
+        assert req_to_token.dtype == torch.int32 and req_to_token.is_contiguous()
+        self._table = req_to_token
+        self._spec = spec
+        self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
+        self._fixed_order = fixed_order
+        dtype = kv_pool.k[0].dtype
+        assert dtype in (*_DTYPES, torch.int8), dtype
+        shape = spec.num_kv_heads, spec.head_dim
+        for pool in (*kv_pool.k, *kv_pool.v):
+            assert pool.dtype == dtype and pool.is_contiguous() and pool.shape[1:] == shape, (
+                pool.dtype,
+                pool.shape,
+            )
+        self._kv_dtype = dtype
+        self._addresses = [  # the pool never moves
+            tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
+            for layer_id in range(spec.num_layers)
+        ]
+        self._spare: list[_Plans] = []
+        self._repeatable: _Plans | None = None
+
+    def plan_step(self, layout: BatchLayout) -> StepAttention:
+        """See `AttentionBackend`. A plan's memory is used again once its step is forgotten."""
+        plans = self._spare.pop() if self._spare else self._make_plans()
+        columns = layout.rows, layout.prefix_lens, layout.extend_lens, layout.decodes()
+        numbers = tuple(map(_int64s, columns))
+        addresses = [column.ctypes.data for column in numbers]
+        for plan in plans.addresses:
+            self._library.plan_attention(plan, *addresses, len(layout.rows))
+        step = self._step(plans, int(layout.extend_lens.sum()))
+        weakref.finalize(step, self._spare.append, plans).atexit = False
+        return step
+
+    def repeatable_step(self, rows: Tensor, prefix_lens: Tensor, extend_lens: Tensor) -> StepAttention:
+        """See `RepeatableAttention`.
+
+        All of them have one plan, which each makes anew: what a plan once had room for it keeps, and there may be as
+        many steps as batch sizes.
+        """
+        columns = rows, prefix_lens, extend_lens
+        for column in columns:
+            assert column.dtype == torch.int64 and column.is_contiguous() and len(column) == len(rows)
+        self._repeatable = plans = self._repeatable or self._make_plans()
+        addresses = [column.data_ptr() for column in columns]
+        for plan in plans.addresses:
+            self._library.plan_attention(plan, *addresses, _ALL_DECODE, len(rows))
+        return self._step(plans, len(rows))
+
+    def _make_plans(self) -> _Plans:
+        return _Plans(
+            self._library,
+            self._table,
+            self._spec,
+            self._kv_pool.page_size,
+            self._windows,
+            fixed_order=self._fixed_order,
+        )
+
+    def _step(self, plans: _Plans, num_tokens: int) -> _Step:
+        return _Step(
+            self._library.attend,
+            self._addresses,
+            plans,
+            self._kv_dtype,
+            (num_tokens, self._spec.num_heads, self._spec.head_dim),
+        )
+
+
+class _Plans:
+    """One plan for each distinct window of a model.
+
+    Attributes:
+        addresses: of the plans.
+        of_layer: address of each layer's plan.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        table: Tensor,
+        spec: ModelSpec,
+        page_size: int,
+        windows: list[int | None],
+        *,
+        fixed_order: bool,
+    ) -> None:
+        by_window = {
+            window: library.new_attention_plan(
+                table.data_ptr(),
+                table.shape[1],
+                page_size,
+                spec.num_kv_heads,
+                spec.num_heads // spec.num_kv_heads,
+                spec.head_dim,
+                window or 0,
+                fixed_order,
+            )
+            for window in dict.fromkeys(windows)
+        }
+        self.addresses = list(by_window.values())
+        self.of_layer = [by_window[window] for window in windows]
+        for address in self.addresses:
+            weakref.finalize(self, library.free_attention_plan, address).atexit = False
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class _Step:
+    attend: ctypes._NamedFuncPointer
+    addresses: list[tuple[int | None, ...]]  # of each layer's keys, values, and their scales
+    plans: _Plans
+    kv_dtype: torch.dtype
+    shape: tuple[int, int, int]  # of the queries
+
+    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        is_right = q.dtype == self.kv_dtype or (self.kv_dtype == torch.int8 and q.dtype in _DTYPES)
+        assert is_right and q.shape == self.shape, f"queries are {q.dtype} {tuple(q.shape)}"
+        num_tokens, num_heads, head_dim = self.shape
+        if q.stride(2) != 1 or q.stride(1) != head_dim:
+            q = q.contiguous()
+        out = q.new_empty((num_tokens, num_heads * head_dim))
+        self.attend(
+            self.plans.of_layer[layer_id],
+            q.data_ptr(),
+            q.stride(0),
+            *self.addresses[layer_id],
+            out.data_ptr(),
+            q.dtype == torch.bfloat16,
+        )
+        return out
+
+
+def _int64s(numbers: Int64s) -> Int64s:
+    return np.ascontiguousarray(numbers, dtype=np.int64)

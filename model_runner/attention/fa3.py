@@ -1,0 +1,179 @@
+"""FlashAttention-3 from sgl_kernel: extends and decodes of a batch in one call per layer, which reads the pool's pages.
+
+Once per step, and not once per layer, it makes the page table of the batch's requests and FA3's own plan of who
+computes what (*scheduler metadata*), one for each window of the layers.
+
+Shah et al. 2024; the interface is `sgl_kernel/flash_attn.py` of sglang-kernel 0.4.
+"""
+
+# Shapes: B requests, T new tokens in the batch, Hq query heads, H KV heads on this rank, D head dim.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.probe import KernelProbe, probe_kernels
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..input_buffers import InputBuffers
+    from ..kv_pool import KVPool
+    from .backend import BatchLayout, StepAttention
+
+_MODULE: Final = "sgl_kernel.flash_attn"
+_MAX_HEAD_DIM: Final = 256
+_DTYPES: Final = (torch.bfloat16, torch.float16)
+_CAPABILITIES: Final = (8, 9)  # major ones that the wheels have code for
+_NUM_SPLITS: Final = 0  # FA3's own choice, which it revises on the device by the lengths
+
+
+class FlashAttention3:
+    """Plans steps."""
+
+    name: ClassVar[str] = "fa3"
+
+    @staticmethod
+    def reasons_against(
+        spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[str]:
+        """See `AttentionBackend`."""
+        reasons = []
+        if device.type != "cuda":
+            reasons.append(f"needs a CUDA device, not {device.type}")
+        else:
+            reasons += _reasons_against_package(probe_kernels())
+        if spec.head_dim > _MAX_HEAD_DIM or spec.head_dim % 8:
+            reasons.append(
+                f"head_dim is {spec.head_dim}, it must be a multiple of 8 and at most {_MAX_HEAD_DIM}"
+            )
+        if dtype not in _DTYPES:
+            reasons.append(f"computes in bfloat16 and float16, not in {_short(dtype)}")
+        if kv_dtype != dtype:
+            reasons.append(
+                f"wants queries and keys in one precision, not {_short(dtype)} and {_short(kv_dtype)}"
+            )
+        return reasons
+
+    def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
+        package = import_module(_MODULE)
+        self._get_metadata: Callable[..., Tensor] = package.get_scheduler_metadata
+        self._flash_attention: Callable[..., Tensor] = package.flash_attn_with_kvcache
+        self._req_to_token = req_to_token
+        self._buffers = buffers
+        self._page_size = kv_pool.page_size
+        self._scale = spec.head_dim**-0.5
+        self._heads: dict[str, Any] = {
+            "num_heads": spec.num_heads,
+            "num_heads_k": spec.num_kv_heads,
+            "headdim": spec.head_dim,
+            "qkv_dtype": kv_pool.k[0].dtype,
+        }
+        views, num_layers = kv_pool.page_views, spec.num_layers
+        self._pages = list(zip(views[:num_layers], views[num_layers:], strict=True))
+        self._windows = [_window_size(spec.window_of(layer_id)) for layer_id in range(spec.num_layers)]
+        # Where each request's query is when everybody has one; longer than any batch.
+        self._one_each = torch.arange(
+            req_to_token.shape[0] + 1, dtype=torch.int32, device=req_to_token.device
+        )
+
+    def plan_step(self, layout: BatchLayout) -> StepAttention:
+        """See `AttentionBackend`."""
+        seq_lens_np = (layout.prefix_lens + layout.extend_lens).astype(np.int32)
+        cu_seqlens_np = np.zeros(len(layout.rows) + 1, dtype=np.int32)
+        np.cumsum(layout.extend_lens, out=cu_seqlens_np[1:])
+        rows, seq_lens, cu_seqlens = self._buffers.put_all([layout.rows, seq_lens_np, cu_seqlens_np])
+        longest_query = int(layout.extend_lens.max(initial=1))
+        return self._plan(rows, seq_lens, cu_seqlens, longest_query, int(seq_lens_np.max(initial=1)))
+
+    def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
+        """See `CapturableAttention`."""
+        cu_seqlens = self._one_each[: len(rows) + 1]
+        return self._plan(rows, seq_lens, cu_seqlens, 1, self._req_to_token.shape[1])
+
+    def _plan(
+        self, rows: Tensor, seq_lens: Tensor, cu_seqlens: Tensor, longest_query: int, longest: int
+    ) -> StepAttention:
+        """`longest`: no request is longer; the page table is as wide as that needs."""
+        page_table = self._page_table(rows, longest)
+        # The kernel takes the table's width for the longest length, and what it is told beforehand must agree with it.
+        common: dict[str, Any] = {
+            "batch_size": len(rows),
+            "max_seqlen_q": longest_query,
+            "max_seqlen_k": page_table.shape[1] * self._page_size,
+            "cache_seqlens": seq_lens,
+            "cu_seqlens_q": cu_seqlens,
+            "page_size": self._page_size,
+            "causal": True,
+            "num_splits": _NUM_SPLITS,
+            **self._heads,
+        }
+        metadata = {
+            window: self._get_metadata(**common, window_size=window) if len(rows) else None
+            for window in dict.fromkeys(self._windows)
+        }
+        arguments = {
+            "cache_seqlens": seq_lens,
+            "page_table": page_table,
+            "cu_seqlens_q": cu_seqlens,
+            "max_seqlen_q": longest_query,
+            "softmax_scale": self._scale,
+            "causal": True,
+            "num_splits": _NUM_SPLITS,
+        }
+        layers = [
+            {**arguments, "window_size": window, "scheduler_metadata": metadata[window]}
+            for window in self._windows
+        ]
+        return _Step(self._flash_attention, self._pages, layers)
+
+    def _page_table(self, rows: Tensor, longest: int) -> Tensor:
+        """[B, pages] int32. Behind the end of a request it has pages of others, which nobody reads."""
+        first_slots = self._req_to_token[:, : longest : self._page_size]
+        table = first_slots.index_select(0, rows)
+        return table if self._page_size == 1 else table.div_(self._page_size, rounding_mode="floor")
+
+
+def _reasons_against_package(probe: KernelProbe) -> list[str]:
+    if probe.sgl_kernel.version is None:
+        return [f"sgl_kernel: {probe.sgl_kernel.reason}"]
+    if probe.capability[0] not in _CAPABILITIES:
+        return [
+            f"is built for compute capabilities 8.x and 9.0, this GPU has {'.'.join(map(str, probe.capability))}"
+        ]
+    try:  # in a library of its own, which small bundles leave out
+        import_module(_MODULE)
+    except (ImportError, OSError) as error:
+        return [f"sgl_kernel {probe.sgl_kernel.version} is without it: {error}"]
+    return []
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Keys before and behind the query's own; -1: all."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The pages of each layer, keys and values as [pages, page size, H, D], and all other arguments of its call."""
+
+    flash_attention: Callable[..., Tensor]
+    pages: list[tuple[Tensor, Tensor]]
+    arguments: list[dict[str, Any]]
+
+    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        if q.shape[0] == 0:
+            return q.new_empty((0, q.shape[1] * q.shape[2]))
+        keys, values = self.pages[layer_id]
+        return self.flash_attention(q, keys, values, **self.arguments[layer_id]).flatten(1)

@@ -1,0 +1,101 @@
+"""Two attention backends as one: the extends of a batch go to the first, its decodes to the second.
+
+Prompts are bound by arithmetic and decodes by memory, so the best kernel for one need not be the best for the other.
+"""
+
+# Shapes: see `backend`.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from .backend import BatchLayout, gathered_token_bytes
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..input_buffers import InputBuffers
+    from ..kv_pool import KVPool
+    from .backend import AttentionBackend, CapturableAttention, StepAttention
+
+
+def split_backend(prompts: type[AttentionBackend], decodes: type[AttentionBackend]) -> type[AttentionBackend]:
+    """The backend that is `prompts` for extends and `decodes` for decodes; capturable where `decodes` is."""
+    base = CapturableSplit if hasattr(decodes, "decode_step") else Split
+    members = {"name": f"{prompts.name},{decodes.name}", "prompts": prompts, "decodes": decodes}
+    return cast("type[AttentionBackend]", type(base.__name__, (base,), members))
+
+
+class Split:
+    """Plans steps; the parts are class attributes, which `split_backend` sets."""
+
+    name: ClassVar[str]
+    prompts: ClassVar[type[AttentionBackend]]
+    decodes: ClassVar[type[AttentionBackend]]
+
+    @classmethod
+    def reasons_against(
+        cls, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[str]:
+        """Those of both."""
+        parts = (cls.prompts, cls.decodes)
+        return [
+            f"{part.name}: {reason}"
+            for part in parts
+            for reason in part.reasons_against(spec, device, dtype, kv_dtype)
+        ]
+
+    def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
+        self._prompts = self.prompts(spec, kv_pool, req_to_token, buffers)
+        self._decodes = self.decodes(spec, kv_pool, req_to_token, buffers)
+
+    @property
+    def gathered_token_bytes(self) -> int:
+        """See `backend`; prompts and decodes take turns."""
+        return max(gathered_token_bytes(self._prompts), gathered_token_bytes(self._decodes))
+
+    def plan_step(self, layout: BatchLayout) -> StepAttention:
+        """See `AttentionBackend`."""
+        split = layout.num_extends
+        if split == len(layout.rows):
+            return self._prompts.plan_step(layout)
+        if split == 0:
+            return self._decodes.plan_step(layout)
+        return _SplitStep(
+            self._prompts.plan_step(_part(layout, slice(split), split)),
+            self._decodes.plan_step(_part(layout, slice(split, None), 0)),
+            int(layout.extend_lens[:split].sum()),
+        )
+
+
+class CapturableSplit(Split):
+    """One whose decodes can be recorded."""
+
+    def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
+        """See `CapturableAttention`."""
+        return cast("CapturableAttention", self._decodes).decode_step(rows, seq_lens)
+
+
+def _part(layout: BatchLayout, requests: slice, num_extends: int) -> BatchLayout:
+    return BatchLayout(
+        layout.rows[requests], layout.prefix_lens[requests], layout.extend_lens[requests], num_extends
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitStep:
+    """`num_prompt_tokens` come first in the batch."""
+
+    prompts: StepAttention
+    decodes: StepAttention
+    num_prompt_tokens: int
+
+    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        split = self.num_prompt_tokens
+        return torch.cat(
+            (self.prompts.forward(layer_id, q[:split]), self.decodes.forward(layer_id, q[split:]))
+        )

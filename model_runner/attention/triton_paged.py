@@ -1,0 +1,162 @@
+"""Attention by our own Triton kernels: slots are read straight from the pool, nothing is gathered.
+
+Extends and decodes of a batch go to one kernel each (`kernels/triton/attention_prefill`, `attention_decode`). A step's
+host arrays travel in one copy; how decodes are cut into parts is decided on the device.
+"""
+
+# Shapes: B requests, T new tokens in the batch, Hq query heads, H KV heads on this rank, D head dim.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.probe import probe_kernels
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..input_buffers import InputBuffers
+    from ..kernels.triton.attention_decode import DecodePlan
+    from ..kernels.triton.attention_prefill import ExtendPlan
+    from ..kernels.triton.extend_cut import ExtendCut
+    from ..kv_pool import KVPool
+    from .backend import BatchLayout, Int64s, StepAttention
+
+_MAX_HEAD_DIM: Final = 256
+_MAX_GROUP: Final = 64
+_SMS_OF_NO_GPU: Final = 8  # in the interpreter: enough to cut requests into parts
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+_KV_DTYPES: Final = (*_DTYPES, torch.float8_e4m3fn)
+
+
+class TritonAttention:
+    """Plans steps."""
+
+    name: ClassVar[str] = "triton"
+
+    @staticmethod
+    def reasons_against(
+        spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[str]:
+        """See `AttentionBackend`."""
+        reasons = []
+        if device.type != "cuda":
+            reasons.append(f"needs a CUDA device, not {device.type}")
+        elif (found := probe_kernels().triton).version is None:
+            reasons.append(f"triton: {found.reason}")
+        if spec.head_dim > _MAX_HEAD_DIM:
+            reasons.append(f"head_dim is {spec.head_dim}, at most {_MAX_HEAD_DIM} fits")
+        group = spec.num_heads // spec.num_kv_heads
+        if group > _MAX_GROUP:
+            reasons.append(f"{group} query heads share a KV head, at most {_MAX_GROUP} fit")
+        if dtype not in _DTYPES:
+            reasons.append(f"has no kernels for {dtype}")
+        if kv_dtype not in _KV_DTYPES:
+            reasons.append(f"reads no KV pool of {kv_dtype}")
+        return reasons
+
+    def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
+        # Where there is no GPU there need be no triton.
+        from ..kernels.triton import attention_decode, attention_prefill, attention_tiles, extend_cut
+
+        self._decode_kernels, self._prefill_kernels = attention_decode, attention_prefill
+        self._cut_extends = extend_cut.cut_extends
+        device = req_to_token.device
+        self._kv_pool = kv_pool
+        self._req_to_token = req_to_token
+        self._buffers = buffers
+        self._shape = attention_tiles.HeadShape(
+            spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, kv_pool.page_size
+        )
+        self._by_hand = attention_tiles.converts_by_hand(device)
+        self._kv_dtype = kv_pool.k[0].dtype
+        self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
+        self._views = tuple(dict.fromkeys(self._windows))
+        self._num_sms = _SMS_OF_NO_GPU
+        if device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def plan_step(self, layout: BatchLayout) -> StepAttention:
+        """See `AttentionBackend`."""
+        split = layout.num_extends
+        starts = np.cumsum(layout.extend_lens) - layout.extend_lens
+        tile_rows, cuts = 0, []
+        if split:
+            longest = int(layout.extend_lens[:split].max())
+            tile_rows = self._prefill_kernels.rows_of_tile(self._shape, self._kv_dtype, longest)
+            cuts = [self._cut(layout, starts, tile_rows, window) for window in self._views]
+        seq_lens_np = (layout.prefix_lens + layout.extend_lens)[split:].astype(np.int32)
+        rows, seq_lens, *arrays = self._buffers.put_all(
+            [layout.rows[split:], seq_lens_np, *(array for cut in cuts for array in cut[:2])]
+        )
+        extends = {
+            window: self._prefill_kernels.make_plan(self._shape, cut, blocks, spans, tile_rows, window)
+            for window, cut, blocks, spans in zip(self._views, cuts, arrays[::2], arrays[1::2], strict=False)
+        }
+        return _Step(
+            self,
+            [extends.get(window) for window in self._windows],
+            self._plan_decodes(rows, seq_lens),
+            int(layout.extend_lens[:split].sum()),
+        )
+
+    def _cut(self, layout: BatchLayout, starts: Int64s, tile_rows: int, window: int | None) -> ExtendCut:
+        extends = slice(layout.num_extends)
+        return self._cut_extends(
+            starts[extends],
+            layout.rows[extends],
+            layout.prefix_lens[extends],
+            layout.extend_lens[extends],
+            tile_rows // self._shape.group,
+            window,
+            -(-self._num_sms // self._shape.num_kv_heads),
+        )
+
+    def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
+        """See `CapturableAttention`."""
+        return _Step(self, [None] * len(self._windows), self._plan_decodes(rows, seq_lens), 0)
+
+    def _plan_decodes(self, rows: Tensor, seq_lens: Tensor) -> list[DecodePlan | None]:
+        """Of each layer."""
+        if len(rows) == 0:
+            return [None] * len(self._windows)
+        plans = self._decode_kernels.plan_decodes(
+            self._shape, rows, seq_lens, self._views, self._kv_dtype, self._num_sms
+        )
+        return [plans[window] for window in self._windows]
+
+    def attend(
+        self, layer_id: int, q: Tensor, extends: ExtendPlan | None, decodes: DecodePlan | None, split: int
+    ) -> Tensor:
+        """[T, Hq, D] -> [T, Hq * D], for a step that this has planned; its decodes begin at token `split`."""
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+        kv = self._kv_pool.layer(layer_id)
+        if extends is not None:
+            self._prefill_kernels.attend_extend(
+                self._shape, extends, q, kv, self._req_to_token, out, self._by_hand
+            )
+        if decodes is not None:
+            self._decode_kernels.attend_decode(
+                self._shape, decodes, q[split:], kv, self._req_to_token, out[split:], self._by_hand
+            )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Plans of each layer: of its extends and of its decodes, None without any; decodes begin at token `split`."""
+
+    backend: TritonAttention
+    extends: list[ExtendPlan | None]
+    decodes: list[DecodePlan | None]
+    split: int
+
+    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        return self.backend.attend(layer_id, q, self.extends[layer_id], self.decodes[layer_id], self.split)

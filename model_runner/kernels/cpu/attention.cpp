@@ -1,0 +1,84 @@
+// Attention over the KV pool, read in place through the slot table, as `attention_plan.h` has it planned.
+
+#include "attention_inputs.h"
+#include "attention_stream.h"
+#include "attention_tile.h"
+#include "parallel.h"
+#include "program.h"
+
+namespace engine {
+namespace {
+
+constexpr int64_t STREAM_SHARES = 32;  // of a step's stream items at least, before several are handed out at once
+constexpr int64_t MAX_STREAMS = 8;     // that are
+
+// The results of one token's items, in order.
+template <class T, class KV>
+void merge(const AttentionInputs<T, KV>& in, int64_t token, int64_t first, int64_t count) {
+    int64_t dim = in.step.head_dim;
+    for (int64_t head = 0; head < in.step.num_heads(); ++head) {
+        float most = NOTHING;
+        for (int64_t n = 0; n < count; ++n) most = std::max(most, in.result(first + n, head)[0]);
+        float total = 0.0f;
+        for (int64_t n = 0; n < count; ++n) {
+            float* part = in.result(first + n, head);
+            part[0] = part[0] == most ? 1.0f : exp2_small(part[0] - most);  // now its factor
+            total += part[0] * part[1];
+        }
+        T* to = in.out + (token * in.step.num_heads() + head) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            f32x16 values = {};
+            for (int64_t n = 0; n < count; ++n) {
+                const float* part = in.result(first + n, head);
+                values += load(part + LANES + d) * part[0];
+            }
+            store(to + d, values * (1.0f / total));
+        }
+    }
+}
+
+// Streams, which come behind the tiles, are handed out several at a time, so that a thread fetches the first rows of the
+// next one while it is busy with the one before.
+template <class T, class KV>
+void attend(const AttentionInputs<T, KV>& in) {
+    const Step& step = in.step;
+    int64_t num_tiles = step.num_tiles, num_streams = step.num_items - num_tiles;
+    int64_t together = std::clamp<int64_t>(num_streams / STREAM_SHARES, 1, MAX_STREAMS);
+    hand_out(num_tiles + (num_streams + together - 1) / together, [&](int64_t n) {
+        if (n < num_tiles) {
+            Tile<T, KV>(in).run(step.items[n]);
+            return;
+        }
+        const Item* first = step.items + num_tiles + (n - num_tiles) * together;
+        const Item* last = std::min(first + together, step.items + step.num_items);
+        Stream<T, KV> stream(in);
+        for (const Item* item = first; item < last; ++item) stream.run(*item, item + 1 < last ? item + 1 : nullptr);
+    });
+    share_out(step.num_merges, 16, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; ++n) {
+            const int64_t* mine = step.merges + 3 * n;
+            merge(in, mine[0], mine[1], mine[2]);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace engine
+
+// plan: made by attention_plan.cpp. q and out are bfloat16 where `is_bf16`, else float; so are k and v, or int8 where
+// they have scales.
+EXPORT void attend(const void* plan, const void* q, int64_t q_stride, const void* k, const void* v,
+                   const float* k_scale, const float* v_scale, void* out, int is_bf16) {
+    using namespace engine;
+    const Step& step = *static_cast<const Step*>(plan);
+    auto run = [&]<class T, class KV>(T, KV) {
+        attend(AttentionInputs<T, KV>{step, static_cast<const T*>(q), q_stride, static_cast<const KV*>(k),
+                                      static_cast<const KV*>(v), k_scale, v_scale, static_cast<T*>(out)});
+    };
+    if (k_scale != nullptr)
+        is_bf16 ? run(bf16{}, int8_t{}) : run(float{}, int8_t{});
+    else
+        is_bf16 ? run(bf16{}, bf16{}) : run(float{}, float{});
+}
+
+RECORDABLE(attend)

@@ -1,0 +1,215 @@
+// The inner loops of stream items: a query's dot products with keys, and sums of weighted values.
+//
+// Three kinds, by what the CPU can multiply. All of them take 32 dimensions of a head at a time, and where a head ends
+// with 16, zeros behind them.
+//
+//   PairDots    bfloat16 keys, values, queries, and weights (AVX-512 BF16); sums in float
+//   WordDots    8-bit keys and values as 16-bit integers; queries are quantised to 16 bits, and weights, too
+//   FloatDots   anything, converted to float
+
+#pragma once
+
+#include <type_traits>
+
+#include "simd.h"
+#include "tile.h"
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_WORD_DOT 1
+#else
+#define HAS_WORD_DOT 0
+#endif
+
+namespace engine {
+
+constexpr int CHUNK = 2 * LANES;  // dimensions
+
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
+
+inline f32x16 load(const int8_t* p) {
+    i8x16 v;
+    std::memcpy(&v, p, sizeof v);
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)v));
+#else
+    return __builtin_convertvector(__builtin_convertvector(v, i32x16), f32x16);
+#endif
+}
+
+inline f32x16 to_float(f32x16 v) { return v; }
+
+// Of two rows of 32 numbers of 16 bits: pairs of one of each, the first four of each eight, and the last four.
+inline u32x16 low_pairs(u32x16 a, u32x16 b) {
+#if defined(__AVX512BW__)
+    return (u32x16)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+#else
+    return a;  // never used
+#endif
+}
+inline u32x16 high_pairs(u32x16 a, u32x16 b) {
+#if defined(__AVX512BW__)
+    return (u32x16)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+#else
+    return b;
+#endif
+}
+
+// From that order to the natural one.
+inline void put_in_order(float* values, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d += CHUNK) {
+        f32x16 low = load(values + d), high = load(values + d + LANES);
+        store(values + d, SHUFFLE(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        store(values + d + LANES, SHUFFLE(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+    }
+}
+
+struct PairDots {
+    typedef bf16 Stored;
+    typedef bf16 Query;
+    typedef f32x16 Sum;
+    typedef u32x16 Row;
+    typedef bf16 Weight;
+    static constexpr bool SHUFFLES = true;
+
+    static Row load_row(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
+    static Row load_query(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
+    static Sum multiply_add(Sum sum, Row a, Row b) { return dot_pairs(sum, a, b); }
+
+    struct Values {
+        u32x16 parts[2];
+        Values(const bf16* first, const bf16* second, int64_t left) {
+            u32x16 a = load_row(first, left), b = load_row(second, left);
+            parts[0] = low_pairs(a, b);
+            parts[1] = high_pairs(a, b);
+        }
+    };
+    typedef u32x16 WeightPair;
+    static WeightPair load_weights(const Weight* p) { return splat_bits(load_pair(p)); }
+    static void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+        for (int u = 0; u < 2; ++u) sums[u] = dot_pairs(sums[u], values.parts[u], weights);
+    }
+};
+
+struct WordDots {
+    typedef int8_t Stored;
+    typedef int16_t Query;
+    typedef i32x16 Sum;
+    typedef u32x16 Row;
+    typedef int16_t Weight;
+    static constexpr bool SHUFFLES = true;
+
+#if HAS_WORD_DOT
+    static Row load_row(const int8_t* p, int64_t left) {
+        if (left >= CHUNK) return (Row)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+        return (Row)_mm512_cvtepi8_epi16(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p)));
+    }
+    static Row load_query(const int16_t* p, int64_t /*left*/) { return load_pairs(p); }  // padded
+    static Sum multiply_add(Sum sum, Row a, Row b) {
+#if defined(__AVX512VNNI__)
+        return (Sum)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+        return sum + (Sum)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#endif
+    }
+#else
+    static Row load_row(const int8_t*, int64_t) { return Row{}; }
+    static Row load_query(const int16_t*, int64_t) { return Row{}; }
+    static Sum multiply_add(Sum sum, Row, Row) { return sum; }
+#endif
+
+    struct Values {
+        u32x16 parts[2];
+        Values(const int8_t* first, const int8_t* second, int64_t left) {
+            u32x16 a = load_row(first, left), b = load_row(second, left);
+            parts[0] = low_pairs(a, b);
+            parts[1] = high_pairs(a, b);
+        }
+    };
+    typedef u32x16 WeightPair;
+    static WeightPair load_weights(const Weight* p) { return splat_bits(load_pair(p)); }
+    static void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+        for (int u = 0; u < 2; ++u) sums[u] = multiply_add(sums[u], values.parts[u], weights);
+    }
+};
+
+template <class T, class KV>
+struct FloatDots {
+    typedef KV Stored;
+    typedef T Query;
+    typedef f32x16 Sum;
+    typedef float Weight;
+    static constexpr bool SHUFFLES = false;
+
+    struct Row {
+        f32x16 parts[2];
+    };
+    template <class X>
+    static Row load_row(const X* p, int64_t left) {
+        return {{load(p), left >= CHUNK ? load(p + LANES) : f32x16{}}};
+    }
+    static Row load_query(const T* p, int64_t left) { return load_row(p, left); }
+    static Sum multiply_add(Sum sum, const Row& a, const Row& b) {
+        for (int u = 0; u < 2; ++u) sum += a.parts[u] * b.parts[u];
+        return sum;
+    }
+
+    struct Values {
+        Row first, second;
+        Values(const KV* first_, const KV* second_, int64_t left)
+            : first(load_row(first_, left)), second(load_row(second_, left)) {}
+    };
+    struct WeightPair {
+        float first, second;
+    };
+    static WeightPair load_weights(const Weight* p) { return {p[0], p[1]}; }
+    static void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+        for (int u = 0; u < 2; ++u) {
+            sums[u] += values.first.parts[u] * weights.first;
+            sums[u] += values.second.parts[u] * weights.second;
+        }
+    }
+};
+
+template <class T, class KV>
+struct DotsOf {
+    typedef FloatDots<T, KV> type;
+};
+#if HAS_BF16_DOT
+template <>
+struct DotsOf<bf16, bf16> {
+    typedef PairDots type;
+};
+#endif
+#if HAS_WORD_DOT
+template <class T>
+struct DotsOf<T, int8_t> {
+    typedef WordDots type;
+};
+#endif
+
+// ---------------------------------------------------------------- 4 sums, and 4 times 4, at once
+
+// In each of four parts of the vector: its sums of a, b, c, and d.
+template <class Vector>
+inline Vector sums_of_parts(Vector a, Vector b, Vector c, Vector d) {
+    auto neighbours = [](Vector x, Vector y) -> Vector {  // x0 + x2, y0 + y2, x1 + x3, y1 + y3
+        return (Vector)SHUFFLE((f32x16)x, (f32x16)y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+               (Vector)SHUFFLE((f32x16)x, (f32x16)y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    };
+    Vector ab = neighbours(a, b), cd = neighbours(c, d);
+    return (Vector)SHUFFLE((f32x16)ab, (f32x16)cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           (Vector)SHUFFLE((f32x16)ab, (f32x16)cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+// The four parts of each added up: the sums of 16 vectors, in their order.
+template <class Vector>
+inline Vector add_parts(const Vector (&v)[4]) {
+    auto halves = [](Vector x, Vector y) -> Vector {
+        return (Vector)SHUFFLE((f32x16)x, (f32x16)y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               (Vector)SHUFFLE((f32x16)x, (f32x16)y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    };
+    return halves(halves(v[0], v[1]), halves(v[2], v[3]));
+}
+
+}  // namespace engine

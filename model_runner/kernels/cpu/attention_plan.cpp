@@ -1,0 +1,281 @@
+// Plans attention: who attends to what, in which pieces. Reads the slot table, and no keys.
+//
+//   prompts         blocks of tokens, for each KV head
+//   decodes         pieces of 128 keys, all heads. Several pieces keep all threads busy with one long request
+//   shared prefix   what decodes have in common: the prefix cache gives requests with the same beginning the same pages
+//
+// A decode has one token, or that and drafts to check: several tokens whose bits are those of as many decodes, one after
+// the other, in the same company. So its pieces are theirs, and it shares what its first token would share.
+//
+// In fixed order decodes are prompts of one token. Then a token's bits depend on the tokens before it and on nothing
+// else: not on who shares them, nor on where its prompt was cut, cached, or computed once more after a retraction.
+
+#include "attention_plan.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "parallel.h"
+#include "program.h"
+
+namespace engine {
+namespace {
+
+constexpr int64_t PIECE = 128;         // keys of one item of a decode: 100 KB for 3 heads of 64, some 4 us for one core
+constexpr int64_t TOGETHER = 16;       // tokens of a decode that one item takes: what they need stays in the L2
+constexpr int64_t SHARED_PIECE = 512;  // keys of one item of a shared prefix; each costs its sharers a result to merge
+constexpr int64_t MIN_SHARED = 64;     // tokens from which a shared prefix is worth its own items: one block of keys
+constexpr int64_t TILE_HEADS = 288;    // query heads of an item's tokens: their values, 74 KB for D = 64, stay in the L2
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Positions [start, stop) that lie in the same slots for all members: indices of decodes, at least 2, ascending.
+struct SharedPrefix {
+    std::vector<int64_t> members;
+    int64_t start, stop;
+};
+
+class Plan {
+  public:
+    Step step = {};  // first: a plan's address is its step's
+
+    Plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads, int64_t group, int64_t head_dim,
+         int64_t window, bool fixed_order)
+        : width_(width), page_size_(page_size), window_(window), fixed_order_(fixed_order) {
+        step.slots = table;
+        step.num_kv_heads = num_kv_heads;
+        step.group = group;
+        step.head_dim = head_dim;
+    }
+
+    void begin() {
+        for (auto* numbers : {&tokens_, &partials_, &seen_from_, &seen_to_, &merges_, &next_partial_}) numbers->clear();
+        items_.clear();
+        decodes_.clear();
+        num_partials_ = 0;
+    }
+
+    // The next request of the batch.
+    void add(int64_t row, int64_t prefix_len, int64_t extend_len, bool decodes) {
+        int64_t first = int64_t(seen_to_.size());
+        for (int64_t n = 0; n < extend_len; ++n) {
+            int64_t to = prefix_len + n + 1;
+            seen_to_.push_back(to);
+            seen_from_.push_back(window_ ? std::max<int64_t>(to - window_, 0) : 0);
+            tokens_.push_back(first + n);
+            partials_.push_back(-1);
+        }
+        if (decodes && extend_len > 0 && !fixed_order_)
+            decodes_.push_back({row, first, first + extend_len, prefix_len, 0, 0});
+        else
+            add_extend(row * width_, first, first + extend_len);
+    }
+
+    void finish() {
+        // Entries of tokens so far: those of the batch themselves. Behind them those with partial results.
+        add_decodes();
+        step.items = items_.data();
+        step.tokens = tokens_.data();
+        step.partials = partials_.data();
+        step.seen_from = seen_from_.data();
+        step.seen_to = seen_to_.data();
+        step.merges = merges_.data();
+        step.num_tiles = std::count_if(items_.begin(), items_.end(), [](const Item& item) { return item.is_tile; });
+        step.num_items = int64_t(items_.size());
+        step.num_merges = int64_t(merges_.size()) / 3;
+        int64_t floats = num_partials_ * step.num_heads() * step.result_size();
+        step.results = reinterpret_cast<float*>(results_.get(sizeof(float) * floats));
+    }
+
+  private:
+    struct Decode {
+        int64_t row, first, last; // its tokens are [first, last) of the batch
+        int64_t prefix_len;
+        int64_t own_from;         // the first key that it does not share
+        int64_t num_shared;       // items with its shared keys
+    };
+
+    int64_t block() const { return std::max<int64_t>(1, TILE_HEADS / step.group); }  // tokens of a tile item
+
+    void add_tiles(int64_t table, int64_t start, int64_t stop, int64_t first, int64_t last) {
+        for (int64_t head = 0; head < step.num_kv_heads; ++head)
+            items_.push_back({1, table, start, stop, first, last, head});
+    }
+
+    // The tokens [first, last) of one request; the late blocks, which see most, come first.
+    void add_extend(int64_t table, int64_t first, int64_t last) {
+        for (int64_t n = divide_up(last - first, block()); n-- > 0;) {
+            int64_t start = first + n * block(), stop = std::min(start + block(), last);
+            add_tiles(table, seen_from_[start], seen_to_[stop - 1], start, stop);
+        }
+    }
+
+    // Their shared prefixes, then what is their own in pieces.
+    //
+    // A token's partial results lie side by side: those of its shared parts in their order, then its own pieces.
+    void add_decodes() {
+        std::vector<SharedPrefix> shared;
+        if (window_ == 0 && decodes_.size() > 1) shared = shared_prefixes();
+        for (const SharedPrefix& prefix : shared)
+            for (int64_t member : prefix.members) {
+                decodes_[member].own_from = prefix.stop;
+                decodes_[member].num_shared += divide_up(prefix.stop - prefix.start, SHARED_PIECE);
+            }
+        next_partial_.resize(seen_to_.size());
+        for (const Decode& decode : decodes_)
+            for (int64_t token = decode.first; token < decode.last; ++token) {
+                int64_t num_pieces = divide_up(seen_to_[token], PIECE) - own_from(decode, token) / PIECE;
+                next_partial_[token] = num_partials_;
+                num_partials_ += decode.num_shared + num_pieces;
+                for (int64_t number : {token, next_partial_[token], decode.num_shared + num_pieces})
+                    merges_.push_back(number);
+            }
+        for (const SharedPrefix& prefix : shared) add_shared(prefix);
+        for (const Decode& decode : decodes_) add_pieces(decode);
+    }
+
+    int64_t own_from(const Decode& decode, int64_t token) const { return std::max(decode.own_from, seen_from_[token]); }
+
+    void add_shared(const SharedPrefix& prefix) {
+        int64_t table = decodes_[prefix.members[0]].row * width_;
+        for (int64_t start = prefix.start; start < prefix.stop; start += SHARED_PIECE) {
+            int64_t entry = int64_t(tokens_.size());
+            for (int64_t member : prefix.members)
+                for (int64_t token = decodes_[member].first; token < decodes_[member].last; ++token) add_entry(token);
+            int64_t end = int64_t(tokens_.size());
+            for (int64_t first = entry; first < end; first += block())
+                add_tiles(table, start, std::min(start + SHARED_PIECE, prefix.stop), first, std::min(first + block(), end));
+        }
+    }
+
+    // Tokens share an item of a piece if the first key that they see of it is the same: blocks of keys begin there.
+    void add_pieces(const Decode& decode) {
+        int64_t len = seen_to_[decode.last - 1];
+        for (int64_t piece = own_from(decode, decode.first) / PIECE * PIECE; piece < len; piece += PIECE) {
+            auto start_of = [&](int64_t token) { return std::max(piece, own_from(decode, token)); };
+            auto sees = [&](int64_t token) { return seen_to_[token] > piece && start_of(token) < piece + PIECE; };
+            for (int64_t token = decode.first, next; token < decode.last; token = next) {
+                next = token + 1;
+                if (!sees(token)) continue;
+                int64_t end = std::min(decode.last, token + TOGETHER);
+                while (next < end && start_of(next) == start_of(token)) ++next;
+                int64_t entry = int64_t(tokens_.size());
+                for (int64_t member = token; member < next; ++member) add_entry(member);
+                items_.push_back({0, decode.row * width_, start_of(token), std::min(piece + PIECE, seen_to_[next - 1]),
+                                  entry, entry + next - token, 0});
+            }
+        }
+    }
+
+    void add_entry(int64_t token) {
+        tokens_.push_back(token);
+        partials_.push_back(next_partial_[token]++);
+    }
+
+    // ------------------------------------------------------------ who shares what
+
+    // Who shares the pages up to `known` and the next one, and from where on that is not yet found.
+    struct Group {
+        std::vector<int64_t> members;
+        int64_t start, known;  // pages
+    };
+
+    int32_t slot_of(int64_t decode, int64_t page) const {
+        return step.slots[decodes_[decode].row * width_ + page * page_size_];
+    }
+
+    // Whole pages before the first new token.
+    int64_t num_pages(int64_t decode) const { return decodes_[decode].prefix_len / page_size_; }
+
+    // Read off the slots; a request may be in several, one behind the other, ascending and without gaps from 0.
+    //
+    // A stack and not recursion: as many groups lie within each other as there are requests of different lengths.
+    std::vector<SharedPrefix> shared_prefixes() const {
+        int64_t least = divide_up(MIN_SHARED, page_size_);  // pages that are worth it
+        std::vector<SharedPrefix> found;
+        std::vector<Group> groups;
+        std::vector<int64_t> members;
+        for (int64_t n = 0; n < int64_t(decodes_.size()); ++n)
+            if (num_pages(n) >= least) members.push_back(n);
+        add_groups(members, 0, 0, groups);
+        while (!groups.empty()) {
+            Group group = std::move(groups.back());
+            groups.pop_back();
+            int64_t start = group.start, stop = first_difference(group);
+            if (stop - start >= least) {
+                found.push_back({group.members, start * page_size_, stop * page_size_});
+                start = stop;
+            }
+            // Who ends before the next prefix could be worth it would cut it short for the others.
+            members.clear();
+            for (int64_t member : group.members)
+                if (num_pages(member) >= std::max(start + least, stop + 1)) members.push_back(member);
+            add_groups(members, start, stop, groups);
+        }
+        return found;
+    }
+
+    // The first page that not all members have in common.
+    int64_t first_difference(const Group& group) const {
+        int64_t stop = num_pages(group.members[0]);
+        for (int64_t member : group.members) stop = std::min(stop, num_pages(member));
+        for (int64_t member : group.members)
+            for (int64_t page = group.known; page < stop; ++page)
+                if (slot_of(member, page) != slot_of(group.members[0], page)) stop = page;
+        return stop;
+    }
+
+    // Those of `members` that have page `known` in common with another one.
+    void add_groups(const std::vector<int64_t>& members, int64_t start, int64_t known, std::vector<Group>& groups) const {
+        std::vector<std::pair<int32_t, int64_t>> by_slot;
+        for (int64_t member : members) by_slot.push_back({slot_of(member, known), member});
+        std::sort(by_slot.begin(), by_slot.end());
+        for (size_t last = by_slot.size(); last > 0;) {  // the last group first: they are taken from the end
+            size_t first = last - 1;
+            while (first > 0 && by_slot[first - 1].first == by_slot[last - 1].first) --first;
+            if (last - first > 1) {
+                Group group{{}, start, known};
+                for (size_t n = first; n < last; ++n) group.members.push_back(by_slot[n].second);
+                groups.push_back(std::move(group));
+            }
+            last = first;
+        }
+    }
+
+    int64_t width_, page_size_, window_;
+    bool fixed_order_;
+    std::vector<Item> items_;
+    std::vector<int64_t> tokens_, partials_, seen_from_, seen_to_, merges_;
+    std::vector<int64_t> next_partial_;  // of each token of the batch
+    std::vector<Decode> decodes_;
+    int64_t num_partials_ = 0;
+    Scratch results_;
+};
+
+}  // namespace
+}  // namespace engine
+
+// A plan for the layers of one window (0: none) over a slot table of `width` positions a row; it begins with a `Step`.
+// fixed_order: see above; decodes take longer.
+EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads,
+                                int64_t group, int64_t head_dim, int64_t window, int fixed_order) {
+    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, fixed_order);
+}
+
+EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(plan); }
+
+// Plans a step, in place of the one before; requests without new tokens are none.
+//
+// decodes: of each request, whether it decodes: its new tokens are the last one that was sampled, and drafts. Null: all do.
+EXPORT void plan_attention(void* plan_, const int64_t* rows, const int64_t* prefix_lens, const int64_t* extend_lens,
+                           const int64_t* decodes, int64_t num_requests) {
+    engine::hand_out(1, [&](int64_t) {  // one thread of a team
+        engine::Plan& plan = *static_cast<engine::Plan*>(plan_);
+        plan.begin();
+        for (int64_t n = 0; n < num_requests; ++n)
+            plan.add(rows[n], prefix_lens[n], extend_lens[n], decodes == nullptr || decodes[n]);
+        plan.finish();
+    });
+}
+
+RECORDABLE(plan_attention)

@@ -1,0 +1,398 @@
+// Stream items: a piece of a request's keys, and the tokens that it decodes. One token is limited by the speed of memory.
+//
+// Blocks of 64 keys: scores of all heads, weights of all heads, sums of weighted values of all heads. What comes next
+// is fetched meanwhile, always 16 rows ahead (6 KB for 3 heads of 64 in bfloat16), evenly, in the order of addresses:
+// a core waits for only so many lines of memory at a time, and rows come fastest where neighbours come together.
+//
+// Where drafts are checked the heads of all tokens use a row while it is in the registers. A token's bits are those that
+// it has alone: for a key behind it the weight is 0, which leaves sums as they are. (A value behind it that is no number
+// would not; but then the drafts' own tokens are none, and something is wrong with the model.)
+
+#pragma once
+
+#include <algorithm>
+
+#include "attention_dots.h"
+#include "attention_inputs.h"
+#include "parallel.h"
+
+namespace engine {
+
+template <class T, class KV>
+class Stream {
+  public:
+    explicit Stream(const AttentionInputs<T, KV>& inputs)
+        : in_(inputs), step_(inputs.step), padded_dim_((step_.head_dim + CHUNK - 1) / CHUNK * CHUNK) {}
+
+    // `next`: the item that this thread will do next, or null.
+    void run(const Item& item, const Item* next) {
+        heads_per_kv_ = (item.last - item.first) * step_.group;
+        make_room();
+        begin(item);
+        const int32_t* slots = step_.slots + item.table;
+        for (int64_t key = item.start; key < item.stop; key += KEY_BLOCK) {
+            int64_t behind = key + KEY_BLOCK;
+            Rows after = behind < item.stop ? rows_at(slots + behind, item.stop - behind)
+                         : next != nullptr  ? rows_at(step_.slots + next->table + next->start, next->stop - next->start)
+                                            : Rows{nullptr, 0};
+            block(key, rows_at(slots + key, item.stop - key), after);
+        }
+        if constexpr (Dots::SHUFFLES)
+            for (int64_t head = 0; head < num_heads(); ++head) put_in_order(heads_[head].values(), step_.head_dim);
+    }
+
+  private:
+    typedef typename DotsOf<T, KV>::type Dots;
+    typedef typename Dots::Sum Sum;
+    typedef typename Dots::Query Query;
+    typedef typename Dots::Weight Weight;
+    static constexpr bool IS_WORDS = std::is_same<Dots, WordDots>::value;
+    static constexpr bool IS_PAIRS = std::is_same<Dots, PairDots>::value;
+    static constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
+    static constexpr int MAX_GROUP = 4;  // query heads that are handled at once; more make another pass over cached rows
+    static constexpr int QUARTER = 4;    // keys whose sums are held in registers
+
+    struct Rows {
+        const int32_t* slots;
+        int64_t count;
+    };
+
+    static Rows rows_at(const int32_t* slots, int64_t count) { return {slots, std::min(count, KEY_BLOCK)}; }
+
+    // A query head of one of the tokens.
+    struct Head {
+        const Query* query;
+        float* state;     // its result: the largest score, the sum of the weights, the weighted values
+        int64_t seen_to;  // behind the last key that it sees
+        float query_scale, value_scale;  // where queries and weights are integers
+
+        float* values() const { return state + LANES; }
+    };
+
+    // ------------------------------------------------------------ an item
+
+    int64_t num_heads() const { return step_.num_kv_heads * heads_per_kv_; }
+
+    void make_room() {
+        static thread_local Scratch scratch;
+        int64_t heads = num_heads(), per_key = heads * KEY_BLOCK;
+        size_t all = (sizeof(Head) * heads + 63) / 64 * 64;
+        size_t queries = IS_WORDS ? sizeof(int16_t) * heads * padded_dim_ : 0;
+        size_t scales = KV_IS_QUANTISED ? sizeof(float) * step_.num_kv_heads * KEY_BLOCK : 0;
+        char* at = scratch.get(all + queries + (sizeof(float) + sizeof(Weight)) * per_key + 2 * scales);
+        heads_ = reinterpret_cast<Head*>(at);
+        words_ = reinterpret_cast<int16_t*>(at += all);
+        scores_ = reinterpret_cast<float*>(at += queries);
+        weights_ = reinterpret_cast<Weight*>(at += sizeof(float) * per_key);
+        key_scales_ = reinterpret_cast<float*>(at += sizeof(Weight) * per_key);
+        token_value_scales_ = reinterpret_cast<float*>(at += scales);
+    }
+
+    // Those that read one KV head lie side by side: a token's, then the next one's.
+    void begin(const Item& item) {
+        int64_t group = step_.group, num_tokens = item.last - item.first;
+        for (int64_t n = 0; n < num_tokens; ++n) {
+            int64_t token = step_.tokens[item.first + n], partial = step_.partials[item.first + n];
+            for (int64_t kv_head = 0; kv_head < step_.num_kv_heads; ++kv_head)
+                for (int64_t g = 0; g < group; ++g) {
+                    int64_t head = kv_head * group + g, place = (kv_head * num_tokens + n) * group + g;
+                    Head& mine = heads_[place];
+                    mine.seen_to = step_.seen_to[token];
+                    mine.state = in_.result(partial, head);
+                    mine.state[0] = NOTHING;
+                    mine.state[1] = 0.0f;
+                    std::memset(mine.values(), 0, sizeof(float) * padded_dim_);
+                    use_query(in_.q + token * in_.q_stride + head * step_.head_dim, words_ + place * padded_dim_, mine);
+                }
+        }
+    }
+
+    void use_query(const T* q, [[maybe_unused]] int16_t* words, Head& head) const {
+        if constexpr (IS_WORDS) {
+            head.query_scale = quantise_query(q, words);
+            head.query = words;
+        } else {
+            head.query = q;
+        }
+    }
+
+    // ------------------------------------------------------------ fetching
+
+    // Up to 16 rows, spread evenly over so many turns.
+    class Ahead {
+      public:
+        Ahead(const KV* pool, const float* scales, int64_t num_kv_heads, int64_t head_dim, Rows rows, int64_t from,
+              int64_t turns)
+            : pool_(reinterpret_cast<const char*>(pool)),
+              scales_(scales),
+              row_bytes_(num_kv_heads * head_dim * int64_t(sizeof(KV))),
+              num_scales_(num_kv_heads),
+              slots_(rows.slots + from),
+              num_(std::clamp<int64_t>(rows.count - from, 0, LANES)),
+              left_(num_),
+              turns_(turns) {}
+
+        void turn() {
+            for (due_ += num_; due_ >= turns_ && left_ > 0; due_ -= turns_, --left_, ++slots_) {
+                const char* row = pool_ + *slots_ * row_bytes_;
+                for (int64_t at = 0; at < row_bytes_; at += 64) __builtin_prefetch(row + at);
+                if constexpr (sizeof(KV) == 1) __builtin_prefetch(scales_ + *slots_ * num_scales_);
+            }
+        }
+
+      private:
+        const char* pool_;
+        const float* scales_;
+        int64_t row_bytes_, num_scales_;
+        const int32_t* slots_;
+        int64_t num_, left_, turns_, due_ = 0;
+    };
+
+    Ahead ahead_of_keys(Rows rows, int64_t from, int64_t turns) const {
+        return {in_.k, in_.k_scale, step_.num_kv_heads, step_.head_dim, rows, from, turns};
+    }
+    Ahead ahead_of_values(Rows rows, int64_t from, int64_t turns) const {
+        return {in_.v, in_.v_scale, step_.num_kv_heads, step_.head_dim, rows, from, turns};
+    }
+
+    // ------------------------------------------------------------ a block
+
+    void block(int64_t key, Rows rows, Rows after) {
+        step_.head_dim % CHUNK ? block<false>(key, rows, after) : block<true>(key, rows, after);
+    }
+
+    // IS_WHOLE: heads are whole chunks, which saves the question in all loops.
+    template <bool IS_WHOLE>
+    void block(int64_t key, Rows rows, Rows after) {
+        int64_t turns = num_passes() * (LANES / QUARTER);
+        for (int64_t from = 0; from < rows.count; from += LANES) {
+            bool is_last = from + LANES >= rows.count;
+            Ahead ahead = is_last ? ahead_of_values(rows, 0, turns) : ahead_of_keys(rows, from + LANES, turns);
+            find_rows(in_.k, rows, from);
+            for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) {
+                score<GROUP, IS_WHOLE>(kv_head, head, from, ahead);
+            });
+        }
+        if constexpr (KV_IS_QUANTISED) {
+            find_scales(rows.slots, rows.count);
+        }
+        for (int64_t head = 0; head < num_heads(); ++head)
+            weigh(head, rows.count, std::min(rows.count, heads_[head].seen_to - key));
+        for (int64_t from = 0; from < rows.count; from += LANES) {
+            bool is_last = from + LANES >= rows.count;
+            int64_t pairs = (std::min<int64_t>(rows.count - from, LANES) + 1) / 2;
+            turns = num_passes() * pairs;
+            Ahead ahead = is_last ? ahead_of_keys(after, 0, turns) : ahead_of_values(rows, from + LANES, turns);
+            find_rows(in_.v, rows, from);
+            for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) {
+                add_values<GROUP, IS_WHOLE>(kv_head, head, from, pairs, ahead);
+            });
+        }
+    }
+
+    static constexpr bool KV_IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
+
+    // Heads of a KV head that passes may mix. Those of one token where the compiler decides how a product is added: it
+    // does so for each GROUP, and a head must have the one that it has in a decode.
+    int64_t unit() const { return Dots::SHUFFLES ? heads_per_kv_ : step_.group; }
+
+    int64_t num_passes() const { return num_heads() / unit() * ((unit() + MAX_GROUP - 1) / MAX_GROUP); }
+
+    // body<GROUP>(kv_head, first of so many heads) for all heads.
+    template <class Body>
+    void for_heads(const Body& body) {
+        for (int64_t first = 0; first < num_heads(); first += unit())
+            for (int64_t g = 0; g < unit(); g += MAX_GROUP) {
+                int64_t head = first + g, kv_head = head / heads_per_kv_;
+                switch (std::min<int64_t>(MAX_GROUP, unit() - g)) {
+                    case 1: body.template operator()<1>(kv_head, head); break;
+                    case 2: body.template operator()<2>(kv_head, head); break;
+                    case 3: body.template operator()<3>(kv_head, head); break;
+                    case 4: body.template operator()<4>(kv_head, head); break;
+                }
+            }
+    }
+
+    // Missing rows repeat the last one: the request's own numbers, with weight 0.
+    void find_rows(const KV* pool, Rows rows, int64_t from) {
+        for (int64_t n = 0; n < LANES; ++n)
+            rows_[n] = pool + rows.slots[std::min(from + n, rows.count - 1)] * in_.kv_stride();
+    }
+
+    // Where a number is not finite the scale is not either, and so all scores.
+    float quantise_query(const T* q, int16_t* out) const {
+        f32x16 most = {}, wrong = {};
+        for (int64_t d = 0; d < step_.head_dim; d += LANES) {
+            f32x16 numbers = load(q + d);
+            most = maximum(most, maximum(numbers, -numbers));
+            wrong += numbers * 0.0f;
+        }
+        float top = largest(most), scale = top * (1.0f / MOST_WORD) + sum(wrong);
+        float factor = scale > 0.0f ? MOST_WORD / top : 0.0f;
+        for (int64_t d = 0; d < step_.head_dim; d += LANES) store_words(out + d, load(q + d) * factor);
+        std::memset(out + step_.head_dim, 0, sizeof(int16_t) * (padded_dim_ - step_.head_dim));
+        return scale;
+    }
+
+    static void store_words(int16_t* out, f32x16 numbers) {
+#if HAS_WORD_DOT
+        _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)numbers)));
+#endif
+    }
+
+    // Scores of 16 keys, without their scales.
+    template <int GROUP, bool IS_WHOLE>
+    void score(int64_t kv_head, int64_t head, int64_t from, Ahead& ahead) {
+        int64_t dim = step_.head_dim;
+        const Query* queries[GROUP];
+        for (int g = 0; g < GROUP; ++g) queries[g] = heads_[head + g].query;
+        Sum parts[GROUP][LANES / QUARTER];
+        for (int quarter = 0; quarter < LANES / QUARTER; ++quarter) {
+            const KV* const* rows = rows_ + quarter * QUARTER;
+            Sum sums_of[GROUP][QUARTER] = {};
+            for (int64_t d = 0; d < dim; d += CHUNK) {
+                int64_t left = IS_WHOLE ? CHUNK : dim - d;
+                typename Dots::Row query[GROUP];
+                for (int g = 0; g < GROUP; ++g) query[g] = Dots::load_query(queries[g] + d, left);
+                for (int n = 0; n < QUARTER; ++n) {
+                    typename Dots::Row key = Dots::load_row(rows[n] + kv_head * dim + d, left);
+                    for (int g = 0; g < GROUP; ++g)
+                        sums_of[g][n] = Dots::multiply_add(sums_of[g][n], key, query[g]);
+                }
+            }
+            for (int g = 0; g < GROUP; ++g)
+                parts[g][quarter] = sums_of_parts(sums_of[g][0], sums_of[g][1], sums_of[g][2], sums_of[g][3]);
+            ahead.turn();
+        }
+        for (int g = 0; g < GROUP; ++g) {
+            float scale = in_.score_scale();
+            if constexpr (IS_WORDS) scale *= heads_[head + g].query_scale;
+            store(scores_ + (head + g) * KEY_BLOCK + from, to_float(add_parts(parts[g])) * scale);
+        }
+    }
+
+    // Of each KV head, those of the block's tokens side by side, and zeros.
+    void find_scales(const int32_t* slots, int64_t count) const {
+        int64_t heads = step_.num_kv_heads, padded = (count + LANES - 1) / LANES * LANES;
+        int32_t offsets[KEY_BLOCK];
+        for (int64_t n = 0; n < count; ++n) offsets[n] = int32_t(slots[n] * heads);
+        for (int64_t h = 0; h < heads; ++h) {
+            const float *keys = in_.k_scale + h, *values = in_.v_scale + h;
+            float* __restrict of_keys = key_scales_ + h * KEY_BLOCK;
+            float* __restrict of_values = token_value_scales_ + h * KEY_BLOCK;
+#pragma GCC unroll 4
+            for (int64_t n = 0; n < count; ++n) {
+                of_keys[n] = keys[offsets[n]];
+                of_values[n] = values[offsets[n]];
+            }
+            for (int64_t n = count; n < padded; ++n) of_keys[n] = of_values[n] = 0.0f;
+        }
+    }
+
+    // Scores of one head to weights, of which it sees the first `seen`; what it has so far is scaled to the new largest
+    // score.
+    void weigh(int64_t head, int64_t count, int64_t seen) {
+        constexpr int VECTORS = KEY_BLOCK / LANES;
+        int vectors = int((count + LANES - 1) / LANES);
+        f32x16 scores[VECTORS];
+        f32x16 tops = splat(NOTHING);
+        for (int v = 0; v < vectors; ++v) {
+            scores[v] = load(scores_ + head * KEY_BLOCK + v * LANES);
+            if constexpr (KV_IS_QUANTISED)
+                scores[v] *= load(key_scales_ + head / heads_per_kv_ * KEY_BLOCK + v * LANES);
+            if (seen < (v + 1) * LANES) scores[v] = only_between(scores[v], 0, seen - v * LANES);
+            tops = maximum(tops, scores[v]);
+        }
+        float* state = heads_[head].state;
+        float before = state[0], most = before;
+        if (any_above(tops, before)) most = std::max(before, largest(tops));
+        float shift = most == NOTHING ? 0.0f : most;
+        f32x16 total = {};
+        for (int v = 0; v < vectors; ++v) {
+            scores[v] = IS_PAIRS ? exp2_rough(scores[v] - shift) : exp2_small(scores[v] - shift);
+            total += scores[v];
+        }
+        float kept = before == most ? 1.0f : exp2_small(before - most);
+        state[0] = most;
+        state[1] = state[1] * kept + sum(total);
+        if (kept != 1.0f)
+            for (int64_t d = 0; d < padded_dim_; d += LANES) store(state + LANES + d, load(state + LANES + d) * kept);
+        keep_weights(head, vectors, scores);
+    }
+
+    template <size_t VECTORS>
+    void keep_weights(int64_t head, int vectors, f32x16 (&weights)[VECTORS]) {
+        if constexpr (KV_IS_QUANTISED)
+            for (int v = 0; v < vectors; ++v)
+                weights[v] *= load(token_value_scales_ + head / heads_per_kv_ * KEY_BLOCK + v * LANES);
+        Weight* out = weights_ + head * KEY_BLOCK;
+        if constexpr (IS_WORDS) {
+            f32x16 most = {}, wrong = {};
+            for (int v = 0; v < vectors; ++v) {
+                most = maximum(most, weights[v]);
+                wrong += weights[v] * 0.0f;
+            }
+            float top = largest(most), scale = top * (1.0f / MOST_WORD) + sum(wrong);
+            float factor = scale > 0.0f ? MOST_WORD / top : 0.0f;
+            heads_[head].value_scale = scale;
+            for (int v = 0; v < vectors; ++v) store_words(out + v * LANES, weights[v] * factor);
+        } else {
+            for (int v = 0; v < vectors; ++v) store(out + v * LANES, weights[v]);
+        }
+    }
+
+    // Adds the weighted values of 16 keys.
+    template <int GROUP, bool IS_WHOLE>
+    void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, Ahead& ahead) {
+        int64_t d = 0, dim = step_.head_dim;
+        for (; d + CHUNK < dim; d += 2 * CHUNK) add_chunks<GROUP, 2, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
+        if (d < dim) add_chunks<GROUP, 1, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
+    }
+
+    template <int GROUP, int CHUNKS, bool IS_WHOLE>
+    void add_chunks(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, int64_t d, Ahead& ahead) {
+        int64_t at = kv_head * step_.head_dim + d, left = step_.head_dim - d;
+        const Weight* weights = weights_ + head * KEY_BLOCK + from;
+        float* values_of[GROUP];
+        for (int g = 0; g < GROUP; ++g) values_of[g] = heads_[head + g].values() + d;
+        Sum sums_of[GROUP][CHUNKS][2];
+        for (int g = 0; g < GROUP; ++g)
+            for (int c = 0; c < CHUNKS; ++c)
+                for (int u = 0; u < 2; ++u) {
+                    if constexpr (IS_WORDS)
+                        sums_of[g][c][u] = Sum{};
+                    else
+                        sums_of[g][c][u] = load(values_of[g] + c * CHUNK + u * LANES);
+                }
+        for (int64_t pair = 0; pair < pairs; ++pair) {
+            const KV *first = rows_[2 * pair] + at, *second = rows_[2 * pair + 1] + at;
+            typename Dots::WeightPair mine[GROUP];
+            for (int g = 0; g < GROUP; ++g) mine[g] = Dots::load_weights(weights + g * KEY_BLOCK + 2 * pair);
+            for (int c = 0; c < CHUNKS; ++c) {
+                typename Dots::Values values(first + c * CHUNK, second + c * CHUNK, IS_WHOLE ? CHUNK : left - c * CHUNK);
+                for (int g = 0; g < GROUP; ++g) Dots::add(sums_of[g][c], values, mine[g]);
+            }
+            if (d == 0) ahead.turn();
+        }
+        for (int g = 0; g < GROUP; ++g)
+            for (int c = 0; c < CHUNKS; ++c)
+                for (int u = 0; u < 2; ++u) {
+                    float* to = values_of[g] + c * CHUNK + u * LANES;
+                    if constexpr (IS_WORDS)
+                        store(to, load(to) + to_float(sums_of[g][c][u]) * heads_[head + g].value_scale);
+                    else
+                        store(to, sums_of[g][c][u]);
+                }
+    }
+
+    const AttentionInputs<T, KV>& in_;
+    const Step& step_;
+    int64_t padded_dim_, heads_per_kv_ = 0;
+    Head* heads_ = nullptr;
+    int16_t* words_ = nullptr;  // queries as integers
+    float *scores_ = nullptr, *key_scales_ = nullptr, *token_value_scales_ = nullptr;  // of the block's keys
+    Weight* weights_ = nullptr;
+    const KV* rows_[LANES] = {};
+};
+
+}  // namespace engine

@@ -1,0 +1,363 @@
+// x @ weight.T + bias from whole numbers of 4 or 8 bits, which have a scale, and maybe a minimum, for each output and
+// block of 32 inputs: weight = number * scale + minimum.
+//
+// x is quantised, too: each token's block to whole numbers in -127..127 with one scale, once per call. So a block is a
+// dot product of bytes, exact in 32 bits, and
+//
+//   out += x's scale * (scale * dot + minimum * sum of x's numbers)
+//
+// in float, in the order of the blocks, whatever the number of tokens: a token's bits do not depend on its batch. Where
+// there are no minima but one zero for all, -zero * sum is what the dot product begins with.
+//
+// Packed: panels of 32 outputs (the last one filled up with zeros), and a panel's blocks one after the other:
+//
+//   numbers: [inputs / 4][output of the panel][4] bytes; of 4 bits, groups k and k + 4 share bytes, k in the low halves
+//   scales: [32] half precision
+//   minima: [32] half precision, where there are any
+//
+// All scales and minima of a weight are multiplied by a power of two that makes the best of half precision's range;
+// x's scales are divided by it.
+
+#include <algorithm>
+
+#include "parallel.h"
+#include "program.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace engine {
+namespace {
+
+constexpr int64_t BLOCK = 32;  // inputs
+constexpr int64_t PANEL = 32;  // outputs
+constexpr int VECTORS = PANEL / LANES;
+constexpr int GROUPS = BLOCK / 4;  // of four inputs: what one instruction adds up
+constexpr int64_t LINE = 64;
+#if defined(__AVX512F__)
+constexpr int STRIP_ROWS = 6;  // 12 dot products, 12 sums, 2 vectors of numbers, 1 splat, and what unpacks: 31 registers
+#else
+constexpr int STRIP_ROWS = 1;
+#endif
+constexpr int64_t SHARED_TOKENS = 60;  // more are cut into blocks of rows
+constexpr int64_t BLOCK_STRIPS = 42;   // whose x stays in the second-level cache beside a panel
+constexpr int64_t AHEAD = 4096;        // bytes that a single strip fetches in advance
+constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
+constexpr int64_t MIN_NUMBERS = 1 << 13;  // of x for each thread that quantises
+
+constexpr float TINY = 1e-30f;  // a block of smaller numbers counts as zeros: their inverse might be infinite
+
+// One block of one token.
+struct BlockScale {
+    float scale;
+    union {
+        float sum;      // of the block's numbers, times `scale`
+        int32_t start;  // of the dot product: -zero * sum of the block's numbers
+    };
+};
+
+// Quantised tokens: [tokens][inputs] bytes, then [tokens][inputs / 32] scales.
+struct Quantised {
+    int8_t* numbers;
+    BlockScale* scales;
+
+    Quantised(void* memory, int64_t tokens, int64_t inputs)
+        : numbers(static_cast<int8_t*>(memory)),
+          scales(reinterpret_cast<BlockScale*>(numbers + tokens * inputs)) {}
+
+    static int64_t bytes(int64_t tokens, int64_t inputs) {
+        return tokens * (inputs + inputs / BLOCK * int64_t(sizeof(BlockScale)));
+    }
+};
+
+struct Blocks {
+    const bf16* x;
+    int64_t x_stride;
+    const uint8_t* packed;
+    const bf16* bias;
+    void* out;
+    bool float_out;
+    int64_t num_tokens, inputs, outputs;
+    int bits, zero;
+    bool has_minima;
+    float factor;  // what x's scales are multiplied with
+
+    static int64_t block_bytes(int bits, bool has_minima) {
+        return PANEL * (BLOCK * bits / 8 + (has_minima ? 4 : 2));
+    }
+
+    int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
+    int64_t panel_bytes() const { return inputs / BLOCK * block_bytes(bits, has_minima); }
+
+    // ------------------------------------------------------------ x
+
+    void quantise(int64_t token, const Quantised& to) const {
+        const bf16* from = x + token * x_stride;
+        int8_t* numbers = to.numbers + token * inputs;
+        BlockScale* scales = to.scales + token * (inputs / BLOCK);
+        for (int64_t block = 0; block < inputs / BLOCK; ++block, from += BLOCK, numbers += BLOCK) {
+            f32x16 a = load(from), b = load(from + LANES);
+            float most = largest_magnitude(a, b);
+            f32x16 inverse = splat(most > TINY ? 127.0f / most : 0.0f);
+            i32x16 p = round_to_int(a * inverse), q = round_to_int(b * inverse);
+            store_bytes(numbers, p);
+            store_bytes(numbers + LANES, q);
+            int32_t all = engine::sum(p + q);
+            scales[block].scale = most / 127.0f * factor;  // not finite where x is not
+            if (has_minima)
+                scales[block].sum = scales[block].scale * float(all);
+            else
+                scales[block].start = -zero * all;
+        }
+    }
+
+    // ------------------------------------------------------------ products
+
+    // What a strip fetches while it adds: so many cache lines at each block.
+    struct Fetch {
+        const uint8_t* from;
+        int64_t lines;
+
+        void operator()(int64_t block) const {
+            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (block * lines + n) * LINE);
+        }
+    };
+
+    template <int BITS, bool MINIMA, int ROWS>
+    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const Fetch& fetch) const {
+        constexpr int64_t BYTES = PANEL * (BLOCK * BITS / 8 + (MINIMA ? 4 : 2));
+        const int64_t blocks = inputs / BLOCK, stride = inputs;
+        const int8_t* numbers = from.numbers + row * inputs;
+        const BlockScale* scales = from.scales + row * blocks;
+        const uint8_t* weights = packed + panel * panel_bytes();
+        f32x16 sums[ROWS][VECTORS];
+        zero_tile(sums);
+        for (int64_t block = 0; block < blocks; ++block, weights += BYTES, numbers += BLOCK, ++scales) {
+            fetch(block);
+            i32x16 dots[ROWS][VECTORS];
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                for (int v = 0; v < VECTORS; ++v)
+                    dots[r][v] = MINIMA ? i32x16{} : (i32x16)splat_bits(uint32_t(scales[r * blocks].start));
+            if constexpr (BITS == 8) {
+#pragma GCC unroll 8
+                for (int group = 0; group < GROUPS; ++group) {
+                    u32x16 w[VECTORS];
+#pragma GCC unroll 2
+                    for (int v = 0; v < VECTORS; ++v) w[v] = load_pairs(weights + (group * VECTORS + v) * LINE);
+                    add_group<ROWS>(numbers + group * 4, stride, w, dots);
+                }
+            } else {
+#pragma GCC unroll 4
+                for (int group = 0; group < GROUPS / 2; ++group) {
+                    u32x16 low[VECTORS], high[VECTORS];
+#pragma GCC unroll 2
+                    for (int v = 0; v < VECTORS; ++v) {
+                        u32x16 both = load_pairs(weights + (group * VECTORS + v) * LINE);
+                        low[v] = both & 0x0f0f0f0fu;
+                        high[v] = (both >> 4) & 0x0f0f0f0fu;
+                    }
+                    add_group<ROWS>(numbers + group * 4, stride, low, dots);
+                    add_group<ROWS>(numbers + (group + GROUPS / 2) * 4, stride, high, dots);
+                }
+            }
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + PANEL * BLOCK * BITS / 8);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; ++v) {
+                f32x16 scale = load_halves(halves + v * LANES);
+                f32x16 minimum = MINIMA ? load_halves(halves + PANEL + v * LANES) : f32x16{};
+#pragma GCC unroll 6
+                for (int r = 0; r < ROWS; ++r) {
+                    if (MINIMA) sums[r][v] += minimum * splat(scales[r * blocks].sum);
+                    sums[r][v] += to_float(dots[r][v]) * scale * splat(scales[r * blocks].scale);
+                }
+            }
+        }
+        if (float_out)
+            finish(row, panel * PANEL, sums, static_cast<float*>(out));
+        else
+            finish(row, panel * PANEL, sums, static_cast<bf16*>(out));
+    }
+
+    template <int ROWS>
+    static inline __attribute__((always_inline)) void add_group(const int8_t* numbers, int64_t stride,
+                                                                const u32x16 (&w)[VECTORS],
+                                                                i32x16 (&dots)[ROWS][VECTORS]) {
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; ++r) {
+            u32x16 four = splat_bits(load_pair(numbers + r * stride));
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; ++v) dots[r][v] = dot_bytes(dots[r][v], w[v], four);
+        }
+    }
+
+    template <int ROWS, class Out>
+    void finish(int64_t row, int64_t column, f32x16 (&sums)[ROWS][VECTORS], Out* to) const {
+        int64_t width = std::min(PANEL, outputs - column);
+        to += row * outputs + column;
+        if (bias != nullptr) {
+            float added[PANEL] = {};
+            for (int64_t n = 0; n < width; ++n) added[n] = to_float(bias[column + n]);
+            add_to_tile(added, sums);
+        }
+        if (width == PANEL) {
+            store_tile(to, outputs, sums);
+            return;
+        }
+        Out all[ROWS * PANEL];
+        store_tile(all, PANEL, sums);
+        for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * outputs, all + r * PANEL, width * sizeof(Out));
+    }
+
+    template <int ROWS>
+    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const Fetch& fetch) const {
+        if (bits == 4)
+            has_minima ? multiply_strip<4, true, ROWS>(row, panel, from, fetch)
+                       : multiply_strip<4, false, ROWS>(row, panel, from, fetch);
+        else
+            has_minima ? multiply_strip<8, true, ROWS>(row, panel, from, fetch)
+                       : multiply_strip<8, false, ROWS>(row, panel, from, fetch);
+    }
+
+    // Tokens [first, last) times one panel; `next` is fetched meanwhile, or what a single strip reads a little later.
+    void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantised& from) const {
+        int64_t strips = strips_of(last - first), lines = block_bytes(bits, has_minima) / LINE;
+        int64_t share = (lines + strips - 1) / strips;
+        for (int64_t strip = 0; strip < strips; ++strip) {
+            int64_t row = first + (last - first) * strip / strips;
+            int rows = int(first + (last - first) * (strip + 1) / strips - row);
+            Fetch fetch = {packed + panel * panel_bytes() + AHEAD, lines};
+            if (strips > 1) {
+                fetch.from = packed + next * panel_bytes() + strip * share * (inputs / BLOCK) * LINE;
+                fetch.lines = next < panels() && strip * share < lines ? share : 0;
+            }
+            switch (rows) {
+                case 1: multiply_strip<1>(row, panel, from, fetch); break;
+#if defined(__AVX512F__)
+                case 2: multiply_strip<2>(row, panel, from, fetch); break;
+                case 3: multiply_strip<3>(row, panel, from, fetch); break;
+                case 4: multiply_strip<4>(row, panel, from, fetch); break;
+                case 5: multiply_strip<5>(row, panel, from, fetch); break;
+                case 6: multiply_strip<6>(row, panel, from, fetch); break;
+#endif
+            }
+        }
+    }
+
+    static int64_t strips_of(int64_t tokens) { return (tokens + STRIP_ROWS - 1) / STRIP_ROWS; }
+
+    void run(void* workspace) const {
+        if (num_tokens == 0) return;
+        Quantised all(workspace, num_tokens, inputs);
+        share_out(num_tokens, (MIN_NUMBERS + inputs - 1) / inputs, [&](int64_t begin, int64_t end) {
+            for (int64_t token = begin; token < end; ++token) quantise(token, all);
+        });
+        if (num_tokens <= SHARED_TOKENS) {
+            share_out(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {
+                for (int64_t panel = begin; panel < end; ++panel) multiply(0, num_tokens, panel, panel + 1, all);
+            });
+            return;
+        }
+        int64_t strips = strips_of(num_tokens), blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+        int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
+        hand_out(blocks * panels(), [&](int64_t n) {
+            int64_t block = n / panels(), panel = n % panels();
+            int64_t first = num_tokens * (strips * block / blocks) / strips;
+            int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
+            multiply(first, last, panel, (n + ahead) % panels(), all);
+        });
+    }
+};
+
+}  // namespace
+}  // namespace engine
+
+// Whether this CPU's level has an instruction for it; without one it is exact, and slow.
+EXPORT int blocks_are_fast() { return HAS_BYTE_DOT; }
+
+// Bytes of the packed form of [outputs, inputs]; inputs must be a multiple of 32, bits 4 or 8.
+EXPORT int64_t packed_blocks_bytes(int64_t outputs, int64_t inputs, int bits, int has_minima) {
+    using namespace engine;
+    return (outputs + PANEL - 1) / PANEL * (inputs / BLOCK) * Blocks::block_bytes(bits, has_minima != 0);
+}
+
+// Bytes that `blocks` needs for quantised tokens.
+EXPORT int64_t blocks_workspace_bytes(int64_t num_tokens, int64_t inputs) {
+    using namespace engine;
+    return Quantised::bytes(num_tokens, inputs);
+}
+
+// numbers: [outputs, inputs] bytes; scales and minima (or null): [outputs, inputs / 32] half precision.
+EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const uint16_t* minima, int64_t outputs,
+                        int64_t inputs, int bits, uint8_t* packed) {
+    using namespace engine;
+    int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, minima != nullptr);
+    share_out((outputs + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
+        std::memset(packed + begin * blocks * bytes, 0, (end - begin) * blocks * bytes);
+        for (int64_t output = begin * PANEL; output < std::min(end * PANEL, outputs); ++output) {
+            uint8_t* to = packed + output / PANEL * blocks * bytes;
+            int64_t column = output % PANEL;
+            for (int64_t block = 0; block < blocks; ++block, to += bytes) {
+                const uint8_t* from = numbers + output * inputs + block * BLOCK;
+                for (int64_t k = 0; k < BLOCK; ++k) {
+                    int64_t group = k / 4 % (GROUPS * bits / 8);
+                    uint8_t* at = to + group * PANEL * 4 + column * 4 + k % 4;
+                    *at = uint8_t(*at | from[k] << (k / 4 == group ? 0 : 4));
+                }
+                uint8_t* halves = to + PANEL * BLOCK * bits / 8;
+                std::memcpy(halves + 2 * column, scales + output * blocks + block, 2);
+                if (minima != nullptr)
+                    std::memcpy(halves + 2 * (PANEL + column), minima + output * blocks + block, 2);
+            }
+        }
+    });
+}
+
+// `workspace`: of blocks_workspace_bytes; `out` is float where float_out is not 0, else bfloat16.
+EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
+                   void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
+                   int zero, float factor, int float_out) {
+    using namespace engine;
+    Blocks{static_cast<const bf16*>(x),
+           x_stride,
+           packed,
+           static_cast<const bf16*>(bias),
+           out,
+           float_out != 0,
+           num_tokens,
+           inputs,
+           outputs,
+           bits,
+           zero,
+           has_minima != 0,
+           factor}
+        .run(workspace);
+}
+
+// Rows of the weight: out[n] = weight[ids[n]], rounded to bfloat16; ids in [0, outputs).
+EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, int64_t num_rows, int64_t inputs, int bits,
+                        int has_minima, int zero, float factor) {
+    using namespace engine;
+    bf16* out = static_cast<bf16*>(out_);
+    int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, has_minima != 0);
+    share_out(num_rows, MIN_NUMBERS / inputs + 1, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; ++n) {
+            const uint8_t* from = packed + ids[n] / PANEL * blocks * bytes;
+            int64_t column = ids[n] % PANEL;
+            for (int64_t block = 0; block < blocks; ++block, from += bytes) {
+                const uint8_t* halves = from + PANEL * BLOCK * bits / 8;
+                float scale = half_to_float(halves + 2 * column) * factor, minimum = -float(zero) * scale;
+                if (has_minima) minimum = half_to_float(halves + 2 * (PANEL + column)) * factor;
+                for (int64_t k = 0; k < BLOCK; ++k) {
+                    int64_t group = k / 4 % (GROUPS * bits / 8);
+                    uint8_t number = from[group * PANEL * 4 + column * 4 + k % 4];
+                    if (bits == 4) number = k / 4 == group ? number & 15 : number >> 4;
+                    from_float(float(number) * scale + minimum, out + n * inputs + block * BLOCK + k);
+                }
+            }
+        }
+    });
+}
+
+RECORDABLE(blocks)
+RECORDABLE(blocks_rows)

@@ -1,0 +1,115 @@
+"""`Compiler`: the C++ compilers of this system, whether their threads can be torch's, and running them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+COMPILERS: Final = ("g++", "c++", "clang++")
+"""GCC first: torch's runtime has what its code calls."""
+_GCC_PARALLEL: Final = "GOMP_parallel"
+_CLANG_PARALLEL: Final = "__kmpc_fork_call"
+_QUOTED_CHARS: Final = 1000  # of what a compiler that fails has said
+
+
+class NoLibraryError(Exception):
+    """The library cannot be had here; the message says why."""
+
+
+class Compiler(NamedTuple):
+    """What compiles, and what its result is filed under.
+
+    Attributes:
+        identity: changes when the compiler does.
+        openmp: whether torch's OpenMP runtime has what its code calls; if not, kernels run on one thread.
+    """
+
+    path: str
+    identity: str
+    openmp: bool
+
+
+@functools.cache
+def find_compilers() -> tuple[Compiler, ...]:
+    """Those on the path, in the order in which they are tried."""
+    found: dict[Path, Compiler] = {}
+    for name in COMPILERS:
+        command = shutil.which(name)
+        if command is None:
+            continue
+        path = Path(command).resolve()
+        status = path.stat()  # instead of asking it for its version, which would cost each start a process
+        wanted = _CLANG_PARALLEL if "clang" in path.name else _GCC_PARALLEL
+        identity = f"{path} {status.st_size} {status.st_mtime_ns}"
+        found.setdefault(path, Compiler(command, identity, wanted in torch_openmp()))
+    return tuple(found.values())
+
+
+@functools.cache
+def torch_openmp() -> frozenset[str]:
+    """What torch's OpenMP runtime has of the compilers' entry points, which are visible to libraries from now on."""
+    return frozenset(symbol for symbol in (_GCC_PARALLEL, _CLANG_PARALLEL) if _expose(symbol))
+
+
+def _expose(symbol: str) -> bool:
+    if hasattr(ctypes.CDLL(None), symbol):
+        return True
+    runtimes = sorted(Path(torch.__file__).parent.glob("lib/lib*omp*.so*"))
+    return any(hasattr(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL), symbol) for path in runtimes)
+
+
+def run_all(commands: Sequence[Sequence[str]], folder: Path, deadline_s: float) -> None:
+    """Run commands side by side.
+
+    A compiler is a driver with children: all of them end with the deadline, or when this call ends otherwise. What they
+    say goes to files: a pipe would be held open by a child that outlives its driver.
+
+    Args:
+        folder: for those files.
+        deadline_s: by `time.monotonic`.
+
+    Raises:
+        NoLibraryError: one failed, or ran too long.
+    """
+    running: list[tuple[Sequence[str], Path, subprocess.Popen[bytes]]] = []
+    try:
+        for number, command in enumerate(commands):
+            said = folder / f"{number}.log"
+            with said.open("wb") as file:
+                running.append((command, said, _start(command, file.fileno())))
+        for command, said, process in running:
+            try:
+                code = process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise NoLibraryError(f"{command[0]} takes too long for the CPU kernels") from None
+            if code:
+                quoted = said.read_text(errors="replace").strip()[-_QUOTED_CHARS:]
+                raise NoLibraryError(f"{command[0]} cannot compile the CPU kernels: {quoted}")
+    finally:
+        for _, _, process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _start(command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise NoLibraryError(f"cannot run {command[0]}: {error}") from error

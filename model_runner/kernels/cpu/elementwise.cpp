@@ -1,0 +1,297 @@
+// What stands between the matrix products: norms, gated activations, rotary with the store into the KV pool, rows of
+// tables, sums, conversions.
+//
+// All of them are computed in float32 and rounded once. Each row is one thread's: nothing depends on the batch.
+
+#include "parallel.h"
+#include "program.h"
+#include "simd.h"
+
+namespace engine {
+namespace {
+
+constexpr int64_t MIN_NUMBERS = 1 << 14;  // for each thread: below, waking it costs more than it saves
+
+int64_t rows_per_thread(int64_t numbers) { return (MIN_NUMBERS + numbers - 1) / (numbers > 0 ? numbers : 1); }
+
+// ---------------------------------------------------------------- norms
+
+template <class T>
+float sum_of_squares(const T* x, int64_t size) {
+    f32x16 squares[2] = {};
+    int64_t n = 0;
+    for (; n + 2 * LANES <= size; n += 2 * LANES)
+        for (int u = 0; u < 2; ++u) {
+            f32x16 v = load(x + n + u * LANES);
+            squares[u] += v * v;
+        }
+    float total = sum(squares[0] + squares[1]);
+    for (; n < size; ++n) total += to_float(x[n]) * to_float(x[n]);
+    return total;
+}
+
+template <class T, class W>
+void scale_row(const T* x, const W* weight, float factor, T* out, int64_t size) {
+    int64_t n = 0;
+    for (; n + LANES <= size; n += LANES) store(out + n, load(x + n) * factor * load(weight + n));
+    for (; n < size; ++n) from_float(to_float(x[n]) * factor * to_float(weight[n]), out + n);
+}
+
+template <class T, class W>
+void norm_row(const T* x, const W* weight, float eps, T* out, int64_t size) {
+    scale_row(x, weight, 1.0f / __builtin_sqrtf(sum_of_squares(x, size) / float(size) + eps), out, size);
+}
+
+template <class T>
+void add_row(const T* x, T* residual, int64_t size) {
+    int64_t n = 0;
+    for (; n + LANES <= size; n += LANES) store(residual + n, load(residual + n) + load(x + n));
+    for (; n < size; ++n) from_float(to_float(residual[n]) + to_float(x[n]), residual + n);
+}
+
+// x is null: norm of `residual` alone.
+template <class T, class W>
+void norms(const void* x_, void* residual_, const void* weight_, void* out_, int64_t rows, int64_t size, float eps) {
+    const T* x = static_cast<const T*>(x_);
+    T* residual = static_cast<T*>(residual_);
+    const W* weight = static_cast<const W*>(weight_);
+    T* out = static_cast<T*>(out_);
+    share_out(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            T* mine = residual + row * size;
+            if (x != nullptr) add_row(x + row * size, mine, size);
+            norm_row(mine, weight, eps, out + row * size, size);
+        }
+    });
+}
+
+// ---------------------------------------------------------------- activations
+
+struct Silu {
+    f32x16 operator()(f32x16 x) const { return x / (1.0f + exp2(x * -1.44269504f)); }
+};
+
+struct GeluTanh {
+    // 0.5 x (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    f32x16 operator()(f32x16 x) const {
+        f32x16 u = 0.79788456f * x * (1.0f + 0.044715f * x * x);
+        return x / (1.0f + exp2(u * -2.88539008f));
+    }
+};
+
+template <class T, class Act>
+void gated(const void* gate_up_, void* out_, int64_t rows, int64_t size) {
+    const T* gate_up = static_cast<const T*>(gate_up_);
+    T* out = static_cast<T*>(out_);
+    Act act;
+    share_out(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T *gate = gate_up + row * 2 * size, *up = gate + size;
+            T* to = out + row * size;
+            int64_t n = 0;
+            for (; n + LANES <= size; n += LANES) store(to + n, act(load(gate + n)) * load(up + n));
+            for (; n < size; ++n) from_float(act(splat(to_float(gate[n])))[0] * to_float(up[n]), to + n);
+        }
+    });
+}
+
+// ---------------------------------------------------------------- rotary
+
+// One head in place; `row` is room for head_dim floats.
+template <class T, class A>
+void rotate_head(T* head, const A* cos, const A* sin, int64_t rotary_dim, float* row) {
+    int64_t half = rotary_dim / 2;
+    int64_t n = 0;
+    for (; n + LANES <= half; n += LANES) {
+        f32x16 a = load(head + n), b = load(head + half + n);
+        store(head + n, a * load(cos + n) + b * load(sin + n));
+        store(head + half + n, b * load(cos + half + n) + a * load(sin + half + n));
+    }
+    if (n == half) return;
+    for (int64_t i = n; i < half; ++i) {
+        float a = to_float(head[i]), b = to_float(head[half + i]);
+        row[i] = a * to_float(cos[i]) + b * to_float(sin[i]);
+        row[half + i] = b * to_float(cos[half + i]) + a * to_float(sin[half + i]);
+    }
+    for (int64_t i = n; i < half; ++i) {
+        from_float(row[i], head + i);
+        from_float(row[half + i], head + half + i);
+    }
+}
+
+constexpr float MOST_INT8 = 127.0f, LEAST_TOP = 1e-35f;  // smaller numbers are stored as 0
+
+// One head as int8; the scale is NaN where a number is not finite, so that it stays visible.
+template <class T>
+float quantise_head(const T* head, int64_t head_dim, int8_t* out) {
+    f32x16 most = {}, wrong = {};
+    int64_t n = 0;
+    for (; n + LANES <= head_dim; n += LANES) {
+        f32x16 x = load(head + n);
+        most = maximum(most, maximum(x, -x));
+        wrong += x * 0.0f;
+    }
+    float top = largest(most), not_finite = sum(wrong);
+    for (int64_t i = n; i < head_dim; ++i) {
+        top = __builtin_fmaxf(top, __builtin_fabsf(to_float(head[i])));
+        not_finite += to_float(head[i]) * 0.0f;
+    }
+    if (!(top >= LEAST_TOP && not_finite == 0.0f)) {
+        std::memset(out, 0, head_dim);
+        return not_finite;
+    }
+    float factor = MOST_INT8 / top;
+    for (int64_t i = 0; i < head_dim; ++i) out[i] = int8_t(int32_t(__builtin_rintf(to_float(head[i]) * factor)));
+    return top * (1.0f / MOST_INT8);
+}
+
+struct Rotation {
+    void* qkv;
+    const void *q_norm, *k_norm, *cos, *sin;
+    void *k_pool, *v_pool;
+    float *k_scale, *v_scale;  // null: the pool's numbers are those of the activations
+    const int64_t* loc;
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
+    float eps;
+};
+
+template <class T>
+void store_quantised(const Rotation& r, const T* heads, int64_t token, void* pool, float* scales) {
+    for (int64_t h = 0; h < r.num_kv_heads; ++h) {
+        int64_t at = r.loc[token] * r.num_kv_heads + h;
+        scales[at] = quantise_head(heads + h * r.head_dim, r.head_dim, static_cast<int8_t*>(pool) + at * r.head_dim);
+    }
+}
+
+// T: of activations and pool, A: of the angles, W: of the norms' weights.
+template <class T, class A, class W>
+void rotate_and_store(const Rotation& r) {
+    int64_t kv_size = r.num_kv_heads * r.head_dim;
+    int64_t size = (r.num_heads + 2 * r.num_kv_heads) * r.head_dim;
+    share_out(r.num_tokens, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+        static thread_local Scratch scratch;
+        float* row = reinterpret_cast<float*>(scratch.get(sizeof(float) * r.head_dim));
+        for (int64_t token = begin; token < end; ++token) {
+            T* heads = static_cast<T*>(r.qkv) + token * size;
+            const A* cos = static_cast<const A*>(r.cos) + token * r.rotary_dim;
+            const A* sin = static_cast<const A*>(r.sin) + token * r.rotary_dim;
+            for (int64_t h = 0; h < r.num_heads + r.num_kv_heads; ++h) {
+                T* head = heads + h * r.head_dim;
+                const void* norm = h < r.num_heads ? r.q_norm : r.k_norm;
+                if (norm != nullptr) norm_row(head, static_cast<const W*>(norm), r.eps, head, r.head_dim);
+                rotate_head(head, cos, sin, r.rotary_dim, row);
+            }
+            const T* k = heads + r.num_heads * r.head_dim;
+            if (r.k_scale != nullptr) {
+                store_quantised(r, k, token, r.k_pool, r.k_scale);
+                store_quantised(r, k + kv_size, token, r.v_pool, r.v_scale);
+                continue;
+            }
+            std::memcpy(static_cast<T*>(r.k_pool) + r.loc[token] * kv_size, k, sizeof(T) * kv_size);
+            std::memcpy(static_cast<T*>(r.v_pool) + r.loc[token] * kv_size, k + kv_size, sizeof(T) * kv_size);
+        }
+    });
+}
+
+// ---------------------------------------------------------------- rows of tables, sums, conversions
+
+template <class T>
+void take_rows(const T* table, const int64_t* indices, T* out, int64_t rows, int64_t size, float scale) {
+    share_out(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T* from = table + indices[row] * size;
+            T* to = out + row * size;
+            if (scale == 1.0f) {
+                std::memcpy(to, from, sizeof(T) * size);
+                continue;
+            }
+            int64_t n = 0;
+            for (; n + LANES <= size; n += LANES) store(to + n, load(from + n) * scale);
+            for (; n < size; ++n) from_float(to_float(from[n]) * scale, to + n);
+        }
+    });
+}
+
+template <class T>
+void add(const T* x, T* sum, int64_t size) {
+    share_out(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { add_row(x + begin, sum + begin, end - begin); });
+}
+
+}  // namespace
+}  // namespace engine
+
+// Numbers are bfloat16 where `is_bf16`, else float32; weights and angles may be float32 beside bfloat16 activations.
+
+EXPORT void add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t size,
+                         float eps, int is_bf16, int weight_is_bf16) {
+    using namespace engine;
+    if (!is_bf16)
+        norms<float, float>(x, residual, weight, out, rows, size, eps);
+    else if (weight_is_bf16)
+        norms<bf16, bf16>(x, residual, weight, out, rows, size, eps);
+    else
+        norms<bf16, float>(x, residual, weight, out, rows, size, eps);
+}
+
+EXPORT void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t size, int is_bf16) {
+    using namespace engine;
+    is_bf16 ? gated<bf16, Silu>(gate_up, out, rows, size) : gated<float, Silu>(gate_up, out, rows, size);
+}
+
+EXPORT void gelu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t size, int is_bf16) {
+    using namespace engine;
+    is_bf16 ? gated<bf16, GeluTanh>(gate_up, out, rows, size) : gated<float, GeluTanh>(gate_up, out, rows, size);
+}
+
+EXPORT void rotate_and_store(void* qkv, const void* q_norm, const void* k_norm, const void* cos, const void* sin,
+                             void* k_pool, void* v_pool, float* k_scale, float* v_scale, const int64_t* loc, int64_t num_tokens, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim, float eps, int is_bf16,
+                             int angles_are_bf16, int norms_are_bf16) {
+    using namespace engine;
+    Rotation r{qkv, q_norm, k_norm, cos, sin, k_pool, v_pool, k_scale, v_scale, loc, num_tokens, num_heads,
+               num_kv_heads, head_dim, rotary_dim, eps};
+    if (!is_bf16)
+        rotate_and_store<float, float, float>(r);
+    else if (angles_are_bf16)
+        norms_are_bf16 ? rotate_and_store<bf16, bf16, bf16>(r) : rotate_and_store<bf16, bf16, float>(r);
+    else
+        norms_are_bf16 ? rotate_and_store<bf16, float, bf16>(r) : rotate_and_store<bf16, float, float>(r);
+}
+
+EXPORT void take_rows(const void* table_, const int64_t* indices, void* out_, int64_t rows, int64_t size, float scale,
+                      int is_bf16) {
+    using namespace engine;
+    if (is_bf16)
+        take_rows(static_cast<const bf16*>(table_), indices, static_cast<bf16*>(out_), rows, size, scale);
+    else
+        take_rows(static_cast<const float*>(table_), indices, static_cast<float*>(out_), rows, size, scale);
+}
+
+EXPORT void add(const void* x, void* sum, int64_t size, int is_bf16) {
+    using namespace engine;
+    if (is_bf16)
+        add(static_cast<const bf16*>(x), static_cast<bf16*>(sum), size);
+    else
+        add(static_cast<const float*>(x), static_cast<float*>(sum), size);
+}
+
+EXPORT void widen(const void* x_, float* out, int64_t size) {
+    using namespace engine;
+    const bf16* x = static_cast<const bf16*>(x_);
+    share_out(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) {
+        int64_t n = begin;
+        for (; n + LANES <= end; n += LANES) store(out + n, load(x + n));
+        for (; n < end; ++n) out[n] = to_float(x[n]);
+    });
+}
+
+RECORDABLE(add_rms_norm)
+RECORDABLE(silu_and_mul)
+RECORDABLE(gelu_and_mul)
+RECORDABLE(rotate_and_store)
+RECORDABLE(take_rows)
+RECORDABLE(add)
+RECORDABLE(widen)
+
+// Threads that work of this library runs on, as of now.
+EXPORT int num_threads() { return engine::max_threads(); }

@@ -1,0 +1,49 @@
+"""`NativeFunction`: a function of the compiled library as Python calls it, and as whoever records calls sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ctypes
+
+OnCall = Callable[["NativeFunction", tuple[Any, ...]], None]
+
+
+class Tap(threading.local):
+    """Who is told of each call of a library's functions by this thread; usually nobody."""
+
+    on_call: OnCall | None = None
+
+
+class NativeFunction:
+    """Calls the library.
+
+    Attributes:
+        name: in the library.
+        arguments: a letter for each, see `library`.
+        recorded_form: address of the function that makes a recorded call of it; None for functions that may not be
+            part of a program.
+        returns: whether it answers something: such functions are questions and change nothing.
+    """
+
+    __slots__ = ("_function", "_tap", "arguments", "name", "recorded_form", "returns")
+
+    def __init__(
+        self, function: ctypes._NamedFuncPointer, arguments: str, recorded_form: int | None, tap: Tap
+    ) -> None:
+        self.name = function.__name__
+        self.arguments = arguments
+        self.recorded_form = recorded_form
+        self.returns = function.restype is not None
+        self._function = function
+        self._tap = tap
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it, then tell."""
+        result = self._function(*arguments)
+        if self._tap.on_call is not None:
+            self._tap.on_call(self, arguments)
+        return result

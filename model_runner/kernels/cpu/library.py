@@ -1,0 +1,151 @@
+"""`load_library`: the C++ kernels as a shared library, compiled on first use by the system's compiler.
+
+A plain C interface on raw pointers, without torch's headers, so that compiling takes seconds. The library is compiled
+for one level of instructions (`isa`), the best one of this CPU; `build` says where it is kept.
+
+Its threads are torch's: the calls to OpenMP are left unresolved, and the loader binds them to the runtime that torch
+has brought along. A second runtime would have its own threads, which would fight with torch's for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from .build import build
+from .compiler import NoLibraryError, torch_openmp
+from .function import NativeFunction, Tap
+from .isa import Isa, best_isa
+
+logger = logging.getLogger(__name__)
+
+_FASTER_THAN_TORCH: Final[tuple[Isa, ...]] = ("avx512_bf16", "avx512")
+"""Elsewhere the compiler keeps vectors of 16 floats in memory: decoding attention takes 5 times as long as torch's."""
+
+_SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
+    "num_threads": ("i", ""),
+    "packed_linear_bytes": ("n", "nn"),
+    "pack_linear": ("", "pnnp"),
+    "linear": ("", "pnpppnnn"),
+    "linear_to": ("", "pnpppnnni"),
+    "linear_rows": ("", "pppnnn"),
+    "blocks_are_fast": ("i", ""),
+    "packed_blocks_bytes": ("n", "nnii"),
+    "pack_blocks": ("", "pppnnip"),
+    "blocks_workspace_bytes": ("n", "nn"),
+    "blocks": ("", "pnppppnnniiifi"),
+    "blocks_rows": ("", "pppnniiif"),
+    "add_rms_norm": ("", "ppppnnfii"),
+    "silu_and_mul": ("", "ppnni"),
+    "gelu_and_mul": ("", "ppnni"),
+    "rotate_and_store": ("", "ppppppppppnnnnnfiii"),
+    "new_attention_plan": ("p", "pnnnnnni"),
+    "free_attention_plan": ("", "p"),
+    "plan_attention": ("", "pppppn"),
+    "attend": ("", "ppnpppppi"),
+    "choose_tokens": ("", "pnppppppnppnn"),
+    "token_logprobs": ("", "pnpppppnnn"),
+    "take_rows": ("", "pppnnfi"),
+    "add": ("", "ppni"),
+    "widen": ("", "ppn"),
+    "run_program": ("", "pn"),
+}
+"""Of each function: what it returns and takes; p is a pointer, n an int64, f a float, i an int."""
+
+_HOUSEKEEPING: Final = frozenset({"free_attention_plan"})
+"""Functions whose calls have nothing to do with the step in which they happen to be made."""
+
+_C_TYPES: Final = {
+    "p": ctypes.c_void_p,
+    "n": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "i": ctypes.c_int,
+    "": None,
+}
+
+
+def reasons_against_library() -> list[str]:
+    """Why our kernels should not be used here: none if they should. Compiles them if nobody has yet.
+
+    So a call of it is also what prepares the first start: `make` and container images do that.
+    """
+    if best_isa() not in _FASTER_THAN_TORCH:
+        return [
+            "this CPU has no AVX-512; the engine's own kernels are not faster than torch's without it yet"
+        ]
+    try:
+        library = load_library()
+    except NoLibraryError as error:
+        return [str(error)]
+    if library.num_threads() == 1 < torch.get_num_threads():
+        return [
+            f"would run on one thread instead of {torch.get_num_threads()}: torch's OpenMP runtime lacks what the "
+            "compiler's code calls; install GCC (Debian: apt install g++)"
+        ]
+    return []
+
+
+def load_library(isa: Isa | None = None) -> ctypes.CDLL:
+    """The library, with its functions' types declared; the same object for the same level.
+
+    Args:
+        isa: the level to compile for; None: the best of this CPU.
+
+    Raises:
+        NoLibraryError: there is none and it cannot be made; says why. The first time a warning says what that costs.
+    """
+    loaded = _load(isa or best_isa())
+    if isinstance(loaded, str):
+        raise NoLibraryError(loaded)
+    return loaded
+
+
+@functools.cache
+def _load(isa: Isa) -> ctypes.CDLL | str:
+    """The library or why there is none: a failure is remembered, too, so that it costs and warns once."""
+    try:
+        return open_library(build(isa))
+    except NoLibraryError as error:
+        logger.warning(
+            "cpu_kernels=none: %s. The engine runs on torch's kernels: answers are equal up to rounding, decoding "
+            "takes 1.5 to 4 times as long on a CPU with AVX-512",
+            error,
+        )
+        return str(error)
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a compiled library and declare its functions.
+
+    Raises:
+        NoLibraryError: the system's loader refuses it.
+    """
+    torch_openmp()  # the library's open ends are bound to it
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoLibraryError(f"cannot load the CPU kernels from {path}: {error}") from error
+    tap = Tap()
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = _C_TYPES[result]
+        function.argtypes = [_C_TYPES[argument] for argument in arguments]
+        told = NativeFunction(function, arguments, _recorded_form(library, name), tap)
+        setattr(library, name, function if name in _HOUSEKEEPING else told)
+    vars(library)["tap"] = tap
+    return library
+
+
+def _recorded_form(library: ctypes.CDLL, name: str) -> int | None:
+    """Where the function begins that makes a recorded call (`program.h`); None if there is none."""
+    try:
+        function = getattr(library, f"recorded_{name}")
+    except AttributeError:
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value

@@ -1,0 +1,234 @@
+// x @ weight.T + bias in bfloat16, for any number of tokens, from a weight that is packed once.
+//
+// Packed: panels of 64 outputs; within a panel, for each pair of inputs, the pairs of its outputs side by side:
+//
+//   [panel][k / 2][output of the panel][2]        the last panel may be narrower, in steps of 16
+//
+// One vector of the panel is multiplied with a pair of x, which needs no shuffling and no sums across a vector. A thread
+// reads its panels from the first byte to the last, which is what memory is fastest at. With more tokens than a tile has
+// rows a panel is cut along k: a part of it stays in a cache for all strips of tokens, while their sums wait in memory,
+// as they are. So a sum is the same chain of additions, cut or not.
+
+#include <algorithm>
+
+#include "parallel.h"
+#include "program.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace engine {
+namespace {
+
+constexpr int64_t PANEL = 64;  // outputs
+constexpr int64_t PER_PANEL = PANEL / LANES;
+constexpr int64_t BLOCK_STRIPS = 21;    // of tokens, whose x stays in the second-level cache beside a panel
+constexpr int64_t SHARED_TOKENS = 60;   // more are cut into such blocks
+constexpr int64_t PART_STEPS = 384;     // of k: 96 KB of a panel
+constexpr int64_t FEW_STRIPS = 3;       // wait for memory and not for sums, and ...
+constexpr int64_t FEW_PART_STEPS = 64;  // ... what they have fetched is still in the first-level cache: 16 KB
+constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 4 KB
+constexpr int64_t LINE = 64 / sizeof(uint32_t);
+constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
+
+int64_t padded(int64_t outputs) { return (outputs + LANES - 1) / LANES * LANES; }
+
+int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
+
+struct Linear {
+    const bf16* x;
+    int64_t x_stride;
+    const uint32_t* packed;
+    const bf16* bias;
+    void* out;
+    bool float_out;
+    int64_t num_tokens, inputs, outputs;
+
+    // Some vectors of one panel.
+    struct Columns {
+        int64_t column, vectors;
+        const uint32_t* weights;
+        int64_t width;
+    };
+
+    // What a strip fetches while it adds: so many cache lines at each step.
+    struct Fetch {
+        const uint32_t* from;
+        int64_t lines;
+
+        void operator()(int64_t step) const {
+            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (step * lines + n) * LINE);
+        }
+    };
+
+    // Tokens [first, last) times some columns.
+    //
+    // Memory is kept busy meanwhile: a single strip fetches what it reads a little later; several, which find all but
+    // the first in the cache, fetch the next part, and with the last part what is at `next`, if anything.
+    void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
+        int64_t steps = inputs / 2, strips = strips_of(last - first);
+        if (strips <= 1) {
+            multiply_strip(first, int(last - first), columns, 0, steps, nullptr,
+                           {columns.weights + AHEAD * columns.width, columns.vectors});
+            return;
+        }
+        thread_local Scratch scratch;
+        float* waiting = reinterpret_cast<float*>(scratch.get((last - first) * PANEL * sizeof(float)));
+        int64_t most = strips <= FEW_STRIPS ? FEW_PART_STEPS : PART_STEPS, parts = (steps + most - 1) / most;
+        int64_t lines = (columns.vectors + strips - 1) / strips;
+        for (int64_t part = 0; part < parts; ++part) {
+            int64_t begin = steps * part / parts, end = steps * (part + 1) / parts;
+            const uint32_t* after = part + 1 < parts ? columns.weights + end * columns.width : next;
+            for (int64_t strip = 0; strip < strips; ++strip) {  // of equal height: 4 + 4 rows beat 6 + 2
+                int64_t row = first + (last - first) * strip / strips;
+                int rows = int(first + (last - first) * (strip + 1) / strips - row);
+                Fetch fetch = {after + strip * lines * (end - begin) * LINE, lines};
+                if (after == nullptr || strip * lines >= columns.vectors) fetch.lines = 0;
+                multiply_strip(row, rows, columns, begin, end, waiting + (row - first) * PANEL, fetch);
+            }
+        }
+    }
+
+    // The steps [begin, end) of one strip. Where they are not all, its sums come from `waiting` and go there.
+    void multiply_strip(int64_t row, int rows, const Columns& columns, int64_t begin, int64_t end, float* waiting,
+                        const Fetch& fetch) const {
+        with_tile(rows, int(columns.vectors), [&]<int ROWS, int VECTORS>() {
+            f32x16 sums[ROWS][VECTORS];
+            if (begin == 0)
+                zero_tile(sums);
+            else
+                load_tile(waiting, PANEL, sums);
+            multiply_tile<Pairs, ROWS, VECTORS>(x + row * x_stride + 2 * begin, x_stride,
+                                                columns.weights + begin * columns.width, columns.width, end - begin,
+                                                sums, fetch);
+            if (end < inputs / 2)
+                store_tile(waiting, PANEL, sums);
+            else if (float_out)
+                finish(row, columns.column, sums, static_cast<float*>(out));
+            else
+                finish(row, columns.column, sums, static_cast<bf16*>(out));
+        });
+    }
+
+    template <int ROWS, int VECTORS, class Out>
+    void finish(int64_t row, int64_t column, f32x16 (&sums)[ROWS][VECTORS], Out* to) const {
+        constexpr int64_t WIDTH = VECTORS * LANES;
+        int64_t width = std::min<int64_t>(WIDTH, outputs - column);
+        to += row * outputs + column;
+        if (bias != nullptr) {
+            float added[WIDTH] = {};
+            for (int64_t n = 0; n < width; ++n) added[n] = to_float(bias[column + n]);
+            add_to_tile(added, sums);
+        }
+        if (width == WIDTH) {
+            store_tile(to, outputs, sums);
+            return;
+        }
+        Out all[ROWS * WIDTH];
+        store_tile(all, WIDTH, sums);
+        for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * outputs, all + r * WIDTH, width * sizeof(Out));
+    }
+
+    // The vectors [begin, end) of the outputs.
+    void multiply_vectors(int64_t first, int64_t last, int64_t begin, int64_t end, const uint32_t* next) const {
+        for (int64_t v = begin; v < end;) {
+            int64_t in_panel = std::min(end - v, PER_PANEL - v % PER_PANEL);
+            int64_t vectors = std::min<int64_t>(in_panel, TILE_VECTORS), column = v * LANES;
+            v += vectors;
+            multiply(first, last, {column, vectors, at(column), panel_width(column / PANEL)},
+                     v < end ? at(v * LANES) : next);
+        }
+    }
+
+    void run() const {
+        int64_t num_vectors = padded(outputs) / LANES;
+        int64_t vector_bytes = inputs * LANES * 2;
+        if (num_tokens <= SHARED_TOKENS) {
+            share_out(num_vectors, (MIN_BYTES + vector_bytes - 1) / vector_bytes, [&](int64_t begin, int64_t end) {
+                const uint32_t* next = end < num_vectors ? at(end * LANES) : nullptr;
+                multiply_vectors(0, num_tokens, begin, end, next);
+            });
+            return;
+        }
+        int64_t panels = (num_vectors + PER_PANEL - 1) / PER_PANEL, strips = strips_of(num_tokens);
+        int64_t blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+        int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
+        hand_out(blocks * panels, [&](int64_t n) {
+            int64_t block = n / panels, panel = n % panels;
+            int64_t first = num_tokens * (strips * block / blocks) / strips;
+            int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
+            const uint32_t* next = n + ahead < blocks * panels ? at((n + ahead) % panels * PANEL) : nullptr;
+            multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + 1) * PER_PANEL, num_vectors), next);
+        });
+    }
+
+    int64_t panel_width(int64_t panel) const { return std::min(PANEL, padded(outputs) - panel * PANEL); }
+
+    const uint32_t* at(int64_t column) const {
+        return packed + column / PANEL * PANEL * (inputs / 2) + column % PANEL;
+    }
+};
+
+}  // namespace
+}  // namespace engine
+
+// Bytes of the packed form of [outputs, inputs]; inputs must be even.
+EXPORT int64_t packed_linear_bytes(int64_t outputs, int64_t inputs) { return engine::padded(outputs) * inputs * 2; }
+
+EXPORT void pack_linear(const void* weight_, int64_t outputs, int64_t inputs, void* packed_) {
+    using namespace engine;
+    const uint16_t* weight = static_cast<const uint16_t*>(weight_);
+    uint32_t* packed = static_cast<uint32_t*>(packed_);
+    int64_t all = padded(outputs), panels = (all + PANEL - 1) / PANEL;
+    share_out(panels, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+            int64_t width = std::min(PANEL, all - panel * PANEL);
+            uint32_t* to = packed + panel * PANEL * (inputs / 2);
+            for (int64_t n = 0; n < width; ++n) {
+                int64_t output = panel * PANEL + n;
+                for (int64_t k = 0; k < inputs / 2; ++k)
+                    to[k * width + n] = output < outputs ? load_pair(weight + output * inputs + 2 * k) : 0;
+            }
+        }
+    });
+}
+
+// `out` is float where float_out is not 0, else bfloat16.
+EXPORT void linear_to(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
+                      int64_t num_tokens, int64_t inputs, int64_t outputs, int float_out) {
+    using namespace engine;
+    Linear{static_cast<const bf16*>(x),
+           x_stride,
+           static_cast<const uint32_t*>(packed),
+           static_cast<const bf16*>(bias),
+           out,
+           float_out != 0,
+           num_tokens,
+           inputs,
+           outputs}
+        .run();
+}
+
+EXPORT void linear(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
+                   int64_t num_tokens, int64_t inputs, int64_t outputs) {
+    linear_to(x, x_stride, packed, bias, out, num_tokens, inputs, outputs, 0);
+}
+
+// Rows of the weight as it was before it was packed: out[n] = weight[ids[n]]; ids in [0, outputs).
+EXPORT void linear_rows(const void* packed_, const int64_t* ids, void* out_, int64_t num_rows, int64_t inputs,
+                        int64_t outputs) {
+    using namespace engine;
+    const uint32_t* packed = static_cast<const uint32_t*>(packed_);
+    uint32_t* out = static_cast<uint32_t*>(out_);
+    int64_t steps = inputs / 2;
+    share_out(num_rows, MIN_BYTES / (inputs * 2) + 1, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; ++n) {
+            int64_t panel = ids[n] / PANEL, width = std::min(PANEL, padded(outputs) - panel * PANEL);
+            const uint32_t* from = packed + panel * PANEL * steps + ids[n] % PANEL;
+            for (int64_t k = 0; k < steps; ++k) std::memcpy(out + n * steps + k, from + k * width, sizeof *out);
+        }
+    });
+}
+
+RECORDABLE(linear)
+RECORDABLE(linear_to)
+RECORDABLE(linear_rows)

@@ -1,0 +1,192 @@
+"""The operations of `ops` by our C++ kernels for the CPU (`kernels/cpu`).
+
+All of them compute in float32, and none of them lets a token's bits depend on the other tokens of its batch.
+"""
+
+# Shapes: see `ops`.
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..ops import HeadNorms, LayerKV, LinearWeight
+from . import plain
+from .cpu.library import load_library, reasons_against_library
+from .native_linear import pack_native_linear
+
+_DTYPES: Final = (torch.bfloat16, torch.float32)
+
+
+def reasons_against_native(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Why our kernels cannot run here."""
+    if device.type != "cpu":
+        return [f"runs on CPUs only, not on {device.type}"]
+    if dtype not in _DTYPES:
+        return [f"computes in bfloat16 and float32 only, not in {dtype}"]
+    return reasons_against_library()
+
+
+class NativeOps:
+    """The operations, bound to a compiled library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def pack_linear(self, weight: Tensor) -> LinearWeight:
+        """See `PackLinear`."""
+        return pack_native_linear(self._library, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `RMSNormOp`."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._norm(None, x, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `AddRMSNormOp`."""
+        assert x.dtype == residual.dtype and x.shape == residual.shape, (x.dtype, x.shape)
+        x, residual = x.contiguous(), residual.contiguous()
+        self._norm(x.data_ptr(), residual, weight, eps, x)  # a row is read before it is written
+        return x, residual
+
+    def _norm(self, x: int | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        size = residual.shape[-1]
+        assert residual.dtype in _DTYPES and weight.dtype in (residual.dtype, torch.float32), weight.dtype
+        assert weight.shape == (size,) and weight.is_contiguous(), weight.shape
+        self._library.add_rms_norm(
+            x,
+            residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            residual.numel() // size,
+            size,
+            eps,
+            residual.dtype == torch.bfloat16,
+            weight.dtype == torch.bfloat16,
+        )
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `GatedActivation`."""
+        return _gated(self._library.silu_and_mul, gate_up)
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `GatedActivation`; gelu by the tanh approximation."""
+        return _gated(self._library.gelu_and_mul, gate_up)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `AddOp`."""
+        assert x.dtype == y.dtype in _DTYPES and x.shape == y.shape, (x.dtype, y.dtype, x.shape, y.shape)
+        x, y = x.contiguous(), y.contiguous()
+        self._library.add(x.data_ptr(), y.data_ptr(), y.numel(), y.dtype == torch.bfloat16)
+        return y
+
+    def take_rows(self, table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
+        """See `TakeRows`."""
+        assert table.dtype in _DTYPES and table.is_contiguous(), table.dtype
+        assert indices.dtype == torch.int64 and indices.is_contiguous(), indices.dtype
+        num_rows, size = len(indices), table.shape[1]
+        out = table.new_empty((num_rows, size))
+        self._library.take_rows(
+            table.data_ptr(),
+            indices.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            size,
+            1.0 if scale is None else scale,
+            table.dtype == torch.bfloat16,
+        )
+        return out
+
+    def to_float32(self, x: Tensor) -> Tensor:
+        """See `ToFloat32`."""
+        if x.dtype == torch.float32:
+            return x.contiguous()
+        assert x.dtype == torch.bfloat16, x.dtype
+        x = x.contiguous()
+        out = x.new_empty(x.shape, dtype=torch.float32)
+        self._library.widen(x.data_ptr(), out.data_ptr(), x.numel())
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv: LayerKV,
+        out_cache_loc: Tensor,
+    ) -> Tensor:
+        """See `RotateAndStore`. A pool of other floats than the model's is plain torch's."""
+        if kv.k.dtype != qkv.dtype and kv.k_scale is None:
+            return plain.rotate_and_store(qkv, norms, cos, sin, kv, out_cache_loc)
+        _check_rotation(qkv, norms, cos, sin, kv, out_cache_loc)
+        qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+        num_tokens, num_heads_in_all, head_dim = qkv.shape
+        num_kv_heads = kv.k.shape[1]
+        num_heads = num_heads_in_all - 2 * num_kv_heads
+        self._library.rotate_and_store(
+            qkv.data_ptr(),
+            None if norms is None else norms.q_weight.data_ptr(),
+            None if norms is None else norms.k_weight.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            None if kv.k_scale is None else kv.k_scale.data_ptr(),
+            None if kv.v_scale is None else kv.v_scale.data_ptr(),
+            out_cache_loc.data_ptr(),
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            cos.shape[-1],
+            0.0 if norms is None else norms.eps,
+            qkv.dtype == torch.bfloat16,
+            cos.dtype == torch.bfloat16,
+            norms is not None and norms.q_weight.dtype == torch.bfloat16,
+        )
+        return qkv[:, :num_heads]
+
+
+def _check_rotation(
+    qkv: Tensor, norms: HeadNorms | None, cos: Tensor, sin: Tensor, kv: LayerKV, out_cache_loc: Tensor
+) -> None:
+    """What the kernel takes for granted: where it is not so, it would read memory that is not its own."""
+    known = (qkv.dtype, torch.float32)
+    num_tokens = qkv.shape[0]
+    assert qkv.dtype in _DTYPES and cos.dtype == sin.dtype and cos.dtype in known, (qkv.dtype, cos.dtype)
+    assert cos.shape == sin.shape and cos.shape[0] == num_tokens, (cos.shape, sin.shape)
+    assert out_cache_loc.dtype == torch.int64 and out_cache_loc.is_contiguous(), out_cache_loc.dtype
+    assert len(out_cache_loc) == num_tokens, out_cache_loc.shape
+    assert kv.k.is_contiguous() and kv.v.is_contiguous()
+    stored = qkv.dtype if kv.k_scale is None else torch.int8
+    assert kv.k.dtype == kv.v.dtype == stored and kv.v.shape == kv.k.shape, (kv.v.dtype, kv.v.shape)
+    for scales in (kv.k_scale, kv.v_scale):
+        assert (scales is None) == (kv.k_scale is None)
+        if scales is not None:
+            assert scales.dtype == torch.float32 and scales.is_contiguous(), scales.dtype
+            assert scales.shape == kv.k.shape[:2], scales.shape
+    if norms is not None:
+        q_weight, k_weight = norms.q_weight, norms.k_weight
+        assert q_weight.dtype == k_weight.dtype and q_weight.dtype in known, (q_weight.dtype, k_weight.dtype)
+        assert q_weight.shape == k_weight.shape == qkv.shape[2:], (q_weight.shape, k_weight.shape)
+        assert q_weight.is_contiguous() and k_weight.is_contiguous()
+
+
+def _gated(function: ctypes._NamedFuncPointer, gate_up: Tensor) -> Tensor:
+    assert gate_up.dtype in _DTYPES, gate_up.dtype
+    gate_up = gate_up.contiguous()
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((num_tokens, size))
+    function(gate_up.data_ptr(), out.data_ptr(), num_tokens, size, gate_up.dtype == torch.bfloat16)
+    return out
+
+
+def native_ops() -> NativeOps:
+    """Those of this CPU; only where `reasons_against_native` has nothing against them."""
+    return NativeOps(load_library())

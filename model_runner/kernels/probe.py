@@ -1,0 +1,351 @@
+"""Which kernel packages this process can use on its GPU, and for each that it cannot: why, and what mends it.
+
+`gather_facts` looks, `judge` decides. What is found missing is one line in the log; serving goes on with what is there.
+
+sgl_kernel is a compiled library: built for another release of torch it is refused by the loader at best and aborts at
+worst. So it is first imported, and asked for one small result, in a process that may die.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+MIN_CAPABILITY: Final = (8, 0)
+"""Ampere: the first GPUs with bfloat16 in their matrix units, on which everything here counts."""
+
+_TIME_LIMIT_S: Final = 120.0
+"""For torch on a busy machine, a CUDA context, and a library of a gigabyte from a cold disk."""
+
+# What torch a release was built for, where its metadata does not say so: (from this release on, torch).
+_TORCH_OF_RELEASE: Final = (
+    ((0, 4, 7), None),  # pinned from here on
+    ((0, 4, 6, 1), "2.13"),  # 0.4.6.post1
+    ((0, 4, 2), "2.11"),
+    ((0, 3, 19), "2.9"),
+)
+_INSTALL: Final[Mapping[str, str]] = {
+    "2.14": "pip install 'sglang-kernel>=0.4.9'",
+    "2.13": "pip install 'sglang-kernel>=0.4.7,<0.4.9'",
+    "2.11": "pip install 'sglang-kernel>=0.4.2,<0.4.6'",
+    "2.9": "pip install 'sgl-kernel==0.3.21'",
+}
+
+
+class Installed(NamedTuple):
+    """A distribution that is installed; `torch`: the release that it is pinned to, such as "2.14", if any."""
+
+    name: str
+    version: str
+    torch: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the machine is like; None of what does not exist.
+
+    Attributes:
+        torch_version: such as "2.11.0+cu130".
+        torch_cuda: the CUDA that torch was built for.
+        driver_works: torch finds a GPU.
+        capability: of that GPU.
+        triton_version: of the package that is importable.
+        triton_error: why importing or asking its driver failed, in a line.
+        interpreted: TRITON_INTERPRET is set.
+        compiler: what Triton builds its launchers with.
+        has_python_headers: which those launchers include.
+        sgl_kernel: the distribution that holds it; not None does not mean that it works.
+        sgl_error: what its trial in another process ended with, in a line; None: it worked, or was not tried.
+    """
+
+    torch_version: str
+    torch_cuda: str | None
+    driver_works: bool
+    capability: tuple[int, int] | None
+    triton_version: str | None
+    triton_error: str | None = None
+    interpreted: bool = False
+    compiler: str | None
+    has_python_headers: bool = True
+    sgl_kernel: Installed | None
+    sgl_error: str | None = None
+
+
+class Finding(NamedTuple):
+    """Whether a package can be used.
+
+    Attributes:
+        version: of what can be used; None: it cannot.
+        reason: why not; short, for the table of operations.
+        fix: what to do about it.
+    """
+
+    version: str | None
+    reason: str = ""
+    fix: str = ""
+
+
+class KernelProbe(NamedTuple):
+    """What kernels there are, beside torch's own.
+
+    Attributes:
+        capability: of the GPU, (0, 0) without one.
+    """
+
+    sgl_kernel: Finding
+    triton: Finding
+    capability: tuple[int, int]
+
+
+def judge(facts: Facts) -> KernelProbe:
+    """Decide. The first thing that is wrong is the reason: what comes after it often only follows from it."""
+    common = _no_gpu(facts)
+    return KernelProbe(
+        common or _judge_sgl_kernel(facts), common or _judge_triton(facts), facts.capability or (0, 0)
+    )
+
+
+def log_lines(probe: KernelProbe) -> list[str]:
+    """One line for each problem; one that both packages have in common is one line."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for name, finding in (("sgl_kernel", probe.sgl_kernel), ("triton", probe.triton)):
+        if finding.version is None:
+            lines.setdefault((finding.reason, finding.fix), []).append(name)
+    return [f"not used: {' and '.join(names)}: {reason}; {fix}" for (reason, fix), names in lines.items()]
+
+
+def _no_gpu(facts: Facts) -> Finding | None:
+    if facts.torch_cuda is None:
+        return Finding(
+            None,
+            f"torch {facts.torch_version} was built without CUDA",
+            "install torch from the default index: pip install --force-reinstall torch",
+        )
+    if not facts.driver_works or facts.capability is None:
+        return Finding(
+            None,
+            "no NVIDIA driver that works",
+            f"install one for CUDA {facts.torch_cuda} or newer, and see that nvidia-smi lists the GPU",
+        )
+    if facts.capability < MIN_CAPABILITY:
+        have, need = ".".join(map(str, facts.capability)), ".".join(map(str, MIN_CAPABILITY))
+        return Finding(
+            None,
+            f"the GPU has compute capability {have}, {need} is needed",
+            "use a GPU of the Ampere generation or later, or --device cpu",
+        )
+    return None
+
+
+def _judge_sgl_kernel(facts: Facts) -> Finding:
+    torch_release = ".".join(facts.torch_version.split(".")[:2])
+    if facts.sgl_kernel is None:
+        return Finding(None, "not installed", _install_line(torch_release))
+    name, version, pinned_to = facts.sgl_kernel
+    built_for = pinned_to or _torch_of(version)
+    if built_for is not None and built_for != torch_release:
+        return Finding(
+            None,
+            f"{name} {version} was built for torch {built_for}, this is {facts.torch_version}",
+            _install_line(torch_release),
+        )
+    if facts.sgl_error is None:
+        return Finding(version)
+    # To install the right release again would change nothing.
+    fix = _install_line(torch_release) if built_for is None else _fix_of_right_release(torch_release, facts)
+    return Finding(None, f"{name} {version} does not work here: {facts.sgl_error}", fix)
+
+
+def _fix_of_right_release(torch_release: str, facts: Facts) -> str:
+    cuda = "12" if torch_release == "2.9" else "13"
+    if facts.torch_cuda is not None and facts.torch_cuda.partition(".")[0] != cuda:
+        return (
+            f"it is the release for torch {torch_release}, but for CUDA {cuda}, and this torch is for CUDA "
+            f"{facts.torch_cuda}; install torch {torch_release} for CUDA {cuda}, or go on without"
+        )
+    return (
+        f"it is the release for torch {torch_release} and CUDA {cuda}; see that nvidia-smi shows a driver for CUDA "
+        f"{facts.torch_cuda} or newer, or go on without"
+    )
+
+
+def _install_line(torch_release: str) -> str:
+    known = _INSTALL.get(torch_release)
+    if known is not None:
+        return known
+    return (
+        f"no release of it is known for torch {torch_release}; "
+        "pip install 'torch==2.14.*' 'sglang-kernel>=0.4.9', or go on without"
+    )
+
+
+def _torch_of(version: str) -> str | None:
+    """The release of torch that a release of the package was built for, where that is known."""
+    parts = version.partition("+")[0].replace("post", "").split(".")
+    numbers = tuple(int(digits[0]) for part in parts if (digits := re.match(r"\d+", part)))
+    return next((release for first, release in _TORCH_OF_RELEASE if numbers >= first), None)
+
+
+def _judge_triton(facts: Facts) -> Finding:
+    if facts.triton_version is None:
+        return Finding(
+            None,
+            f"cannot be imported ({facts.triton_error})" if facts.triton_error else "not installed",
+            "pip install --force-reinstall torch, whose builds with CUDA bring the Triton that fits",
+        )
+    if facts.interpreted:
+        return Finding(
+            None, "TRITON_INTERPRET is set, which runs kernels in Python", "unset TRITON_INTERPRET"
+        )
+    if facts.compiler is None:
+        return Finding(
+            None,
+            "no C compiler, which it builds the launchers of kernels with",
+            "install one (apt-get install gcc), or name it in the environment variable CC",
+        )
+    if not facts.has_python_headers:
+        return Finding(
+            None,
+            "Python's headers are missing, which the launchers of kernels include",
+            "install them (apt-get install python3-dev)",
+        )
+    if facts.triton_error is not None:
+        return Finding(
+            None,
+            f"its driver does not start ({facts.triton_error})",
+            "pip install --force-reinstall torch, and see that nvidia-smi lists the GPU",
+        )
+    return Finding(facts.triton_version)
+
+
+@functools.cache  # the machine stays the same, and a trial costs seconds
+def probe_kernels() -> KernelProbe:
+    """Look, decide, and log what is missing."""
+    probe = judge(gather_facts())
+    for line in log_lines(probe):
+        logger.warning("%s", line)
+    return probe
+
+
+def gather_facts() -> Facts:
+    """Look. Takes seconds where sgl_kernel is installed."""
+    driver_works = torch.version.cuda is not None and torch.cuda.is_available()
+    installed = _installed_sgl_kernel()
+    triton_version, triton_error = _try_triton(driver_works)
+    # posix_local, Debian's own scheme, has no headers; Triton takes those of posix_prefix then, too.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    return Facts(
+        torch_version=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        driver_works=driver_works,
+        capability=torch.cuda.get_device_capability() if driver_works else None,
+        triton_version=triton_version,
+        triton_error=triton_error,
+        interpreted=os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"),
+        compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        has_python_headers=(Path(sysconfig.get_path("include", scheme)) / "Python.h").is_file(),
+        sgl_kernel=installed,
+        sgl_error=try_sgl_kernel(torch.cuda.current_device()) if installed and driver_works else None,
+    )
+
+
+def _installed_sgl_kernel() -> Installed | None:
+    """The new distribution or the old one, both of which hold the package `sgl_kernel`."""
+    if importlib.util.find_spec("sgl_kernel") is None:
+        return None
+    for name in ("sglang-kernel", "sgl-kernel"):
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        pins = (re.match(r"torch\s*\(?==\s*(\d+\.\d+)", requirement) for requirement in found.requires or [])
+        return Installed(name, found.version, next((pin[1] for pin in pins if pin), None))
+    return Installed("sgl_kernel", "of an unknown version")
+
+
+def _try_triton(driver_works: bool) -> tuple[str | None, str | None]:
+    """Its version where it can be imported, and what failed."""
+    try:
+        import triton
+    except (ImportError, OSError) as err:
+        missing = isinstance(err, ModuleNotFoundError) and err.name == "triton"
+        return None, None if missing else _first_line(str(err))
+    version: str = triton.__version__
+    if driver_works:
+        try:
+            triton.runtime.driver.active.get_current_target()  # builds its own C module
+        except Exception as err:  # of whatever kind: the compiler's, the loader's, the driver's
+            return version, _first_line(f"{type(err).__name__}: {err}")
+    return version, None
+
+
+_TRIAL: Final = """
+import json, sys, torch
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(sys.argv[1]))  # before sgl_kernel asks what GPU this is
+import sgl_kernel
+x = torch.ones(2, 64, dtype=torch.bfloat16, device="cuda")
+out = torch.empty_like(x)
+torch.ops.sgl_kernel.rmsnorm.default(out, x, x[0], 0.0, False)
+print(json.dumps({"error": None if bool((out == 1).all()) else "a norm of ones is not ones"}))
+"""
+
+
+def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float = _TIME_LIMIT_S) -> str | None:
+    """Import it and compute something in another process: what went wrong, in a line; None: nothing did.
+
+    Args:
+        device_index: the GPU to compute on, the caller's own: contexts of all ranks on the first would fill it.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", trial, str(device_index)],
+            capture_output=True,
+            text=True,
+            timeout=time_limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"its trial took more than {time_limit_s:g} s"
+    if done.returncode < 0:
+        return f"its trial was ended by signal {-done.returncode}"
+    if done.returncode:
+        return _telling_line(done.stderr) or f"its trial ended with exit code {done.returncode}"
+    for line in reversed(done.stdout.splitlines()):  # libraries say things when they are unloaded
+        try:
+            error: str | None = json.loads(line)["error"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        return error
+    return "its trial ended without a result"
+
+
+def _telling_line(text: str) -> str:
+    """Of a traceback: the exception. sgl_kernel's own lists what it tried under "Error details", the real one first."""
+    tried = [line[2:] for line in text.partition("Error details")[2].splitlines() if line.startswith("- ")]
+    return _first_line(tried[0] if tried else _last_line(text))
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:300]

@@ -1,0 +1,246 @@
+"""`Fp8Weight`, `Int4Weight`, `BlockWeight`: quantised weights in one form each, wherever they came from.
+
+Formats (`weights/`) read checkpoints into these, kernels (`quantised`) take them; `dequantised` says what they mean,
+and every kernel is tested against it.
+"""
+
+# Shapes: K inputs, N outputs, G groups of inputs that share a scale.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+FP8: Final = torch.float8_e4m3fn
+FP8_MAX: Final = 448.0
+BLOCK_SIZE: Final = 32
+"""Inputs of a block of `BlockWeight`."""
+SMALLEST_AMAX: Final = 1e-12
+"""Stands in for the largest number of a row of zeros, whose scale would be 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """8-bit floats with a scale per output, or per output and group of inputs.
+
+    Attributes:
+        numbers: [N, K] e4m3.
+        scales: [N, G] float32; a weight is its number times its scale.
+        group_size: K where G is 1; the last group may be shorter.
+        activation_bound: larger activations count as this large when they are quantised; None: no bound.
+        weights_only: activations are not to be quantised.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    group_size: int
+    activation_bound: float | None = None
+    weights_only: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.numbers.shape[0], self.numbers.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, as kernels want it."""
+        return self.numbers.nbytes + self.scales.nbytes
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[N, K], rounded once."""
+        out = torch.empty(self.numbers.shape, dtype=dtype, device=self.numbers.device)
+        for group, columns in enumerate(_groups(self.numbers.shape[1], self.group_size)):
+            scale = self.scales[:, group].unsqueeze(1)
+            out[:, columns] = self.numbers[:, columns].to(torch.float32).mul_(scale).to(dtype)
+        return out
+
+    def stacks_with(self, other: Fp8Weight) -> bool:
+        """Whether the two can be one weight with the outputs of both."""
+        mine, others = (
+            (one.group_size, one.numbers.shape[1], one.activation_bound, one.weights_only)
+            for one in (self, other)
+        )
+        return mine == others
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """Whole numbers 0..15 with a scale and a zero per output and group of inputs.
+
+    Attributes:
+        numbers: [K, N] uint8; a weight is (number - zero) * scale.
+        scales: [G, N] float16 or float32.
+        zeros: [G, N] uint8, 0..15.
+        group_size: K where G is 1, else a divisor of K.
+        order: [K] int64: row k of `numbers` belongs to input order[k]; None: to input k.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group_size: int
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.numbers.shape[1], self.numbers.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, as kernels want it: two numbers to a byte."""
+        return self.numbers.nbytes // 2 + self.scales.nbytes + self.zeros.nbytes
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[N, K], rounded once."""
+        num_inputs, num_outputs = self.numbers.shape
+        out = torch.empty((num_inputs, num_outputs), dtype=dtype, device=self.numbers.device)
+        for group, rows in enumerate(_groups(num_inputs, self.group_size)):
+            whole = self.numbers[rows].to(torch.float32).sub_(self.zeros[group])
+            out[rows] = whole.mul_(self.scales[group].to(torch.float32)).to(dtype)
+        if self.order is not None:
+            out = torch.empty_like(out).index_copy_(0, self.order, out)
+        return out.t().contiguous()
+
+    def as_blocks(self) -> BlockWeight | None:
+        """The same weight in blocks, each with the scale of its group.
+
+        None: groups are no whole blocks of neighbours, or a scale is no number, which a block could not say.
+        """
+        if self.order is not None or self.group_size % BLOCK_SIZE or not self.scales.isfinite().all():
+            return None
+        per_group = self.group_size // BLOCK_SIZE
+        scales = self.scales.to(torch.float32)
+        scales, minima = (
+            part.t().repeat_interleave(per_group, dim=1) for part in (scales, self.zeros * -scales)
+        )
+        return BlockWeight(self.numbers.t().contiguous(), scales, minima, 0, 4)
+
+    def stacks_with(self, other: Int4Weight) -> bool:
+        """Whether the two can be one weight with the outputs of both."""
+        if (self.group_size, self.numbers.shape[0]) != (other.group_size, other.numbers.shape[0]):
+            return False
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """Whole numbers with a scale and a minimum per output and block of 32 inputs; GGUF has many such formats.
+
+    Attributes:
+        numbers: [N, K] uint8, 0..15 or 0..255; K is a multiple of 32.
+        scales: [N, K / 32] float32.
+        minima: [N, K / 32] float32, or None where each is -zero * scale; a weight is number * scale + minimum.
+        zero: see `minima`.
+        bits: 4 or 8, of a number.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    minima: Tensor | None
+    zero: int
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.numbers.shape[0], self.numbers.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, as kernels want it: numbers of their bits, scales and minima of 16."""
+        return self.numbers.numel() * self.bits // 8 + self.scales.numel() * (
+            4 if self.minima is not None else 2
+        )
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[N, K], rounded once."""
+        minima = self.scales * -self.zero if self.minima is None else self.minima
+        blocks = self.numbers.view(len(self.scales), -1, BLOCK_SIZE).to(torch.float32)
+        return blocks.mul_(self.scales.unsqueeze(2)).add_(minima.unsqueeze(2)).to(dtype).flatten(1)
+
+    def inputs(self, start: int, stop: int) -> BlockWeight:
+        """The weight of some of the inputs: both are multiples of 32."""
+        assert start % BLOCK_SIZE == stop % BLOCK_SIZE == 0, (start, stop)
+        blocks = slice(start // BLOCK_SIZE, stop // BLOCK_SIZE)
+        minima = None if self.minima is None else self.minima[:, blocks].contiguous()
+        return replace(
+            self,
+            numbers=self.numbers[:, start:stop].contiguous(),
+            scales=self.scales[:, blocks].contiguous(),
+            minima=minima,
+        )
+
+    def widened(self) -> BlockWeight:
+        """The same weight in the form that can hold all: 8 bits and minima."""
+        minima = self.scales * -self.zero if self.minima is None else self.minima
+        return BlockWeight(self.numbers, self.scales, minima, 0, 8)
+
+    def stacks_with(self, other: BlockWeight) -> bool:
+        """Whether the two can be one weight with the outputs of both."""
+        return self.shape[1] == other.shape[1]
+
+
+def stack_fp8(weights: Sequence[Fp8Weight]) -> Fp8Weight:
+    """One weight with the outputs of all, which must stack."""
+    if len(weights) == 1:
+        return weights[0]
+    # Bytes: torch cannot concatenate 8-bit floats on every device.
+    numbers = torch.cat([weight.numbers.view(torch.uint8) for weight in weights]).view(FP8)
+    scales = torch.cat([weight.scales for weight in weights])
+    return replace(weights[0], numbers=numbers, scales=scales)
+
+
+def stack_int4(weights: Sequence[Int4Weight]) -> Int4Weight:
+    """One weight with the outputs of all, which must stack."""
+    if len(weights) == 1:
+        return weights[0]
+    numbers, scales, zeros = (
+        torch.cat(parts, dim=1)
+        for parts in zip(*((weight.numbers, weight.scales, weight.zeros) for weight in weights), strict=True)
+    )
+    return Int4Weight(numbers, scales, zeros, weights[0].group_size, weights[0].order)
+
+
+def stack_blocks(weights: Sequence[BlockWeight]) -> BlockWeight:
+    """One weight with the outputs of all, which must stack; where their forms differ, all are widened.
+
+    Some files have v in more bits than q and k: one product with a few more bytes beats two.
+    """
+    if len(weights) == 1:
+        return weights[0]
+    if len({(weight.bits, weight.zero, weight.minima is None) for weight in weights}) > 1:
+        weights = [weight.widened() for weight in weights]
+    minima = [weight.minima for weight in weights if weight.minima is not None]
+    return replace(
+        weights[0],
+        numbers=torch.cat([weight.numbers for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        minima=torch.cat(minima) if minima else None,
+    )
+
+
+def quantise_to_fp8(weight: Tensor) -> Fp8Weight:
+    """[N, K] in floating point to 8 bits, with a scale per output that makes its largest number 448."""
+    numbers = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scales = weight.abs().amax(dim=1, keepdim=True).to(torch.float32).clamp_(min=SMALLEST_AMAX) / FP8_MAX
+    for start in range(0, weight.shape[0], _ROWS_AT_A_TIME):
+        rows = slice(start, start + _ROWS_AT_A_TIME)
+        scaled = weight[rows].to(torch.float32) / scales[rows]
+        numbers[rows] = scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return Fp8Weight(numbers, scales, weight.shape[1])
+
+
+_ROWS_AT_A_TIME: Final = 4096
+"""Bounds the float32 copy of a large weight."""
+
+
+def _groups(num_inputs: int, group_size: int) -> list[slice]:
+    return [slice(start, min(start + group_size, num_inputs)) for start in range(0, num_inputs, group_size)]

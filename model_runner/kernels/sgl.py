@@ -1,0 +1,88 @@
+"""Operations by sgl_kernel's CUDA kernels, and the cases that they do not cover.
+
+Its operators are called by their names in torch and not through its Python functions, which hand over to flashinfer,
+and that compiles on first use, if that is installed as well. Signatures: `tests/model_runner/kernels/sgl_signatures`.
+Only `operators` imports sgl_kernel: it may be called where `probe` found that this works.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_VECTOR_BYTES: Final = 16
+"""What its gates read at once: each half of a row must be a whole number of these."""
+
+
+def reasons_against_dtype(dtype: torch.dtype) -> list[str]:
+    """Why its norms and gates cannot compute in this type."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return [f"computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"]
+    return []
+
+
+def reasons_against_wide_weights(float32_norms: bool) -> list[str]:
+    """Why it cannot normalise with these weights: it reads them in the type of the activations."""
+    return (
+        ["wants norm weights in the activations' type; this model's stay in float32"] if float32_norms else []
+    )
+
+
+def reasons_against_width(width: int, dtype: torch.dtype) -> list[str]:
+    """Why it cannot compute gates of this width."""
+    vector = _VECTOR_BYTES // dtype.itemsize
+    if width % vector:
+        return [f"wants a width that is a multiple of {vector}, not {width}"]
+    return []
+
+
+def operators() -> Any:
+    """torch.ops.sgl_kernel, its library loaded."""
+    import sgl_kernel  # noqa: F401  (registers the operators)
+
+    return torch.ops.sgl_kernel
+
+
+class Norms:
+    """`RMSNormOp` and `AddRMSNormOp`."""
+
+    def __init__(self, operators: Any, capability: tuple[int, int]) -> None:
+        """`capability`: of the GPU; since Hopper a kernel may be set up while the one before it still runs."""
+        self._norm = operators.rmsnorm.default
+        self._add_norm = operators.fused_add_rmsnorm.default
+        self._overlap_launch = capability >= (9, 0)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `RMSNormOp`."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if out.numel():  # a launch of no blocks is an error
+            size = x.shape[-1]
+            rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size).contiguous()
+            self._norm(out.view(-1, size), rows, weight, eps, self._overlap_launch)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `AddRMSNormOp`; overwrites both."""
+        x, residual = x.contiguous(), residual.contiguous()
+        if x.numel():
+            self._add_norm(x, residual, weight, eps, self._overlap_launch)
+        return x, residual
+
+
+class Gate:
+    """`GatedActivation`."""
+
+    def __init__(self, operator: Any) -> None:
+        """`operator`: called with (out [T, N], in [T, 2N])."""
+        self._operator = operator
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """See `GatedActivation`."""
+        out = torch.empty(
+            (gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device
+        )
+        if out.numel():
+            self._operator(out, gate_up.contiguous())
+        return out

@@ -1,0 +1,348 @@
+"""Prefill attention over the paged pool in Triton: many new tokens per request, behind a cached prefix of any length.
+
+A program takes a block of one request's new tokens, all query heads of one KV head, and walks over the keys that they
+see; what lies outside the causal triangle or the window is never read. The rows of its tiles are (token, head) pairs,
+so any size of group fills them: 128 rows are 32 tokens of 4 heads, or 42 of 3 with two rows left over.
+
+    row      0   1   2   3   4   5  ...          group 3
+    token    0   0   0   1   1   1
+    head     0   1   2   0   1   2
+
+Where blocks are too few to fill a GPU, as with a short question behind a long conversation, their keys are shared out
+among several programs, as those of decodes are.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
+# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+
+# Shapes: T new tokens in the batch, NB blocks (each some tokens of a request and a part of their keys), P parts of all
+# tokens, Hq query heads, H KV heads on this rank, G = Hq // H, D head dim.
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ops import LayerKV
+from .attention_combine import combine
+from .attention_tiles import STRIDES, VARIANTS, HeadShape, from_pool, pointers, pools, slots_of, variant_name
+from .compile_report import KernelVariant
+from .extend_cut import BLOCK_NUMBERS, ExtendCut
+
+Int64s = npt.NDArray[np.int64]
+
+_BLOCK: Final = tl.constexpr(BLOCK_NUMBERS)
+
+
+class Tiling(NamedTuple):
+    """Sizes of a program.
+
+    Attributes:
+        rows: of (token, head) pairs.
+        keys: of a tile.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _extend_tile(
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    kv_at,
+    q_position,
+    start,
+    begin,
+    end,
+    scale,
+    highest,
+    total,
+    mixed,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WHOLE_PAGES: tl.constexpr,
+    KV: tl.constexpr,
+):
+    """One tile of keys; without a mask every query sees all of them."""
+    d = tl.arange(0, BLOCK_D)
+    position = start + tl.arange(0, BLOCK_N)
+    slot = slots_of(table_ptr, start, end, BLOCK_N, WHOLE_PAGES) * (NUM_KV * HEAD_DIM)
+    at = slot[:, None] + kv_at[None, :]
+    inside = (d < HEAD_DIM)[None, :]
+    if MASKED:
+        # What nobody sees is not read: numbers that nobody wrote can be NaN, and 0 * NaN is NaN.
+        inside = inside & ((position >= begin) & (position < end))[:, None]
+    k = from_pool(tl.load(k_ptr + at, mask=inside, other=0.0), KV, q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        seen = position[None, :] <= q_position[:, None]
+        if WINDOW > 0:
+            seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    shift = new_highest
+    if MASKED:  # a tile may hold nothing for a query
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    fading = tl.exp2(highest - shift)
+    weights = tl.exp2(scores - shift[:, None])
+    total = total * fading + tl.sum(weights, axis=1)
+    v = from_pool(tl.load(v_ptr + at, mask=inside, other=0.0), KV, q.dtype)
+    mixed = tl.dot(weights.to(q.dtype), v, mixed * fading[:, None], input_precision="ieee")
+    return new_highest, total, mixed
+
+
+@triton.jit
+def _extend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    blocks_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    q_stride,
+    q_head_stride,
+    table_stride,
+    scale,
+    WINDOW: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WHOLE_PAGES: tl.constexpr,
+    KV: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    block = tl.program_id(1)
+    token = tl.load(blocks_ptr + block * _BLOCK).to(tl.int64)
+    num_tokens = tl.load(blocks_ptr + block * _BLOCK + 1)
+    first_position = tl.load(blocks_ptr + block * _BLOCK + 2)
+    row = tl.load(blocks_ptr + block * _BLOCK + 3).to(tl.int64)
+    begin = tl.load(blocks_ptr + block * _BLOCK + 4)
+    end = tl.load(blocks_ptr + block * _BLOCK + 5)
+    part = tl.load(blocks_ptr + block * _BLOCK + 6).to(tl.int64)
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + m % GROUP
+    inside_q = (m < num_tokens * GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    q_at = (token + m // GROUP) * q_stride + head * q_head_stride
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=inside_q, other=0.0)
+    if KV > 0:
+        q = q.to(tl.float16)
+    # Rows left over see what the last token sees; nobody stores them.
+    q_position = first_position + tl.minimum(m // GROUP, num_tokens - 1)
+    table_ptr += row * table_stride
+    kv_at = kv_head * HEAD_DIM + d
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    masked_start = begin // BLOCK_N * BLOCK_N
+    if WINDOW == 0:
+        # Every query sees all keys before the last whole tile that the first one sees.
+        whole_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
+        for start in range(masked_start, whole_end, BLOCK_N):
+            highest, total, mixed = _extend_tile(
+                q,
+                k_ptr,
+                v_ptr,
+                table_ptr,
+                kv_at,
+                q_position,
+                start,
+                begin,
+                end,
+                scale,
+                highest,
+                total,
+                mixed,
+                WINDOW,
+                False,
+                NUM_KV,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_N,
+                WHOLE_PAGES,
+                KV,
+            )
+        masked_start = tl.maximum(masked_start, whole_end)
+    for start in range(masked_start, end, BLOCK_N):
+        highest, total, mixed = _extend_tile(
+            q,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            kv_at,
+            q_position,
+            start,
+            begin,
+            end,
+            scale,
+            highest,
+            total,
+            mixed,
+            WINDOW,
+            True,
+            NUM_KV,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            WHOLE_PAGES,
+            KV,
+        )
+    if part < 0:
+        out_at = ((token + m // GROUP) * (NUM_KV * GROUP) + head) * HEAD_DIM
+        mixed = mixed / total[:, None]
+        tl.store(out_ptr + out_at[:, None] + d[None, :], mixed.to(out_ptr.dtype.element_ty), mask=inside_q)
+    else:
+        part_at = (part + m // GROUP) * (NUM_KV * GROUP) + head
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # of nothing: zeros
+        tl.store(partial_ptr + part_at[:, None] * HEAD_DIM + d[None, :], mixed, mask=inside_q)
+        tl.store(lse_ptr + part_at, highest + tl.log2(total), mask=m < num_tokens * GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendPlan:
+    """The blocks of a step, for the layers of one window.
+
+    Attributes:
+        blocks: [NB, 8] int32, device; see `BLOCK_NUMBERS`.
+        spans: [T, 3] int32, device, of the tokens of extends: where their parts are (`attention_combine`); [0, 3] where
+            every token has one part.
+        partial: [P, Hq, D] float32, and
+        lse: [P, Hq] float32: the parts; every layer overwrites them.
+        tile_rows: of a program.
+        window: of the layers.
+    """
+
+    blocks: Tensor
+    spans: Tensor
+    partial: Tensor
+    lse: Tensor
+    tile_rows: int
+    window: int | None
+
+
+def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
+    """Rows of a program's tile: many keep the matrix units busy, but short prompts would leave most of them empty.
+
+    Float8 gets few: its conversion takes registers, and its keys are half as much to read again.
+
+    Args:
+        longest: new tokens of the request that has most.
+    """
+    few = kv_dtype in (torch.float32, torch.float8_e4m3fn) or shape.padded_dim > 128
+    if few or longest * shape.group <= 64:
+        return 64
+    return 128
+
+
+def tiling(shape: HeadShape, dtype: torch.dtype, rows: int) -> Tiling:
+    """What keeps registers and shared memory within their limits (see the report of what the kernels compile to).
+
+    Args:
+        dtype: that is computed with.
+    """
+    if dtype == torch.float32:  # without matrix units
+        return Tiling(rows, 16, num_warps=8, num_stages=1)
+    if shape.padded_dim > 128:
+        return Tiling(rows, 32, num_warps=8, num_stages=2)
+    return Tiling(rows, 64, num_warps=4 if rows == 64 else 8, num_stages=3)
+
+
+def make_plan(
+    shape: HeadShape, cut: ExtendCut, blocks: Tensor, spans: Tensor, tile_rows: int, window: int | None
+) -> ExtendPlan:
+    """Of what was cut, with its arrays on the device."""
+    partial = blocks.new_empty((cut.num_parts, shape.num_heads, shape.head_dim), dtype=torch.float32)
+    lse = blocks.new_empty((cut.num_parts, shape.num_heads), dtype=torch.float32)
+    return ExtendPlan(blocks, spans, partial, lse, tile_rows, window)
+
+
+def attend_extend(
+    shape: HeadShape,
+    plan: ExtendPlan,
+    q: Tensor,
+    kv: LayerKV,
+    req_to_token: Tensor,
+    out: Tensor,
+    by_hand: bool,
+) -> None:
+    """Attention of the tokens in `plan`.
+
+    Args:
+        q: [T, Hq, D], numbers of a head side by side.
+        req_to_token: [rows, max_model_len] int32.
+        out: [T, Hq * D], contiguous; the rows of the plan's tokens are filled.
+        by_hand: see `converts_by_hand`.
+    """
+    tile = tiling(shape, q.dtype if kv.k.dtype.itemsize > 1 else torch.float16, plan.tile_rows)
+    _extend_kernel[(shape.num_kv_heads, len(plan.blocks))](
+        q,
+        *pools(kv, by_hand),
+        req_to_token,
+        plan.blocks,
+        out,
+        plan.partial,
+        plan.lse,
+        q.stride(0),
+        q.stride(1),
+        req_to_token.stride(0),
+        shape.head_dim**-0.5 * math.log2(math.e),
+        WINDOW=plan.window or 0,
+        BLOCK_M=tile.rows,
+        **shape.constants(tile.keys, kv.k.dtype, by_hand),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if len(plan.spans):
+        combine(plan.partial, plan.lse, plan.spans, out)
+
+
+def variants() -> list[KernelVariant]:
+    """See `compile_report`."""
+    found = []
+    for shape, dtype, kv_dtype in VARIANTS:
+        for window in (None, 512):
+            tile = tiling(
+                shape, dtype if kv_dtype.itemsize > 1 else torch.float16, rows_of_tile(shape, kv_dtype, 4096)
+            )
+            found.append(
+                KernelVariant(
+                    f"attend_extend {variant_name(shape, dtype, kv_dtype)} window {window}",
+                    _extend_kernel,
+                    pointers(dtype, kv_dtype)
+                    | {"blocks_ptr": "*i32", "partial_ptr": "*fp32", "lse_ptr": "*fp32"}
+                    | STRIDES,
+                    {
+                        "WINDOW": window or 0,
+                        "BLOCK_M": tile.rows,
+                        **shape.constants(tile.keys, kv_dtype, by_hand=True),
+                    },
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                    max_stack_bytes=64,  # some registers of sm_80, a few of sm_100; none of sm_90
+                )
+            )
+    return found

@@ -1,0 +1,134 @@
+"""What the attention kernels share: sizes of tiles, and how keys and values are read from the pool."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
+# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+
+# Shapes: D head dim, N keys of a tile.
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ops import LayerKV
+
+MIN_DOT: Final = 16  # the smallest side of a matrix product
+
+PLAIN, FP8, FP8_BY_HAND = 0, 1, 2  # how numbers of the pool become numbers to compute with
+
+
+class HeadShape(NamedTuple):
+    """What the kernels are compiled for.
+
+    Attributes:
+        num_kv_heads: of this rank.
+        group: query heads of each KV head.
+        head_dim: of both there is a most, see `attention.triton_paged`.
+        page_size: slots of a page, which lie side by side.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.num_kv_heads * self.group
+
+    @property
+    def padded_dim(self) -> int:
+        """Numbers of a head in a tile."""
+        return max(MIN_DOT, next_power_of_2(self.head_dim))
+
+    def constants(self, keys: int, kv_dtype: torch.dtype, by_hand: bool) -> dict[str, Any]:
+        """The constants of both kernels, for tiles of `keys` keys."""
+        fp8 = FP8_BY_HAND if by_hand else FP8
+        return {
+            "NUM_KV": self.num_kv_heads,
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": self.padded_dim,
+            "BLOCK_N": keys,
+            # The slots of such a tile lie side by side: one number of the slot table tells all.
+            "WHOLE_PAGES": self.page_size % keys == 0,
+            "KV": fp8 if kv_dtype == torch.float8_e4m3fn else PLAIN,
+        }
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest one that is not below `number`, at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def pools(kv: LayerKV, by_hand: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values as the kernels take them."""
+    if by_hand and kv.k.dtype == torch.float8_e4m3fn:
+        return kv.k.view(torch.uint8), kv.v.view(torch.uint8)
+    return kv.k, kv.v
+
+
+def converts_by_hand(device: torch.device) -> bool:
+    """Whether the device lacks instructions for float8_e4m3fn (before compute capability 8.9)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
+
+
+@triton.jit
+def slots_of(table_ptr, start, end, BLOCK_N: tl.constexpr, WHOLE_PAGES: tl.constexpr):
+    """Slots of N positions from `start`, a multiple of N: [N] int64; beyond the end any slot that exists."""
+    n = tl.arange(0, BLOCK_N)
+    if WHOLE_PAGES:
+        return tl.load(table_ptr + start).to(tl.int64) + n
+    return tl.load(table_ptr + start + n, mask=start + n < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def from_pool(x, KV: tl.constexpr, dtype: tl.constexpr):
+    """Numbers of the pool in the dtype to compute with; float8_e4m3fn becomes float16, which holds all its numbers.
+
+    By hand: exponent and fraction move to their places, and a product corrects the bias of the exponent, 7 instead of
+    15, in which the tiny numbers come out right too.
+    """
+    if KV == 2:
+        code = x.to(tl.uint16)
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        number = bits.to(tl.float16, bitcast=True) * 256.0
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), number).to(tl.float16)
+    return x.to(dtype)
+
+
+# ---------------------------------------------------------------- what is compiled ahead of time, see `compile_report`
+
+_TRITON_NAMES: Final = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*u8",  # by hand: that is what all architectures can
+}
+VARIANTS: Final = (
+    (HeadShape(8, 4, 128, 16), torch.bfloat16, torch.bfloat16),  # Llama-3.1-8B, Qwen3-8B
+    (HeadShape(8, 2, 128, 64), torch.bfloat16, torch.bfloat16),  # Qwen3-0.6B
+    (HeadShape(3, 3, 64, 16), torch.bfloat16, torch.bfloat16),  # SmolLM2-135M
+    (HeadShape(1, 4, 256, 16), torch.bfloat16, torch.bfloat16),  # Gemma 3
+    (HeadShape(32, 1, 96, 16), torch.bfloat16, torch.bfloat16),  # Phi-3
+    (HeadShape(8, 4, 128, 16), torch.bfloat16, torch.float8_e4m3fn),
+    (HeadShape(8, 4, 64, 16), torch.float32, torch.float32),
+)
+STRIDES: Final = {"q_stride": "i32:16", "q_head_stride": "i32:16", "table_stride": "i32:16", "scale": "fp32"}
+
+
+def pointers(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, str]:
+    """Those that both kernels have."""
+    own, pool = _TRITON_NAMES[dtype], _TRITON_NAMES[kv_dtype]
+    return {"q_ptr": own, "k_ptr": pool, "v_ptr": pool, "table_ptr": "*i32", "out_ptr": own}
+
+
+def variant_name(shape: HeadShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """What people call it."""
+    own, pool = (_TRITON_NAMES[name].removeprefix("*") for name in (dtype, kv_dtype))
+    return f"{own} pool {pool} dim {shape.head_dim} group {shape.group}"

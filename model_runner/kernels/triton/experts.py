@@ -1,0 +1,315 @@
+"""The experts of a mixture in Triton: four launches whatever the router chose, and nothing that the host must know.
+
+    align      rows (a token for one of its experts) sorted by expert, each expert's filled up to whole blocks
+    gate, up   a block of rows times its expert's weights, SiLU(gate) * up
+    down       the same rows times the second weights
+    combine    each token's rows, weighted and added up
+
+A block of rows has one expert, so its product is one tile of an ordinary matrix product. How many blocks there are is
+known to the device alone: as many programs start as there could be, and those without a block end at once.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
+# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+
+# Shapes: T tokens, E experts, k active ones of a token, M = T * k rows, K width of the model, N width of an expert.
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ops import ExpertWeights
+from .compile_report import KernelVariant
+
+_CHUNK: Final = 1024  # rows that a program of `align` looks at together
+_COMBINE_BLOCK: Final = 512
+
+
+class _Tile(NamedTuple):
+    """How a product is cut: rows, outputs, and inputs at a time; numbers that are tuned together."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+# Few rows of each expert: weights stream through, so the tile is as low as tensor cores allow.
+_LOW: Final = _Tile(16, 64, 128, 4, 3)
+_MIDDLE: Final = _Tile(32, 64, 64, 4, 4)
+_HIGH: Final = _Tile(128, 64, 64, 8, 3)
+
+
+# Specialised to their counts of rows, kernels would be compiled while serving: for 1, multiples of 16, and others.
+@triton.jit(do_not_specialize=["num_rows"])
+def _align_kernel(
+    expert_ids_ptr,
+    sorted_rows_ptr,
+    block_expert_ptr,
+    num_blocks_ptr,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program for each expert: it counts everybody's rows, to know where its own begin, and lists its own."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    bin_ = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], dtype=tl.int32)
+    for start in range(0, num_rows, CHUNK):
+        row = start + lane
+        ids = tl.load(expert_ids_ptr + row, mask=row < num_rows, other=NUM_EXPERTS).to(tl.int32)
+        counts += tl.histogram(ids, BINS)  # bin NUM_EXPERTS: rows that do not exist
+    blocks = tl.where(bin_ < NUM_EXPERTS, (counts + ROWS - 1) // ROWS, 0)
+    first_block = tl.sum(tl.where(bin_ < expert, blocks, 0), axis=0)
+    my_blocks = tl.sum(tl.where(bin_ == expert, blocks, 0), axis=0)
+    if expert == NUM_EXPERTS - 1:
+        tl.store(num_blocks_ptr, first_block + my_blocks)
+
+    place = first_block * ROWS
+    for start in range(0, num_rows, CHUNK):
+        row = start + lane
+        ids = tl.load(expert_ids_ptr + row, mask=row < num_rows, other=NUM_EXPERTS).to(tl.int32)
+        mine = (ids == expert).to(tl.int32)
+        tl.store(sorted_rows_ptr + place + tl.cumsum(mine, axis=0) - 1, row, mask=mine != 0)
+        place += tl.sum(mine, axis=0)
+        tl.store(
+            block_expert_ptr + first_block + row, expert, mask=row < my_blocks
+        )  # no more blocks than rows
+    filler = place + tl.arange(0, ROWS)
+    tl.store(sorted_rows_ptr + filler, num_rows, mask=filler < (first_block + my_blocks) * ROWS)
+
+
+@triton.jit(do_not_specialize=["max_blocks", "num_rows", "rows_per_x"])
+def _product_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    sorted_rows_ptr,
+    block_expert_ptr,
+    num_blocks_ptr,
+    max_blocks,
+    num_rows,
+    x_stride,
+    num_outputs,
+    num_inputs,
+    rows_per_x,
+    GATED: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """A block of rows times a tile of its expert's weight [outputs, inputs]; GATED: times two tiles, gate and up."""
+    # Blocks before outputs: neighbours read the same tile of weights, which is what is large.
+    block = tl.program_id(0) % max_blocks
+    if block >= tl.load(num_blocks_ptr):
+        return
+    output = (tl.program_id(0) // max_blocks) * OUTPUTS + tl.arange(0, OUTPUTS)
+    expert = tl.load(block_expert_ptr + block).to(tl.int64)
+    row = tl.load(sorted_rows_ptr + block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row_exists = row < num_rows
+    output_exists = output < num_outputs
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+
+    input_ = tl.arange(0, INPUTS)
+    x_at = x_ptr + (row // rows_per_x)[:, None] * x_stride + input_[None, :]
+    outputs = tl.cast(num_outputs, tl.int64)  # 1 is a constant, which has no `to`
+    expert_size = (2 if GATED else 1) * outputs * num_inputs
+    weight_at = (
+        weight_ptr + expert * expert_size + output[None, :].to(tl.int64) * num_inputs + input_[:, None]
+    )
+    up_at = weight_at + outputs * num_inputs
+    sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+    up_sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+    for start in range(0, num_inputs, INPUTS):
+        input_exists = input_ < num_inputs - start
+        x = tl.load(x_at + start, mask=row_exists[:, None] & input_exists[None, :], other=0.0)
+        in_weight = input_exists[:, None] & output_exists[None, :]
+        weight = tl.load(weight_at + start, mask=in_weight, other=0.0)
+        sums = tl.dot(x, weight, sums, input_precision=precision)
+        if GATED:
+            up = tl.load(up_at + start, mask=in_weight, other=0.0)
+            up_sums = tl.dot(x, up, up_sums, input_precision=precision)
+    if GATED:
+        sums = sums / (1.0 + tl.exp(-sums)) * up_sums
+    out_at = out_ptr + row[:, None] * num_outputs + output[None, :]
+    tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=row_exists[:, None] & output_exists[None, :])
+
+
+@triton.jit
+def _combine_kernel(rows_ptr, shares_ptr, out_ptr, width, NUM_ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for n in tl.static_range(NUM_ACTIVE):
+        row = token * NUM_ACTIVE + n
+        total += tl.load(shares_ptr + row) * tl.load(
+            rows_ptr + row * width + column, mask=inside, other=0.0
+        ).to(tl.float32)
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+class TritonExperts:
+    """`ExpertWeights` that stay as they came: [E, 2N, K] and [E, K, N]."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        self._gate_up = gate_up.contiguous()
+        self._down = down.contiguous()
+
+    def warm_up(self) -> None:
+        """Compile for every tile, seconds on a new machine, so that no request waits for that later."""
+        x = torch.zeros((1, self._down.shape[1]), dtype=self._down.dtype, device=self._down.device)
+        expert_ids = torch.zeros((1, 1), dtype=torch.int64, device=x.device)
+        for tile in _tiles(x.dtype.itemsize):
+            self._rows(x, expert_ids, tile)
+
+    def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
+        """See `ExpertWeights`."""
+        num_tokens, width = x.shape
+        num_active = expert_ids.shape[1]
+        out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+        if not num_tokens:
+            return out
+        tile = _tile(num_tokens * num_active / len(self._down), x.dtype.itemsize)
+        rows = self._rows(x.contiguous(), expert_ids.contiguous(), tile)
+        _combine_kernel[(num_tokens, triton.cdiv(width, _COMBINE_BLOCK))](
+            rows, shares.contiguous(), out, width, NUM_ACTIVE=num_active, BLOCK=_COMBINE_BLOCK, num_warps=2
+        )
+        return out
+
+    def _rows(self, x: Tensor, expert_ids: Tensor, tile: _Tile) -> Tensor:
+        """Each token by each of its experts, [M, K]."""
+        blocks = _align(expert_ids, len(self._down), tile.rows)
+        num_rows = expert_ids.numel()
+        hidden = torch.empty((num_rows, self._down.shape[2]), dtype=x.dtype, device=x.device)
+        rows = torch.empty((num_rows, x.shape[1]), dtype=x.dtype, device=x.device)
+        _product(x, self._gate_up, hidden, blocks, tile, rows_per_x=expert_ids.shape[1], gated=True)
+        _product(hidden, self._down, rows, blocks, tile, rows_per_x=1, gated=False)
+        return rows
+
+
+class _Blocks(NamedTuple):
+    """Rows in blocks of one expert each.
+
+    Attributes:
+        sorted_rows: [max_blocks * rows of a block] int32; M where there is none.
+        experts: [max_blocks] int32.
+        num: [1] int32, how many there are; what is behind them in the others means nothing.
+        max_blocks: how many there could be, whatever the experts.
+        num_rows: M.
+    """
+
+    sorted_rows: Tensor
+    experts: Tensor
+    num: Tensor
+    max_blocks: int
+    num_rows: int
+
+
+def _align(expert_ids: Tensor, num_experts: int, block_rows: int) -> _Blocks:
+    num_rows, device = expert_ids.numel(), expert_ids.device
+    # Every expert may have one block that is not full.
+    max_blocks = min(num_rows, num_rows // block_rows + num_experts)
+    sorted_rows = torch.empty(max_blocks * block_rows, dtype=torch.int32, device=device)
+    experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
+    num = torch.empty(1, dtype=torch.int32, device=device)
+    _align_kernel[(num_experts,)](
+        expert_ids,
+        sorted_rows,
+        experts,
+        num,
+        num_rows,
+        NUM_EXPERTS=num_experts,
+        BINS=triton.next_power_of_2(num_experts + 1),
+        ROWS=block_rows,
+        CHUNK=_CHUNK,
+    )
+    return _Blocks(sorted_rows, experts, num, max_blocks, num_rows)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    blocks: _Blocks,
+    tile: _Tile,
+    *,
+    rows_per_x: int,
+    gated: bool,
+) -> None:
+    """`rows_per_x`: how many rows, one after the other, read the same row of x."""
+    num_outputs = out.shape[1]
+    _product_kernel[(blocks.max_blocks * triton.cdiv(num_outputs, tile.outputs),)](
+        x,
+        weight,
+        out,
+        *blocks,
+        x.stride(0),
+        num_outputs,
+        x.shape[1],
+        rows_per_x,
+        GATED=gated,
+        EXACT=x.dtype == torch.float32,
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
+        INPUTS=tile.inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _tile(rows_each: float, item_bytes: int) -> _Tile:
+    """By the rows of an expert if all had the same number; what they really have the host does not know."""
+    low, middle, high = _tiles(item_bytes)
+    return low if rows_each <= 16 else middle if rows_each <= 64 else high
+
+
+def _tiles(item_bytes: int) -> tuple[_Tile, _Tile, _Tile]:
+    """For few rows of each expert, for some, for many."""
+    if item_bytes <= 2:
+        return _LOW, _MIDDLE, _HIGH
+    # Of wider numbers fewer fit into registers and shared memory.
+    low, middle = (tile._replace(inputs=tile.inputs // 2) for tile in (_LOW, _MIDDLE))
+    return low, middle, middle
+
+
+def pack_experts(gate_up: Tensor, down: Tensor) -> ExpertWeights:
+    """See `PackExperts`. Layers after the first of its kind find the kernels compiled."""
+    experts = TritonExperts(gate_up, down)
+    experts.warm_up()
+    return experts
+
+
+def variants() -> list[KernelVariant]:
+    """See `compile_report`. Of Qwen3-30B-A3B: 128 experts, 8 active, 2048 and 768 wide."""
+    align = {"expert_ids_ptr": "*i64", "sorted_rows_ptr": "*i32", "block_expert_ptr": "*i32"}
+    align |= {"num_blocks_ptr": "*i32", "num_rows": "i32"}
+    constants: dict[str, Any] = {"NUM_EXPERTS": 128, "BINS": 256, "ROWS": 16, "CHUNK": _CHUNK}
+    found = [KernelVariant("experts align", _align_kernel, align, constants)]
+    combine = {"rows_ptr": "*bf16", "shares_ptr": "*fp32", "out_ptr": "*bf16", "width": "i32:16"}
+    constants = {"NUM_ACTIVE": 8, "BLOCK": _COMBINE_BLOCK}
+    found.append(KernelVariant("experts combine", _combine_kernel, combine, constants, num_warps=2))
+    for dtype, item_bytes in (("bf16", 2), ("fp32", 4)):
+        product = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{dtype}")
+        product |= dict.fromkeys(("sorted_rows_ptr", "block_expert_ptr", "num_blocks_ptr"), "*i32")
+        product |= dict.fromkeys(("max_blocks", "num_rows", "rows_per_x"), "i32")
+        product |= dict.fromkeys(("x_stride", "num_outputs", "num_inputs"), "i32:16")
+        for tile, gated in itertools.product(sorted(set(_tiles(item_bytes))), (False, True)):
+            constants = {"GATED": gated, "EXACT": dtype == "fp32"}
+            constants |= {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs}
+            name = f"experts {dtype} {'gate and up' if gated else 'down'}, {tile.rows} rows"
+            found.append(
+                KernelVariant(name, _product_kernel, product, constants, tile.num_warps, tile.num_stages)
+            )
+    return found

@@ -1,0 +1,276 @@
+"""All that stands between the projections and attention, in one launch: norms of heads, rotary, and the KV pool.
+
+A program takes a few neighbouring heads of one token, whether of q, k or v; heads are told apart by their number alone.
+Each head lies in two tiles, the two halves that rotate into each other, and a third of what does not rotate.
+
+    head   [ first half | second half | rest ]      q -> a new tensor, k and v -> their slots of the pool
+              0 .. R/2     R/2 .. R     R .. D
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
+# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+
+# Shapes: T tokens, Hq query heads, H KV heads, D head dim, R numbers of a head that rotate.
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ops import HeadNorms, LayerKV
+from .compile_report import KernelVariant
+
+# Heads of a program and its warps: few while that gives too few programs to fill a GPU.
+_FEW_HEADS: Final = (2, 1)
+_MANY_HEADS: Final = (8, 4)
+_MANY_PROGRAMS: Final = 1024  # programs of `_MANY_HEADS`; below that latency counts, not throughput
+
+
+@triton.jit
+def e4m3_bits(x):
+    """float32 -> the bits of float8_e4m3fn, to the nearest, ties to even; beyond 448 to 448, NaN stays.
+
+    In integers, because only sm_89 and later convert to this type themselves.
+    """
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    # To three digits behind the leading one, with the carry into the exponent, whose bias goes from 127 to 7.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 the steps are 2^-9 wide, as those of float32 are between 2^14 and 2^15: an addition rounds.
+    tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, tiny, normal)
+    code = tl.where(x != x, 0x7F, code)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _to_pool(x, E4M3: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    if E4M3:
+        return e4m3_bits(x.to(tl.float32))
+    if LIMIT > 0:
+        x = x.to(tl.float32)
+        x = tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+    return x.to(dtype)
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    slot_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    qkv_stride,
+    qkv_head_stride,
+    cos_stride,
+    sin_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    eps,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    E4M3: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    is_q = head < NUM_Q
+    is_k = (head >= NUM_Q) & (head < NUM_Q + NUM_KV)
+    is_v = (head >= NUM_Q + NUM_KV) & (head < NUM_Q + 2 * NUM_KV)
+    exists = head < NUM_Q + 2 * NUM_KV
+    number = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = number < HALF
+    model_dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+
+    head_at = qkv_ptr + token * qkv_stride + head * qkv_head_stride
+    first = tl.load(head_at + number, mask=exists & in_half, other=0.0).to(tl.float32)
+    second = tl.load(head_at + HALF + number, mask=exists & in_half, other=0.0).to(tl.float32)
+    if REST_BLOCK > 0:
+        rest_number = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        in_rest = rest_number < HEAD_DIM
+        rest = tl.load(head_at + rest_number, mask=exists & in_rest, other=0.0).to(tl.float32)
+
+    if NORM:
+        squares = tl.sum(first * first + second * second, axis=1)
+        if REST_BLOCK > 0:
+            squares += tl.sum(rest * rest, axis=1)
+        # Heads of v go through with a factor of one, and weights of one.
+        scale = tl.where(is_v, 1.0, tl.rsqrt(squares / HEAD_DIM + eps)[:, None])
+        first *= scale * _head_weight(q_weight_ptr, k_weight_ptr, number, in_half, is_q, is_v)
+        second *= scale * _head_weight(q_weight_ptr, k_weight_ptr, HALF + number, in_half, is_q, is_v)
+        if REST_BLOCK > 0:
+            rest *= scale * _head_weight(q_weight_ptr, k_weight_ptr, rest_number, in_rest, is_q, is_v)
+
+    # Both halves of cos are alike, and those of sin but for the sign, which the second half has right.
+    cos = tl.load(cos_ptr + token * cos_stride + HALF + number, mask=in_half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * sin_stride + HALF + number, mask=in_half, other=0.0).to(tl.float32)
+    new_first = tl.where(is_v, first, first * cos - second * sin).to(model_dtype)
+    new_second = tl.where(is_v, second, second * cos + first * sin).to(model_dtype)
+
+    slot = tl.load(slot_ptr + token)
+    q_at = q_ptr + (token * NUM_Q + head) * HEAD_DIM
+    k_at = k_ptr + slot * k_stride + (head - NUM_Q) * k_head_stride
+    v_at = v_ptr + slot * v_stride + (head - NUM_Q - NUM_KV) * v_head_stride
+    pool_dtype: tl.constexpr = k_ptr.dtype.element_ty
+    tl.store(q_at + number, new_first, mask=is_q & in_half)
+    tl.store(q_at + HALF + number, new_second, mask=is_q & in_half)
+    stored = _to_pool(new_first, E4M3, LIMIT, pool_dtype)
+    tl.store(k_at + number, stored, mask=is_k & in_half)
+    tl.store(v_at + number, stored, mask=is_v & in_half)
+    stored = _to_pool(new_second, E4M3, LIMIT, pool_dtype)
+    tl.store(k_at + HALF + number, stored, mask=is_k & in_half)
+    tl.store(v_at + HALF + number, stored, mask=is_v & in_half)
+    if REST_BLOCK > 0:
+        new_rest = rest.to(model_dtype)
+        tl.store(q_at + rest_number, new_rest, mask=is_q & in_rest)
+        stored = _to_pool(new_rest, E4M3, LIMIT, pool_dtype)
+        tl.store(k_at + rest_number, stored, mask=is_k & in_rest)
+        tl.store(v_at + rest_number, stored, mask=is_v & in_rest)
+
+
+@triton.jit
+def _head_weight(q_weight_ptr, k_weight_ptr, number, inside, is_q, is_v):
+    q_weight = tl.load(q_weight_ptr + number, mask=inside, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + number, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_v, 1.0, tl.where(is_q, q_weight, k_weight))
+
+
+def rotate_and_store(
+    qkv: Tensor, norms: HeadNorms | None, cos: Tensor, sin: Tensor, kv: LayerKV, out_cache_loc: Tensor
+) -> Tensor:
+    """See `RotateAndStore`. `qkv` stays as it is; what comes back is contiguous.
+
+    Raises:
+        ValueError: shapes disagree: a wrong one would be written past the end of somebody else's memory.
+    """
+    num_tokens, num_heads, head_dim = qkv.shape
+    num_kv, rotary_dim = kv.k.shape[1], cos.shape[1]
+    num_q = num_heads - 2 * num_kv
+    if kv.k.shape[2] != head_dim or kv.v.shape != kv.k.shape or num_q < 1:
+        raise ValueError(
+            f"qkv is {list(qkv.shape)}, keys {list(kv.k.shape)}, values {list(kv.v.shape)}: these do not fit"
+        )
+    if (
+        rotary_dim > head_dim
+        or rotary_dim % 2
+        or not len(out_cache_loc) == len(cos) == len(sin) == num_tokens
+    ):
+        raise ValueError(
+            f"qkv is {list(qkv.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}, slots {list(out_cache_loc.shape)}"
+        )
+    q = torch.empty((num_tokens, num_q, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if not num_tokens:
+        return q
+    k, v = kv.k, kv.v
+    e4m3, limit = _conversion(qkv.dtype, k.dtype)
+    if e4m3:
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    heads, num_warps = _MANY_HEADS
+    if num_tokens * triton.cdiv(num_heads, heads) < _MANY_PROGRAMS:
+        heads, num_warps = _FEW_HEADS
+    half_block, rest_block = _blocks(head_dim, rotary_dim)
+    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+        qkv,
+        qkv if norms is None else norms.q_weight,
+        qkv if norms is None else norms.k_weight,
+        cos,
+        sin,
+        out_cache_loc,
+        q,
+        k,
+        v,
+        qkv.stride(0),
+        qkv.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        0.0 if norms is None else norms.eps,
+        NUM_Q=num_q,
+        NUM_KV=num_kv,
+        HEAD_DIM=head_dim,
+        HALF=rotary_dim // 2,
+        NORM=norms is not None,
+        E4M3=e4m3,
+        LIMIT=limit,
+        HEADS=heads,
+        HALF_BLOCK=half_block,
+        REST_BLOCK=rest_block,
+        num_warps=num_warps,
+    )
+    return q
+
+
+def _blocks(head_dim: int, rotary_dim: int) -> tuple[int, int]:
+    """Widths of the tiles of a half and of the rest; a rest of 0: there is none."""
+    rest = head_dim - rotary_dim
+    return triton.next_power_of_2(rotary_dim // 2), triton.next_power_of_2(rest) if rest else 0
+
+
+def _conversion(dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[bool, float]:
+    """How numbers get into the pool: as 8-bit floats, and the largest that it holds where it may hold less (else 0)."""
+    if pool_dtype == torch.float8_e4m3fn:
+        return True, 0.0
+    narrower = torch.finfo(pool_dtype).max < torch.finfo(dtype).max
+    return False, torch.finfo(pool_dtype).max if narrower else 0.0
+
+
+def variants() -> list[KernelVariant]:
+    """See `compile_report`."""
+    cases = (
+        # name, heads of q, of k, head dim, rotary dim, norms' weights, pool
+        ("Qwen3-8B", 32, 8, 128, 128, "bf16", "bf16"),
+        ("Llama-3.1-8B", 32, 8, 128, 128, None, "bf16"),
+        ("Llama-3.1-8B fp8 pool", 32, 8, 128, 128, None, "u8"),
+        ("SmolLM2", 9, 3, 64, 64, None, "bf16"),
+        ("Gemma 3 fp8 pool", 4, 1, 256, 256, "fp32", "u8"),
+        ("Phi, a part rotates", 32, 32, 96, 72, None, "bf16"),
+    )
+    found = []
+    for name, num_q, num_kv, head_dim, rotary_dim, weight, pool in cases:
+        half_block, rest_block = _blocks(head_dim, rotary_dim)
+        weight_type = f"*{weight or 'bf16'}"
+        signature = {"qkv_ptr": "*bf16", "q_weight_ptr": weight_type, "k_weight_ptr": weight_type}
+        signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_ptr": "*i64", "q_ptr": "*bf16"}
+        signature |= {
+            "k_ptr": f"*{pool}",
+            "v_ptr": f"*{pool}",
+            "cos_stride": "i32:16",
+            "sin_stride": "i32:16",
+        }
+        for tensor in ("qkv", "k", "v"):
+            signature |= {f"{tensor}_stride": "i32:16", f"{tensor}_head_stride": "i32:16"}
+        signature["eps"] = "fp32"
+        constants: dict[str, Any] = {"NUM_Q": num_q, "NUM_KV": num_kv, "HEAD_DIM": head_dim}
+        constants |= {"HALF": rotary_dim // 2, "HALF_BLOCK": half_block, "REST_BLOCK": rest_block}
+        constants |= {"NORM": weight is not None, "E4M3": pool == "u8", "LIMIT": 0.0}
+        found += [
+            KernelVariant(
+                f"rotate_and_store {name}, {heads} heads",
+                _rotate_and_store_kernel,
+                signature,
+                constants | {"HEADS": heads},
+                num_warps,
+            )
+            for heads, num_warps in (_FEW_HEADS, _MANY_HEADS)
+        ]
+    return found

@@ -1,0 +1,119 @@
+"""The memory that the stages of `sampler` share: a row's line of the table, figures of its chunks, logits as changed.
+
+`triton_chooser` writes the table: what each row wants, in 16 words, so that one batch may mix everything.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
+# Shapes: S rows, V tokens of the vocabulary, C chunks of a row.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+
+from .compile_report import KernelVariant
+
+# A row of the table: 16 words, float32 unless said. `triton_chooser` writes it.
+KIND: tl.constexpr = tl.constexpr(0)  # int32, one of the three below
+TEMPERATURE: tl.constexpr = tl.constexpr(1)
+KEY_0: tl.constexpr = tl.constexpr(2)  # int32, of the noise
+KEY_1: tl.constexpr = tl.constexpr(3)
+TOP_K: tl.constexpr = tl.constexpr(4)  # int32, 0 for none
+TOP_P: tl.constexpr = tl.constexpr(5)  # 1 for none
+LOG_MIN_P: tl.constexpr = tl.constexpr(6)  # -inf for none
+EDITED: tl.constexpr = tl.constexpr(7)  # int32, row of `edited`, -1 for none
+SLOT: tl.constexpr = tl.constexpr(8)  # int32, line of the counts, -1 without penalties
+REPETITION: tl.constexpr = tl.constexpr(9)
+FREQUENCY: tl.constexpr = tl.constexpr(10)
+PRESENCE: tl.constexpr = tl.constexpr(11)
+EDITS_START: tl.constexpr = tl.constexpr(12)  # int32, the row's part of the edits
+EDITS_STOP: tl.constexpr = tl.constexpr(13)
+GRAMMAR: tl.constexpr = tl.constexpr(14)  # int32, row of the bit masks, -1 for none
+WIDTH: tl.constexpr = tl.constexpr(16)
+
+GREEDY: tl.constexpr = tl.constexpr(0)
+DRAW: tl.constexpr = tl.constexpr(1)
+FILTERED_DRAW: tl.constexpr = tl.constexpr(2)
+
+# Planes of the figures [4, S, C].
+BEST: tl.constexpr = tl.constexpr(0)
+BEST_ID: tl.constexpr = tl.constexpr(1)  # int32
+SUM: tl.constexpr = tl.constexpr(2)  # of exp(x - best); of filtered rows
+BAD: tl.constexpr = tl.constexpr(3)  # 1.0 if a logit of the model is not a number
+
+
+@triton.jit
+def integer_of(table_ptr, row, column):
+    """A word of the row's line."""
+    return tl.load(table_ptr + row * WIDTH + column)
+
+
+@triton.jit
+def number_of(table_ptr, row, column):
+    """A word of the row's line that is a float32."""
+    return tl.load(table_ptr + row * WIDTH + column).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def figure_at(stats_ptr, plane, row, num_rows, num_chunks, chunk):
+    """Address of a figure of one chunk, or of several; `row` is int64, so nothing overflows."""
+    return stats_ptr + (row + plane * num_rows) * num_chunks + chunk
+
+
+@triton.jit
+def scaled_logits(logits_ptr, logits_stride, edited_ptr, table_ptr, row, token_ids, inside, vocab_size):
+    """Processed logits over the temperature; -inf outside."""
+    infinity = float("inf")
+    edited_row = integer_of(table_ptr, row, EDITED)
+    own = inside & (edited_row < 0)
+    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=own, other=-infinity)
+    other = inside & (edited_row >= 0)
+    address = edited_ptr + tl.maximum(edited_row, 0).to(tl.int64) * vocab_size + token_ids
+    x = tl.where(edited_row < 0, x, tl.load(address, mask=other, other=-infinity))
+    return tl.div_rn(x, number_of(table_ptr, row, TEMPERATURE))
+
+
+def row_variant(kernel: Any, kind: str, num_warps: int) -> KernelVariant:
+    """For `compile_report`: what is launched for a vocabulary of 152k, for one kind of batch."""
+    pointers = {
+        "logits_ptr": "*fp32",
+        "logits_stride": "i64",
+        "table_ptr": "*i32",
+        "edited_ptr": "*fp32",
+        "in_prompt_ptr": "*u8",
+        "in_output_ptr": "*i32",
+        "edit_ids_ptr": "*i32",
+        "edit_values_ptr": "*fp32",
+        "grammar_ptr": "*i32",
+        "grammar_stride": "i32",
+        "stats_ptr": "*fp32",
+        "group_max_ptr": "*fp32",
+        "list_len_ptr": "*i32",
+        "list_values_ptr": "*fp32",
+        "list_ids_ptr": "*i32",
+        "bounds_ptr": "*fp32",
+        "token_ids_ptr": "*i64",
+        "finite_ptr": "*i1",
+        "capacity": "i32:16",
+        "vocab_size": "i32:16",
+        "num_chunks": "i32",
+    }
+    constants = {"CHUNK": 2048, "GROUP": 128, "CHUNKS": 128, "BLOCK": 4096, **_KINDS[kind]}
+    return KernelVariant(
+        name=f"sampler {kernel.__name__} {kind}",
+        kernel=kernel,
+        signature={arg: pointers[arg] for arg in kernel.arg_names if arg in pointers},
+        constexprs={arg: constants[arg] for arg in kernel.arg_names if arg in constants},
+        num_warps=num_warps,
+    )
+
+
+_KINDS: Final[Mapping[str, Mapping[str, bool]]] = {
+    "greedy": {"HAS_TABLE": False, "HAS_EDITED": False, "HAS_FILTERS": False},
+    "draw": {"HAS_TABLE": True, "HAS_EDITED": False, "HAS_FILTERS": False},
+    "filtered": {"HAS_TABLE": True, "HAS_EDITED": False, "HAS_FILTERS": True},
+    "edited": {"HAS_TABLE": True, "HAS_EDITED": True, "HAS_FILTERS": True},
+}

@@ -1,0 +1,126 @@
+"""Products over many inputs and few rows: the inputs are split among programs, whose sums this adds up.
+
+A decode step has so few output tiles that most of a GPU would idle. Partial sums go to memory in float32 and are added
+in a fixed order: atomic additions would save a launch, and give other last bits in every run.
+"""
+
+# Shapes: M rows, N outputs, S splits.
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compile_report import KernelVariant
+
+TILE_OUTPUTS: Final = 64
+MAX_TILE_ROWS: Final = 64
+MAX_SPLITS: Final = 16
+_MIN_BLOCKS_PER_SPLIT: Final = 4
+_PROGRAMS_PER_SM: Final = ((32, 4), (64, 2))
+"""(rows of a tile up to, programs to aim at): small tiles wait for memory, of large ones no more fit. Not measured."""
+_BLOCK: Final = 1024
+
+
+@triton.jit
+def _add_splits_kernel(
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    num_numbers,
+    width,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_numbers
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial_ptr + split * num_numbers + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + at % width, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def num_splits(num_tiles: int, num_blocks: int, tile_rows: int, num_sms: int) -> int:
+    """Into how many parts to split `num_blocks` blocks of inputs when there are `num_tiles` output tiles."""
+    wanted = num_sms * next(programs for rows, programs in _PROGRAMS_PER_SM if tile_rows <= rows)
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and num_tiles * splits < wanted
+        and num_blocks >= 2 * splits * _MIN_BLOCKS_PER_SPLIT
+    ):
+        splits *= 2
+    return splits
+
+
+class SplitProduct:
+    """How one product [M, K] -> [M, N] is launched: cut into tiles of the output, and these into parts of the inputs.
+
+    Attributes:
+        grid: (tiles of outputs, tiles of rows, S).
+        tile_rows: of M, a power of 2.
+        blocks_per_split: of `tile_inputs` inputs.
+        target: where programs store: [M, N] of the result, or with several splits [S, M, N] float32.
+        bias: what they add; None also where `finish` will.
+    """
+
+    def __init__(
+        self, out: Tensor, bias: Tensor | None, num_inputs: int, tile_inputs: int, num_sms: int
+    ) -> None:
+        """`out`: [M, N], M > 0, filled when `finish` returns it."""
+        num_rows, width = out.shape
+        self.tile_rows = min(max(16, triton.next_power_of_2(num_rows)), MAX_TILE_ROWS)
+        tiles = (triton.cdiv(width, TILE_OUTPUTS), triton.cdiv(num_rows, self.tile_rows))
+        num_blocks = triton.cdiv(num_inputs, tile_inputs)
+        splits = num_splits(tiles[0] * tiles[1], num_blocks, self.tile_rows, num_sms)
+        self.grid = (*tiles, splits)
+        self.blocks_per_split: int = triton.cdiv(num_blocks, splits)
+        self._out, self._bias = out, bias
+        self.target, self.bias = out, bias
+        if splits > 1:
+            self.target = torch.empty((splits, num_rows, width), dtype=torch.float32, device=out.device)
+            self.bias = None
+
+    def finish(self) -> Tensor:
+        """The product, once its kernel is queued."""
+        if self.target is not self._out:
+            _add_splits(self.target, self._bias, self._out)
+        return self._out
+
+
+def _add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """[S, M, N] float32 added up, and `bias` [N], to `out` [M, N]."""
+    splits, num_rows, width = partial.shape
+    grid = (triton.cdiv(num_rows * width, _BLOCK),)
+    _add_splits_kernel[grid](
+        partial, bias, out, num_rows * width, width, SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=_BLOCK
+    )
+
+
+def num_sms_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; elsewhere, where kernels are interpreted, those of an H100."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def variants() -> list[KernelVariant]:
+    """See `compile_report`."""
+    signature = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "num_numbers": "i32", "width": "i32"}
+    found = []
+    for splits, has_bias in ((2, True), (MAX_SPLITS, False)):
+        constants: dict[str, Any] = {"SPLITS": splits, "HAS_BIAS": has_bias, "BLOCK": _BLOCK}
+        types = signature | {"bias_ptr": "*bf16"} if has_bias else signature
+        if not has_bias:
+            constants["bias_ptr"] = None
+        found.append(KernelVariant(f"add_splits {splits}", _add_splits_kernel, types, constants))
+    return found

@@ -1,0 +1,55 @@
+"""The process of a rank other than 0 of a tensor-parallel group: the same weights' other part, the same steps.
+
+It decides nothing and answers nobody: what it computes goes into the sums over ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import msgspec
+
+from ..runtime.child import Child
+from ..runtime.cluster_ipc import PLANS, ClusterClient
+from ..runtime.cluster_key import load_cluster_key
+from ..runtime.feasibility import capacity_of
+from ..runtime.ipc import Inbox
+from ..runtime.rank_messages import RankInput
+from .join_group import join_group
+from .load import load_model_runner
+from .rank_loop import RankLoop
+from .ranked_runner import rank_name
+
+
+def main(child: Child) -> None:
+    """Load this rank's part of the model, then execute steps until the supervisor says stop."""
+    settings = child.settings
+    config = settings.config
+    inbox = _inbox(child)
+
+    place = join_group(child)
+    group = place.group
+    runner = load_model_runner(
+        config, settings.source, settings.spec, capacity_of(config, settings.spec), place
+    )
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+    assert config.scheduler.overlap != "auto", "the configuration is not resolved"
+    loop = RankLoop(runner, inbox, child, group, overlap=config.scheduler.overlap)
+    group.meet("loaded")
+    child.ready()
+    loop.run()
+
+
+def _inbox(child: Child) -> Inbox[RankInput] | ClusterClient[RankInput]:
+    """Where rank 0's steps arrive: on its machine a local socket, elsewhere a connection to it."""
+    settings = child.settings
+    parallel = settings.config.parallel
+    decoder: msgspec.msgpack.Decoder[RankInput] = msgspec.msgpack.Decoder(RankInput)
+    if parallel.node_rank == 0:
+        return Inbox(settings.endpoints.model_runners[settings.rank - 1], decoder, wake=child)
+    assert parallel.dist_init_addr is not None
+    key = load_cluster_key(parallel.cluster_key_file)
+    return ClusterClient(parallel.dist_init_addr, PLANS, rank_name(settings.rank), key, decoder, wake=child)

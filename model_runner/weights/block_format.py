@@ -1,0 +1,130 @@
+"""`BlockFormat`: linear layers whose weights are whole numbers in blocks: those of a GGUF file, or made while loading.
+
+The output head is one of them, being a fifth of a small model; one that is made has 8 bits, and gives its rows to an
+embedding that is tied to it. Other tables of embeddings stay in the serving dtype, as do the experts of a mixture, for
+which there is no such kernel.
+"""
+
+# Shapes: [N, K] a whole weight.
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...runtime.errors import ConfigError
+from ...runtime.model_files.block_forms import BLOCK_LEN
+from ..kernels.block_rounding import round_to_blocks
+from ..kernels.quantised_weights import BlockWeight
+from .quantised_format import QuantisedFormat
+from .reader import Slice, WeightReader
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.quantisation import QuantisationSpec
+    from ..kernels.quantised import Part, QuantisedLinears
+    from ..ops import LinearWeight
+
+logger = logging.getLogger(__name__)
+
+
+class BlockParts:
+    """Modules whose weights are whole numbers in blocks; `PartReader`."""
+
+    def __init__(self, quantisation: QuantisationSpec) -> None:
+        self._quantisation = quantisation
+
+    def has(self, name: str, columns: int) -> bool:
+        """Whether a module with so many inputs is held in blocks."""
+        return self._quantisation.form_of(name, columns) is not None
+
+    def read(
+        self,
+        weights: WeightReader,
+        name: str,
+        shape: tuple[int, int],
+        part: Slice | None,
+        plain: Callable[[], Tensor] | None = None,
+    ) -> Part:
+        """See `PartReader`; `plain`: reads the weight in the serving dtype, with padding."""
+        form = self._quantisation.form_of(name, shape[1])
+        if form is not None and part is not None and part.axis == 1 and _parts_blocks(part):
+            logger.warning(
+                "%s stays in the serving dtype: a rank takes inputs %d to %d, and blocks of %d cannot be parted",
+                name,
+                part.start,
+                part.stop - 1,
+                BLOCK_LEN,
+            )
+            form = None
+        if form is not None and self._quantisation.stored:
+            blocks = weights.blocks(f"{name}.weight", shape, part)
+            assert blocks is not None, f"{name} was seen in blocks when the file's header was read"
+            return _checked(blocks, name)
+        slices = None if part is None else [part]
+        values = plain() if plain else weights.stacked([f"{name}.weight"], [shape], slices=slices)
+        return values if form is None else _checked(round_to_blocks(values, form.bits), name)
+
+
+class BlockFormat(QuantisedFormat):
+    """See the module; `LinearFormat`."""
+
+    def __init__(self, quantisation: QuantisationSpec, linears: QuantisedLinears) -> None:
+        self._blocks = BlockParts(quantisation)
+        super().__init__(self._blocks, linears)
+
+    def dense(
+        self,
+        weights: WeightReader,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        slices: Sequence[Slice] | None,
+    ) -> Tensor:
+        """See `LinearFormat`; straight from the file."""
+        return weights.stacked([f"{name}.weight" for name in names], shapes, slices=slices)
+
+    def head(
+        self,
+        weights: WeightReader,
+        name: str,
+        shape: tuple[int, int],
+        rows: range,
+        plain_rows: Callable[[], Tensor],
+    ) -> LinearWeight:
+        """See `LinearFormat`."""
+        stop = min(rows.stop, shape[0])
+        if rows.start >= stop or not self._blocks.has(name, shape[1]):
+            return super().head(weights, name, shape, rows, plain_rows)
+        part = self._blocks.read(weights, name, shape, Slice(0, rows.start, stop), plain_rows)
+        if isinstance(part, BlockWeight) and stop < rows.stop:
+            part = _padded(part, len(rows))
+        return self._linears.pack([part])
+
+
+def _parts_blocks(part: Slice) -> bool:
+    return part.start % BLOCK_LEN != 0 or part.stop % BLOCK_LEN != 0
+
+
+def _checked(weight: BlockWeight, name: str) -> BlockWeight:
+    """Whole numbers cannot say that a weight is no number; its block's scale or minimum does."""
+    if all(part is None or bool(part.isfinite().all()) for part in (weight.scales, weight.minima)):
+        return weight
+    raise ConfigError(
+        f"{name}.weight holds numbers that are not finite, which weights in blocks must be; the file is damaged: "
+        "download the model again, or see what it says with --quantization none"
+    )
+
+
+def _padded(weight: BlockWeight, rows: int) -> BlockWeight:
+    """With outputs of zeros at the end."""
+    more = (0, 0, 0, rows - len(weight.scales))
+    return BlockWeight(
+        F.pad(weight.numbers, more),
+        F.pad(weight.scales, more),
+        None if weight.minima is None else F.pad(weight.minima, more),
+        weight.zero,
+        weight.bits,
+    )

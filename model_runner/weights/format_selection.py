@@ -1,0 +1,134 @@
+"""`make_linear_format`: how a model's linear layers are read on this machine, and what that costs or saves."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...runtime.errors import ConfigError
+from ...runtime.model_files.quantisation import BLOCK_METHODS
+from ...runtime.model_files.quantisation_choice import with_quantisation
+from ..kernels.probe import probe_kernels
+from ..kernels.quantised import QuantisedLinears, QuantTarget, reasons_against_blocks
+from .awq_format import AwqParts
+from .block_format import BlockFormat
+from .fp8_format import Fp8Parts, MadeFp8Parts
+from .gptq_format import GptqParts
+from .linear_format import LinearFormat, PlainFormat
+from .quantised_format import PartReader, QuantisedFormat
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ...runtime.model_files.quantisation import QuantisationSpec, Quantization
+    from ..ops import Ops
+
+logger = logging.getLogger(__name__)
+
+
+def make_linear_format(
+    quantization: Quantization | None, spec: ModelSpec, ops: Ops, device: torch.device, dtype: torch.dtype
+) -> LinearFormat:
+    """How this model's linear layers are read, and who multiplies with them.
+
+    Args:
+        quantization: what the user wants; None: as the checkpoint says.
+
+    Raises:
+        ConfigError: the two contradict each other, or weights are to be made that nothing here multiplies.
+    """
+    spec = with_quantisation(spec, quantization)
+    quantisation, target = spec.quantisation, quant_target(device, dtype)
+    if quantisation is None:
+        return PlainFormat(ops.pack_linear)
+    linears = QuantisedLinears(target, ops.pack_linear, keep=quantisation.kept)
+    if quantisation.method not in BLOCK_METHODS:
+        if not quantisation.kept:
+            _log_cost(spec, target, "quantization is none")
+        elif not _become_blocks(quantisation, target) and (
+            target.device.type != "cuda" or target.triton_reason
+        ):
+            _log_cost(spec, target, "which nothing here multiplies")
+        return QuantisedFormat(_part_reader(quantisation), linears)
+    if reasons := reasons_against_blocks(target):
+        if not quantisation.stored:  # rounded, they would be worse and no smaller
+            raise ConfigError(
+                f"quantization is {quantisation.method}, but the product {', '.join(reasons)}; use --quantization none"
+            )
+        _log_cost(spec, target, f"and the product {', '.join(reasons)}")
+        return PlainFormat(ops.pack_linear)  # the shortest way to plain numbers
+    _log_kept(spec, target)
+    return BlockFormat(quantisation, linears)
+
+
+def _become_blocks(quantisation: QuantisationSpec, target: QuantTarget) -> bool:
+    """Whether 4-bit numbers of neighbours are multiplied as blocks; the sums of memory take them for dequantised."""
+    in_order = quantisation.method in ("awq", "gptq") and not quantisation.reordered
+    return in_order and not reasons_against_blocks(target)
+
+
+def quant_target(device: torch.device, dtype: torch.dtype) -> QuantTarget:
+    """What this machine can run; a GPU's kernels are only looked for where the model is to run on one."""
+    if device.type != "cuda":
+        reason = f"runs on GPUs only, not on {device.type}"
+        return QuantTarget(
+            device=device, dtype=dtype, capability=(0, 0), triton_reason=reason, sgl_reason=reason
+        )
+    probe = probe_kernels()
+    return QuantTarget(
+        device=device,
+        dtype=dtype,
+        capability=probe.capability,
+        triton_reason=probe.triton.reason if probe.triton.version is None else "",
+        sgl_reason=probe.sgl_kernel.reason if probe.sgl_kernel.version is None else "",
+    )
+
+
+def _part_reader(quantisation: QuantisationSpec) -> PartReader:
+    match quantisation.method:
+        case "fp8":
+            return Fp8Parts(quantisation) if quantisation.stored else MadeFp8Parts(quantisation)
+        case "awq":
+            return AwqParts(quantisation)
+        case "gptq":
+            return GptqParts(quantisation)
+        case _:
+            raise AssertionError(f"{quantisation.method} is read by `BlockFormat`")
+
+
+def _log_cost(spec: ModelSpec, target: QuantTarget, why: str) -> None:
+    """Say what weights cost that are not kept in their form but in the serving dtype."""
+    assert spec.quantisation is not None
+    logger.warning(
+        "weights are %s, %s: they are kept as %s, weights_mib=%d instead of %d",
+        spec.quantisation.method,
+        why,
+        str(target.dtype).removeprefix("torch."),
+        _weights_mib(spec, target, dequantised=True),
+        _weights_mib(spec, target),
+    )
+
+
+def _log_kept(spec: ModelSpec, target: QuantTarget) -> None:
+    """Say in what form weights are kept, and what that saves."""
+    assert spec.quantisation is not None
+    types = Counter(spec.quantisation.types.values())
+    logger.info(
+        "weights are kept as %s%s, weights_mib=%d instead of %d as %s",
+        spec.quantisation.method,
+        f" ({', '.join(f'{name} x {count}' for name, count in types.most_common())})" if types else "",
+        _weights_mib(spec, target),
+        _weights_mib(spec, target, dequantised=True),
+        str(target.dtype).removeprefix("torch."),
+    )
+
+
+def _weights_mib(spec: ModelSpec, target: QuantTarget, *, dequantised: bool = False) -> int:
+    """Of all ranks together; a plain head that is tied to the embedding counts once, though some kernels copy it."""
+    width = target.dtype.itemsize
+    num_bytes = spec.weight_bytes(width, dequantised=dequantised)
+    if target.device.type == "cpu" and not dequantised:
+        num_bytes += spec.tied_head_bytes(width)
+    return num_bytes >> 20

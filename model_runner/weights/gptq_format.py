@@ -1,0 +1,89 @@
+"""`GptqParts`: weights as GPTQ's exports hold them (Frantar et al. 2022; AutoGPTQ, ModelCloud/GPTQModel).
+
+    <name>.qweight  int32 [K/8, N]   numbers of eight neighbouring inputs in a word, the first in the lowest bits
+    <name>.qzeros   int32 [K/group, N/8], of eight neighbouring outputs; one less than meant in the first version
+    <name>.scales   [K/group, N]
+    <name>.g_idx    int32 [K]        the group of each input
+
+A weight is (number - zero) * scale. Where inputs were quantised in the order of their weight (`desc_act`), those of a
+group lie anywhere: the rows are sorted by group here, and activations are put into the same order before the product.
+"""
+
+# Shapes: [N, K] a whole weight.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...runtime.errors import ConfigError
+from ..kernels.quantised_weights import Int4Weight
+from .fp8_format import read_plain
+from .int4_tensors import PER_WORD, Int4Cut, read_scales, unpack
+from .reader import Slice, WeightReader
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.quantisation import QuantisationSpec
+    from ..kernels.quantised import Part
+
+
+class GptqParts:
+    """See the module."""
+
+    def __init__(self, quantisation: QuantisationSpec) -> None:
+        self._quantisation = quantisation
+
+    def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
+        """See `PartReader`."""
+        if self._quantisation.is_plain(name) or weights.shape(f"{name}.qweight", shape) is None:
+            return read_plain(weights, name, shape, part)
+        rows, columns = shape
+        cut = Int4Cut(self._quantisation, name, shape, part)
+        order = self._order(weights, name, columns, cut.group_size, part)
+        words = weights.stacked(
+            [f"{name}.qweight"], [(columns // PER_WORD, rows)], torch.int32, cut.numbers(1, PER_WORD)
+        )
+        zeros = weights.stacked(
+            [f"{name}.qzeros"], [(cut.num_groups, rows // PER_WORD)], torch.int32, cut.groups(PER_WORD)
+        )
+        scales = read_scales(weights, f"{name}.scales", (cut.num_groups, rows), cut.groups(1))
+        _skip_bias_of_zeros(weights, f"{name}.bias", rows)
+        numbers, whole_zeros = unpack(words, 0), unpack(zeros, 1)
+        if self._quantisation.zeros_less_one:
+            whole_zeros = (whole_zeros + 1) & 15  # a stored 15 means 0: 16 does not occur
+        if order is not None:
+            numbers = numbers[order]
+        return Int4Weight(numbers, scales, whole_zeros, min(cut.group_size, numbers.shape[0]), order)
+
+    def _order(
+        self, weights: WeightReader, name: str, columns: int, group_size: int, part: Slice | None
+    ) -> Tensor | None:
+        """Inputs sorted by group, [K]; None: they are."""
+        tensor = f"{name}.g_idx"
+        if not self._quantisation.reordered:
+            weights.ignore(tensor)  # says what is known: neighbours share a group
+            return None
+        groups = weights.tensor(tensor, (columns,), torch.int32).to(torch.int64)
+        in_order = torch.arange(columns, device=groups.device) // group_size
+        if torch.equal(groups, in_order):
+            return None
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order], in_order):
+            raise ConfigError(
+                f"{tensor}: does not put {group_size} inputs into each of {columns // group_size} groups; the "
+                "checkpoint is damaged or group_size in config.json is wrong"
+            )
+        if part is not None and part.axis == 1:
+            raise ConfigError(
+                f"{name}: its groups are of inputs from anywhere (desc_act), so ranks cannot share the {columns} "
+                "inputs; use --tp 1, or a checkpoint without desc_act"
+            )
+        return order
+
+
+def _skip_bias_of_zeros(weights: WeightReader, name: str, rows: int) -> None:
+    """Older exports give every layer a bias, of zeros where the model has none; one that is not stays unexpected."""
+    if weights.shape(name, (rows,)) == (rows,) and not weights.peek(name, (rows,)).any():
+        weights.ignore(name)

@@ -1,0 +1,56 @@
+"""`gpu_check` and `gpu_bench` in small, on the CPU: minutes on a GPU are not for finding out that they do not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+def run(folder: Path, module: str, only: str) -> dict[str, Any]:
+    """Sections by name."""
+    out = folder / "report.json"
+    arguments = ["--device", "cpu", "--tiny", "--budget", "400", "--json", str(out), "--only", only]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu_path.py"), module, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return {section["name"]: section for section in json.loads(out.read_text())["sections"]}
+
+
+def test_the_check_runs(tmp_path: Path) -> None:
+    sections = run(tmp_path, "benchmarks.gpu_check", "sgl_kernel,kernels,models,graphs,overlap,http")
+
+    status = {name: section["status"] for name, section in sections.items()}
+    assert status == {
+        "sgl_kernel": "SKIP",
+        "kernels": "PASS",
+        "models": "PASS",
+        "graphs": "SKIP",
+        "overlap": "PASS",
+        "http": "PASS",
+    }
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    sections = run(tmp_path, "benchmarks.gpu_bench", "ceilings,Qwen3-0.6B")
+
+    figures = {figure["name"]: figure for figure in sections["Qwen3-0.6B"]["figures"]}
+    assert {"tiny step, 1 request", "tiny step, 4 requests", "tiny prefill", "tiny offline"} <= set(figures)
+    for name in ("tiny step, 1 request", "tiny step, 4 requests"):
+        assert figures[name]["value"] > 0 and figures[name]["best"] > 0
+    assert 0.1 < figures["tiny step, 4 requests: device busy"]["value"] <= 1.001

@@ -1,0 +1,65 @@
+"""The compiled kernels under test: those of this CPU in every run, those of lesser CPUs in slow ones.
+
+With ENGINE_TEST_SANITIZE set the libraries are compiled with the address sanitizer: `test_sanitizer.py` runs the tests
+once more in a process of that kind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.model_runner.kernels.cpu.build import build
+from engine.model_runner.kernels.cpu.compiler import NoLibraryError, find_compilers
+from engine.model_runner.kernels.cpu.isa import ISAS, Isa, cpu_flags, usable_isas
+from engine.model_runner.kernels.cpu.library import load_library, open_library
+
+SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1")
+_USABLE = usable_isas(cpu_flags())
+# The first test of a level compiles it, maybe behind another worker that compiles another one.
+_COMPILES = (pytest.mark.slow, pytest.mark.timeout(600))
+
+
+def library_of(isa: Isa) -> ctypes.CDLL:
+    if isa not in _USABLE:
+        pytest.skip(f"this CPU cannot run {isa}")
+    try:
+        if folder := os.environ.get("ENGINE_TEST_SANITIZE"):
+            return open_library(build(isa, Path(folder), options=SANITIZE))
+        return load_library(isa)
+    except NoLibraryError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=[isa if isa == _USABLE[0] else pytest.param(isa, marks=_COMPILES) for isa in ISAS])
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Compiled kernels, level by level."""
+    return library_of(request.param)
+
+
+@pytest.fixture
+def best_library() -> ctypes.CDLL:
+    """The kernels that this CPU serves with."""
+    return library_of(_USABLE[0])
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The only one: a compiler that writes its arguments instead of code, and a line for each call into `calls`."""
+    script = tmp_path / "bin" / "g++"
+    script.parent.mkdir()
+    script.write_text(
+        '#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\n'
+        '[ -e "$(dirname "$0")/broken" ] && { echo "error: no such register"; exit 1; }\n'
+        'while [ "$1" != "-o" ]; do shift; done\necho made > "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("engine.model_runner.kernels.cpu.compiler.COMPILERS", ("g++",))
+    find_compilers.cache_clear()
+    yield script
+    find_compilers.cache_clear()

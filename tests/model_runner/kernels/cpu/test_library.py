@@ -1,0 +1,140 @@
+"""The compiled library: which levels a CPU can run, whose threads it has, and why it is passed over."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.model_runner.attention.cpu_native import CpuNativeAttention
+from engine.model_runner.kernels.cpu import library as module
+from engine.model_runner.kernels.cpu.build import build
+from engine.model_runner.kernels.cpu.compiler import NoLibraryError, find_compilers
+from engine.model_runner.kernels.cpu.isa import cpu_flags, usable_isas
+from engine.model_runner.kernels.cpu.library import open_library
+from engine.model_runner.kernels.native import reasons_against_native
+from tests.model_runner.attention.paged_batches import spec_of
+
+AVX2 = frozenset({"sse2", "avx2", "fma"})
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_without_avx512_torch_s_kernels_are_the_faster_ones(monkeypatch, compiler, isa):
+    monkeypatch.setattr(module, "best_isa", lambda: isa)
+    for reasons in (
+        module.reasons_against_library(),
+        reasons_against_native(torch.device("cpu"), torch.bfloat16),
+        CpuNativeAttention.reasons_against(
+            spec_of(2, 1, 64), torch.device("cpu"), torch.bfloat16, torch.bfloat16
+        ),
+    ):
+        assert len(reasons) == 1 and "this CPU has no AVX-512" in reasons[0]
+    assert not (compiler.parent / "calls").exists()
+
+
+def test_without_a_compiler_one_warning_says_what_it_costs(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(module, "best_isa", lambda: "avx512")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))  # where nothing was compiled before
+    find_compilers.cache_clear()
+    module._load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            reasons = [module.reasons_against_library() for _ in range(3)]
+    finally:
+        find_compilers.cache_clear()
+        module._load.cache_clear()
+    assert reasons[0] == reasons[2] and "apt install g++" in reasons[0][0]
+    assert len(caplog.records) == 1
+    assert "1.5 to 4 times as long" in caplog.text
+
+
+def test_a_library_that_does_not_load_is_a_reason(compiler, tmp_path):
+    with pytest.raises(NoLibraryError, match="cannot load the CPU kernels"):
+        open_library(build("avx2", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "isas"),
+    [
+        (frozenset(), ["portable"]),
+        (frozenset({"sse2", "avx2"}), ["portable"]),
+        (AVX2, ["avx2", "portable"]),
+        (AVX512, ["avx512", "avx2", "portable"]),
+        (AVX512 | {"avx512_bf16", "avx512_vnni"}, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (AVX512 | {"avx512_bf16"}, ["avx512", "avx2", "portable"]),
+        (AVX512 - {"avx512vl"} | {"avx512_bf16", "avx512_vnni"}, ["avx2", "portable"]),
+    ],
+)
+def test_levels_by_the_cpu_s_flags(flags, isas):
+    assert usable_isas(flags) == isas
+
+
+def test_this_cpu_can_run_something():
+    assert usable_isas(cpu_flags())[-1] == "portable"
+
+
+def test_on_one_thread_it_is_left_alone_where_torch_has_more(tmp_path, monkeypatch):
+    """As where Clang is the only compiler, whose threads torch's runtime does not have."""
+    if not (compilers := find_compilers()):
+        pytest.skip("no C++ compiler")
+    alone = compilers[0]._replace(openmp=False)
+    monkeypatch.setattr("engine.model_runner.kernels.cpu.build.find_compilers", lambda: (alone,))
+    library = open_library(build("portable", tmp_path, options=("-O0",)))
+    monkeypatch.setattr(module, "best_isa", lambda: "avx512")
+    monkeypatch.setattr(module, "load_library", lambda: library)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert "on one thread instead of 2" in module.reasons_against_library()[0]
+        torch.set_num_threads(1)
+        assert module.reasons_against_library() == []
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_it_runs_on_torch_s_threads(best_library: ctypes.CDLL):
+    """One OpenMP runtime is mapped, and calling our kernels starts no thread beside those that torch has."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        torch.ones(1 << 20).exp_().sum()
+        num_threads = len(list(Path("/proc/self/task").iterdir()))
+        x = torch.ones(4096, 64)
+        out = torch.empty_like(x)
+        best_library.add_rms_norm(
+            None, x.data_ptr(), x[0].data_ptr(), out.data_ptr(), 4096, 64, 1e-5, False, False
+        )
+        assert torch.allclose(out, torch.ones(()), atol=1e-4)
+        assert (
+            len(list(Path("/proc/self/task").iterdir())) <= num_threads
+        )  # those of larger teams may be ending
+    finally:
+        torch.set_num_threads(before)
+    maps: Any = Path("/proc/self/maps").read_text().splitlines()
+    runtimes = {
+        line.split()[-1] for line in maps if "/libgomp" in line or "/libomp" in line or "/libiomp" in line
+    }
+    assert len(runtimes) == 1 and Path(torch.__file__).parent in Path(runtimes.pop()).parents
+
+
+def test_calls_of_few_pieces_end_no_threads(best_library: ctypes.CDLL):
+    """The runtime ends those that a smaller team has no use for, and the next larger one pays for new ones."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(6)
+        threads = []
+        for num_rows in (4096, 600, 4096):  # of 64: enough for all, for 2, for all
+            x = torch.ones(num_rows, 64)
+            best_library.add_rms_norm(
+                None, x.data_ptr(), x[0].data_ptr(), x.data_ptr(), num_rows, 64, 1e-5, False, False
+            )
+            threads.append({path.name for path in Path("/proc/self/task").iterdir()})
+        assert threads[0] == threads[2]
+    finally:
+        torch.set_num_threads(before)

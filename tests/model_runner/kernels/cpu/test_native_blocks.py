@@ -1,0 +1,211 @@
+"""Products with block-quantised weights against float64, over bits, shapes, strides and extremes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.model_runner.kernels import native_blocks
+from engine.model_runner.kernels.native_blocks import NativeBlockLinear, reasons_against_native_blocks
+from engine.model_runner.kernels.quantised_weights import BLOCK_SIZE, BlockWeight
+
+BF16, F32 = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+FORMS = [(4, False), (4, True), (8, False), (8, True)]
+
+
+def block_weight(outputs: int, inputs: int, bits: int, has_minima: bool, seed: int = 0) -> BlockWeight:
+    """Random, with scales and minima that half precision holds."""
+    random = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=random, dtype=torch.uint8)
+    shape = (outputs, inputs // BLOCK_SIZE)
+    scales = (torch.rand(shape, generator=random) * 0.01 - 0.002).half().float()
+    minima = torch.randn(shape, generator=random).mul_(0.02).half().float()
+    return BlockWeight(numbers, scales, minima if has_minima else None, 2 ** (bits - 1), bits)
+
+
+def guarded(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Random numbers in the middle of NaN: who reads beside them gets NaN."""
+    size = torch.Size(shape).numel()
+    memory = torch.full((size + 128,), torch.nan, dtype=BF16)
+    part = memory[64 : 64 + size].view(shape)
+    part.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    return part
+
+
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    """What the kernel makes of x, in float64."""
+    blocks: torch.Tensor = x.float().unflatten(1, (-1, BLOCK_SIZE))
+    most = blocks.abs().amax(-1, keepdim=True)
+    # `127 / most` would be the reciprocal times 127, which is rounded twice.
+    numbers = (blocks * torch.where(most > 1e-30, torch.full_like(most, 127) / most, 0)).round()
+    return (numbers.double() * (most / 127).double()).flatten(1)
+
+
+def check(
+    linear: NativeBlockLinear, weight: BlockWeight, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """Against the product in float64, up to the rounding of float32 sums and of the result."""
+    exact_weight = weight.dequantised(torch.float64)
+    exact = quantised(x) @ exact_weight.T + (0 if bias is None else bias.double())
+    # Parts of a sum may be larger than the sum: numbers and minima are added up on their own.
+    numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
+    parts = quantised(x).abs() @ (numbers + exact_weight.abs()).T + (
+        0 if bias is None else bias.double().abs()
+    )
+    precise = linear.to_float32(x, bias)
+    assert precise.dtype == F32
+    assert ((precise.double() - exact).abs() <= 4e-6 * parts).all()
+    assert torch.equal(linear(x, bias), precise.to(BF16))
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), FORMS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (64, 64), (576, 200), (1536, 33), (96, 97)])
+def test_it_is_the_product_for_any_number_of_tokens(library, bits, has_minima, inputs, outputs):
+    weight = block_weight(outputs, inputs, bits, has_minima)
+    linear = NativeBlockLinear(library, weight)
+    bias = guarded((outputs,), 1) if inputs == 576 else None
+    for num_tokens in (0, 1, 2, 5, 6, 7, 8, 9, 61, 130):
+        check(linear, weight, guarded((num_tokens, inputs), 2), bias)
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), FORMS)
+def test_a_token_gets_the_same_bits_in_every_batch(library, bits, has_minima):
+    linear = NativeBlockLinear(library, block_weight(97, 192, bits, has_minima))
+    x = guarded((300, 192), 1)
+    everybody = linear.to_float32(x)
+    for num_tokens in (1, 2, 3, 6, 7, 8, 9, 50, 64, 121):
+        assert torch.equal(linear.to_float32(x[100 : 100 + num_tokens]), everybody[100 : 100 + num_tokens])
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), FORMS)
+def test_bits_do_not_depend_on_the_number_of_threads(best_library, bits, has_minima):
+    linear = NativeBlockLinear(best_library, block_weight(1000, 576, bits, has_minima))
+    before = torch.get_num_threads()
+    outs = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            outs.append([linear(guarded((n, 576), 1)) for n in (1, 9, 200)])
+    finally:
+        torch.set_num_threads(before)
+    for one, two, three in zip(*outs, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    bits=st.sampled_from([4, 8]),
+    has_minima=st.booleans(),
+    outputs=st.integers(1, 80),
+    blocks=st.integers(1, 5),
+    num_tokens=st.integers(0, 20),
+    offset=st.integers(0, 33),
+    scale=st.sampled_from([2.0**-60, 2.0**-20, 1.0, 2.0**60]),
+    magnitude=st.sampled_from([2.0**-50, 1.0, 2.0**50]),
+)
+def test_any_shape_stride_and_scale(
+    request, bits, has_minima, outputs, blocks, num_tokens, offset, scale, magnitude
+):
+    library = request.getfixturevalue("best_library")
+    weight = block_weight(outputs, blocks * BLOCK_SIZE, bits, has_minima)
+    weight = replace(
+        weight, scales=weight.scales * scale, minima=None if weight.minima is None else weight.minima * scale
+    )
+    wide = guarded((num_tokens, offset + blocks * BLOCK_SIZE + 3), 1) * magnitude
+    check(NativeBlockLinear(library, weight), weight, wide[:, offset : offset + blocks * BLOCK_SIZE])
+
+
+def test_whole_numbers_at_the_ends_do_not_overflow(library):
+    for number, x in ((255, 1.0), (255, -1.0), (0, 1.0)):
+        weight = block_weight(32, 64, 8, False)
+        weight = replace(weight, numbers=torch.full_like(weight.numbers, number))
+        check(NativeBlockLinear(library, weight), weight, torch.full((3, 64), x, dtype=BF16))
+
+
+def test_zeros_tiny_and_unbounded_numbers(library):
+    weight = block_weight(40, 64, 4, True)
+    linear = NativeBlockLinear(library, weight)
+    x = torch.zeros(4, 64, dtype=BF16)
+    assert not linear(x).any()
+    x[0, 3], x[1, 40], x[2, 0], x[3, 63] = torch.inf, torch.nan, 2.0**-130, 3e38
+    out = linear(x)
+    assert not out[0].isfinite().any() and out[1].isnan().all()
+    assert out[2].abs().max() < 1e-30
+    check(linear, weight, x[3:] * 2.0**-8)
+    nothing = replace(weight, scales=torch.zeros_like(weight.scales), minima=torch.zeros_like(weight.scales))
+    assert not NativeBlockLinear(library, nothing)(guarded((2, 64), 1)).any()
+
+
+def test_scales_of_very_different_sizes_keep_their_bits(best_library):
+    """As half precision would not hold them itself."""
+    weight = block_weight(32, 64, 8, False)
+    weight.scales[0] = 2.0**-30
+    weight.scales[1] = 2.0**-8 * 1.5
+    check(NativeBlockLinear(best_library, weight), weight, guarded((3, 64), 1))
+
+
+def test_scales_are_rounded_to_half_precision(best_library):
+    weight = replace(block_weight(32, 64, 4, True), scales=torch.rand(32, 2) * 0.01)
+    x = guarded((5, 64), 1)
+    exact = quantised(x) @ weight.dequantised(torch.float64).T
+    bound = quantised(x).abs() @ (weight.numbers * weight.scales.repeat_interleave(32, 1)).double().T
+    difference = (NativeBlockLinear(best_library, weight).to_float32(x).double() - exact).abs()
+    assert difference.max() > 0 and (difference <= 2**-11 * bound + 1e-5).all()
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), FORMS)
+def test_rows_are_the_weight_s(library, bits, has_minima):
+    weight = block_weight(97, 96, bits, has_minima)
+    linear = NativeBlockLinear(library, weight)
+    for ids in ([], [96], [*range(97), 0]):
+        rows = linear.rows(torch.tensor(ids, dtype=torch.int64))
+        exact = weight.dequantised(torch.float64)[ids]
+        assert rows.dtype == BF16 and rows.shape == exact.shape
+        assert ((rows.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
+
+
+def test_it_holds_what_the_weight_says_it_would(best_library):
+    weight = block_weight(96, 576, 4, True)
+    assert NativeBlockLinear(best_library, weight).num_bytes == weight.num_bytes
+
+
+def test_what_would_read_foreign_memory_is_refused(best_library):
+    weight = block_weight(16, 64, 4, True)
+    linear = NativeBlockLinear(best_library, weight)
+    x = guarded((2, 64), 1)
+    for call in (
+        lambda: NativeBlockLinear(best_library, replace(weight, numbers=weight.numbers[:, :48])),
+        lambda: NativeBlockLinear(best_library, replace(weight, scales=weight.scales[:, :1])),
+        lambda: NativeBlockLinear(best_library, replace(weight, scales=weight.scales.half())),
+        lambda: NativeBlockLinear(best_library, replace(weight, bits=5)),
+        lambda: linear(x.float()),
+        lambda: linear(x[:, :32]),
+        lambda: linear(x, torch.ones(16)),
+        lambda: linear.rows(torch.ones(2)),
+    ):
+        with pytest.raises(AssertionError):
+            call()
+
+
+def test_reasons_name_what_is_wrong(monkeypatch):
+    assert reasons_against_native_blocks(torch.device("meta"), BF16, (64, 64)) == [
+        "runs on CPUs only, not on meta"
+    ]
+    monkeypatch.setattr(native_blocks, "reasons_against_library", lambda: ["no compiler"])
+    reasons = reasons_against_native_blocks(CPU, F32, (64, 48))
+    assert (
+        len(reasons) == 3 and "float32" in reasons[0] and "48" in reasons[1] and reasons[2] == "no compiler"
+    )
+    monkeypatch.setattr(native_blocks, "reasons_against_library", list)
+
+    class WithoutVnni:
+        def blocks_are_fast(self) -> int:
+            return 0
+
+    monkeypatch.setattr(native_blocks, "load_library", WithoutVnni)
+    assert "VNNI" in reasons_against_native_blocks(CPU, BF16, (64, 64))[0]

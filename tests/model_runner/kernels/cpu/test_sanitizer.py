@@ -1,0 +1,64 @@
+"""The kernels' tests once more with the address sanitizer: what they read and write is theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.model_runner.kernels.cpu.compiler import find_compilers
+
+TESTS = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_kernel_leaves_its_memory(tmp_path):
+    if "ENGINE_TEST_SANITIZE" in os.environ:
+        pytest.skip("this is that run")
+    if not (compilers := find_compilers()):
+        pytest.skip("no C++ compiler")
+    runtime = subprocess.run(
+        [compilers[0].path, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(runtime).is_file():
+        pytest.skip("the compiler has no address sanitizer")
+    env = os.environ | {
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep what they have until the end
+        "ENGINE_TEST_SANITIZE": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
+    files = [
+        "model_runner/kernels/cpu/test_native_ops.py",
+        "model_runner/kernels/cpu/test_native_blocks.py",
+        "model_runner/attention/test_cpu_native.py",
+        "model_runner/test_native_chooser.py",
+    ]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            "-o",
+            "timeout=800",
+        ]
+        + [str(TESTS / file) for file in files],
+        check=False,
+        env=env,
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " passed" in done.stdout

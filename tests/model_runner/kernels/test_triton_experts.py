@@ -1,0 +1,156 @@
+"""Triton's mixture of experts: the router against torch's, the experts against the sum that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.triton import experts, route
+from tests.triton_interpreter import repair_interpreter
+
+repair_interpreter()
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+SOME = settings(max_examples=6)
+
+
+@SOME
+@given(
+    num_tokens=st.integers(0, 5),
+    shape=st.sampled_from([(4, 1), (6, 6), (60, 4), (128, 8)]),
+    normalise=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_the_router_chooses_as_torch_does(device, num_tokens, shape, normalise, dtype, seed):
+    num_experts, num_active = shape
+    torch.manual_seed(seed)
+    # A shuffled row has no equals, about which torch promises nothing.
+    rows = [torch.randperm(num_experts) / 8 - 3 for _ in range(num_tokens)]
+    logits = torch.stack([*rows, torch.zeros(num_experts)])[:num_tokens].to(device, dtype)
+    shares, ids = route.route(logits, num_active, normalise=normalise)
+    expected_shares, expected_ids = plain.route(logits, num_active, normalise=normalise)
+    assert (shares.dtype, ids.dtype) == (torch.float32, torch.int64)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(shares, expected_shares)
+
+
+def test_equal_experts_are_taken_in_their_order(device):
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]], device=device)
+    assert route.route(logits, 4, normalise=True)[1].tolist() == [[1, 2, 4, 0]]
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist(device):
+    logits = torch.full((2, 5), torch.nan, device=device)
+    logits[1, 3] = 1.0
+    _, ids = route.route(logits, 3, normalise=True)
+    assert ids.min() >= 0 and ids.max() < 5
+    assert ids[1, 0] == 3
+
+
+def exact(gate_up, down, x, shares, ids):
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token in range(len(x)):
+        for share, expert in zip(shares[token], ids[token], strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            out[token] += share.double() * (down[expert].double() @ (F.silu(gate) * up))
+    return out
+
+
+@SOME
+@given(
+    num_tokens=st.integers(0, 9),
+    num_experts=st.sampled_from([3, 4, 7]),
+    num_active=st.integers(1, 3),
+    widths=st.sampled_from([(16, 16), (40, 24), (136, 72)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_experts_are_the_weighted_sum(device, num_tokens, num_experts, num_active, widths, dtype, seed):
+    width, inner = widths
+    torch.manual_seed(seed)
+    gate_up = (torch.randn(num_experts, 2 * inner, width, device=device) / width**0.5).to(dtype)
+    down = (torch.randn(num_experts, width, inner, device=device) / inner**0.5).to(dtype)
+    x = torch.randn(num_tokens, width, device=device).to(dtype)
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    shares, ids = plain.route(logits, num_active, normalise=True)
+    ours = experts.pack_experts(gate_up, down)(x, shares, ids)
+    assert ours.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(
+        ours.double(), exact(gate_up, down, x, shares, ids), atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize(
+    "tile", [experts._LOW, experts._MIDDLE, experts._HIGH], ids=lambda tile: str(tile.rows)
+)
+def test_more_rows_than_a_block_and_experts_without_any(device, tile, monkeypatch):
+    """All tokens to two of five experts, in more than one chunk of `align`."""
+    monkeypatch.setattr(experts, "_tiles", lambda *_: (tile,) * 3)
+    monkeypatch.setattr(experts, "_CHUNK", 32)
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(5, 32, 24, device=device) / 5, torch.randn(5, 24, 16, device=device) / 4
+    x = torch.randn(45, 24, device=device)
+    ids = torch.tensor([[1, 3]], device=device).repeat(45, 1)
+    ids[7:20] = torch.tensor([3, 1], device=device)
+    shares = torch.rand(45, 2, device=device)
+    ours = experts.pack_experts(gate_up, down)(x, shares, ids)
+    torch.testing.assert_close(ours.double(), exact(gate_up, down, x, shares, ids), atol=1e-5, rtol=1e-5)
+
+
+class Noting:
+    """Stands for a kernel: remembers for what Triton would compile it."""
+
+    def __init__(self, kernel: Any, compiled: set[Any]) -> None:
+        self._kernel, self._compiled = kernel, compiled
+        options = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)  # interpreted, or not
+        self._general = options["do_not_specialize"] or ()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.launch
+
+    def launch(self, *args: Any, **constants: Any) -> None:
+        types = [
+            "any"
+            if name in self._general
+            else (arg.dtype if isinstance(arg, torch.Tensor) else "1" if arg == 1 else arg % 16 == 0)
+            for name, arg in zip(self._kernel.arg_names, args, strict=False)
+        ]
+        self._compiled.add((self._kernel.fn.__name__, *types, *sorted(constants.items())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_number_of_tokens_is_compiled_for_while_serving(device, dtype, monkeypatch):
+    """Rows in multiples of 16 and others, one block and many; each token's sum depends on the model alone."""
+    compiled: set[Any] = set()
+    for name in ("_align_kernel", "_product_kernel", "_combine_kernel"):
+        monkeypatch.setattr(experts, name, Noting(getattr(experts, name), compiled))
+    layer = experts.pack_experts(
+        torch.zeros(4, 32, 24, dtype=dtype, device=device), torch.zeros(4, 24, 16, dtype=dtype, device=device)
+    )
+    loaded = compiled.copy()
+    assert loaded
+    for num_tokens in (1, 2, 5, 8, 16, 31, 32, 33, 100, 128, 129, 500):
+        x = torch.zeros(num_tokens, 24, dtype=dtype, device=device)
+        ids = torch.zeros(num_tokens, 2, dtype=torch.int64, device=device)
+        layer(x, torch.zeros(num_tokens, 2, device=device), ids)
+    assert {key[0] for key in compiled - loaded} == {"_combine_kernel"}
+    assert len(compiled - loaded) == 1
+
+
+def test_a_token_does_not_depend_on_its_neighbours(device):
+    torch.manual_seed(1)
+    gate_up, down = torch.randn(4, 32, 24, device=device) / 5, torch.randn(4, 24, 16, device=device) / 4
+    x = torch.randn(6, 24, device=device)
+    shares, ids = plain.route(torch.randn(6, 4, device=device), 2, normalise=True)
+    layer = experts.pack_experts(gate_up, down)
+    together = layer(x, shares, ids)
+    alone = torch.cat([layer(x[n : n + 1], shares[n : n + 1], ids[n : n + 1]) for n in range(6)])
+    assert torch.equal(together, alone)

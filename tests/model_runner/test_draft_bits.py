@@ -1,0 +1,147 @@
+"""Drafts on the CPU: a step that checks them has the logits of as many decodes, to the last bit.
+
+So in bfloat16, too, speculation changes no answer: near ties fall as they would without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from engine.model_runner.decode_graphs import Replayed
+from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.model_runner.recorded_step import NoRecordings
+
+from .conftest import Driver, Request, TinyModel, int32
+
+NUM_DRAFTS = 8
+LENGTHS = (2, 50, 56, 60, 63, 64, 65, 118, 120, 124, 127, 128, 129, 190, 250, 256)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "qwen3": {"head_dim": 32, "num_attention_heads": 5, "num_key_value_heads": 1},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("linear layers are oneDNN's on this CPU, whose bits depend on the number of tokens")
+
+
+@pytest.fixture
+def make(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[..., Driver]) -> Any:
+    def make_one(shape: str, **options: Any) -> Driver:
+        tiny = make_tiny_model(shape, dtype="bfloat16", **SHAPES[shape])
+        options = {"page_size": 16, "max_model_len": 512, **options}
+        return make_driver(tiny.spec, tiny.folder, dtype="bfloat16", **options)
+
+    return make_one
+
+
+class Seen:
+    """The logits of each step, and how many steps were replayed."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.logits: list[Tensor] = []
+        self.num_recorded = 0
+        sampler, builder = driver.runner._sampler, driver.runner._builder
+        sample, build = sampler.sample, builder.build
+
+        def seeing_sample(logits: Tensor, batch: Any) -> Any:
+            self.logits.append(logits.clone())
+            return sample(logits, batch)
+
+        def seeing_build(plan: Any) -> Any:
+            batch = build(plan)
+            self.num_recorded += isinstance(batch.attention, Replayed)
+            return batch
+
+        sampler.sample, builder.build = seeing_sample, seeing_build
+
+    def take(self) -> Tensor:
+        """[T, V] of the steps since the last call."""
+        logits, self.logits = torch.cat(self.logits), []
+        return logits
+
+
+def begin(driver: Driver, prompts: Sequence[list[int]]) -> list[Request]:
+    """Requests with their first tokens, each prompt computed alone."""
+    reqs = [driver.start(prompt) for prompt in prompts]
+    for req in reqs:
+        driver.step([(req, len(req.tokens))])
+    return reqs
+
+
+def check_drafts(driver: Driver, work: Sequence[tuple[Request, list[int]]]) -> None:
+    """A step in which each request decodes with these drafts."""
+    plan = driver.plan([(req, 1 + len(drafts)) for req, drafts in work])
+    plan = replace(
+        plan,
+        samples=bytes([1] * len(work)),
+        num_drafts=int32(len(drafts) for _, drafts in work),
+        draft_ids=int32(draft for _, drafts in work for draft in drafts),
+    )
+    assert not driver.runner.launch(plan).wait().errors
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(7 * n + n * n // 5) % 90 + 3 for n in range(length)]
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_decodes(make, shape, options, recorded):
+    driver = make(shape, **options)
+    if not recorded:
+        driver.runner._builder._recordings = NoRecordings()
+    seen = Seen(driver)
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        (req,) = begin(driver, [prompt])
+        seen.take()
+        for _ in range(NUM_DRAFTS + 1):
+            driver.step([(req, 1)])
+        expected = seen.take()
+        (again,) = begin(driver, [prompt])
+        seen.take()
+        check_drafts(driver, [(again, req.output[1 : NUM_DRAFTS + 1])])
+        assert torch.equal(seen.take(), expected), length
+        for each in (req, again):
+            driver.finish(each)
+    assert seen.num_recorded == (len(LENGTHS) * (NUM_DRAFTS + 2) if recorded else 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"deterministic": True}], ids=str)
+def test_so_they_are_among_others(make, options):
+    """Whose prefixes are their own: what requests share is read for all at once, if that is not switched off."""
+    driver = make("llama", **options)
+    seen = Seen(driver)
+    prompts = [prompt_of(length)[::-1] for length in (40, 126, 200, 64)]
+    expected, drafts = [], []
+    for prompt in prompts:
+        (req,) = begin(driver, [prompt])
+        seen.take()
+        for _ in range(NUM_DRAFTS + 1):
+            driver.step([(req, 1)])
+        expected.append(seen.take())
+        drafts.append(req.output[1 : NUM_DRAFTS + 1])
+        driver.finish(req)
+    reqs = begin(driver, prompts)
+    seen.take()
+    counts = (8, 0, 5, 1)
+    check_drafts(driver, [(r, d[:n]) for r, d, n in zip(reqs, drafts, counts, strict=True)])
+    rows = [each[: n + 1] for each, n in zip(expected, counts, strict=True)]
+    assert torch.equal(seen.take(), torch.cat(rows))

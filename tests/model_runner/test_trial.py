@@ -1,0 +1,288 @@
+"""The largest step is tried on the loaded model, and the pool follows: on a device that reports what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from engine.model_runner import assembly, load
+from engine.model_runner.attention.backend import gathered_token_bytes
+from engine.model_runner.attention.split import split_backend
+from engine.model_runner.attention.torch_native import TorchNativeAttention
+from engine.model_runner.decode_graphs import sizes_to_record
+from engine.model_runner.join_group import Place
+from engine.model_runner.model_runner import ModelRunner
+from engine.model_runner.tp_group import SINGLE_RANK, SingleRank, TPGroup
+from engine.model_runner.trial import largest_step, prompt_lengths
+from engine.runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.runtime.errors import ConfigError
+from engine.runtime.feasibility import Capacity
+from engine.runtime.memory_budget import MIB
+from engine.runtime.model_files.source import ModelSource
+from engine.runtime.step_plan import StepPlan, StepResult
+
+from .conftest import TinyModel
+from .recording_device import DeviceAttention, RecordingDevice
+
+STEP_BYTES = 30 * MIB
+PLANNED = Capacity(max_model_len=64, num_pages=7, page_size=4, max_running_requests=6, vocab_size=96)
+MANY = replace(PLANNED, max_running_requests=200)
+PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, head dim, bytes
+
+
+class Memory:
+    """Of a device on which the largest step takes 30 MiB and its own KV pool."""
+
+    def __init__(self) -> None:
+        self.pools: list[int] = []
+        self.free = 100 * MIB
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def watch_peak(self) -> Callable[[], int]:
+        return lambda: STEP_BYTES + self.pools[-1]
+
+
+class Graphs(RecordingDevice):
+    """Of which the largest takes 8 MiB and each other one 1 MiB."""
+
+    def free_bytes(self) -> int:
+        return 100 * MIB - (7 * MIB + self.num_captured * MIB if self.num_captured else 0)
+
+
+class SmallNeighbour(SingleRank):
+    """Another rank has less memory."""
+
+    def min_over_ranks(self, value: int) -> int:
+        return min(value, 99)
+
+
+class Loading:
+    """Loads a tiny model onto a device that reports what it is told.
+
+    Attributes:
+        results: of the steps of the last trial.
+        runners: as they were made.
+    """
+
+    def __init__(self, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tiny, self.memory = tiny, Memory()
+        self.results: list[StepResult] = []
+        self.plans: list[StepPlan] = []
+        self.runners: list[ModelRunner] = []
+        assemble, launch = assembly.assemble_runner, ModelRunner.launch
+
+        def watched(*args: Any) -> ModelRunner:
+            runner = assemble(*args)
+            self.memory.pools.append(runner.kv_pool.num_bytes)
+            self.runners.append(runner)
+            return runner
+
+        def watched_launch(runner: ModelRunner, plan: StepPlan) -> Any:
+            pending = launch(runner, plan)
+            wait = pending.wait
+
+            def watched_wait() -> StepResult:
+                self.plans.append(plan)
+                self.results.append(wait())
+                return self.results[-1]
+
+            monkeypatch.setattr(pending, "wait", watched_wait)
+            return pending
+
+        monkeypatch.setattr(load, "make_device_memory", lambda _device: self.memory)
+        monkeypatch.setattr(load, "assemble_runner", watched)
+        monkeypatch.setattr(ModelRunner, "launch", watched_launch)
+
+    def __call__(
+        self,
+        *,
+        group: TPGroup = SINGLE_RANK,
+        planned: Capacity = PLANNED,
+        len_is_estimate: bool = False,
+        **cache: Any,
+    ) -> ModelRunner:
+        config = EngineConfig(
+            model=ModelConfig(
+                dtype="float32",
+                device="cpu",
+                num_threads=torch.get_num_threads(),
+                max_model_len=64,
+                len_is_estimate=len_is_estimate,
+            ),
+            cache=CacheConfig(page_size=4, mem_fraction=0.5, **cache),
+            scheduler=SchedulerConfig(
+                chunked_prefill_size=40, max_running_requests=planned.max_running_requests
+            ),
+        )
+        source = ModelSource("hf", str(self.tiny.folder), "test")
+        return load.load_model_runner(config, source, self.tiny.spec, planned, Place(group, None))
+
+
+@pytest.fixture
+def make(make_tiny_llama: Callable[..., TinyModel], monkeypatch: pytest.MonkeyPatch) -> Loading:
+    return Loading(make_tiny_llama(), monkeypatch)
+
+
+def no_memory(*_args: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+
+def test_an_estimated_pool_holds_no_more_than_all_requests_together(make):
+    assert make(pool_is_estimate=True).capacity.num_pages == 6 * 16
+
+
+@pytest.mark.parametrize("gathered_token_bytes", [0, PAGE_BYTES // 8])
+def test_an_estimated_pool_takes_its_share_of_what_is_left(make, monkeypatch, gathered_token_bytes):
+    """Of 34 MiB less 30, half; where attention gathers, that memory is its pages' as well."""
+    monkeypatch.setattr(TorchNativeAttention, "gathered_token_bytes", gathered_token_bytes)
+    monkeypatch.setattr(assembly, "select_backend", lambda *_args: TorchNativeAttention)
+    make.memory.free = 34 * MIB
+
+    runner = make(planned=MANY, pool_is_estimate=True)
+
+    assert runner.capacity.num_pages == int(2 * MIB / (PAGE_BYTES + 4 * gathered_token_bytes)) - 1
+
+
+def test_attention_that_gathers_says_what_it_takes_of_a_token(make):
+    make(pool_is_estimate=True)
+    prompts = make.runners[0]._builder._attention
+    other = type("Reads", (), {"name": "reads", "__init__": lambda self, *_args: None})
+    assert gathered_token_bytes(other()) == 0
+    native = TorchNativeAttention(
+        make.tiny.spec, make.runners[0].kv_pool, make.runners[0]._builder.req_to_token, prompts
+    )
+    assert gathered_token_bytes(native) == 2 * (2 * 2 * 8 * 4), "keys, values, heads, head dim, bytes; twice"
+    split = split_backend(cast("Any", other), TorchNativeAttention)
+    parts: Any = (make.tiny.spec, make.runners[0].kv_pool, make.runners[0]._builder.req_to_token, prompts)
+    assert gathered_token_bytes(split(*parts)) == gathered_token_bytes(native)
+
+
+def test_the_trial_asks_for_all_that_clients_can_ask_for(make):
+    """Else what they ask for later takes memory that the pool has by then."""
+    make(pool_is_estimate=True, planned=replace(PLANNED, num_host_pages=3))
+
+    moving, largest = make.plans
+    result = make.results[-1]
+    assert moving.swap_outs and moving.swap_ins and moving.page_copies
+    assert largest.total_num_scheduled_tokens == 40 and len(result.logprobs) == 6
+    assert all(each is not None and each.top_k == 20 for each in result.logprobs)
+    assert {each.top_k for each in result.prompt_logprobs.values()} == {20}
+    assert len(make.runners[0]._counts.in_prompt) >= 6, "everybody has penalties"
+
+
+def test_the_largest_step_is_the_schedulers(make, caplog):
+    """A token of each that may run, and a page of a prompt."""
+    with caplog.at_level("INFO"):
+        make(planned=MANY, pool_is_estimate=True)
+    assert "tokens=204 requests=200" in caplog.text
+
+
+def test_a_context_that_nobody_asked_for_becomes_what_fits(make, monkeypatch, caplog):
+    monkeypatch.setattr(TorchNativeAttention, "gathered_token_bytes", 0)
+    make.memory.free = 30 * MIB + 18 * 2 * PAGE_BYTES
+    asked = {"planned": replace(PLANNED, max_model_len=512), "pool_is_estimate": True}
+    with pytest.raises(ConfigError, match="max_model_len is 512, but the device holds"):
+        make(**asked)
+    make.memory.free = 30 * MIB + 66 * 2 * PAGE_BYTES
+    with caplog.at_level("INFO"):
+        runner = make(len_is_estimate=True, **asked)
+    assert (runner.capacity.num_pages, runner.capacity.max_model_len) == (65, 260)
+    assert "max_model_len=260, not 512 as planned: (30 MiB free beside the weights" in caplog.text
+    assert runner._builder.req_to_token.shape[1] == 260
+    neighbour = make(len_is_estimate=True, group=SmallNeighbour(), **asked)
+    assert neighbour.capacity.max_model_len == 99, "as on the rank that has least"
+
+
+def test_a_pool_that_was_asked_for_stands(make):
+    runner = make()
+    assert runner.capacity == PLANNED
+    assert runner.kv_pool.num_bytes == 8 * PAGE_BYTES
+
+
+def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
+    device = torch.device("cuda")
+    monkeypatch.setattr(
+        load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, num, device)
+    )
+    monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
+    monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
+    with caplog.at_level("INFO"):
+        runner = make(pool_is_estimate=True)
+
+    assert "(100 MiB free beside the weights - 30 MiB largest step - 13 MiB decode graphs)" in caplog.text
+    assert len(runner.sizes.recorded_bytes) == 6, "all sizes, in the end"
+
+
+def test_the_rank_with_the_least_memory_decides(make):
+    assert make(group=SmallNeighbour(), pool_is_estimate=True).capacity.num_pages == 96
+    assert make(group=SmallNeighbour(), pool_is_estimate=True).kv_pool.num_bytes == 97 * PAGE_BYTES
+
+
+def test_a_step_that_does_not_fit_beside_the_weights_is_an_error(make, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "_forward", no_memory)
+    with pytest.raises(
+        ConfigError,
+        match="the device has 100 MiB free, too little for the largest step beside the weights, 40 tokens of 6 "
+        "requests: CUDA out of memory.*lower --chunked-prefill-size or --max-running-requests",
+    ):
+        make(pool_is_estimate=True)
+
+
+def test_weights_that_do_not_fit_are_an_error(make, monkeypatch):
+    monkeypatch.setattr(load, "build_model", no_memory)
+    with pytest.raises(ConfigError, match="100 MiB free, too little for the weights: CUDA out.*lower"):
+        make(pool_is_estimate=True)
+
+
+@pytest.mark.parametrize(
+    ("num_before", "message"),
+    [
+        (0, "too little for the largest step beside the weights, 40 tokens .*--chunked-prefill-size"),
+        (1, "too little for recorded decodes of 6 requests: .*--cuda-graph-max-bs"),
+        (2, "too little for a KV pool of 384 tokens and 6 recorded decodes: .*--mem-fraction, --max-total"),
+    ],
+)
+def test_a_runner_that_cannot_be_made_is_an_error_with_a_way_out(make, monkeypatch, num_before, message):
+    device = torch.device("cuda")
+    monkeypatch.setattr(
+        load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, num, device)
+    )
+    monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
+    monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
+    honest = vars(load)["assemble_runner"]
+    calls: list[None] = []
+
+    def assemble(*args: Any) -> ModelRunner:
+        calls.append(None)
+        if len(calls) > num_before:
+            no_memory()
+        runner: ModelRunner = honest(*args)
+        return runner
+
+    monkeypatch.setattr(load, "assemble_runner", assemble)
+    with pytest.raises(ConfigError, match=message):
+        make(pool_is_estimate=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6, 40, 63 + 5, 200, 6 * 63])
+def test_the_largest_step_is_full_and_everybody_samples(tokens):
+    lengths = prompt_lengths(tokens, PLANNED)
+    plan = largest_step(lengths, PLANNED)
+
+    assert sum(lengths) == plan.total_num_scheduled_tokens == tokens
+    assert len(lengths) == min(6, tokens) and max(lengths) < 64
+    slots = np.frombuffer(plan.out_cache_loc, dtype=np.int32)
+    assert len(set(slots.tolist())) == tokens and slots.min() >= 4
+    assert plan.samples == bytes([1]) * len(lengths)
+
+
+def test_on_the_cpu_the_plan_stands(make_tiny_llama, make_driver):
+    tiny = make_tiny_llama()
+    assert make_driver(tiny.spec, tiny.folder).runner.capacity.num_pages == 512
