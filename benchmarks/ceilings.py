@@ -1,0 +1,141 @@
+"""What this machine's CPU can do at most: read bandwidth at a model's footprint, and the rates of products.
+
+    python benchmarks/ceilings.py [--megabytes 269 98] [--threads 1 2] [--json FILE]
+
+The bandwidth is that of reading once through memory of the size of the model's weights, which a step does too: what a
+large cache keeps from one round to the next it would keep from one step to the next. Rates are those of oneDNN: packed
+weights in bf16, and int8 on unsigned activations (AVX-512 VNNI or AMX) through torch's quantised linear layer, left out
+where torch has none. Best of many short runs: what disturbs a shared machine only ever makes it slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.runtime.openmp import shorten_spinning
+
+BF16_MEGABYTES = 269  # SmolLM2-135M in bf16, the output head tied to the embedding
+Q4_1_MEGABYTES = 98  # its GGUF file, Q4_1 with the embedding in Q8_0
+INPUTS, OUTPUTS = 576, 3072  # gate and up of SmolLM2-135M, its largest linear layer but the head
+FEW_TOKENS, MANY_TOKENS = 64, 512  # of a product: a full decode batch, a piece of a prompt
+ROUNDS = 30
+
+
+class Ceiling(msgspec.Struct, frozen=True):
+    """One figure of the machine.
+
+    Attributes:
+        what: "read" in GB/s, or "bf16" or "int8" products in GFLOP/s or GOP/s.
+        size: megabytes that are read, tokens that are multiplied.
+    """
+
+    what: str
+    size: int
+    num_threads: int
+    rate: float
+
+    def __str__(self) -> str:
+        """A line to read."""
+        if self.what == "read":
+            return f"read bandwidth, {self.size} MB, {self.num_threads} threads: {self.rate:6.1f} GB/s"
+        unit = "GFLOP/s" if self.what == "bf16" else "GOP/s"
+        return f"{self.what} product, M={self.size}, {self.num_threads} threads: {self.rate:6.0f} {unit}"
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="what this CPU can do at most")
+    parser.add_argument(
+        "--megabytes",
+        type=int,
+        nargs="+",
+        default=[BF16_MEGABYTES, Q4_1_MEGABYTES],
+        help="footprints: bytes of a model's weights / 10^6",
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--json", type=Path, help="write them to this file, too")
+    args = parser.parse_args()
+    ceilings = []
+    for ceiling in measure(args.megabytes, args.threads):
+        print(ceiling, flush=True)
+        ceilings.append(ceiling)
+    if args.json:
+        args.json.write_bytes(msgspec.json.encode(ceilings) + b"\n")
+
+
+def measure(megabytes: Sequence[int], threads: Sequence[int]) -> Iterable[Ceiling]:
+    """All figures, one after the other; sets torch's number of threads."""
+    import torch
+
+    for num_threads in threads:
+        torch.set_num_threads(num_threads)
+        for size in megabytes:
+            yield Ceiling("read", size, num_threads, read_bandwidth(size))
+        for num_tokens in (FEW_TOKENS, MANY_TOKENS):
+            yield Ceiling("bf16", num_tokens, num_threads, product_rate(num_tokens))
+        for num_tokens in (FEW_TOKENS, MANY_TOKENS):
+            if (rate := int8_product_rate(num_tokens)) is not None:
+                yield Ceiling("int8", num_tokens, num_threads, rate)
+
+
+def best_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """The shortest of many runs."""
+    work()
+    shortest = float("inf")
+    for _ in range(rounds):
+        started_s = time.perf_counter()
+        work()
+        shortest = min(shortest, time.perf_counter() - started_s)
+    return shortest
+
+
+def read_bandwidth(megabytes: int) -> float:
+    """GB/s of reading once through so much memory with torch's threads."""
+    import torch
+
+    memory = torch.ones(megabytes * 1_000_000 // 4, dtype=torch.int32).view(torch.float32)
+    return memory.nbytes / best_s(memory.amax) / 1e9
+
+
+def product_rate(num_tokens: int, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float:
+    """GFLOP/s of one linear layer through oneDNN."""
+    import torch
+
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(outputs, inputs).to(torch.bfloat16), None)
+    x = torch.randn(num_tokens, inputs).to(torch.bfloat16)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    taken_s = best_s(lambda: multiply(x, weight, None, "none", [], ""))
+    return 2 * num_tokens * inputs * outputs / taken_s / 1e9
+
+
+def int8_product_rate(num_tokens: int, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float | None:
+    """GOP/s of one linear layer of int8 weights and uint8 activations through oneDNN, None where torch has no such.
+
+    Its answer is float32, as a kernel's would be that goes on in floating point.
+    """
+    import torch
+
+    scale, zero = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
+    x = torch.randint(0, 255, (num_tokens, inputs), dtype=torch.uint8)
+    weight = torch.randint(-127, 127, (inputs, outputs), dtype=torch.int8)
+    try:
+        packed = torch.ops.onednn.qlinear_prepack(weight.t().contiguous(), list(x.shape))
+        multiply = torch.ops.onednn.qlinear_pointwise
+
+        def work() -> object:
+            return multiply(x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], "")
+
+        taken_s = best_s(work)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    return 2 * num_tokens * inputs * outputs / taken_s / 1e9
+
+
+if __name__ == "__main__":
+    shorten_spinning()
+    main()

@@ -1,0 +1,389 @@
+"""Our CPU kernels beside plain torch: each kernel alone, then whole steps of a model.
+
+    python benchmarks/cpu_kernels.py [--threads 2] [--what kernels steps] [--cpu-time]
+
+Both sides run in turn, in one process, on the same inputs; the shortest run of each counts, because what disturbs a
+shared machine only ever makes it slower. `--cpu-time` counts the time of this process's threads instead of the clock's:
+use it with one thread where other work keeps the cores busy. Weights of steps are random (`--load-format dummy`), the
+shapes those of SmolLM2-135M.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+from engine.runtime.openmp import shorten_spinning
+
+if TYPE_CHECKING:
+    from engine.model_runner.model_runner import ModelRunner
+    from engine.runtime.model_files.model_spec import ModelSpec
+    from engine.runtime.step_plan import StepPlan
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 576, 1536, 9, 3, 64, 30, 49_152
+PAGE_SIZE = 16
+MAX_LEN = 2048
+MAX_REQUESTS = 64
+
+
+class Case(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        work: what is done, and in which unit: bytes read or operations; the table shows it per nanosecond.
+    """
+
+    name: str
+    torch: Callable[[], object]
+    native: Callable[[], object]
+    work: float
+    unit: str
+    rounds: int = 30
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description="CPU kernels beside plain torch")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--what", nargs="+", choices=["kernels", "steps"], default=["kernels", "steps"])
+    parser.add_argument("--cpu-time", action="store_true")
+    args = parser.parse_args()
+    import torch
+
+    from engine.model_runner.kernels.cpu.library import reasons_against_library
+
+    torch.set_num_threads(args.threads)
+    if "steps" in args.what and (reasons := reasons_against_library()):
+        sys.exit(f"steps would compare torch with itself: {'; '.join(reasons)}; use --what kernels")
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    print(f"{'':44} {'torch us':>10} {'native us':>10} {'ratio':>6}")
+    with torch.inference_mode():
+        if "kernels" in args.what:
+            for case in itertools.chain(linears(), small_operations(), attention()):
+                show(case, clock)
+        if "steps" in args.what:
+            show_steps(args.threads, clock)
+
+
+def show(case: Case, clock: Callable[[], float]) -> None:
+    """Both sides in turn; the shortest of each."""
+    best = {"torch": float("inf"), "native": float("inf")}
+    for _ in range(case.rounds):
+        for name, work in (("torch", case.torch), ("native", case.native)):
+            started_s = clock()
+            work()
+            best[name] = min(best[name], clock() - started_s)
+    ratio = best["torch"] / best["native"]
+    rate = f"{case.work / best['native'] / 1e9:8.1f} {case.unit}" if case.work else ""
+    print(
+        f"{case.name:44} {best['torch'] * 1e6:10.1f} {best['native'] * 1e6:10.1f} {ratio:6.2f} {rate}",
+        flush=True,
+    )
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def linears() -> Iterator[Case]:
+    """All linear layers of the model, one after the other: its whole footprint is read, as in a step."""
+    import torch
+
+    from engine.model_runner.kernels import plain
+    from engine.model_runner.kernels.native import native_ops
+
+    shapes = [((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN)]
+    shapes += [(HIDDEN, INNER)]
+    weights = [torch.randn(shape).to(torch.bfloat16) for _ in range(LAYERS) for shape in shapes]
+    weights.append(torch.randn(VOCAB, HIDDEN).to(torch.bfloat16))
+    ops = native_ops()
+    sides = [[pack(weight) for weight in weights] for pack in (plain.pack_linear_onednn, ops.pack_linear)]
+    numbers = sum(weight.numel() for weight in weights)
+    for num_tokens in (1, 4, 16, 64, 512):
+        xs = {size: torch.randn(num_tokens, size).to(torch.bfloat16) for size in (HIDDEN, INNER)}
+
+        def run(side: list[Any], xs: dict[int, Any] = xs) -> None:
+            for linear, weight in zip(side, weights, strict=True):
+                linear(xs[weight.shape[1]])
+
+        yield Case(
+            f"all linears, {num_tokens} tokens (torch: oneDNN)",
+            lambda run=run: run(sides[0]),  # type: ignore[misc]
+            lambda run=run: run(sides[1]),  # type: ignore[misc]
+            2 * numbers if num_tokens < 16 else 2 * numbers * num_tokens,
+            "GB/s" if num_tokens < 16 else "GFLOP/s",
+            rounds=20 if num_tokens < 64 else 6,
+        )
+
+
+def small_operations() -> Iterator[Case]:
+    """What stands between the products."""
+    import torch
+
+    from engine.model_runner.kernels import plain
+    from engine.model_runner.kernels.native import native_ops
+    from engine.model_runner.ops import LayerKV
+
+    ops = native_ops()
+    for num_tokens in (1, 64, 1024):
+        x, residual = (torch.randn(num_tokens, HIDDEN).to(torch.bfloat16) for _ in range(2))
+        weight = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        gate_up = torch.randn(num_tokens, 2 * INNER).to(torch.bfloat16)
+        qkv = torch.randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM).to(torch.bfloat16)
+        cos = sin = torch.ones(num_tokens, HEAD_DIM, dtype=torch.bfloat16)
+        kv = LayerKV(*(torch.zeros(2048, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in "kv"))
+        loc = torch.randperm(2048)[:num_tokens]
+        for name, arguments in {
+            "add_rms_norm": (x, residual, weight, 1e-5),
+            "silu_and_mul": (gate_up,),
+            "rotate_and_store": (qkv, None, cos, sin, kv, loc),
+        }.items():
+            theirs, ours = getattr(plain, name), getattr(ops, name)
+            yield Case(
+                f"{name}, {num_tokens} tokens",
+                lambda f=theirs, a=arguments: f(*a),  # type: ignore[misc]
+                lambda f=ours, a=arguments: f(*a),  # type: ignore[misc]
+                0.0,
+                "",
+                rounds=300,
+            )
+
+
+def attention() -> Iterator[Case]:
+    """One layer, keys and values on pages in random order."""
+    import numpy as np
+    import torch
+
+    from engine.model_runner.attention.backend import BatchLayout
+    from engine.model_runner.attention.cpu_native import CpuNativeAttention
+    from engine.model_runner.attention.torch_native import TorchNativeAttention
+    from engine.model_runner.input_buffers import InputBuffers
+    from engine.model_runner.kv_pool import KVPool
+
+    device = torch.device("cpu")
+    num_pages = MAX_REQUESTS * MAX_LEN // PAGE_SIZE
+    kv_pool = KVPool(
+        num_layers=1,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    for pool in (*kv_pool.k, *kv_pool.v):
+        pool.normal_()
+    for num_requests, length, shared, new in (
+        (1, 256, 0, 1),
+        (1, 1024, 0, 1),
+        (16, 512, 0, 1),
+        (64, 512, 0, 1),
+        (64, 1056, 1024, 1),
+        (1, 1900, 0, 1900),
+        (1, 1024, 0, 256),
+    ):
+        pages = np.random.default_rng(0).permutation(np.arange(1, num_pages + 1))
+        pages = pages[: num_requests * (MAX_LEN // PAGE_SIZE)].reshape(num_requests, -1)
+        pages[:, : shared // PAGE_SIZE] = pages[0, : shared // PAGE_SIZE]
+        slots = (pages[:, :, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(num_requests, -1)
+        table = torch.from_numpy(slots.astype(np.int32))
+        layout = BatchLayout(
+            np.arange(num_requests),
+            np.full(num_requests, length - new),
+            np.full(num_requests, new),
+            0 if new == 1 else num_requests,
+        )
+        q = torch.randn(num_requests * new, HEADS, HEAD_DIM).to(torch.bfloat16)
+        steps = [
+            backend(model_spec(1), kv_pool, table, InputBuffers(device)).plan_step(layout)
+            for backend in (TorchNativeAttention, CpuNativeAttention)
+        ]
+        operations = 4 * HEADS * HEAD_DIM * num_requests * new * (length - new / 2)
+        yield Case(
+            f"attention, {num_requests} x {new} new of {length}, {shared} shared",
+            lambda step=steps[0], q=q: step.forward(0, q),  # type: ignore[misc]
+            lambda step=steps[1], q=q: step.forward(0, q),  # type: ignore[misc]
+            operations if new > 1 else 4.0 * num_requests * length * KV_HEADS * HEAD_DIM,
+            "GFLOP/s" if new > 1 else "GB/s of keys and values as if nothing was shared",
+            rounds=10,
+        )
+
+
+# ---------------------------------------------------------------- whole steps
+
+
+def model_spec(num_layers: int) -> ModelSpec:
+    """SmolLM2-135M's, with so many layers."""
+    from engine.runtime.model_files.model_spec import ModelSpec
+
+    return ModelSpec(
+        model_type="llama",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_layers=num_layers,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        rms_norm_eps=1e-5,
+        rope_theta=1e5,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        torch_dtype="bfloat16",
+    )
+
+
+class Player:
+    """Plays the scheduler for one runner: requests of random tokens, pages handed out in turn."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.step_id = 0
+        self.finished: list[int] = []
+
+    def step(
+        self, lens: Sequence[int], new: int, tokens: Sequence[Sequence[int]] | None, shared: int = 0
+    ) -> None:
+        """Compute the last `new` tokens of requests with these lengths; see `plan`."""
+        self.runner.launch(self.plan(lens, new, tokens, shared)).wait()
+
+    def plan(
+        self, lens: Sequence[int], new: int, tokens: Sequence[Sequence[int]] | None, shared: int = 0
+    ) -> StepPlan:
+        """The plan of a step that computes the last `new` tokens of requests with these lengths, in rows 0, 1, ...
+
+        Args:
+            tokens: of each, if they start with this step.
+            shared: tokens at the beginning that lie in row 0's pages.
+        """
+        import numpy as np
+
+        from engine.runtime.sampling_params import SamplingParams
+        from engine.runtime.step_plan import ForwardMode, NewReq, StepPlan
+
+        def int32(values: Any) -> bytes:
+            return np.asarray(values, dtype=np.int32).tobytes()
+
+        def slots(row: int, start: int, stop: int) -> Any:
+            at = np.arange(start, stop)
+            return np.where(at < shared, at, row * MAX_LEN + at) + PAGE_SIZE
+
+        self.step_id += 1
+        sampling = SamplingParams(temperature=0.0, seed=0, max_new_tokens=MAX_LEN, ignore_eos=True)
+        new_reqs = [
+            NewReq(f"r{row}", row, int32(mine), len(mine), int32(slots(row, 0, len(mine) - new)), sampling)
+            for row, mine in enumerate(tokens or ())
+        ]
+        plan = StepPlan(
+            step_id=self.step_id,
+            mode=ForwardMode.DECODE if new == 1 else ForwardMode.EXTEND,
+            rows=int32(range(len(lens))),
+            num_computed_tokens=int32([length - new for length in lens]),
+            num_scheduled_tokens=int32([new] * len(lens)),
+            out_cache_loc=int32(
+                np.concatenate([slots(row, length - new, length) for row, length in enumerate(lens)])
+            ),
+            samples=bytes([1] * len(lens)),
+            total_num_scheduled_tokens=new * len(lens),
+            new_reqs=tuple(new_reqs),
+            finished_rows=int32(self.finished),
+        )
+        self.finished = []
+        return plan
+
+
+@contextmanager
+def without_native() -> Iterator[None]:
+    """Runners that are loaded within compute with torch and oneDNN only."""
+    from engine.model_runner import assembly, load, op_selection
+    from engine.model_runner.attention import selection
+
+    makers = {
+        op: [maker for maker in makers if maker.name != "native"]
+        for op, makers in op_selection.MAKERS.items()
+    }
+    backends = tuple(backend for backend in selection.BACKENDS if backend.name != "native")
+    with (
+        patch.object(load, "select_ops", lambda target: op_selection.select_ops(target, makers)),
+        patch.object(assembly, "select_backend", partial(selection.select_backend, backends=backends)),
+    ):
+        yield
+
+
+def make_player(num_threads: int, recorded: bool = True) -> Player:
+    """A runner with random weights; `recorded`: it may record steps and replay them, where it can."""
+    from engine.model_runner.load import load_model_runner
+    from engine.runtime.config import CacheConfig, EngineConfig, ModelConfig
+    from engine.runtime.device_config import KernelConfig
+    from engine.runtime.feasibility import Capacity
+    from engine.runtime.model_files.source import ModelSource
+
+    config = ModelConfig(dtype="bfloat16", device="cpu", num_threads=num_threads, load_format="dummy", seed=1)
+    capacity = Capacity(MAX_LEN, MAX_REQUESTS * MAX_LEN // PAGE_SIZE, PAGE_SIZE, MAX_REQUESTS, VOCAB, 0)
+    return Player(
+        load_model_runner(
+            EngineConfig(
+                model=config,
+                cache=CacheConfig(page_size=PAGE_SIZE),
+                kernels=KernelConfig(cuda_graph="auto" if recorded else False),
+            ),
+            ModelSource("hf", "dummy", "benchmark"),
+            model_spec(LAYERS),
+            capacity,
+        )
+    )
+
+
+def show_steps(num_threads: int, clock: Callable[[], float]) -> None:
+    """Decode steps and a prompt through the whole runner: plan, model, sampling."""
+    with without_native():
+        theirs = make_player(num_threads)
+    players = {"torch": theirs, "native": make_player(num_threads)}
+    source = random.Random(0)
+    for num_requests, length, shared in (
+        (1, 256, 0),
+        (1, 1024, 0),
+        (16, 512, 0),
+        (64, 512, 0),
+        (64, 1056, 1024),
+    ):
+        prompts = [[source.randrange(VOCAB) for _ in range(length)] for _ in range(num_requests)]
+        best = dict.fromkeys(players, float("inf"))
+        for turn in range(12):
+            for name, player in players.items():
+                # The first step brings the requests, with whatever the pool holds as their past.
+                tokens = prompts if turn == 0 else None
+                started_s = clock()
+                player.step([length + turn] * num_requests, 1, tokens, shared)
+                if turn:
+                    best[name] = min(best[name], clock() - started_s)
+        for player in players.values():
+            player.finished = list(range(num_requests))
+        show_step(f"decode step, {num_requests} x {length}, {shared} shared", best)
+    best = dict.fromkeys(players, float("inf"))
+    for _ in range(3):
+        prompt = [source.randrange(VOCAB) for _ in range(1900)]
+        for name, player in players.items():
+            started_s = clock()
+            player.step([1900], 1900, [prompt])
+            best[name] = min(best[name], clock() - started_s)
+            player.finished = [0]
+    show_step("prompt of 1,900 tokens", best)
+
+
+def show_step(name: str, best: dict[str, float]) -> None:
+    """One line of the table."""
+    ratio = best["torch"] / best["native"]
+    print(f"{name:44} {best['torch'] * 1e6:10.0f} {best['native'] * 1e6:10.0f} {ratio:6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    shorten_spinning()
+    main()

@@ -1,0 +1,423 @@
+"""How fast is the engine on this GPU, and what would the GPU allow? Dummy weights in the shapes of real models.
+
+    python3 benchmarks/gpu_path.py benchmarks.gpu_bench [--only Qwen3-0.6B] [--json bench.json]
+
+Under eight minutes on one Hopper GPU without network. `make gpu-bench` is the same. With `--device cpu --tiny` it tests
+itself. Scheduler, runner and pipeline are the product's, on one thread; only the HTTP side is missing. For each model:
+
+    step      from the end of one decode step to the end of the next, median, everybody at about the same context
+    busy      share of that time that the device worked
+    host      what the host does in a step besides waiting for the device
+    prefill   prompt tokens per second, prompts alone
+    offline   256 requests with 100 to 1024 random tokens in and as many others out, all at once: output tokens per s
+
+The best that the device allows is measured first: bytes of a device-to-device copy and a large bf16 matrix product. A
+decode step must read all weights and all KV of its batch, and multiply each weight with each request.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_models import SHAPES, TINY_SHAPE, write_shape
+from benchmarks.gpu_sections import Figure, LoggedMessages, Report, Section, run_sections
+from engine.runtime.config_sources import from_arguments, merge
+from engine.runtime.feasibility import capacity_of
+from engine.runtime.messages import BatchTokenOutput, GenerateRequest
+from engine.runtime.prepare import prepare
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import ForwardMode, Pending, Runner, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from engine.runtime.model_files.model_spec import ModelSpec
+
+BUDGET_S: Final = 470.0
+DECODES: Final = (
+    (1, 512),
+    (8, 512),
+    (64, 768),
+    (256, 768),
+)  # requests, context in the middle of what is measured
+STEPS: Final = 64
+OFFLINE_REQUESTS: Final = 256
+OFFLINE_RANGE: Final = (100, 1024)
+PEER_MODEL: Final = "Qwen3-0.6B"
+TARGETS: Final[dict[str, float]] = {
+    "Llama-3.1-8B step, 1 request": 4.7,
+    "Llama-3.1-8B step, 64 requests": 7.5,
+    "Llama-3.1-8B step, 256 requests": 15.0,
+    "Qwen3-0.6B step, 1 request": 0.9,
+    "Qwen3-0.6B offline": 25_000,
+    "Llama-3.1-8B offline": 9_500,
+    "Qwen3-8B offline": 9_500,
+}
+MIN_PREFILL_FRACTION: Final = 0.7
+MIN_BUSY: Final = 0.99
+HOST_TARGETS_MS: Final = {1: 0.25, 256: 0.8}
+
+
+# ---------------------------------------------------------------- what the device can do
+
+
+class Ceilings(NamedTuple):
+    """Of the device: bytes per second that a copy reads and writes, and bf16 operations per second."""
+
+    bytes_per_s: float
+    flops: float
+
+
+def measure_ceilings(device: str) -> Ceilings:
+    """A second on a GPU."""
+    on_gpu = device == "cuda"
+    source = torch.empty((2 << 30) if on_gpu else (32 << 20), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = _time_of(partial(target.copy_, source), device)
+    size = 8192 if on_gpu else 512
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    product_s = _time_of(partial(torch.mm, a, b), device)
+    num_bytes = 2 * source.nbytes
+    del source, target, a, b
+    if on_gpu:
+        torch.cuda.empty_cache()  # the engine takes what the driver says is free
+    return Ceilings(num_bytes / copy_s, 2 * size**3 / product_s)
+
+
+def _time_of(work: Callable[[], object], device: str, rounds: int = 10) -> float:
+    """Seconds, mean after three unmeasured calls."""
+    for _ in range(3):
+        work()
+    _synchronise(device)
+    started_s = time.perf_counter()
+    for _ in range(rounds):
+        work()
+    _synchronise(device)
+    return (time.perf_counter() - started_s) / rounds
+
+
+def _synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def ceilings(report: Report) -> None:
+    """Print them alone, first."""
+    if report.device == "cuda":
+        report.note(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    found = measure_ceilings(report.device)
+    report.figure(Figure("device-to-device copy, read and written", found.bytes_per_s / 1e12, "TB/s"))
+    report.figure(Figure("bf16 matrix product", found.flops / 1e12, "TFLOP/s"))
+
+
+class Best:
+    """What a step takes at least, by the ceilings and the model's size; milliseconds and tokens per second."""
+
+    def __init__(self, spec: ModelSpec, found: Ceilings) -> None:
+        self._found = found
+        # An embedding of its own is only looked up in.
+        looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
+        self._num_weights = spec.num_parameters - looked_up
+        self._head = spec.vocab_size * spec.hidden_size
+        self._kv_bytes = spec.kv_bytes_per_token(2)
+
+    def step_ms(self, batch: int, context: float) -> float:
+        """A decode step."""
+        reading_s = (2 * self._num_weights + batch * context * self._kv_bytes) / self._found.bytes_per_s
+        return 1e3 * max(reading_s, 2 * self._num_weights * batch / self._found.flops)
+
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second; the head is for the last token of each only."""
+        return self._found.flops / (2 * (self._num_weights - self._head))
+
+
+# ---------------------------------------------------------------- the engine on one thread
+
+
+class Step(NamedTuple):
+    """One settled step; times in seconds."""
+
+    mode: ForwardMode
+    num_rows: int
+    num_tokens: int
+    mean_context: float
+    forward_s: float
+    waited_s: float
+    ended_s: float
+
+
+class TimedRunner:
+    """A runner that notes what each step took."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.steps: list[Step] = []
+        self.waited_s = 0.0  # in all
+
+    def launch(self, plan: StepPlan) -> Pending:
+        return _TimedStep(self, plan, self._runner.launch(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedStep:
+    runner: TimedRunner
+    plan: StepPlan
+    pending: Pending
+
+    def wait(self) -> StepResult:
+        started_s = time.perf_counter()
+        result = self.pending.wait()
+        ended_s = time.perf_counter()
+        self.runner.waited_s += ended_s - started_s
+        lengths = np.frombuffer(self.plan.num_computed_tokens, np.int32) + 1
+        self.runner.steps.append(
+            Step(
+                self.plan.mode,
+                len(lengths),
+                self.plan.total_num_scheduled_tokens,
+                float(lengths.mean()) if len(lengths) else 0.0,
+                result.forward_s,
+                ended_s - started_s,
+                ended_s,
+            )
+        )
+        return result
+
+
+class Work(NamedTuple):
+    """One request: tokens in and out."""
+
+    prompt_len: int
+    output_len: int
+
+
+class Run(NamedTuple):
+    """What came of some requests."""
+
+    steps: list[Step]
+    host_s: list[float]  # of each pass: what was not waiting
+    num_output_tokens: int
+    seconds: float
+
+
+class Engine:
+    """Scheduler, runner and pipeline of a model with dummy weights."""
+
+    def __init__(self, folder: Path, device: str, **settings: Any) -> None:
+        from engine.model_runner.load import load_model_runner
+        from engine.scheduler.pipeline import Pipeline
+        from engine.scheduler.recorder import NoRecorder
+        from engine.scheduler.scheduler import Scheduler
+
+        arguments = {"model": str(folder), "load_format": "dummy", "device": device, "dtype": "bfloat16"}
+        prepared = prepare(merge(from_arguments({**arguments, "seed": 1, **settings})))
+        config, self.spec = prepared.config, prepared.spec
+        runner = load_model_runner(config, prepared.source, self.spec, capacity_of(config, self.spec))
+        self._runner = TimedRunner(runner)
+        self._scheduler = Scheduler(config.scheduler, config.cache, runner.capacity, frozenset())
+        overlap = config.scheduler.overlap
+        assert overlap != "auto"
+        self._pipeline = Pipeline(
+            self._scheduler, self._runner, NoRecorder(), time.monotonic, overlap=overlap
+        )
+        self._random = np.random.default_rng(0)
+        self._num_requests = 0
+        gc.collect()
+        gc.freeze()
+
+    def run(self, work: Sequence[Work]) -> Run:
+        """Everything at once, to the end."""
+        for one in work:
+            self._submit(one)
+        self._runner.steps.clear()
+        host_s: list[float] = []
+        num_tokens = 0
+        started_s = time.perf_counter()
+        while self._scheduler.num_unfinished:
+            began_s, waited_s = time.perf_counter(), self._runner.waited_s
+            self._pipeline.advance()
+            for output in self._scheduler.take_outputs():
+                if isinstance(output, BatchTokenOutput):
+                    num_tokens += sum(len(row.token_ids) // 4 for row in output.outputs)
+            host_s.append(time.perf_counter() - began_s - (self._runner.waited_s - waited_s))
+        seconds = time.perf_counter() - started_s
+        while self._pipeline.advance():  # surplus steps of overlapped planning
+            pass
+        self._pipeline.idle()  # every page is accounted for
+        assert num_tokens == sum(one.output_len for one in work), "somebody did not get all tokens"
+        return Run(list(self._runner.steps), host_s, num_tokens, seconds)
+
+    def _submit(self, work: Work) -> None:
+        ids = self._random.integers(0, self.spec.vocab_size, work.prompt_len, dtype=np.int32)
+        sampling = SamplingParams(
+            temperature=0.0, seed=self._num_requests, max_new_tokens=work.output_len, ignore_eos=True
+        )
+        self._num_requests += 1
+        request = GenerateRequest(
+            f"r{self._num_requests}", ids.tobytes(), sampling, arrival_s=time.monotonic()
+        )
+        self._pipeline.handle(request)
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def bench_model(name: str, report: Report) -> None:
+    """All figures of one model."""
+    shape = TINY_SHAPE if report.tiny else SHAPES[name]
+    name = "tiny" if report.tiny else name  # without targets
+    found = measure_ceilings(report.device)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = (
+            {"max_total_tokens": 8192, "max_model_len": 512} if report.tiny else {"max_model_len": 4096}
+        )
+        started_s = time.perf_counter()
+        running = max(batch for batch, _ in _decodes(report))
+        folder_of_shape = write_shape(Path(folder), shape)
+        with LoggedMessages() as log:
+            engine = Engine(folder_of_shape, report.device, max_running_requests=running, **settings)
+        report.note(f"{name}: loaded in {time.perf_counter() - started_s:.1f} s")
+        for line in log.starting_with("op=", "attention_backend=", "decode_graphs=", "kv_pool"):
+            report.note(f"  {line}")
+        best = Best(engine.spec, found)
+        engine.run([Work(20, 4)])  # compiles and warms
+        for batch, context in _decodes(report):
+            with report.part(f"{name} decode, {batch}"):
+                measure_decodes(engine, name, batch, context, best, report)
+        with report.part(f"{name} prefill"):
+            measure_prefill(engine, name, best, report)
+        with report.part(f"{name} offline"):
+            measure_offline(engine, name, report)
+
+
+def _decodes(report: Report) -> Sequence[tuple[int, int]]:
+    return ((1, 40), (4, 40)) if report.tiny else DECODES
+
+
+def measure_decodes(engine: Engine, name: str, batch: int, context: int, best: Best, report: Report) -> None:
+    """Steady decodes of so many requests."""
+    num_steps = 12 if report.tiny else STEPS
+    # While prompts are computed in several steps, those who are through decode along: all overlap in the middle.
+    run = engine.run([Work(context - num_steps // 2, 2 * num_steps)] * batch)
+    pairs = [
+        (before, step)
+        for before, step in zip(run.steps, run.steps[1:], strict=False)
+        if before.mode == step.mode == ForwardMode.DECODE and before.num_rows == step.num_rows == batch
+    ]
+    pairs = pairs[len(pairs) // 4 :][:num_steps]
+    assert pairs, f"no two steps in which all {batch} requests decode"
+    periods_s = [step.ended_s - before.ended_s for before, step in pairs]
+    step_ms = 1e3 * statistics.median(periods_s)
+    mean_context = statistics.fmean(step.mean_context for _, step in pairs)
+    what = f"{name} step, {batch} request{'s' if batch > 1 else ''}"
+    lowest = best.step_ms(batch, mean_context)
+    report.figure(Figure(what, step_ms, "ms", lowest, TARGETS.get(what)))
+    report.figure(Figure(f"{what}: output", 1e3 * batch / step_ms, "tok/s", 1e3 * batch / lowest, None, True))
+    busy = sum(step.forward_s for _, step in pairs) / sum(periods_s)
+    busy_target = MIN_BUSY if report.device == "cuda" else None
+    report.figure(Figure(f"{what}: device busy", busy, "", None, busy_target, True))
+    host_ms = 1e3 * statistics.median(run.host_s[len(run.host_s) // 2 :])
+    host_target = HOST_TARGETS_MS.get(batch) if report.device == "cuda" else None
+    report.figure(Figure(f"{what}: host", host_ms, "ms", None, host_target))
+
+
+def measure_prefill(engine: Engine, name: str, best: Best, report: Report) -> None:
+    """Prompts alone: each asks for one token."""
+    length, number = (100, 4) if report.tiny else (2048, 16)
+    engine.run([Work(length, 1)] * 2)
+    run = engine.run([Work(length, 1)] * number)
+    rate, highest = length * number / run.seconds, best.prefill_rate()
+    target = None if report.tiny else round(MIN_PREFILL_FRACTION * highest, -2)
+    report.figure(Figure(f"{name} prefill", rate, "tok/s", highest, target, True))
+
+
+def offline_work(tiny: bool) -> list[Work]:
+    """The same in every run."""
+    source = random.Random(0)
+    low, high = (10, 100) if tiny else OFFLINE_RANGE
+    return [
+        Work(source.randint(low, high), source.randint(low, high))
+        for _ in range(8 if tiny else OFFLINE_REQUESTS)
+    ]
+
+
+def measure_offline(engine: Engine, name: str, report: Report) -> None:
+    """All at once."""
+    run = engine.run(offline_work(report.tiny))
+    rate = run.num_output_tokens / run.seconds
+    report.figure(Figure(f"{name} offline", rate, "tok/s", None, TARGETS.get(f"{name} offline"), True))
+    busy = sum(step.forward_s for step in run.steps) / run.seconds
+    report.figure(Figure(f"{name} offline: device busy", busy, "", None, None, True))
+
+
+def peer(report: Report) -> None:
+    """The same offline work by transformers' continuous batching; what it has done when its time is over counts."""
+    import transformers
+
+    limit_s = 50.0
+    shape = {**(TINY_SHAPE if report.tiny else SHAPES[PEER_MODEL])}
+    work = offline_work(report.tiny)
+    with tempfile.TemporaryDirectory() as folder:
+        config = transformers.AutoConfig.from_pretrained(write_shape(Path(folder), shape))
+    with torch.device(report.device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).eval()
+    generation = transformers.GenerationConfig(
+        max_new_tokens=work[0].output_len, do_sample=False, eos_token_id=-1
+    )
+    source = np.random.default_rng(0)
+    manager = model.init_continuous_batching(generation_config=generation)
+    manager.start()
+    try:
+        # Its own warming up, whatever that is in this version, does not count.
+        _take_tokens(manager, [(source.integers(0, config.vocab_size, 20).tolist(), 4)], limit_s)
+        started_s = time.perf_counter()
+        prompts = [source.integers(0, config.vocab_size, one.prompt_len).tolist() for one in work]
+        outputs = [one.output_len for one in work]
+        num_tokens, ended_s = _take_tokens(manager, list(zip(prompts, outputs, strict=True)), limit_s)
+    finally:
+        manager.stop(block=True, timeout=5)
+    name = "tiny" if report.tiny else PEER_MODEL
+    share, seconds = num_tokens / sum(outputs), ended_s - started_s
+    report.note(f"transformers {transformers.__version__}, sdpa: {share:.0%} of the work in {seconds:.0f} s")
+    what = f"{name} offline by transformers' continuous batching"
+    report.figure(Figure(what, num_tokens / seconds, "tok/s", None, None, True))
+
+
+def _take_tokens(manager: Any, work: Sequence[tuple[list[int], int]], limit_s: float) -> tuple[int, float]:
+    """Ask for tokens behind prompts; how many came, and when the last one did."""
+    deadline_s = time.perf_counter() + limit_s
+    for ids, output_len in work:
+        manager.add_request(ids, max_new_tokens=output_len, streaming=True)
+    done: dict[str, int] = {}
+    ended_s, wanted = 0.0, sum(output_len for _, output_len in work)
+    while sum(done.values()) < wanted and time.perf_counter() < deadline_s:
+        result = manager.get_result(timeout=1.0)
+        if result is not None:
+            done[result.request_id] = max(done.get(result.request_id, 0), len(result.generated_tokens))
+            ended_s = time.perf_counter()
+    assert done, f"no token in {limit_s:.0f} s"
+    return sum(done.values()), ended_s
+
+
+SECTIONS: Final = (
+    Section("ceilings", ceilings, 30),
+    Section("Qwen3-0.6B", partial(bench_model, "Qwen3-0.6B"), 90),
+    Section("Llama-3.1-8B", partial(bench_model, "Llama-3.1-8B"), 150),
+    Section("peer", peer, 110),
+    Section("Qwen3-8B", partial(bench_model, "Qwen3-8B"), 150),
+)
+
+if __name__ == "__main__":
+    run_sections("benchmarks.gpu_bench", "How fast is the engine on this GPU?", SECTIONS, BUDGET_S)

@@ -1,0 +1,72 @@
+"""Run a module of this checkout without installing anything: links, the bundle of `gpu_bundle`, then the module.
+
+    python3 benchmarks/gpu_path.py benchmarks.gpu_check [ARGS]
+
+The repository's root is the package `engine`, whatever its folder is called; a link gives it that name. Packages of the
+bundle come before the interpreter's own, if they were made for its version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ROOT / "build/gpu-path"
+BUNDLE = ROOT / "build/gpu-bundle"
+ARCHIVE = "sgl_kernel.tar.xz"  # in the bundle
+
+
+def main() -> None:
+    """Become `python -m MODULE ARGS` with everything on its path."""
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    paths = [link_folder()]
+    versions = versions_of(BUNDLE)
+    if f"{sys.version_info.major}{sys.version_info.minor}" in versions:
+        unpack_kernels()
+        paths.append(BUNDLE)
+    elif versions:
+        print(f"build/gpu-bundle is for another Python ({', '.join(versions)}) and not used", flush=True)
+    earlier = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([earlier] if earlier else [])])
+    os.environ["PYTHONUNBUFFERED"] = "1"  # whoever is cut off has shown what it had
+    # -P: not the current folder, from which `import runtime` would work.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[1:]])
+
+
+def link_folder() -> Path:
+    """A folder in which this checkout is called `engine`."""
+    LINKS.mkdir(parents=True, exist_ok=True)
+    for name, target in (("engine", ROOT), ("benchmarks", ROOT / "benchmarks"), ("tests", ROOT / "tests")):
+        link = LINKS / name
+        with contextlib.suppress(FileExistsError):
+            link.symlink_to(os.path.relpath(target, LINKS), target_is_directory=True)
+    return LINKS
+
+
+def versions_of(bundle: Path) -> list[str]:
+    """Of Python, such as "312", for which it has compiled modules."""
+    matches = [re.search(r"\.cpython-(\d+)", path.name) for path in bundle.glob("*/*.so")]
+    return sorted({match[1] for match in matches if match})
+
+
+def unpack_kernels() -> None:
+    """Once: the libraries take a gigabyte, nearly all of it zeros."""
+    done = BUNDLE / "sgl_kernel.unpacked"
+    if done.exists() or not (BUNDLE / ARCHIVE).exists():
+        return
+    started_s = time.perf_counter()
+    with tarfile.open(BUNDLE / ARCHIVE) as archive:
+        archive.extractall(BUNDLE, filter="data")
+    done.touch()
+    print(f"unpacked sgl_kernel in {time.perf_counter() - started_s:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

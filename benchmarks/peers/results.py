@@ -1,0 +1,168 @@
+"""`Results`: everything measured so far, in one JSON file that is written after every measurement.
+
+A run that was cut off is resumed from it: what is there is not measured again, as long as it was measured by the same
+rules. Failures are kept to be read, and tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from benchmarks.ceilings import Ceiling
+
+from .machine import Memory, Share
+
+SCHEMA: Final = "cpu-vs-peers/1"
+START, MEMORY = "start", "memory"
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """One run of one workload against one side.
+
+    Attributes:
+        round: counted from 0; the same on all sides means the same prompts.
+        wall_s: of the whole measurement, the client's start with it.
+        figures: by their names.
+        summary: of `engine bench serve`.
+    """
+
+    side: str
+    workload: str
+    round: int
+    at: str
+    wall_s: float
+    figures: dict[str, float]
+    share: Share
+    summary: dict[str, Any]
+
+
+class Start(msgspec.Struct, frozen=True):
+    """From a command to its first completion."""
+
+    side: str
+    first_completion_s: float
+    share: Share
+
+
+class Resident(msgspec.Struct, frozen=True):
+    """A server's memory with so many tokens of KV."""
+
+    side: str
+    kv_tokens: int
+    memory: Memory
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """What could not be measured, and why."""
+
+    side: str
+    what: str
+    at: str
+    reason: str
+
+
+class Results(msgspec.Struct):
+    """The file.
+
+    Attributes:
+        settings: what all figures depend on; a file with others is not added to.
+        sides: of each, what its figures depend on.
+        ceilings_disturbed: cores' worth of CPU that others used each time the ceilings were measured.
+    """
+
+    schema: str
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    sides: dict[str, dict[str, Any]]
+    ceilings: list[Ceiling] = []
+    ceilings_disturbed: list[float] = []
+    starts: list[Start] = []
+    residents: list[Resident] = []
+    measurements: list[Measurement] = []
+    failures: list[Failure] = []
+
+    def has(self, side: str, workload: str, round_idx: int) -> bool:
+        """Whether this was measured."""
+        return any((m.side, m.workload, m.round) == (side, workload, round_idx) for m in self.measurements)
+
+    def values(self, side: str, workload: str, figure: str) -> dict[int, float]:
+        """A figure by round; of "start" and "memory" by the order of measuring."""
+        if workload == START:
+            return dict(enumerate(start.first_completion_s for start in self.starts if start.side == side))
+        if workload == MEMORY:
+            sizes = (float(r.memory.proportional_bytes) for r in self.residents if r.side == side)
+            return dict(enumerate(sizes))
+        return {
+            m.round: m.figures[figure]
+            for m in self.measurements
+            if m.side == side and m.workload == workload and figure in m.figures
+        }
+
+    def last_wall_s(self, side: str, workload: str) -> float | None:
+        """How long this took the last time."""
+        walls = [m.wall_s for m in self.measurements if (m.side, m.workload) == (side, workload)]
+        return walls[-1] if walls else None
+
+    def write(self, path: Path) -> None:
+        """Replace the file in one step."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        partial.replace(path)
+
+
+class MismatchError(Exception):
+    """A file has figures that were measured by other rules; says which."""
+
+
+def open_results(
+    path: Path, settings: Mapping[str, Any], machine: Mapping[str, Any], sides: Mapping[str, dict[str, Any]]
+) -> Results:
+    """The results in this file, or none yet.
+
+    Args:
+        settings, sides: of now. Sides may join those of the file; one that is in it must be the same.
+
+    Raises:
+        MismatchError: the file was measured by other rules.
+    """
+    fresh = Results(SCHEMA, _as_json(settings), _as_json(machine), _as_json(sides))
+    if not path.exists():
+        return fresh
+    results = read_results(path)
+    pairs: list[tuple[str, Any, Any]] = [
+        (key, results.settings.get(key), fresh.settings.get(key))
+        for key in sorted({*results.settings, *fresh.settings})
+    ]
+    pairs += [(f"side {n}", results.sides[n], fresh.sides[n]) for n in fresh.sides if n in results.sides]
+    changed = [f"{what}: {old!r}, now {new!r}" for what, old, new in pairs if old != new]
+    if changed:
+        raise MismatchError(
+            f"{path} was measured by other rules; give another --output, or remove it:\n  "
+            + "\n  ".join(changed)
+        )
+    results.sides = {**results.sides, **fresh.sides}
+    return results
+
+
+def read_results(path: Path) -> Results:
+    """From a file.
+
+    Raises:
+        MismatchError: it is not one of ours.
+    """
+    try:
+        results = msgspec.json.decode(path.read_bytes(), type=Results)
+    except msgspec.DecodeError as error:
+        raise MismatchError(f"{path} is not a result file of cpu_vs_peers ({error})") from None
+    if results.schema != SCHEMA:
+        raise MismatchError(f"{path} has schema {results.schema!r}, this version reads {SCHEMA!r}")
+    return results
+
+
+def _as_json(value: Any) -> Any:
+    """As it will be when read back, so that both can be compared."""
+    return msgspec.json.decode(msgspec.json.encode(value))

@@ -1,0 +1,141 @@
+"""`Side`: a server that takes part, as data: how it is started, asked, and how long it is likely to take.
+
+All sides get the same share of the machine: every core that this process may use, room for the same number of KV
+tokens, sequences of the same length. Beyond that each runs as its makers recommend and as was found to be best.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .setup import LlamaCpp, Vllm
+
+MODEL_NAME: Final = "smollm2"
+MAX_MODEL_LEN: Final = 4096
+HOST: Final = "127.0.0.1"
+LLAMA_SLOTS: Final = 16
+"""Of llama.cpp: more make each slower, fewer let requests wait; its KV is divided among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One server.
+
+    Attributes:
+        environment: added to ours.
+        fills_kv: its KV pool becomes resident only when it is written, so it is filled before memory is read.
+        expected_s: seconds that the start ("start"), filling ("fill") and one round of each workload take, roughly.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    port: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    fills_kv: bool = True
+    expected_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+    def settings(self) -> dict[str, object]:
+        """What a result depends on."""
+        return {"command": list(self.command), "environment": dict(self.environment)}
+
+
+_FAST: Final = {"fill": 36, "W1": 11, "W2": 7, "W3": 24, "W4": 8, "W5": 34}
+_ENGINE_S: Final = {"start": 3, **_FAST}
+_VLLM_S: Final = {"start": 80, **_FAST}
+_LLAMA_4BIT_S: Final = {"start": 2, "fill": 0, "W1": 10, "W2": 15, "W3": 100, "W4": 75, "W5": 70}
+_LLAMA_BF16_S: Final = {"start": 2, "fill": 0, "W1": 16, "W2": 22, "W3": 130, "W4": 75, "W5": 90}
+
+ENGINE_VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "engine-bf16": (),
+    "engine-4bit": (),  # the GGUF file's own weights are kept as they are
+    "engine-int8": ("--quantization", "int8", "--kv-cache-dtype", "int8"),
+}
+PEERS: Final = ("vllm", "llama-bf16", "llama-4bit")
+SIDES: Final = (*ENGINE_VARIANTS, *PEERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """One model in all its forms."""
+
+    gguf: Path
+    bf16_folder: Path
+    bf16_gguf: Path
+
+
+def make_side(
+    name: str, port: int, models: Models, vllm: Vllm, llama: LlamaCpp, cores: tuple[int, ...], kv_tokens: int
+) -> Side:
+    """The side of this name, on this port."""
+    if name in ENGINE_VARIANTS:
+        return _engine(name, port, models, kv_tokens)
+    if name == "vllm":
+        return _vllm(port, models, vllm, cores, kv_tokens)
+    return _llama(name, port, models, llama, cores, kv_tokens)
+
+
+def _engine(name: str, port: int, models: Models, kv_tokens: int) -> Side:
+    model = models.gguf if name == "engine-4bit" else models.bf16_folder
+    # -P: not the current folder, from which `import runtime` would work.
+    command = [sys.executable, "-P", "-m", "engine", "serve", str(model), "--served-model-name", MODEL_NAME]
+    command += ["--host", HOST, "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN)]
+    command += ["--max-total-tokens", str(kv_tokens), *ENGINE_VARIANTS[name]]
+    return Side(name, tuple(command), port, expected_s=_ENGINE_S)
+
+
+def _vllm(port: int, models: Models, vllm: Vllm, cores: tuple[int, ...], kv_tokens: int) -> Side:
+    command = [str(vllm.command), "serve", str(models.bf16_folder), "--served-model-name", MODEL_NAME]
+    command += ["--host", HOST, "--port", str(port), "--dtype", "bfloat16", "--enable-prefix-caching"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "128"]
+    command += ["--max-num-batched-tokens", "2048"]
+    # By bytes, because its environment variable knows whole GiB only.
+    command += ["--kv-cache-memory-bytes", str(kv_tokens * kv_token_bytes(models))]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(vllm.cache),
+        "VLLM_CACHE_ROOT": str(vllm.cache / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(vllm.cache / "inductor"),
+        "LD_PRELOAD": ":".join(map(str, vllm.preloads)),
+        "PATH": f"{vllm.command.parent}:{os.environ.get('PATH', '')}",
+        "PYTHONPATH": "",  # ours is none of its business
+    }
+    return Side("vllm", tuple(command), port, environment, expected_s=_VLLM_S)
+
+
+def _llama(
+    name: str, port: int, models: Models, llama: LlamaCpp, cores: tuple[int, ...], kv_tokens: int
+) -> Side:
+    model = models.gguf if name == "llama-4bit" else models.bf16_gguf
+    command = [str(llama.server), "--model", str(model), "--alias", MODEL_NAME]
+    command += ["--host", HOST, "--port", str(port), "--threads", str(len(cores))]
+    command += ["--parallel", str(LLAMA_SLOTS), "--no-kv-unified", "--ctx-size", str(kv_tokens)]
+    expected_s = _LLAMA_4BIT_S if name == "llama-4bit" else _LLAMA_BF16_S
+    # It clears its KV at the start, so all of it is resident from then on.
+    return Side(name, tuple(command), port, fills_kv=False, expected_s=expected_s)
+
+
+def kv_token_bytes(models: Models) -> int:
+    """Of one token in bf16, all layers."""
+    from engine.runtime.model_files.load_spec import load_spec
+    from engine.runtime.model_files.source import resolve_source
+
+    from .limits import ModelCosts
+
+    return ModelCosts.of(load_spec(resolve_source(str(models.gguf), need_weights=False))).kv_token_bytes

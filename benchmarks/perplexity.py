@@ -1,0 +1,188 @@
+"""What 8 and 4 bits cost in quality: the perplexity of a model on a fixed text, for each form of its weights and KV.
+
+    python benchmarks/perplexity.py [--model M] [--tokens 6144] [--chunk 512] [--threads N] [--noise] [--json FILE]
+
+The text is this project's own documentation, which no model has learnt by heart, in chunks that know nothing of each
+other. All variants see the same tokens, so that what counts, the ratio to the first line, is much more exact than the
+perplexity itself; `+-` is its standard error, by chunk.
+
+The weights of the default model come from a file of 4 bits: `int4` finds that grid again and looks better than it is.
+`--noise` makes every weight of a GGUF file one that could lie anywhere: it adds, within half a step of its grid, random
+numbers. The model is a little worse for that, and what rounding does to it is what it does to weights of any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from unittest.mock import patch
+
+from engine import LLM, ConfigError, SamplingParams
+from engine.model_runner import load as loading
+from engine.runtime.openmp import shorten_spinning
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.model_runner.weights.reader import Slice, TensorStore
+
+TEXTS: Final = ("scheduling.md", "architecture.md", "api.md")
+VARIANTS: Final[dict[str, dict[str, Any]]] = {
+    "bfloat16": {"quantization": "none"},
+    "as the file has it": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "bfloat16, KV int8": {"quantization": "none", "kv_cache_dtype": "int8"},
+    "as the file has it, KV int8": {"kv_cache_dtype": "int8"},
+    "int8, KV int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant.
+
+    Attributes:
+        ratio: of its perplexity to the first variant's.
+        ratio_error: standard error of the ratio, from the differences of chunks.
+    """
+
+    variant: str
+    quantization: str | None
+    perplexity: float
+    ratio: float
+    ratio_error: float
+
+
+def main() -> None:
+    """Measure all variants that this machine can run."""
+    parser = argparse.ArgumentParser(description="perplexity by form of weights and KV")
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--tokens", type=int, default=6144)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    threads = {"num_threads": args.threads} if args.threads else {}
+    text = fixed_text()
+    rows: list[Row] = []
+    first: list[float] = []
+    with ExitStack() as stack:
+        if args.noise:
+            stack.enter_context(noisy_weights())
+        for variant, settings in VARIANTS.items():
+            try:
+                llm = LLM(
+                    args.model,
+                    max_running_requests=2,
+                    max_model_len=2 * args.chunk,
+                    max_total_tokens=4 * args.chunk,
+                    **threads,
+                    **settings,
+                )
+            except ConfigError as error:
+                print(f"{variant}: {error}", file=sys.stderr)
+                continue
+            with llm:
+                losses = losses_of(llm, text, args.tokens, args.chunk)
+                quantization = llm.config.model.quantization
+            first = first or losses
+            rows.append(row_of(variant, quantization, losses, first))
+            print(line_of(rows[-1]), flush=True)
+    if args.json:
+        report = {
+            "text_sha256": sha256(text.encode()).hexdigest(),
+            "tokens": args.tokens,
+            "chunk": args.chunk,
+            "noise": args.noise,
+            "rows": [asdict(row) for row in rows],
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def fixed_text() -> str:
+    """The documentation, one file behind the other."""
+    folder = Path(__file__).resolve().parents[1] / "docs"
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in TEXTS)
+
+
+def losses_of(llm: LLM, text: str, num_tokens: int, chunk: int) -> list[float]:
+    """Of each chunk: the mean of -log p over its tokens from the second on."""
+    tokens = llm.tokenizer.encode(text)[:num_tokens]
+    chunks = [tokens[start : start + chunk] for start in range(0, len(tokens) - chunk + 1, chunk)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, prompt_logprobs=0)
+    losses = []
+    for output in llm.generate(chunks, params):
+        assert output.prompt_logprobs is not None
+        losses.append(-sum(token.logprob for token in output.prompt_logprobs) / (chunk - 1))
+    return losses
+
+
+def row_of(variant: str, quantization: str | None, losses: Sequence[float], first: Sequence[float]) -> Row:
+    """One line of the table."""
+    differences = [loss - base for loss, base in zip(losses, first, strict=True)]
+    mean, count = sum(differences) / len(differences), len(differences)
+    variance = sum((difference - mean) ** 2 for difference in differences) / max(1, count - 1)
+    return Row(
+        variant,
+        quantization,
+        math.exp(sum(losses) / count),
+        math.exp(mean),
+        math.exp(mean) * math.sqrt(variance / count),
+    )
+
+
+def line_of(row: Row) -> str:
+    """For people."""
+    change = f"{100 * (row.ratio - 1):+.2f} % +- {100 * row.ratio_error:.2f}"
+    return (
+        f"{row.variant:<28} quantization={row.quantization!s:<6} perplexity={row.perplexity:8.4f}  {change}"
+    )
+
+
+class NoisyStore:
+    """A GGUF file whose weights lie anywhere between the steps of their grid; see the module."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the store's."""
+        return getattr(self._store, name)
+
+    def blocks(self, name: str, part: Slice | None = None) -> NoReturn:
+        """They are no longer in blocks; whoever wants to keep the file's is told so."""
+        raise ConfigError(f"{name} has noise, and cannot be kept as the file has it")
+
+    def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
+        """See `TensorStore`."""
+        import torch
+
+        self._store.read(name, out, part)
+        blocks = self._store.blocks(name, part) if out.ndim == 2 else None
+        if blocks is None:
+            return
+        seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
+        noise = torch.rand(out.shape, generator=torch.Generator().manual_seed(seed)).sub_(0.5)
+        steps = blocks.scales.repeat_interleave(32, dim=1)
+        out.copy_(out.to(torch.float32).addcmul_(noise, steps))
+
+
+def noisy_weights() -> Any:
+    """While it lasts, GGUF files are read through `NoisyStore`; kept blocks are refused, since there are none."""
+    plain = loading._open_store
+    return patch.object(loading, "_open_store", lambda *args: NoisyStore(plain(*args)))
+
+
+if __name__ == "__main__":
+    shorten_spinning()
+    main()

@@ -1,0 +1,367 @@
+"""Where a step's time goes: products, attention, the small kernels, sampling, and everything around them.
+
+    python benchmarks/step_breakdown.py [--threads 2] [--json after.json] [--against before.json] [--model FOLDER]
+
+In process, with random weights in the shapes of SmolLM2-135M: every call of a function of the native library is timed,
+and the sampler as a whole; what is left of the step is the runner's host work, torch's operations among it. Steps run
+one operation at a time for that (`--enforce-eager`), because of a recorded step nothing is to be seen from outside; the
+same step as it is served, recorded where it can be, stands beside it. The scheduler is timed alone, as in
+`scheduler_cost.py`. With `--model` that model is also served, and asked by one stream and by 64: the time between two
+tokens over HTTP, and the CPU time that each process of the server takes for one.
+
+Medians. `--against` prints two files side by side: before and after a change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from unittest.mock import patch
+
+import msgspec
+
+# Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.peers.machine import cpu_seconds, process_name, tree
+from benchmarks.peers.server import running
+from benchmarks.peers.sides import HOST, MODEL_NAME, Side
+from engine.cli.bench.result_file import git_revision, machine_facts, read_results
+from engine.runtime.openmp import shorten_spinning
+
+if TYPE_CHECKING:
+    from benchmarks.cpu_kernels import Player
+
+SCHEMA: Final = "step-breakdown/1"
+LINEARS, ATTENTION, SMALL, SAMPLING, OTHER, HOST_WORK = (
+    "linears",
+    "attention",
+    "norms, rotary, activation",
+    "sampling",
+    "other kernels",
+    "runner's host work",
+)
+PARTS: Final = (LINEARS, ATTENTION, SMALL, SAMPLING, OTHER, HOST_WORK)
+STEP, SERVED = "step, operation by operation", "step as served"
+SCHEDULER, BETWEEN, TOKEN = "scheduler", "IPC, detokenizer, HTTP, client", "between tokens over HTTP"
+
+_PART_OF: Final[Sequence[tuple[tuple[str, ...], str]]] = (
+    (("attend", "attention", "plan_attention"), ATTENTION),
+    (("norm", "silu", "gelu", "rotate"), SMALL),
+    (("choose", "logprob", "sampl"), SAMPLING),
+    (("linear", "block"), LINEARS),
+)
+"""Parts of the names of the library's functions, the first that fits counts."""
+
+
+class Case(NamedTuple):
+    """A step: so many requests of this length, and how many of its tokens are new."""
+
+    name: str
+    num_requests: int
+    length: int
+    new: int = 1
+    served: bool = False  # also over HTTP
+
+
+CASES: Final = (
+    Case("1 x 256", 1, 256, served=True),
+    Case("64 x 512", 64, 512, served=True),
+    Case("prompt of 1,900", 1, 1900, new=1900),
+)
+SERVED_OUTPUT_LEN: Final = 128
+START_LIMIT_S: Final = 300.0
+CLIENT_LIMIT_S: Final = 600.0
+
+
+class Breakdown(msgspec.Struct):
+    """The file: microseconds by case and part, and what they were measured on."""
+
+    schema: str
+    at_revision: str | None
+    machine: dict[str, Any]
+    num_threads: int
+    cases: dict[str, dict[str, float]]
+
+
+def main() -> None:
+    """Measure, print and write."""
+    arguments = parse_arguments()
+    before = read_breakdown(arguments.against) if arguments.against else None
+    breakdown = Breakdown(SCHEMA, git_revision(), machine_facts(), arguments.threads, {})
+    for case, parts in in_process(arguments.threads, arguments.steps):
+        breakdown.cases[case.name] = parts
+    for case in CASES:
+        if case.new == 1:
+            breakdown.cases[case.name][SCHEDULER] = scheduler_us(case.num_requests)
+    if arguments.model:
+        for case, parts in served(arguments.model, arguments.port, shlex.split(arguments.serve_args)):
+            breakdown.cases[case.name] |= parts
+    for parts in breakdown.cases.values():
+        add_remainder(parts)
+    print("\n".join(table(breakdown, before)))
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(breakdown), indent=1) + b"\n")
+
+
+def part_of(function: str) -> str:
+    """To which part of a step a function of the native library belongs."""
+    return next((part for names, part in _PART_OF if any(name in function for name in names)), OTHER)
+
+
+class Timers:
+    """Time by part. What happens inside of `whole` belongs to its part, whoever does it."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.spent_s: dict[str, float] = defaultdict(float)
+        self._clock = clock
+        self._inside = False
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, counted."""
+
+        def call(*arguments: Any) -> Any:
+            if self._inside:
+                return function(*arguments)
+            started_s = self._clock()
+            result = function(*arguments)
+            self.spent_s[part] += self._clock() - started_s
+            return result
+
+        return call
+
+    def whole(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with all that it calls, counted once."""
+
+        def call(*arguments: Any) -> Any:
+            self._inside = True
+            try:
+                started_s = self._clock()
+                return function(*arguments)
+            finally:
+                self.spent_s[part] += self._clock() - started_s
+                self._inside = False
+
+        return call
+
+
+class TimedLibrary:
+    """The native library, each of its functions counted by its part; all else of it as it is."""
+
+    def __init__(self, library: Any, functions: Collection[str], timers: Timers) -> None:
+        self._library = library
+        self._functions = functions
+        self._timers = timers
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._library, name)
+        if name in self._functions:
+            value = self._timers.timed(part_of(name), value)
+            setattr(self, name, value)  # the next time it is found without asking
+        return value
+
+
+@contextmanager
+def timed_library(timers: Timers) -> Iterator[None]:
+    """Runners that are loaded within call a library that counts."""
+    from engine.model_runner.kernels.cpu import library
+
+    timed = TimedLibrary(library.load_library(), library._SIGNATURES.keys(), timers)
+    with patch.object(library, "_load", lambda isa: timed):
+        yield
+
+
+# ---------------------------------------------------------------- in process
+
+
+def in_process(num_threads: int, num_steps: int) -> Iterator[tuple[Case, dict[str, float]]]:
+    """Each case, in microseconds: the parts, the step they are of, and the step as it is served."""
+    import torch
+
+    from benchmarks.cpu_kernels import make_player
+    from engine.model_runner.kernels.cpu.library import reasons_against_library
+
+    if reasons := reasons_against_library():
+        sys.exit(f"there are no native kernels whose time could be told apart: {'; '.join(reasons)}")
+    torch.set_num_threads(num_threads)
+    as_served = make_player(num_threads)
+    timers = Timers()
+    with timed_library(timers):
+        eager = make_player(num_threads, recorded=False)
+    sampler: Any = eager.runner._sampler
+    with patch.object(sampler, "sample", timers.whole(SAMPLING, sampler.sample)):
+        for case in CASES:
+            steps = num_steps if case.new == 1 else max(3, num_steps // 10)
+            yield case, _time_case(case, eager, as_served, timers, steps)
+
+
+def _time_case(
+    case: Case, eager: Player, as_served: Player, timers: Timers, num_steps: int
+) -> dict[str, float]:
+    samples: dict[str, list[float]] = defaultdict(list)
+    players = {STEP: eager, SERVED: as_served}
+    for turn, plans in enumerate(_plans(case, list(players.values()), num_steps)):
+        for (name, player), plan in zip(players.items(), plans, strict=True):
+            timers.spent_s.clear()
+            started_s = time.perf_counter()
+            player.runner.launch(plan).wait()
+            taken_s = time.perf_counter() - started_s
+            if turn == 0:
+                continue  # it brings the requests, or warms caches up
+            samples[name].append(taken_s)
+            if player is eager:
+                for part in PARTS:
+                    samples[part].append(timers.spent_s.get(part, 0.0))
+                samples[HOST_WORK][-1] = taken_s - sum(timers.spent_s.values())
+    for player in players.values():
+        player.finished = list(range(case.num_requests))
+    return {name: statistics.median(values) * 1e6 for name, values in samples.items()}
+
+
+def _plans(case: Case, players: Sequence[Player], num_steps: int) -> Iterator[list[Any]]:
+    """One plan for each player, turn by turn: a decode further, or a new prompt."""
+    from benchmarks.cpu_kernels import VOCAB
+
+    source = random.Random(0)
+    for turn in range(num_steps + 1):
+        tokens = None
+        if turn == 0 or case.new > 1:
+            tokens = [[source.randrange(VOCAB) for _ in range(case.length)] for _ in range(case.num_requests)]
+        grown = turn if case.new == 1 else 0
+        yield [player.plan([case.length + grown] * case.num_requests, case.new, tokens) for player in players]
+        if case.new > 1:
+            for player in players:
+                player.finished = list(range(case.num_requests))
+
+
+def scheduler_us(num_running: int, rounds: int = 200) -> float:
+    """Planning and settling one decode step, CPU time of the thread."""
+    from benchmarks.scheduler_cost import decode_step
+
+    return statistics.median(decode_step(num_running, rounds)[2]) * 1e6
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+def served(model: str, port: int, serve_args: Sequence[str]) -> Iterator[tuple[Case, dict[str, float]]]:
+    """The time between two tokens, and each process's CPU time for one token, in microseconds."""
+    command = [sys.executable, "-P", "-m", "engine", "serve", model, "--served-model-name", MODEL_NAME]
+    command += ["--host", HOST, "--port", str(port), *serve_args]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with running(Side("engine", tuple(command), port), log, START_LIMIT_S) as server:
+            for case in CASES:
+                if case.served:
+                    yield case, _ask(server.side.url, server.pid, case, model, Path(folder) / "run.json")
+
+
+def _ask(url: str, pid: int, case: Case, model: str, out: Path) -> dict[str, float]:
+    """A run in which the requests' mean length is that of the case."""
+    command = [sys.executable, "-P", "-m", "engine", "bench", "serve", "--url", url, "--model", MODEL_NAME]
+    command += ["--tokenizer", model, "--output-file", str(out), "--num-prompts", str(case.num_requests)]
+    command += ["--random-input-len", str(case.length - SERVED_OUTPUT_LEN // 2)]
+    command += ["--random-output-len", str(SERVED_OUTPUT_LEN), "--seed", str(case.num_requests)]
+    before_s = {process: cpu_seconds(process) for process in tree(pid)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CLIENT_LIMIT_S)
+    if done.returncode != 0:
+        sys.exit(f"{case.name}: the client failed:\n{done.stdout}{done.stderr}")
+    summary = read_results(out).runs[0].summary
+    assert summary.itl_ms.median is not None  # every answer has many tokens
+    parts = {TOKEN: summary.itl_ms.median * 1e3}
+    for process, at_start_s in before_s.items():
+        name = f"CPU a token: {'engine: supervisor' if process == pid else process_name(process)}"
+        spent_us = (cpu_seconds(process) - at_start_s) / summary.output_tokens * 1e6
+        parts[name] = parts.get(name, 0.0) + spent_us
+    return parts
+
+
+def add_remainder(parts: dict[str, float]) -> None:
+    """What of the time between two tokens neither the step nor the scheduler explains."""
+    if TOKEN in parts:
+        parts[BETWEEN] = parts[TOKEN] - parts[SERVED] - parts[SCHEDULER]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table(breakdown: Breakdown, before: Breakdown | None = None) -> list[str]:
+    """One Markdown table for each case: microseconds, and the share of the step or, further down, of a token's time."""
+    lines: list[str] = []
+    for case, parts in breakdown.cases.items():
+        earlier = before.cases.get(case, {}) if before is not None else {}
+        lines += ["", f"**{case}**, {breakdown.num_threads} threads", ""]
+        lines += (
+            [
+                "| | before, us | now, us | share | before / now |",
+                "|---|---|---|---|---|",
+            ]
+            if earlier
+            else ["| | us | share |", "|---|---|---|"]
+        )
+        for name in _order({**earlier, **parts}):
+            lines.append(_line(name, parts, earlier))
+    return lines[1:]
+
+
+def _order(parts: Mapping[str, float]) -> list[str]:
+    known = [*PARTS, STEP, SERVED, SCHEDULER, BETWEEN, TOKEN]
+    return [name for name in known if name in parts] + sorted(parts.keys() - set(known))
+
+
+def _line(name: str, parts: Mapping[str, float], earlier: Mapping[str, float]) -> str:
+    value, old = parts.get(name), earlier.get(name)
+    whole = parts.get(STEP if name in PARTS else TOKEN if name in (SERVED, SCHEDULER, BETWEEN) else "")
+    share = f"{value / whole:.0%}" if value is not None and whole else ""
+    cells = [name, *([_us(old)] if earlier else []), _us(value), share]
+    if earlier:
+        cells.append(f"{old / value:.2f}" if old and value else "")
+    return "| " + " | ".join(cells) + " |"
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def read_breakdown(path: Path) -> Breakdown:
+    """From a file; ends the program if it is none."""
+    try:
+        breakdown = msgspec.json.decode(path.read_bytes(), type=Breakdown)
+    except (OSError, msgspec.DecodeError) as error:
+        sys.exit(f"{path} cannot be read: {error}")
+    if breakdown.schema != SCHEMA:
+        sys.exit(f"{path} has schema {breakdown.schema!r}, this version reads {SCHEMA!r}")
+    return breakdown
+
+
+def parse_arguments() -> argparse.Namespace:
+    """From the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=100, help="of each decode; of prompts a tenth")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--against", type=Path, help="file of an earlier run: print both, and how they differ"
+    )
+    parser.add_argument("--model", help="also serve this model, bf16 like the steps in process")
+    parser.add_argument("--serve-args", default="", help="more flags for `engine serve`, as one text")
+    parser.add_argument("--port", type=int, default=18_090)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    shorten_spinning()
+    main()
