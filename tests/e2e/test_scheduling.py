@@ -14,13 +14,13 @@ import pytest
 
 from engine.runtime.config import SchedulePolicyName
 
-from .model import PAGE_SIZE
+from .model import PAGE_SIZE, make_model
 from .serving import DEADLINE_S, EngineServe, run_engine
 from .test_endings import Stream
 
 pytestmark = pytest.mark.real_process
 
-QUEUE_TIMEOUT_S: Final = 2.0
+QUEUE_TIMEOUT_S: Final = 1.0
 LONG_PROMPT: Final = "one two three four five six seven eight nine ten " * 6
 SWIFT_POLICIES: Final = ("fcfs", "lpm", "fair")  # the others' servers take their time to start, too
 NEW_METRICS: Final = (
@@ -48,8 +48,12 @@ def http(serve: EngineServe) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def narrow(model: Path) -> Iterator[EngineServe]:
-    """A server for one request at a time, the urgent ones first."""
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServe]:
+    """A server for one request at a time, the urgent ones first.
+
+    On any machine a `Stream` of it outlasts by far what the tests wait for: its model has many layers.
+    """
+    model = make_model(tmp_path_factory.mktemp("models") / "small-llama", num_layers=32)
     arguments = (
         *("--dtype", "float32", "--schedule-policy", "priority", "--max-running-requests", "1"),
         *("--queue-timeout", str(QUEUE_TIMEOUT_S)),
@@ -147,7 +151,7 @@ def events(http: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]
 
 def test_an_urgent_request_takes_the_place_of_a_running_one(narrow):
     """Its answer comes while the other one runs, which then goes on as if nothing had been."""
-    fields = {"prompt": "for ever", "max_tokens": 1500, "min_tokens": 1500, "temperature": 0}
+    fields = {"prompt": "for ever", "max_tokens": 400, "min_tokens": 400, "temperature": 0}
     preempted = narrow.idle_metrics()["preempted_reqs_total"]
     with httpx.Client(base_url=narrow.url, timeout=DEADLINE_S) as http:
         with Stream(narrow, **fields, priority="low") as low:
