@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,19 @@ import pytest
 import torch
 
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
+from engine.model_runner.kernels.cpu import isa as isa_module
 from engine.model_runner.kernels.cpu import library as module
 from engine.model_runner.kernels.cpu.build import build
 from engine.model_runner.kernels.cpu.compiler import NoLibraryError, find_compilers
-from engine.model_runner.kernels.cpu.isa import cpu_flags, usable_isas
+from engine.model_runner.kernels.cpu.isa import cpu_flags, runnable_isas, usable_isas
 from engine.model_runner.kernels.cpu.library import open_library
 from engine.model_runner.kernels.native import reasons_against_native
 from tests.model_runner.attention.paged_batches import spec_of
 
 AVX2 = frozenset({"sse2", "avx2", "fma"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+AVX512_BF16 = AVX512 | {"avx512_bf16", "avx512_vnni"}
+AMX = AVX512_BF16 | {"amx_tile", "amx_bf16"}
 
 
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
@@ -66,7 +70,10 @@ def test_a_library_that_does_not_load_is_a_reason(compiler, tmp_path):
         (frozenset({"sse2", "avx2"}), ["portable"]),
         (AVX2, ["avx2", "portable"]),
         (AVX512, ["avx512", "avx2", "portable"]),
-        (AVX512 | {"avx512_bf16", "avx512_vnni"}, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (AVX512_BF16, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (AMX, ["amx", "avx512_bf16", "avx512", "avx2", "portable"]),
+        (AMX - {"amx_bf16"}, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (AMX - {"avx512_vnni"}, ["avx512", "avx2", "portable"]),
         (AVX512 | {"avx512_bf16"}, ["avx512", "avx2", "portable"]),
         (AVX512 - {"avx512vl"} | {"avx512_bf16", "avx512_vnni"}, ["avx2", "portable"]),
     ],
@@ -76,7 +83,40 @@ def test_levels_by_the_cpu_s_flags(flags, isas):
 
 
 def test_this_cpu_can_run_something():
-    assert usable_isas(cpu_flags())[-1] == "portable"
+    assert runnable_isas()[-1] == "portable"
+    assert set(runnable_isas()) <= set(usable_isas(cpu_flags()))
+
+
+@pytest.fixture
+def amx_cpu(monkeypatch):
+    """A CPU with AMX, whose registers the system refuses or grants."""
+
+    def grant(reason: str) -> None:
+        monkeypatch.setattr(isa_module, "cpu_flags", lambda: AMX)
+        monkeypatch.setattr(isa_module, "reason_against_tiles", lambda: reason)
+
+    runnable_isas.cache_clear()
+    yield grant
+    runnable_isas.cache_clear()
+
+
+def test_where_the_system_refuses_amx_the_next_level_is_taken_and_said_why(amx_cpu, caplog):
+    amx_cpu("the system refuses its registers")
+    assert runnable_isas()[0] == "avx512_bf16"
+    assert "without AMX" in caplog.text and "refuses its registers" in caplog.text
+
+
+def test_amx_is_the_best_level_where_the_system_grants_it(amx_cpu, caplog):
+    amx_cpu("")
+    assert runnable_isas()[0] == "amx" and not caplog.records
+
+
+def test_a_refusal_names_the_system_s_error(monkeypatch):
+    """The real call, for registers that no CPU has."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the call is that of x86")
+    monkeypatch.setattr(isa_module, "_XTILEDATA", 1000)
+    assert "arch_prctl: " in isa_module.reason_against_tiles()
 
 
 def test_on_one_thread_it_is_left_alone_where_torch_has_more(tmp_path, monkeypatch):
