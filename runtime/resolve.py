@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from .block_weights import against_blocks
 from .config import EngineConfig
 from .determinism import check_deterministic
 from .device_config import ParallelConfig
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec
 
 BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
-BLOCK_FLAGS: Final = frozenset(
-    ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
-)
-"""What our kernels for weights in blocks are compiled for; with less they are slower than bfloat16, and not used."""
 BF16_CAPABILITY: Final = (8, 0)  # Ampere
 CPU_MEM_FRACTION: Final = 0.4  # other programs live in the same memory
 CUDA_MEM_FRACTION: Final = 0.88
@@ -335,7 +332,7 @@ class _Resolver:
     def quantization(self, device: str, dtype: str, model_impl: str) -> Quantization | None:
         """The form of the weights; None: as the checkpoint says, which every device can make something of."""
         asked, found = self.config.model.quantization, self.spec.quantisation
-        against, way_out = self.against_blocks(device, dtype, model_impl)
+        against, way_out = against_blocks(self.config.model, self.host.cpu_flags, device, dtype, model_impl)
         if asked in BLOCK_METHODS and against:
             raise ConfigError(f"quantization is {asked}, but {against}; {way_out} or --quantization none")
         if asked is not None or found is None or found.method != "gguf":
@@ -345,26 +342,6 @@ class _Resolver:
         return self.note(
             "quantization", "gguf", "the file's own numbers, which this CPU multiplies as they are"
         )
-
-    def against_blocks(self, device: str, dtype: str, model_impl: str) -> tuple[str, str]:
-        """Why weights in blocks cannot be multiplied with here, and the way out; empty: they can."""
-        if device != "cpu":
-            return f"weights in blocks are multiplied by the CPU only, not by {device}", "use --device cpu"
-        if dtype != "bfloat16":
-            return (
-                f"weights in blocks are multiplied with bfloat16 only, not with {dtype}",
-                "use --dtype bfloat16",
-            )
-        if not self.host.cpu_flags.issuperset(BLOCK_FLAGS):
-            return (
-                "weights in blocks are multiplied with AVX512-VNNI and AVX512-BF16, which this CPU lacks",
-                "use another CPU",
-            )
-        if model_impl == "transformers":
-            return "transformers computes with plain weights only", "use --model-impl engine"
-        if self.config.model.load_format == "dummy" and self.config.model.quantization in (None, "gguf"):
-            return "random weights are in no file's blocks", "use int8, int4"
-        return "", ""
 
     def kv_cache_dtype(self, dtype: Any, device: str) -> Any:
         asked = self.config.cache.kv_cache_dtype

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from engine.model_runner.kernels.cpu.isa import usable_isas
+from engine.runtime.block_weights import BLOCK_FLAGS
 from engine.runtime.config import EngineConfig, SchedulerConfig
 from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
@@ -18,7 +19,7 @@ from engine.runtime.memory_budget import MIB, MOST_OF_LEFT, RUNTIME_BYTES, plan_
 from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
 from engine.runtime.model_files.quantisation import QuantisationSpec
 from engine.runtime.model_files.quantisation_choice import with_quantisation
-from engine.runtime.resolve import BLOCK_FLAGS, resolve
+from engine.runtime.resolve import resolve
 
 GIB = 1 << 30
 

@@ -1,0 +1,41 @@
+"""Where weights in blocks of 4 or 8 bits can be multiplied with as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+
+BLOCK_FLAGS: Final = frozenset(
+    ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
+)
+"""What our kernels for weights in blocks are compiled for; with less they are slower than bfloat16, and not used."""
+
+
+def against_blocks(
+    model: ModelConfig, cpu_flags: frozenset[str], device: str, dtype: str, model_impl: str
+) -> tuple[str, str]:
+    """Why weights in blocks cannot be multiplied with here, and the way out; empty: they can.
+
+    Args:
+        cpu_flags: as /proc/cpuinfo names them.
+        device, dtype, model_impl: without "auto".
+    """
+    if device != "cpu":
+        return f"weights in blocks are multiplied by the CPU only, not by {device}", "use --device cpu"
+    if dtype != "bfloat16":
+        return (
+            f"weights in blocks are multiplied with bfloat16 only, not with {dtype}",
+            "use --dtype bfloat16",
+        )
+    if not cpu_flags.issuperset(BLOCK_FLAGS):
+        return (
+            "weights in blocks are multiplied with AVX512-VNNI and AVX512-BF16, which this CPU lacks",
+            "use another CPU",
+        )
+    if model_impl == "transformers":
+        return "transformers computes with plain weights only", "use --model-impl engine"
+    if model.load_format == "dummy" and model.quantization in (None, "gguf"):
+        return "random weights are in no file's blocks", "use int8, int4"
+    return "", ""
