@@ -49,6 +49,7 @@ LengthEstimate = Literal["max-tokens", "tenant-average"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
 PresetName = Literal["chat", "rag", "batch", "latency"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 DERIVED: Final = {"derived": True}
 """Metadata of a field that `resolve` fills in and nobody can set."""
@@ -333,9 +334,13 @@ class LogConfig:
     """What the engine says while it runs; never prompt text."""
 
     log_level: Annotated[LogLevel, "Least severity that is logged."] = "info"
+    log_format: Annotated[LogFormat, "A line of key=value per record, or a JSON object."] = "text"
     log_interval: Annotated[float, "Seconds between the scheduler's step lines."] = 10.0
     decision_log: Annotated[
         str | None, "File for every decision of the scheduler; it holds token ids, so keep it private."
+    ] = None
+    crash_dir: Annotated[
+        str | None, "Folder for the report on a failure that ends the server  [default: in the cache folder]"
     ] = None
 
     def __post_init__(self) -> None:

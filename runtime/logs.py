@@ -1,20 +1,29 @@
-"""Logs: one line per record on standard error, `key=value`, with its process. Never prompt text.
+"""Logs: one line per record on standard error, with its process. Never prompt text.
+
+Two forms, `--log-format`:
 
     2026-01-31T12:00:00.123Z level=info process=scheduler logger=scheduler.event_loop step running=3 queue=0
+    {"time":"2026-01-31T12:00:00.123Z","level":"info","process":"scheduler",...,"running":3,"queue":0}
 
-All processes write to the same standard error; a line is one `write`, so lines do not mix.
+All processes write to the same standard error; a line is one `write`, so lines do not mix. What a record is about
+stands in its format string as `rid=%s`: that is where the second form has its keys from, so nothing is parsed.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
+import re
 import sys
 import time
+from typing import Final
 
 from .config import LogConfig
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _PACKAGE = __name__.split(".", 1)[0]
+_PLACE: Final = re.compile(r"(?:\b(\w+)=)?%(%|[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?[a-zA-Z])")
 
 
 class KeyValueFormatter(logging.Formatter):
@@ -29,26 +38,86 @@ class KeyValueFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One record as text, without the final line break."""
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        name = record.name.removeprefix(f"{_PACKAGE}.")
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
         line = (
-            f"{seconds}.{int(record.msecs):03d}Z level={record.levelname.lower()} process={self._process} "
-            f"logger={name} {message}"
+            f"{_time_text(record)} level={record.levelname.lower()} process={self._process} "
+            f"logger={_logger_name(record)} {message}"
         )
         if record.exc_info:
             line = f"{line}\n{self.formatException(record.exc_info)}"
         return line
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: `time`, `level`, `process`, `logger`, `message`, then what the message is about.
+
+    A message `failed rid=%s status=%d` has the keys `rid` and `status` besides. A traceback is the key `traceback`, so
+    that it stays with its record.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record as an object in ASCII, without the final line break."""
+        fixed: dict[str, object] = {
+            "time": _time_text(record),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": _logger_name(record),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fixed["traceback"] = self.formatException(record.exc_info)
+        fields = {name: value for name, value in _named_values(record).items() if name not in fixed}
+        return json.dumps(fixed | fields, separators=(",", ":"), default=str)
+
+
 def configure_logging(config: LogConfig, process: str) -> None:
     """Send the engine's records, and warnings of libraries, to standard error.
 
     Args:
-        config: the least severity of our own records; libraries are heard from WARNING up.
+        config: the form, and the least severity of our own records; libraries are heard from WARNING up.
         process: name of this process, in every line.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(KeyValueFormatter(process))
+    handler.setFormatter(
+        JsonFormatter(process) if config.log_format == "json" else KeyValueFormatter(process)
+    )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger(_PACKAGE).setLevel(_LEVELS[config.log_level])
+
+
+def _time_text(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+def _logger_name(record: logging.LogRecord) -> str:
+    return record.name.removeprefix(f"{_PACKAGE}.")
+
+
+def _named_values(record: logging.LogRecord) -> dict[str, object]:
+    """The arguments that stand behind a `name=` in the format string; numbers stay numbers."""
+    if not isinstance(record.args, tuple):
+        return {}
+    names = _names_of(str(record.msg))
+    if len(names) != len(record.args):  # `%*d` takes two: rare, and the message has it in words
+        return {}
+    return {name: _plain(value) for name, value in zip(names, record.args, strict=True) if name}
+
+
+@functools.lru_cache(maxsize=512)
+def _names_of(template: str) -> tuple[str, ...]:
+    """For each place of a format string the name before it, or ""."""
+    return tuple(name or "" for name, place in _PLACE.findall(template) if place != "%")
+
+
+def _plain(value: object) -> object:
+    """A value as JSON has it: a float that it has not, such as NaN, becomes text like everything else."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and value - value == 0:
+        return value
+    return str(value)

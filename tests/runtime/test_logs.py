@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.logs import KeyValueFormatter
+from engine.runtime.config import LogConfig
+from engine.runtime.logs import JsonFormatter, KeyValueFormatter, configure_logging
 
 
 @pytest.fixture
@@ -47,3 +49,66 @@ def test_a_traceback_follows_its_line(formatter):
     first, second, *_, last = text.splitlines()
     assert first.endswith(" failed")
     assert (second, last) == ("Traceback (most recent call last):", "ValueError: odd")
+
+
+class TestJson:
+    """`--log-format json`."""
+
+    @staticmethod
+    def parse(message: object, *args: object, exc_info: Any = None) -> dict[str, Any]:
+        line = JsonFormatter("scheduler").format(record(message, *args, exc_info=exc_info))  # type: ignore[arg-type]
+        assert "\n" not in line
+        found: dict[str, Any] = json.loads(
+            line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+        )
+        return found
+
+    def test_a_record_is_one_object_with_what_it_is_about(self):
+        found = self.parse("failed rid=%s tokens=%d after=%.2f %s (100 %%)", "r1", 3, 0.5, "more")
+
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", found.pop("time"))
+        assert found == {
+            "level": "info",
+            "process": "scheduler",
+            "logger": "scheduler.event_loop",
+            "message": "failed rid=r1 tokens=3 after=0.50 more (100 %)",
+            "rid": "r1",
+            "tokens": 3,
+            "after": 0.5,
+        }
+
+    def test_values_cannot_forge_fields(self):
+        found = self.parse("user=%s level=%s", 'x","rid":"y\n\ud800', "error")
+
+        assert found["user"] == 'x","rid":"y\n\ud800'
+        assert found["level"] == "info"
+        assert "rid" not in found
+
+    def test_what_json_has_not_is_text(self):
+        found = self.parse("a=%s b=%s c=%s d=%s", float("nan"), float("-inf"), ["x"], None)
+
+        assert [found[name] for name in "abcd"] == ["nan", "-inf", "['x']", None]
+
+    def test_messages_that_are_no_format_strings(self):
+        assert self.parse(ValueError("odd"))["message"] == "odd"
+        assert self.parse("x=%(x)s", {"x": 1})["message"] == "x=1"
+        assert self.parse("width=%*d", 3, 7)["message"] == "width=  7"
+
+    def test_a_traceback_stays_with_its_record(self):
+        try:
+            raise ValueError("odd")
+        except ValueError:
+            found = self.parse("failed", exc_info=sys.exc_info())
+
+        assert found["traceback"].endswith("ValueError: odd")
+
+
+@pytest.mark.parametrize(("log_format", "first"), [("text", "2"), ("json", "{")])
+def test_the_setting_chooses_the_form(log_format, first, capsys):
+    before = logging.root.handlers[:]
+    try:
+        configure_logging(LogConfig(log_format=log_format), "tester")
+        logging.getLogger("engine.somewhere").info("hello")
+        assert capsys.readouterr().err.startswith(first)
+    finally:
+        logging.root.handlers[:] = before
