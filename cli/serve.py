@@ -12,6 +12,7 @@ import shlex
 import socket
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Final
 
 import typer
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _STARTED_S: Final = time.monotonic()  # of this import; the interpreter has run for 0.1 s by then
+_TITLE: Final = "engine: supervisor"
 _QUESTION: Final = "Say hello in three languages."
 
 
@@ -75,16 +77,21 @@ def serve(
 
 
 def _run(merged: MergedConfig) -> int:
+    import setproctitle
+
+    from ..runtime.crash_report import CrashReports
     from ..runtime.logs import configure_logging
     from ..runtime.prepare import log_config, prepare
     from ..runtime.supervisor import EngineReady, Supervisor
 
     configure_logging(merged.config.log, "supervisor")
+    setproctitle.setproctitle(_TITLE)  # instead of the command line, which may have a key
     with StartupDisplay() as display:
         prepared = prepare(merged, on_step=display.step, on_download=display.download)
     log_config(prepared, merged.origins)
 
     def on_ready(ready: EngineReady) -> None:
+        setproctitle.setproctitle(f"{_TITLE} {ready.url}")
         typer.echo(ready_text(prepared.config, ready.url))
 
     with ExitStack() as stack:
@@ -94,20 +101,36 @@ def _run(merged: MergedConfig) -> int:
 
             machines = stack.enter_context(ray_machines(config))
             config, make_nodes = machines.config, machines.connect
-        supervisor = Supervisor(config, prepared.source, prepared.spec, on_ready, make_nodes=make_nodes)
+        supervisor = Supervisor(
+            config,
+            prepared.source,
+            prepared.spec,
+            on_ready,
+            make_nodes=make_nodes,
+            crash_reports=CrashReports(config, _decision_lines),
+        )
         outcome = supervisor.run()
         if outcome.exit_code != 0:
             typer.echo(f"engine: {outcome.message}", err=True)
     return outcome.exit_code
 
 
+def _decision_lines(folder: Path) -> list[str]:
+    from ..scheduler.flight_recorder import decision_lines
+
+    return decision_lines(folder)
+
+
 def _run_node(merged: MergedConfig) -> int:
     """The ranks of a machine other than 0."""
+    import setproctitle
+
     from ..runtime.logs import configure_logging
     from ..runtime.node_supervisor import NodeSupervisor
     from ..runtime.prepare import prepare
 
     configure_logging(merged.config.log, "supervisor")
+    setproctitle.setproctitle(_TITLE)
     with StartupDisplay() as display:
         prepared = prepare(merged, on_step=display.step, on_download=display.download)
     outcome = NodeSupervisor(prepared.config, prepared.source, prepared.spec).run()

@@ -38,10 +38,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, NoReturn, assert_never
 
 import setproctitle
 
+from .black_box import keep_stacks
 from .control import (
     MAX_TRACEBACK_CHARS,
     ControlChannel,
@@ -224,6 +226,8 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
         child = Child(channel)
         label = process_label(child.role, child.settings.rank)
         setproctitle.setproctitle(f"engine: {label}")
+        if child.settings.endpoints.black_box:
+            keep_stacks(Path(child.settings.endpoints.black_box), label)
         configure_logging(child.settings.config.log, label)
         importlib.import_module(f"{room}.process").main(child)
     except StopRequested:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from .black_box import SHOW_STACKS, read_fatal_stacks
 from .control import PeerDied, Ready, Role, Stop, ToSupervisor, process_label, supervisor_end
 from .messages import Message
 
@@ -45,11 +46,16 @@ class ChildProcess:
         ready: what it said when it became ready; None before.
         stopping: it was told to end, so its end is no accident.
         lost_others: what it said when it lost the other ranks of its group; "" if it has not.
+        traceback: of the error that ended it, if it could say so.
         silent_s: seconds without a frame from it, as the supervisor's watchdog counts them.
     """
 
-    def __init__(self, role: Role, module: str, rank: int = 0) -> None:
-        """Start `python -m module`. The calling thread must live as long as the child, which dies with it."""
+    def __init__(self, role: Role, module: str, rank: int = 0, black_box: str = "") -> None:
+        """Start `python -m module`. The calling thread must live as long as the child, which dies with it.
+
+        Args:
+            black_box: where it leaves its stacks, see `black_box`; "" for nowhere.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = start_module(module, role.value, theirs.fileno())
@@ -59,8 +65,10 @@ class ChildProcess:
         self.ready: Ready | None = None
         self.stopping = False
         self.lost_others = ""
+        self.traceback = ""
         self.silent_s = 0.0
         self._channel = supervisor_end(ours)
+        self._black_box = black_box
         self._is_deaf = False
         self._group_is_gone = False
 
@@ -142,11 +150,23 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGABRT)
 
+    def show_stacks(self) -> None:
+        """Have it write the stacks of its threads into the black box; it goes on. Nothing where it cannot know how."""
+        if self._black_box and self.ready is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(SHOW_STACKS)
+
     def kill(self) -> None:
-        """Kill the process and all it has started, at once; collect its exit status."""
+        """Kill the process and all it has started, at once; collect its exit status.
+
+        What a fatal signal made it write is copied to standard error.
+        """
         self._kill_group()
         self._process.wait()
         self._channel.close()
+        if self._black_box and (stacks := read_fatal_stacks(Path(self._black_box), self.label)):
+            sys.stderr.write(stacks)
+            sys.stderr.flush()
 
     def _kill_group(self) -> None:
         """Kill what the process has started, and it, if it lives; once, before the kernel may give its id to others."""

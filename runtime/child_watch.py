@@ -105,7 +105,7 @@ class ChildWatch:
 
     def start(self, module: str, settings: Settings) -> ChildProcess:
         """Start a process and send it its settings."""
-        child = ChildProcess(settings.role, module, settings.rank)
+        child = ChildProcess(settings.role, module, settings.rank, settings.endpoints.black_box)
         self.children.append(child)
         self._selector.register(child, selectors.EVENT_READ)
         child.send(settings)
@@ -182,6 +182,11 @@ class ChildWatch:
                 _note(child, message)
             if not child.lost_others:
                 raise ChildFailure(child.describe_end())
+
+    def show_stacks(self) -> None:
+        """Have every child that still can write its stacks into the black box, before anything is changed."""
+        for child in self.children:
+            child.show_stacks()
 
     def stop(self, cause: str | None = None) -> list[ChildProcess]:
         """Tell the children that work to end, and give them a few seconds; `cause` is for the clients.
@@ -287,6 +292,7 @@ def _note(child: ChildProcess, message: ToSupervisor) -> None:
             child.lost_others = message.message
             logger.warning("child=%s lost the other ranks: %s", child.label, message.message)
         case Failed():
+            child.traceback = message.traceback
             raise ChildFailure(f"{child.name} failed: {message.message}")
         case Heartbeat():
             pass

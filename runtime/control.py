@@ -55,6 +55,7 @@ class Endpoints(Record, frozen=True):
     Attributes:
         model_runners: of the ranks 1, 2, ... on this machine; rank 0 is in the scheduler's process.
         rank_store: the file through which the ranks find each other.
+        black_box: the folder for what a crash report needs (see `black_box`); "" for none.
     """
 
     scheduler: str
@@ -62,6 +63,7 @@ class Endpoints(Record, frozen=True):
     tokenizer_manager: str
     model_runners: tuple[str, ...] = ()
     rank_store: str = ""
+    black_box: str = ""
 
 
 # ---------------------------------------------------------------- supervisor -> child

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from .black_box import is_black_box
 from .control import Endpoints, Role
 from .errors import ConfigError
 
@@ -78,6 +79,7 @@ class SocketDir:
             **{role.value: f"ipc://{self.path / name}" for role, name in _SOCKET_NAMES.items()},
             model_runners=tuple(f"ipc://{self.path / _RANK_SOCKET.format(rank=rank)}" for rank in ranks),
             rank_store=str(self.path / _RANK_STORE_NAME),
+            black_box=str(self.path),
         )
 
     def remove(self) -> None:
@@ -117,8 +119,8 @@ def _remove(path: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether this is the name of a socket, or of the file of the ranks."""
-    known = name == _RANK_STORE_NAME or name in _SOCKET_NAMES.values()
+    """Whether this is the name of a socket, of the file of the ranks, or of one of the black box."""
+    known = name == _RANK_STORE_NAME or name in _SOCKET_NAMES.values() or is_black_box(name)
     return known or _RANK_SOCKET_PATTERN.fullmatch(name) is not None
 
 

@@ -16,6 +16,7 @@ from .child_process import ChildProcess
 from .child_watch import NODES_GRACE_S, STOP_GRACE_S, ChildFailure, ChildWatch, Interrupted, Nodes
 from .config import EngineConfig
 from .control import PeersReady, Role, Settings, Stop
+from .crash_report import CrashReports
 from .feasibility import Capacity
 from .model_files.model_spec import ModelSpec
 from .model_files.source import ModelSource
@@ -55,6 +56,7 @@ class Supervisor:
         on_ready: called once, when clients can connect.
         rooms: the module of each process.
         make_nodes: listens for the other machines, if there are any; default: `NodeHub`.
+        crash_reports: writes a report when a failure ends the engine.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Supervisor:
         on_ready: Callable[[EngineReady], None],
         rooms: Mapping[Role, str] = ROOMS,
         make_nodes: Callable[[EngineConfig, ModelSpec], Nodes] | None = None,
+        crash_reports: CrashReports | None = None,
     ) -> None:
         self._config = config
         self._source = source
@@ -72,6 +75,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._rooms = rooms
         self._make_nodes = make_nodes or _listen_for_nodes
+        self._crash_reports = crash_reports
         self._signals = SignalQueue()
 
     def run(self) -> Outcome:
@@ -110,10 +114,17 @@ class Supervisor:
                 watch.look()
             return self._drain(watch, manager)
         except ChildFailure as failure:
+            watch.show_stacks()
             watch.stop(failure.message)
-            return Outcome(failure.exit_code, failure.message)
+            return Outcome(failure.exit_code, failure.message + self._report(failure, watch, socket_dir))
         except Interrupted as interrupt:
             return Outcome(128 + interrupt.signum, f"stopped at once by {interrupt.signum.name}")
+
+    def _report(self, failure: ChildFailure, watch: ChildWatch, socket_dir: SocketDir) -> str:
+        """Where a report of the failure is, for the last line; "" for what the user can mend."""
+        if self._crash_reports is None or failure.exit_code != 1:
+            return ""
+        return self._crash_reports.note(failure.message, watch.children, socket_dir.path)
 
     # ------------------------------------------------------------ the phases
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +21,7 @@ from ..runtime.messages import SchedulerInput
 from ..runtime.step_plan import Runner
 from .chaos import with_chaos
 from .event_loop import EventLoop
+from .flight_recorder import FlightRecorder
 from .recorder import make_recorder, open_log
 from .scheduler import Scheduler
 from .step_log import StepLog
@@ -44,6 +46,8 @@ def main(child: Child) -> None:
     recorder = make_recorder(
         config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic(), log=log
     )
+    if settings.endpoints.black_box:
+        recorder = FlightRecorder(recorder, scheduler.decisions, Path(settings.endpoints.black_box))
     runner: Runner = own_runner
     if group.size > 1:
         others = OtherRanks(settings.endpoints.model_runners, config.parallel)

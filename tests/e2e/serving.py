@@ -61,6 +61,7 @@ class EngineServe:
     Attributes:
         process: the command, which is the supervisor.
         tmp: its directory for temporary files, thus the place of its sockets.
+        crash_dir: where it puts crash reports.
         url, model: once it is ready.
     """
 
@@ -70,9 +71,13 @@ class EngineServe:
         self.url = ""
         self.model = ""
         self._log = self.tmp / "log"
+        self.crash_dir = self.tmp / "crashes"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                engine_command("serve", "--port", "0", "--num-threads", "1", *arguments),
+                engine_command(
+                    *("serve", "--port", "0", "--num-threads", "1", "--crash-dir", str(self.crash_dir)),
+                    *arguments,
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -155,7 +160,9 @@ class EngineServe:
     def leftovers(self) -> list[str]:
         """What an engine that has ended has left behind: processes, socket directories, its port."""
         left = [f"process {role} {pid}" for role, pid in self.pids.items() if _is_alive(pid)]
-        left += [f"file {path.name}" for path in self.tmp.iterdir() if path != self._log]
+        left += [
+            f"file {path.name}" for path in self.tmp.iterdir() if path not in (self._log, self.crash_dir)
+        ]
         if self.url:
             host, port = self.url.removeprefix("http://").split(":")
             with socket.socket() as probe:
