@@ -6,26 +6,24 @@ MB) does not reach that far, and a look-up goes to memory, too: a fifth of the t
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from typing import Final
 
 import torch
 from torch import Tensor
 
-_HUGE_PAGE_BYTES: Final = 2 << 20
+from .huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, find_madvise
+
 _PLAIN_BYTES: Final = 4 << 20
 """At the beginning of each tensor: whoever uses little of it pays for no huge pages. 60 of them are 120 MB."""
-_MADV_HUGEPAGE: Final = 14
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory that nobody has written; what nobody touches is not resident."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    if num_bytes < _PLAIN_BYTES + _HUGE_PAGE_BYTES:
+    if num_bytes < _PLAIN_BYTES + HUGE_PAGE_BYTES:
         return torch.empty(shape, dtype=dtype)
-    memory = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
-    start = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
     mine = memory[start : start + num_bytes]
     _ask_for_huge_pages(mine.data_ptr() + _PLAIN_BYTES, num_bytes - _PLAIN_BYTES)
     return mine.view(dtype).view(shape)
@@ -33,8 +31,6 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _ask_for_huge_pages(address: int, num_bytes: int) -> None:
     """In whole pages from an address where one begins; a system that has none refuses, and nothing is lost."""
-    if not sys.platform.startswith("linux"):
-        return
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    madvise(address, num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES, _MADV_HUGEPAGE)
+    madvise = find_madvise()
+    if madvise is not None:
+        madvise(address, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE)

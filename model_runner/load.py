@@ -20,6 +20,7 @@ from .assembly import LoadedModel, assemble_runner
 from .decode_graphs import sizes_to_record
 from .device_memory import explained, make_device_memory
 from .fixed_order import MAKERS_IN_FIXED_ORDER, check_fixed_order
+from .huge_pages import collapse_resident_memory
 from .join_group import ALONE, Place
 from .model_context import ModelContext
 from .models.registry import build_model
@@ -85,6 +86,8 @@ def load_model_runner(
     started_s = time.perf_counter()
     with explained("the weights", memory, "lower --max-model-len, quantise the model, or share it by --tp"):
         model = _load_model(config, source, spec, capacity, group, dtype, device)
+    if device.type == "cpu":
+        collapse_resident_memory()  # now that there is little else
     logger.info(
         "weights_loaded_s=%.2f dtype=%s device=%s", time.perf_counter() - started_s, settings.dtype, device
     )

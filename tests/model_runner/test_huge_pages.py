@@ -1,0 +1,108 @@
+"""Huge pages: which memory is moved into them, and that it is still the same afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.model_runner import huge_pages
+from engine.model_runner.huge_pages import (
+    HUGE_PAGE_BYTES,
+    MADV_COLLAPSE,
+    MADV_HUGEPAGE,
+    Mapping,
+    collapse,
+    mappings,
+)
+
+SMAPS = """\
+55d0c0000000-55d0c0021000 rw-p 00000000 00:00 0                          [heap]
+Size:                132 kB
+Rss:                 100 kB
+7f0000000000-7f0000800000 rw-p 00000000 00:00 0
+Size:               8192 kB
+KernelPageSize:        4 kB
+Rss:                8000 kB
+VmFlags: rd wr mr mw me ac
+7f0000800000-7f0000c00000 r--p 00000000 fe:00 1234                       /usr/lib/libtorch_cpu.so
+Rss:                4096 kB
+7f0001000000-7f0001800000 rw-p 00400000 fe:00 1234                       /usr/lib/libtorch_cpu.so
+Rss:                8192 kB
+7f0002000000-7f0002800000 ---p 00000000 00:00 0
+Rss:                   0 kB
+7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0                          [stack]
+Rss:                 132 kB
+"""
+
+
+class FakeSystem:
+    """Remembers the calls; refuses those with an advice that it does not know."""
+
+    def __init__(self, *known: int) -> None:
+        self.known = known
+        self.calls: list[tuple[int, int, int]] = []
+
+    def __call__(self, address: int, num_bytes: int, advice: int) -> int:
+        self.calls.append((address, num_bytes, advice))
+        return 0 if advice in self.known else -1
+
+
+class TestMappings:
+    def test_only_private_memory_of_no_file_is_looked_at(self) -> None:
+        assert list(mappings(SMAPS.splitlines(keepends=True))) == [
+            Mapping(0x55D0C0000000, 0x55D0C0021000, 100 << 10),
+            Mapping(0x7F0000000000, 0x7F0000800000, 8000 << 10),
+        ]
+
+    def test_those_of_this_process_are_found(self) -> None:
+        if not huge_pages._SMAPS.exists():
+            pytest.skip("this system does not show a process's memory")
+        block = np.ones(32 << 20, dtype=np.uint8)
+        address = block.ctypes.data + block.nbytes // 2  # numpy's advice may have split its first page off
+        with huge_pages._SMAPS.open() as lines:
+            around = [each for each in mappings(lines) if each.start <= address < each.stop]
+        assert len(around) == 1
+        assert around[0].resident_bytes >= block.nbytes // 2
+
+
+class TestCollapse:
+    def test_whole_huge_pages_within_a_mapping_are_moved(self) -> None:
+        system = FakeSystem(MADV_HUGEPAGE, MADV_COLLAPSE)
+        start, stop = 5 * HUGE_PAGE_BYTES - 4096, 9 * HUGE_PAGE_BYTES + 4096
+        moved = collapse([Mapping(start, stop, stop - start)], system)
+        assert moved == 4 * HUGE_PAGE_BYTES
+        span = (5 * HUGE_PAGE_BYTES, 4 * HUGE_PAGE_BYTES)
+        assert system.calls == [(*span, MADV_HUGEPAGE), (*span, MADV_COLLAPSE)]
+
+    def test_what_is_mostly_untouched_stays_untouched(self) -> None:
+        system = FakeSystem(MADV_HUGEPAGE, MADV_COLLAPSE)
+        sparse = Mapping(0, 10 * HUGE_PAGE_BYTES, 8 * HUGE_PAGE_BYTES)
+        small = Mapping(4096, 2 * HUGE_PAGE_BYTES - 4096, 2 * HUGE_PAGE_BYTES - 8192)
+        assert collapse([sparse, small], system) == 0
+        assert not system.calls
+
+    def test_a_kernel_that_cannot_move_it_now_is_asked_to_in_time(self) -> None:
+        system = FakeSystem(MADV_HUGEPAGE)
+        assert collapse([Mapping(0, 2 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)], system) == 0
+        assert (0, 2 * HUGE_PAGE_BYTES, MADV_HUGEPAGE) in system.calls
+
+
+class TestThisProcess:
+    def test_what_it_moves_is_as_it_was(self) -> None:
+        block = np.arange(4 << 20, dtype=np.uint32)
+        address = block.ctypes.data
+        moved = huge_pages.collapse_resident_memory()
+        assert block.ctypes.data == address
+        assert np.array_equal(block, np.arange(4 << 20, dtype=np.uint32))
+        if not moved:
+            pytest.skip("this system has no huge pages to move to")
+        assert moved % HUGE_PAGE_BYTES == 0
+
+    def test_an_owner_who_wants_none_gets_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        setting = tmp_path / "enabled"
+        setting.write_text("always madvise [never]\n")
+        monkeypatch.setattr(huge_pages, "_SETTING", setting)
+        monkeypatch.setattr(huge_pages, "find_madvise", lambda: FakeSystem(MADV_HUGEPAGE, MADV_COLLAPSE))
+        assert huge_pages.collapse_resident_memory() == 0
