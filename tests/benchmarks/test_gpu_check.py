@@ -52,7 +52,7 @@ def test_two_answers_differ_if_one_was_clearly_better(
 ) -> None:
     tops = [{7: -0.1}, {8: -1.0, 4: -1.2, 5: -1.3}, {9: -0.1}]
     one = check.Answer([7, 8, 9], tops, "abc")
-    assert check._differs(one, check.Answer(tokens, tops, text)) is differs
+    assert check.differs(one, check.Answer(tokens, tops, text)) is differs
 
 
 # ---------------------------------------------------------------- a server
@@ -120,7 +120,7 @@ def test_one_wrong_answer_of_any_client_is_found(
 ) -> None:
     check._ask_server(report, server.url)
 
-    server.wrong = check._prompts([5, 40, 200, 90] * 2)[client]
+    server.wrong = check.prompts_of([5, 40, 200, 90] * 2)[client]
     with pytest.raises(AssertionError, match=rf"1 of 8 answers differ, first of client {client}: \[1\d+, "):
         check._ask_server(report, server.url)
 
@@ -149,7 +149,7 @@ def test_a_sanitizer_without_words_still_fails_with_a_reason(
 def test_kernels_without_their_tests_packages_are_not_passed(
     check: ModuleType, report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "TEST_PACKAGES", ("pytest", "no_such_package"))
+    monkeypatch.setattr("benchmarks.gpu_kernel_checks.TEST_PACKAGES", ("pytest", "no_such_package"))
     with pytest.raises(SystemExit):
         check.kernels(report)
     assert failures(capsys) == [

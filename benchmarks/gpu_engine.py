@@ -1,0 +1,144 @@
+"""`Engine`: scheduler, runner and pipeline of a model with dummy weights on one thread, and what each step took."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.runtime.config_sources import from_arguments, merge
+from engine.runtime.feasibility import capacity_of
+from engine.runtime.messages import BatchTokenOutput, GenerateRequest
+from engine.runtime.prepare import prepare
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import ForwardMode, Pending, Runner, StepPlan, StepResult
+
+
+class Step(NamedTuple):
+    """One settled step; times in seconds."""
+
+    mode: ForwardMode
+    num_rows: int
+    num_tokens: int
+    mean_context: float
+    forward_s: float
+    waited_s: float
+    ended_s: float
+
+
+class TimedRunner:
+    """A runner that notes what each step took."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.steps: list[Step] = []
+        self.waited_s = 0.0  # in all
+
+    def launch(self, plan: StepPlan) -> Pending:
+        return _TimedStep(self, plan, self._runner.launch(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedStep:
+    runner: TimedRunner
+    plan: StepPlan
+    pending: Pending
+
+    def wait(self) -> StepResult:
+        started_s = time.perf_counter()
+        result = self.pending.wait()
+        ended_s = time.perf_counter()
+        self.runner.waited_s += ended_s - started_s
+        lengths = np.frombuffer(self.plan.num_computed_tokens, np.int32) + 1
+        self.runner.steps.append(
+            Step(
+                self.plan.mode,
+                len(lengths),
+                self.plan.total_num_scheduled_tokens,
+                float(lengths.mean()) if len(lengths) else 0.0,
+                result.forward_s,
+                ended_s - started_s,
+                ended_s,
+            )
+        )
+        return result
+
+
+class Work(NamedTuple):
+    """One request: tokens in and out."""
+
+    prompt_len: int
+    output_len: int
+
+
+class Run(NamedTuple):
+    """What came of some requests."""
+
+    steps: list[Step]
+    host_s: list[float]  # of each pass: what was not waiting
+    num_output_tokens: int
+    seconds: float
+
+
+class Engine:
+    """Scheduler, runner and pipeline of a model with dummy weights."""
+
+    def __init__(self, folder: Path, device: str, **settings: Any) -> None:
+        from engine.model_runner.load import load_model_runner
+        from engine.scheduler.pipeline import Pipeline
+        from engine.scheduler.recorder import NoRecorder
+        from engine.scheduler.scheduler import Scheduler
+
+        arguments = {"model": str(folder), "load_format": "dummy", "device": device, "dtype": "bfloat16"}
+        prepared = prepare(merge(from_arguments({**arguments, "seed": 1, **settings})))
+        config, self.spec = prepared.config, prepared.spec
+        runner = load_model_runner(config, prepared.source, self.spec, capacity_of(config, self.spec))
+        self._runner = TimedRunner(runner)
+        self._scheduler = Scheduler(config.scheduler, config.cache, runner.capacity, frozenset())
+        overlap = config.scheduler.overlap
+        assert overlap != "auto"
+        self._pipeline = Pipeline(
+            self._scheduler, self._runner, NoRecorder(), time.monotonic, overlap=overlap
+        )
+        self._random = np.random.default_rng(0)
+        self._num_requests = 0
+        gc.collect()
+        gc.freeze()
+
+    def run(self, work: Sequence[Work]) -> Run:
+        """Everything at once, to the end."""
+        for one in work:
+            self._submit(one)
+        self._runner.steps.clear()
+        host_s: list[float] = []
+        num_tokens = 0
+        started_s = time.perf_counter()
+        while self._scheduler.num_unfinished:
+            began_s, waited_s = time.perf_counter(), self._runner.waited_s
+            self._pipeline.advance()
+            for output in self._scheduler.take_outputs():
+                if isinstance(output, BatchTokenOutput):
+                    num_tokens += sum(len(row.token_ids) // 4 for row in output.outputs)
+            host_s.append(time.perf_counter() - began_s - (self._runner.waited_s - waited_s))
+        seconds = time.perf_counter() - started_s
+        while self._pipeline.advance():  # surplus steps of overlapped planning
+            pass
+        self._pipeline.idle()  # every page is accounted for
+        assert num_tokens == sum(one.output_len for one in work), "somebody did not get all tokens"
+        return Run(list(self._runner.steps), host_s, num_tokens, seconds)
+
+    def _submit(self, work: Work) -> None:
+        ids = self._random.integers(0, self.spec.vocab_size, work.prompt_len, dtype=np.int32)
+        sampling = SamplingParams(
+            temperature=0.0, seed=self._num_requests, max_new_tokens=work.output_len, ignore_eos=True
+        )
+        self._num_requests += 1
+        request = GenerateRequest(
+            f"r{self._num_requests}", ids.tobytes(), sampling, arrival_s=time.monotonic()
+        )
+        self._pipeline.handle(request)

@@ -1,0 +1,175 @@
+"""`gpu_check`'s sections about whole models: tiny ones against transformers, graphs, overlap, chaos."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from benchmarks.gpu_models import ARCHITECTURES, TINY_VOCAB, write_tiny_model
+from benchmarks.gpu_sections import LoggedMessages, Report
+
+if TYPE_CHECKING:
+    from engine import LLM
+    from engine.offline.outputs import GenerationOutput
+
+TIE: Final = 0.25
+"""Nats: bfloat16 moves log-probabilities of these models by 0.04 on average, so it may choose within this."""
+EIGHT_BITS: Final = 0.4
+"""Nats, mean: on the CPU keys and values of 8 bits cost 0.15, weights 0.22; a wrong scale costs several."""
+
+
+def models(report: Report) -> None:
+    """Every architecture, in float32 and bfloat16, is as close to exact as transformers is; chunks and mixed steps."""
+    names = ["gemma3_text", "olmo2"] if report.tiny else list(ARCHITECTURES)
+    for model_type in names:
+        for dtype in ("float32", "bfloat16"):
+            with_all = report.device == "cuda" and dtype == "bfloat16"
+            backends = ["", "triton", "torch_native"] if with_all else [""]
+            with tempfile.TemporaryDirectory() as name:
+                reference = write_tiny_model(Path(name), model_type, dtype).to(report.device)
+                for backend in backends:
+                    with report.part(f"{model_type} {dtype} attention={backend or 'auto'}"):
+                        settings = {"attention_backend": backend} if backend else {}
+                        _compare_with(reference, Path(name), dtype, report, settings)
+    if report.device == "cuda":
+        _eight_bits(report)
+
+
+def _eight_bits(report: Report) -> None:
+    """Keys, values or weights of 8 bits: further from exact, but not far."""
+    with tempfile.TemporaryDirectory() as name:
+        reference = write_tiny_model(Path(name), "llama", "bfloat16").to(report.device)
+        for settings in ({"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}):
+            with report.part(f"llama bfloat16 {settings}"):
+                _compare_with(reference, Path(name), "bfloat16", report, settings, slack=EIGHT_BITS)
+
+
+def _compare_with(
+    reference: Any, folder: Path, dtype: str, report: Report, settings: dict[str, str], slack: float = 0.0
+) -> None:
+    prompts = prompts_of((3, 200, 60, 130, 9))
+    with (
+        LoggedMessages() as log,
+        make_llm(folder, report, dtype=dtype, chunked_prefill_size=64, **settings) as llm,
+    ):
+        outputs = generate(llm, prompts, num=16)
+    print(*log.messages, sep="\n")
+    rounded = getattr(torch, dtype)
+    ours, theirs, slack = 0.0, 0.0, slack + (1e-2 if dtype == "float32" else 2e-2)  # Triton may use TF32
+    for prompt, output in zip(prompts, outputs, strict=True):
+        exact = _logprobs(reference.float(), prompt, output.token_ids)
+        rough = _logprobs(reference.to(rounded), prompt, output.token_ids)
+        assert output.logprobs is not None
+        found = torch.tensor([token.logprob for token in output.logprobs])
+        ours += float((found - exact).abs().mean()) / len(prompts)
+        theirs += float((rough - exact).abs().mean()) / len(prompts)
+    reference.float()
+    assert ours <= 1.5 * theirs + slack, (
+        f"log-probabilities are off by {ours:.4f}, transformers' by {theirs:.4f}"
+    )
+
+
+@torch.inference_mode()
+def _logprobs(model: Any, prompt: list[int], output: Sequence[int]) -> torch.Tensor:
+    """Of each output token, by the model alone and without a cache."""
+    tokens = torch.tensor([[*prompt, *output]], device=next(model.parameters()).device)
+    logprobs: torch.Tensor = model(tokens).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
+
+
+def graphs(report: Report) -> None:
+    """Recorded decodes choose what the same decodes choose without recording."""
+    for model_type in ("llama", "qwen3_moe"):
+        with LoggedMessages() as log:
+            _same(report, model_type, {"cuda_graph": False}, {"cuda_graph": True})
+        with report.part(f"{model_type}: something was recorded"):
+            recorded = [line for line in log.starting_with("decode_graphs=") if "decode_graphs=0" not in line]
+            assert recorded, log.starting_with("decode_graphs=", "attention_backend=")
+            report.note(recorded[0])
+
+
+def overlap(report: Report) -> None:
+    """Planning a step while the one before runs changes no token."""
+    _same(report, "llama", {"overlap": False}, {"overlap": True})
+
+
+def chaos(report: Report) -> None:
+    """Requests thrown out and steps that lack memory, at random: everything ends as if nothing had been."""
+    for fault in ("retract=0.2:100", "oom=0.2:50"):
+        _same(report, "llama", {}, {"chaos": fault})
+
+
+def _same(report: Report, model_type: str, plain: dict[str, Any], other: dict[str, Any]) -> None:
+    """The same requests under two configurations; a token may differ where two were as good but for rounding."""
+    name, value = next(iter(other.items()))
+    with report.part(f"{model_type}: {name}={value}"), tempfile.TemporaryDirectory() as folder:
+        write_tiny_model(Path(folder), model_type, "bfloat16")
+        prompts = prompts_of(range(2, 60 if report.tiny else 130, 7))
+        answers = []
+        for settings in (plain, other):
+            with make_llm(Path(folder), report, dtype="bfloat16", chunked_prefill_size=64, **settings) as llm:
+                outputs = generate(llm, prompts, num=12 if report.tiny else 40)
+                answers.append([answer_of(output) for output in outputs])
+        differing = sum(differs(one, two) for one, two in zip(*answers, strict=True))
+        assert not differing, f"{differing} of {len(prompts)} requests have other tokens"
+        report.note(f"same tokens for {len(prompts)} requests")
+
+
+class Answer(NamedTuple):
+    """What was chosen, and for each token the log-probabilities of the best few, itself among them."""
+
+    tokens: list[int]
+    tops: list[dict[int, float]]
+    text: str = ""
+
+
+def answer_of(output: GenerationOutput) -> Answer:
+    """The answer in an output with log-probabilities."""
+    assert output.logprobs is not None
+    tops = [{token.token_id: token.logprob, **token.top} for token in output.logprobs]
+    return Answer(list(output.token_ids), tops)
+
+
+def differs(one: Answer, two: Answer) -> bool:
+    """Whether the first token in which they differ was clearly better than the other's; what follows is free."""
+    for a, b, top in zip(one.tokens, two.tokens, one.tops, strict=True):
+        if a != b:
+            return b not in top or top[a] - top[b] > TIE
+    return one.text != two.text
+
+
+def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
+    """The same random prompts in every run."""
+    source = random.Random(0)
+    return [[source.randrange(3, TINY_VOCAB) for _ in range(length)] for length in lengths]
+
+
+def make_llm(folder: Path, report: Report, **settings: Any) -> LLM:
+    """The engine with a tiny model, in this process."""
+    from engine import LLM
+
+    defaults: dict[str, Any] = {
+        "device": report.device,
+        "max_model_len": 512,
+        "max_total_tokens": 16384,
+        "max_running_requests": 32,
+        "cuda_graph_max_bs": 8,
+        "seed": 1,
+    }
+    return LLM(str(folder), **{**defaults, **settings})
+
+
+def generate(llm: LLM, prompts: list[list[int]], num: int) -> list[GenerationOutput]:
+    """`num` greedy tokens of each prompt."""
+    from engine import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=num, ignore_eos=True, logprobs=5)
+    outputs = llm.generate(prompts, params)
+    for output in outputs:
+        assert output.finish_reason == "length" and len(output.token_ids) == num, output
+    return outputs
