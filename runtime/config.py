@@ -259,7 +259,8 @@ class SchedulerConfig:
     chaos: Annotated[
         str | None,
         "For tests: faults on purpose; 'retract=0.5:500' retracts with this probability, so often; 'oom=0.1:20' "
-        "treats steps as if the device had no memory for them.",
+        "treats steps as if the device had no memory for them; 'slow=0.01' has every step take at least so many "
+        "seconds.",
     ] = None
 
     def __post_init__(self) -> None:
@@ -369,33 +370,41 @@ class ChaosSpec(NamedTuple):
         max_retractions: how often at most.
         oom_probability: that a step is treated as one for which the device had no memory.
         max_ooms: how often at most.
+        min_step_s: that a step takes.
     """
 
     retract_probability: float = 0.0
     max_retractions: int = 0
     oom_probability: float = 0.0
     max_ooms: int = 0
+    min_step_s: float = 0.0
+
+
+_CHAOS: Final = re.compile(r"(?P<fault>retract|oom)=(?P<share>[0-9.]+):(?P<count>[0-9]+)|slow=(?P<seconds>[0-9.]+)")
 
 
 def parse_chaos(text: str | None) -> ChaosSpec | None:
     """What `--chaos` asks for; None for nothing.
 
     Raises:
-        ConfigError: it is not `retract=PROBABILITY:COUNT`, `oom=PROBABILITY:COUNT`, or both with a comma.
+        ConfigError: it is not `retract=PROBABILITY:COUNT`, `oom=PROBABILITY:COUNT`, `slow=SECONDS`, or several of
+            them with commas.
     """
     if text is None:
         return None
     faults: dict[str, tuple[float, int]] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"(retract|oom)=([0-9.]+):([0-9]+)", part.strip())
+        match = _CHAOS.fullmatch(part.strip())
         try:
-            fault = (float(match[2]), int(match[3])) if match else None
+            fault = (float(match["share"] or match["seconds"]), int(match["count"] or 0)) if match else None
         except ValueError:  # "1.2.3" has the form, but is no number
             fault = None
-        if match is None or fault is None or not 0.0 <= fault[0] <= 1.0 or match[1] in faults:
+        name = (match["fault"] or "slow") if match else ""
+        if fault is None or not 0.0 <= fault[0] <= 1.0 or name in faults:
             raise ConfigError(
-                f"chaos is {text!r}, but it must be retract=PROBABILITY:COUNT, such as retract=0.5:500, or "
-                "oom=PROBABILITY:COUNT, or both with a comma"
+                f"chaos is {text!r}, but it must be retract=PROBABILITY:COUNT, such as retract=0.5:500, "
+                "oom=PROBABILITY:COUNT, slow=SECONDS with at most 1 second, or several of them with commas"
             )
-        faults[match[1]] = fault
-    return ChaosSpec(*faults.get("retract", (0.0, 0)), *faults.get("oom", (0.0, 0)))
+        faults[name] = fault
+    none = (0.0, 0)
+    return ChaosSpec(*faults.get("retract", none), *faults.get("oom", none), faults.get("slow", none)[0])

@@ -1,4 +1,5 @@
-"""Faults on purpose (`--chaos`): requests lose their place and steps their results, so that tests meet it often.
+"""Faults on purpose (`--chaos`): requests lose their place and steps their results, so that tests meet it often, and
+steps are slow, so that a test that must come before the end of an answer does on any machine.
 
 vLLM had such a switch (`VLLM_TEST_ENABLE_ARTIFICIAL_PREEMPT`), SGLang has one (`SGLANG_TEST_RETRACT`).
 """
@@ -6,6 +7,7 @@ vLLM had such a switch (`VLLM_TEST_ENABLE_ARTIFICIAL_PREEMPT`), SGLang has one (
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -92,9 +94,39 @@ class _WithoutMemory(NamedTuple):
         )
 
 
+class SlowRunner:
+    """A runner whose steps take at least so many seconds from their launch on."""
+
+    __slots__ = ("_min_step_s", "_runner")
+
+    def __init__(self, runner: Runner, min_step_s: float) -> None:
+        self._runner = runner
+        self._min_step_s = min_step_s
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """See `Runner`."""
+        end_s = time.monotonic() + self._min_step_s
+        return _NotBefore(self._runner.launch(plan), end_s)
+
+
+class _NotBefore(NamedTuple):
+    pending: Pending
+    end_s: float
+
+    def wait(self) -> StepResult:
+        """See `Pending`."""
+        result = self.pending.wait()
+        time.sleep(max(0.0, self.end_s - time.monotonic()))
+        return result
+
+
 def with_chaos(runner: Runner, config: SchedulerConfig, page_size: int) -> Runner:
     """The runner, with the faults that `--chaos` asks for."""
     spec = parse_chaos(config.chaos)
-    if spec is None or not spec.max_ooms:
+    if spec is None:
         return runner
-    return ChaosRunner(runner, spec, config.policy_seed, page_size)
+    if spec.max_ooms:
+        runner = ChaosRunner(runner, spec, config.policy_seed, page_size)
+    if spec.min_step_s:
+        runner = SlowRunner(runner, spec.min_step_s)
+    return runner

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from engine.runtime.config import SchedulerConfig
@@ -47,6 +49,10 @@ def test_the_same_seed_gives_the_same_faults(make_scheduler):
         "swap=0.5:5",
         "retract=1.2.3:5",
         "retract=nan:1",
+        "slow=0.01:5",
+        "slow=2",
+        "slow=",
+        "slow=0.1,slow=0.2",
         "",
     ],
 )
@@ -72,7 +78,23 @@ def test_steps_lose_their_results_as_often_as_asked_for(make_scheduler, text):
     assert all(len(answer.tokens) == 30 for answer in harness.answers.values())
 
 
-@pytest.mark.parametrize("text", [None, "retract=0.5:9", "oom=0.5:0"])
+@pytest.mark.parametrize("took_s", [0.0, 0.0625, 0.125, 5.0])
+def test_slow_steps_take_the_time_that_was_asked_for(make_scheduler, monkeypatch, took_s):
+    now_s, slept_s = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    harness = make_scheduler(num_pages=128)
+    harness.runner = with_chaos(harness.runner, SchedulerConfig(chaos="slow=0.125"), page_size=4)
+    harness.submit(max_new_tokens=1)
+    batch = harness.scheduler.next_batch(now_s[0])
+    pending = harness.runner.launch(batch.plan)
+    now_s[0] += took_s
+
+    assert pending.wait().step_id == batch.plan.step_id
+    assert slept_s == [max(0.0, 0.125 - took_s)]
+
+
+@pytest.mark.parametrize("text", [None, "retract=0.5:9", "oom=0.5:0", "slow=0"])
 def test_other_runners_stay_as_they_are(make_scheduler, text):
     runner = make_scheduler().runner
     assert with_chaos(runner, SchedulerConfig(chaos=text), page_size=4) is runner
