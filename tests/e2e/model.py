@@ -29,14 +29,11 @@ _CHAT_TEMPLATE: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM = 64, 128, 4, 2, 16
+_LAYERS, _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM = 2, 64, 128, 4, 2, 16
 
 
-def make_model(folder: Path, num_layers: int = 2) -> Path:
-    """Write a Llama of 0.2 million weights with a byte-level BPE tokenizer and a chat template into a new folder.
-
-    Many layers make it slow, for tests that must see a request before it ends.
-    """
+def make_model(folder: Path) -> Path:
+    """Write a Llama of 0.2 million weights with a byte-level BPE tokenizer and a chat template into a new folder."""
     folder.mkdir()
     vocab_size = _write_tokenizer(folder)
     config = {
@@ -45,7 +42,7 @@ def make_model(folder: Path, num_layers: int = 2) -> Path:
         "vocab_size": vocab_size,
         "hidden_size": _HIDDEN,
         "intermediate_size": _INTERMEDIATE,
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": _LAYERS,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
         "max_position_embeddings": MAX_MODEL_LEN,
@@ -56,7 +53,7 @@ def make_model(folder: Path, num_layers: int = 2) -> Path:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    _write_weights(folder / "model.safetensors", vocab_size, num_layers)
+    _write_weights(folder / "model.safetensors", vocab_size)
     return folder
 
 
@@ -79,7 +76,7 @@ def _write_tokenizer(folder: Path) -> int:
     return int(core.get_vocab_size())
 
 
-def _write_weights(path: Path, vocab_size: int, num_layers: int) -> None:
+def _write_weights(path: Path, vocab_size: int) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -93,7 +90,7 @@ def _write_weights(path: Path, vocab_size: int, num_layers: int) -> None:
         "model.norm.weight": torch.ones(_HIDDEN),
         "lm_head.weight": linear(vocab_size, _HIDDEN, 3.0),  # logits of deviation 3: likely tokens, and doubt
     }
-    for i in range(num_layers):
+    for i in range(_LAYERS):
         layer = f"model.layers.{i}."
         tensors |= {
             f"{layer}input_layernorm.weight": torch.ones(_HIDDEN),

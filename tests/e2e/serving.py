@@ -16,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
 import httpx
 
 DEADLINE_S: Final = 60.0  # for what takes a second or two on an idle machine
+SLOW: Final = ("--chaos", "slow=0.02")
+"""For tests that must do something before an answer ends: 2,000 tokens take at least 40 s, however fast the machine is."""
 
 _READY: Final = re.compile(r"^Ready after [\d.]+ s: (\S+) at (http://\S+)$", re.MULTILINE)
 _LAST_READY_LINE: Final = "Stop with Ctrl-C."
@@ -170,7 +172,23 @@ class EngineServe:
                     left.append(f"port {port}")
         return left
 
+    @contextlib.contextmanager
+    def stopped(self, role: str = "scheduler") -> Iterator[None]:
+        """Within this block a process does nothing, so that all of it comes before anything that the process would do."""
+        os.kill(self.pids[role], signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pids[role], signal.SIGCONT)
+
     # ------------------------------------------------------------ its numbers
+
+    def wait_for_requests(self, num: int) -> None:
+        """Wait until so many are in the engine, also in a scheduler that is stopped."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        with httpx.Client(base_url=self.url, timeout=DEADLINE_S) as client:
+            while client.get("/server_info").json()["num_live_requests"] != num:
+                assert time.monotonic() < deadline_s, f"there are never {num} requests"
 
     def metrics_when(self, condition: Callable[[Metrics], bool]) -> Metrics:
         """Ask until `condition` holds for numbers that the scheduler reported after this call began."""

@@ -11,7 +11,7 @@ import signal
 import httpx
 import pytest
 
-from .serving import DEADLINE_S
+from .serving import DEADLINE_S, SLOW
 
 pytestmark = pytest.mark.real_process
 
@@ -42,7 +42,7 @@ class Stream:
 
 @pytest.fixture
 def engine(start_serve, model):
-    return start_serve(str(model), "--dtype", "float32").wait_until_ready()
+    return start_serve(str(model), "--dtype", "float32", *SLOW).wait_until_ready()
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
@@ -93,23 +93,24 @@ def test_a_killed_supervisor_takes_the_others_with_it(engine):
 
 
 def test_sigterm_lets_a_running_stream_come_to_its_end(engine):
-    with Stream(engine, max_tokens=1000, min_tokens=1000, stream_options={"include_usage": True}) as stream:
+    with Stream(engine, max_tokens=200, min_tokens=200, stream_options={"include_usage": True}) as stream:
         engine.process.terminate()
         *_, usage, done = stream.rest()
     assert done == "data: [DONE]"
-    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 1000
+    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 200
     assert engine.wait() == 0
     assert engine.causes == []
     assert engine.leftovers() == []
 
 
 def test_while_draining_new_requests_are_sent_elsewhere(engine):
-    with Stream(engine) as stream:
-        engine.process.terminate()
-        health = httpx.get(f"{engine.url}/health", timeout=DEADLINE_S)
-        while health.status_code == 200:  # the signal has to reach two processes
+    with Stream(engine, max_tokens=200, min_tokens=200) as stream:
+        with engine.stopped():
+            engine.process.terminate()
             health = httpx.get(f"{engine.url}/health", timeout=DEADLINE_S)
-        refused = httpx.post(f"{engine.url}/v1/completions", json={"prompt": "x"}, timeout=DEADLINE_S)
+            while health.status_code == 200:  # the signal has to reach two processes
+                health = httpx.get(f"{engine.url}/health", timeout=DEADLINE_S)
+            refused = httpx.post(f"{engine.url}/v1/completions", json={"prompt": "x"}, timeout=DEADLINE_S)
         assert (health.status_code, refused.status_code) == (503, 503)
         assert refused.json()["error"]["code"] == "shutting_down"
         assert stream.rest()[-1] == "data: [DONE]"
@@ -117,7 +118,7 @@ def test_while_draining_new_requests_are_sent_elsewhere(engine):
 
 
 def test_a_drain_that_takes_too_long_is_cut_off_with_an_error(start_serve, model):
-    engine = start_serve(str(model), "--drain-timeout", "0.1").wait_until_ready()
+    engine = start_serve(str(model), "--drain-timeout", "0.1", *SLOW).wait_until_ready()
     with Stream(engine, n=16) as stream:
         engine.process.terminate()
         *_, kind, data = stream.rest()
@@ -141,8 +142,12 @@ def test_a_second_ctrl_c_ends_at_once(engine):
     assert engine.leftovers() == []
 
 
-def test_ctrl_c_during_the_start(start_serve, model):
-    engine = start_serve(str(model))
+def test_ctrl_c_during_the_start(start_serve, model, tmp_path):
+    endless = tmp_path / "template"
+    os.mkfifo(
+        endless
+    )  # nobody ever writes to it: whoever reads the chat template is not ready before the signal
+    engine = start_serve(str(model), "--chat-template", str(endless))
     engine.wait_for_log("started child=tokenizer_manager")
     engine.process.send_signal(signal.SIGINT)
     assert engine.wait() == 128 + signal.SIGINT

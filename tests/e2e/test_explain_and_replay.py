@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from .serving import DEADLINE_S, EngineServe, Metrics, run_engine
+from .serving import DEADLINE_S, SLOW, EngineServe, Metrics, run_engine
 from .test_endings import Stream
 
 pytestmark = pytest.mark.real_process
@@ -121,7 +121,10 @@ async def streams(engine: EngineServe) -> list[tuple[str, str]]:
         base_url=f"{engine.url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
     )
     async with client:
-        return list(await asyncio.gather(*(read(client, number) for number in range(NUM_STREAMS))))
+        with engine.stopped():  # until all are there: they shall take memory from each other on any machine
+            reading = [asyncio.ensure_future(read(client, number)) for number in range(NUM_STREAMS)]
+            await asyncio.to_thread(engine.wait_for_requests, NUM_STREAMS)
+        return list(await asyncio.gather(*reading))
 
 
 # ---------------------------------------------------------------- a run full of faults
@@ -216,7 +219,7 @@ def test_a_request_that_never_was_by_the_command(recorded):
 def cut_short(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The log of a scheduler that was killed in the middle of an answer."""
     log = tmp_path_factory.mktemp("killed") / "decisions.edl"
-    with EngineServe(str(model), "--dtype", "float32", "--decision-log", str(log)) as engine:
+    with EngineServe(str(model), "--dtype", "float32", *SLOW, "--decision-log", str(log)) as engine:
         engine.wait_until_ready()
         with Stream(engine) as stream:
             os.kill(engine.pids["scheduler"], signal.SIGKILL)

@@ -5,46 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from .model import make_model
-from .serving import DEADLINE_S
+from .serving import DEADLINE_S, SLOW, EngineServe
 
 pytestmark = pytest.mark.real_process
 
 NUM_CLIENTS = 32
 POOL_TOKENS = 400
 NUM_TOKENS = 48
-
-
-NUM_LAYERS = 32
-"""So many that a step takes a millisecond or two: an answer must not end before a client on a busy machine has read its
-first events and left."""
+ARGUMENTS = (
+    *("--dtype", "float32", "--page-size", "4", "--max-total-tokens", str(POOL_TOKENS)),
+    *("--max-running-requests", "16", "--chunked-prefill-size", "16", "--schedule-conservativeness", "0.1"),
+)
 
 
 @pytest.fixture(scope="module")
-def cramped(tmp_path_factory):
+def cramped(model: Path) -> Iterator[EngineServe]:
     """A server that must retract all the time."""
-    from .serving import EngineServe
+    yield from serve_well(str(model), *ARGUMENTS)
 
-    model = make_model(tmp_path_factory.mktemp("models") / "small-llama", NUM_LAYERS)
 
-    arguments = (
-        *("--dtype", "float32", "--page-size", "4", "--max-total-tokens", str(POOL_TOKENS)),
-        *(
-            "--max-running-requests",
-            "16",
-            "--chunked-prefill-size",
-            "16",
-            "--schedule-conservativeness",
-            "0.1",
-        ),
-    )
-    with EngineServe(str(model), *arguments) as engine:
+@pytest.fixture(scope="module")
+def slow(model: Path) -> Iterator[EngineServe]:
+    """The same, on which no answer ends before a client on a busy machine has read its first events and left."""
+    yield from serve_well(str(model), *ARGUMENTS, *SLOW)
+
+
+def serve_well(*arguments: str) -> Iterator[EngineServe]:
+    with EngineServe(*arguments) as engine:
         yield engine.wait_until_ready()
         assert engine.stop() == 0, engine.log
         assert engine.leftovers() == []
@@ -79,7 +74,10 @@ def test_all_of_many_streams_come_to_their_end(cramped):
 
     async def all_at_once():
         async with openai_client(cramped) as client:
-            return await asyncio.gather(*(read(client, number) for number in range(NUM_CLIENTS)))
+            with cramped.stopped():  # until all are there: on a fast machine the first ones would be gone
+                reading = [asyncio.ensure_future(read(client, number)) for number in range(NUM_CLIENTS)]
+                await asyncio.to_thread(cramped.wait_for_requests, NUM_CLIENTS)
+            return await asyncio.gather(*reading)
 
     async def read(client, number):
         stream = await client.completions.create(
@@ -102,12 +100,12 @@ def test_all_of_many_streams_come_to_their_end(cramped):
     assert texts == asyncio.run(one_by_one())
 
 
-def test_clients_that_leave_give_everything_back(cramped):
+def test_clients_that_leave_give_everything_back(slow):
     """In each round half of the streams, long ones, are left after some events; the others come to their end."""
-    before = cramped.idle_metrics()
+    before = slow.idle_metrics()
 
     async def round_of_clients():
-        async with httpx.AsyncClient(base_url=cramped.url, timeout=DEADLINE_S) as client:
+        async with httpx.AsyncClient(base_url=slow.url, timeout=DEADLINE_S) as client:
             await asyncio.gather(*(stay_or_leave(client, number) for number in range(16)))
 
     async def stay_or_leave(client, number):
@@ -129,19 +127,19 @@ def test_clients_that_leave_give_everything_back(cramped):
 
     for _ in range(3):
         asyncio.run(round_of_clients())
-    assert_nothing_is_held(cramped)
-    after = cramped.idle_metrics()
+    assert_nothing_is_held(slow)
+    after = slow.idle_metrics()
     for reason in ("dropped", "length"):
         name = f'finished_reqs_total{{reason="{reason}"}}'
         assert after[name] - before.get(name, 0) == 3 * 8, reason
 
 
-def test_a_client_that_leaves_before_its_whole_answer_gives_everything_back(cramped):
+def test_a_client_that_leaves_before_its_whole_answer_gives_everything_back(slow):
     dropped = 'finished_reqs_total{reason="dropped"}'
-    before = cramped.idle_metrics()
+    before = slow.idle_metrics()
 
     async def leave():
-        async with httpx.AsyncClient(base_url=cramped.url, timeout=DEADLINE_S) as client:
+        async with httpx.AsyncClient(base_url=slow.url, timeout=DEADLINE_S) as client:
             # So many and so long that their end cannot come before ours.
             sampling = {"n": 16, "max_new_tokens": 300, "min_new_tokens": 300}
             request = asyncio.create_task(
@@ -154,10 +152,10 @@ def test_a_client_that_leaves_before_its_whole_answer_gives_everything_back(cram
                 await request
 
     asyncio.run(leave())
-    assert_nothing_is_held(cramped)
-    assert cramped.idle_metrics()['finished_reqs_total{reason="dropped"}'] - before.get(dropped, 0) == 16
+    assert_nothing_is_held(slow)
+    assert slow.idle_metrics()['finished_reqs_total{reason="dropped"}'] - before.get(dropped, 0) == 16
     answer = httpx.post(
-        f"{cramped.url}/generate",
+        f"{slow.url}/generate",
         json={"text": "x", "sampling_params": {"max_new_tokens": 2}},
         timeout=DEADLINE_S,
     )

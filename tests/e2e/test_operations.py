@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from .model import MAX_MODEL_LEN
-from .serving import DEADLINE_S
+from .serving import DEADLINE_S, SLOW
 
 pytestmark = pytest.mark.real_process
 
@@ -114,19 +114,20 @@ def test_the_metrics_add_up(http, serve):
     assert http.post("/flush_cache").json() == {"flushed_tokens": after["kv_cached_tokens"], "kept_tokens": 0}
 
 
-def test_an_abort_by_id_ends_the_stream_with_its_reason(http, serve):
+def test_an_abort_by_id_ends_the_stream_with_its_reason(start_serve, model):
+    engine = start_serve(str(model), *SLOW).wait_until_ready()
     body = {"text": "for ever", "stream": True, "sampling_params": GREEDY | {"max_new_tokens": 2000}}
     finish = None
-    for number, event in enumerate(events(http, body)):
-        if number == 0:
-            assert http.post("/abort_request", json={"rid": event["meta_info"]["id"]}).json() == {
-                "aborted": 1
-            }
-        finish = event["meta_info"]["finish_reason"]
+    with httpx.Client(base_url=engine.url, timeout=DEADLINE_S) as http:
+        for number, event in enumerate(events(http, body)):
+            if number == 0:
+                aborted = http.post("/abort_request", json={"rid": event["meta_info"]["id"]})
+                assert aborted.json() == {"aborted": 1}
+            finish = event["meta_info"]["finish_reason"]
     assert finish is not None
     assert finish["type"] == "abort"
     assert number < 1999
-    serve.idle_metrics()
+    engine.idle_metrics()
 
 
 def test_openapi_describes_every_route(http):
