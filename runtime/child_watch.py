@@ -121,7 +121,6 @@ class ChildWatch:
         """
         timeout_s = self._config.startup_timeout
         while late := [child for child in children if child.ready is None]:
-            self._look_once()
             if time.monotonic() - started_s > timeout_s:
                 for child in late:
                     child.abort()
@@ -130,17 +129,18 @@ class ChildWatch:
                     f"{names} not ready {timeout_s:g} s after the start; the tracebacks above say where; "
                     "raise --startup-timeout if the machine is slow"
                 )
+            self._look_once()
 
     def wait_for_nodes(self, started_s: float) -> None:
         """Wait until the other machines can work; as `wait_until_ready`."""
         timeout_s = self._config.startup_timeout
         while self.nodes is not None and (late := self.nodes.late):
-            self._look_once()
             if time.monotonic() - started_s > timeout_s:
                 raise ChildFailure(
                     f"{' and '.join(late)} not ready {timeout_s:g} s after the start; {self.nodes.remedy}, or raise "
                     "--startup-timeout"
                 )
+            self._look_once()
 
     @property
     def _late_nodes(self) -> list[str]:

@@ -380,7 +380,9 @@ class ChaosSpec(NamedTuple):
     min_step_s: float = 0.0
 
 
-_CHAOS: Final = re.compile(r"(?P<fault>retract|oom)=(?P<share>[0-9.]+):(?P<count>[0-9]+)|slow=(?P<seconds>[0-9.]+)")
+_CHAOS: Final = re.compile(
+    r"(?P<fault>retract|oom)=(?P<share>[0-9.]+):(?P<count>[0-9]+)|slow=(?P<seconds>[0-9.]+)"
+)
 
 
 def parse_chaos(text: str | None) -> ChaosSpec | None:

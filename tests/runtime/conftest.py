@@ -98,9 +98,17 @@ def start_engine() -> Iterator[StartEngine]:
     """Starts an engine: of fake rooms that behave as named, or with a model; further arguments are `ServerConfig`'s."""
     with contextlib.ExitStack() as stack:
 
-        def start(behaviours: str = "", *, model: Path | None = None, tp: int = 1, **server: Any) -> Engine:
+        def start(
+            behaviours: str = "",
+            *,
+            model: Path | None = None,
+            tp: int = 1,
+            an_hour_after: tuple[str, str] | None = None,
+            **server: Any,
+        ) -> Engine:
             rooms = {"model": str(model)} if model else {"behaviours": behaviours, "tp": tp}
-            arguments = {"server": server, **rooms}
+            clock = {"an_hour_after": an_hour_after} if an_hour_after else {}
+            arguments = {"server": server, **rooms, **clock}
             # Not `tmp_path`: the paths of sockets must be short.
             engine = Engine(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))), arguments)
             stack.callback(engine.process.communicate)

@@ -1,7 +1,8 @@
 """`python supervised_engine.py JSON`: an engine under a real supervisor, for tests.
 
 The argument has `server`, fields of `ServerConfig`, and either `behaviours` of fake rooms and `tp`, or `model`, a
-folder with which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`.
+folder with which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`. `an_hour_after`
+names a note and a child: once that note is there and that child is ready, the supervisor's clock goes an hour ahead.
 
 Prints one JSON line when ready and one at the end, and leaves with the supervisor's exit code.
 """
@@ -9,7 +10,11 @@ Prints one JSON line when ready and one at the end, and leaves with the supervis
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 from engine.runtime.config import (
@@ -75,7 +80,10 @@ def real_supervisor(folder: str, server: ServerConfig) -> Supervisor:
             seed=1,
         ),
         cache=CacheConfig(max_total_tokens=1024, mem_fraction=0.5, swap_space=0.0),
-        scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=64, overlap=False),
+        # Slow, so that an abort comes before the end on any machine.
+        scheduler=SchedulerConfig(
+            max_running_requests=4, chunked_prefill_size=64, overlap=False, chaos="slow=0.02"
+        ),
         server=server,
     )
     source = ModelSource("hf", folder, "tiny")
@@ -83,9 +91,28 @@ def real_supervisor(folder: str, server: ServerConfig) -> Supervisor:
     return Supervisor(config, source, load_spec(source), on_ready, rooms)
 
 
+def go_an_hour_ahead(note: str, child: str) -> None:
+    """See the module: time-outs of the start without waiting for them, and only when the test is where it wants to be."""
+    true_clock, ready = time.monotonic, set[str]()
+
+    def listen(record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("child ready"):
+            ready.update(map(str, record.args or ()))
+        return True
+
+    def clock() -> float:
+        is_late = child in ready and (Path(os.environ["TMPDIR"]) / note).exists()
+        return true_clock() + 3600.0 * is_late
+
+    logging.getLogger("engine.runtime.child_watch").addFilter(listen)
+    time.monotonic = clock
+
+
 def main() -> None:
     arguments: dict[str, Any] = json.loads(sys.argv[1])
     configure_logging(LogConfig(), "supervisor")
+    if "an_hour_after" in arguments:
+        go_an_hour_ahead(*arguments["an_hour_after"])
     server = ServerConfig(**arguments["server"])
     if "model" in arguments:
         supervisor = real_supervisor(arguments["model"], server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -29,10 +30,11 @@ from engine.runtime.control import (
     supervisor_end,
 )
 from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import HEARTBEAT_INTERVAL_S
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 CAPACITY = Capacity(max_model_len=64, num_pages=8, page_size=16, max_running_requests=4, vocab_size=100)
 SETTINGS = Settings(
     role=Role.TOKENIZER_MANAGER,
@@ -93,12 +95,18 @@ def test_what_came_along_with_the_settings_is_not_lost(pair):
     assert Child(channel).wait_for_peers() == CAPACITY
 
 
-def test_a_child_says_ready_and_then_beats_at_most_once_per_interval(child, supervisor):
+def test_a_child_says_ready_and_then_beats_at_most_once_per_interval(child, supervisor, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     child.ready(capacity=CAPACITY, load_s="1.5")
     for _ in range(100):
         child.heartbeat()
 
     assert supervisor.receive() == [Ready(capacity=CAPACITY, details={"load_s": "1.5"}), Heartbeat()]
+    now_s += HEARTBEAT_INTERVAL_S
+    child.heartbeat()
+    child.heartbeat()
+    assert supervisor.receive() == [Heartbeat()]
 
 
 def test_frames_may_arrive_in_pieces_and_be_larger_than_a_read():
@@ -110,7 +118,7 @@ def test_frames_may_arrive_in_pieces_and_be_larger_than_a_read():
 
     messages: list[ToSupervisor] = []
     while len(messages) < 2:
-        assert supervisor.wait(5.0)
+        assert supervisor.wait(DEADLINE_S)
         messages += supervisor.receive()
 
     assert messages == [long, Heartbeat()]
@@ -151,7 +159,7 @@ def test_a_child_that_is_gone_reads_as_closed(pair):
     supervisor, channel = pair
     channel.close()
 
-    assert supervisor.wait(5.0)
+    assert supervisor.wait(DEADLINE_S)
     assert supervisor.receive() == []
     assert supervisor.closed
     assert not supervisor.send(Stop(drain=False))
@@ -171,7 +179,7 @@ def test_orders_come_in_order_and_wake_an_asyncio_loop(child, supervisor, loop_f
         await asyncio.sleep(0)
         supervisor.send(Stop(drain=True))
         supervisor.send(PeerDied("scheduler was killed by SIGKILL"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             return [await waiting, await child.next_order()]
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -197,7 +205,7 @@ def test_heartbeats_go_on_while_the_loop_waits_for_other_ranks(supervisor, child
     waiting.set()
 
     assert supervisor.wait(DEADLINE_S)
-    assert supervisor.receive() == [Heartbeat()]
+    assert set(map(type, supervisor.receive())) == {Heartbeat}  # more than one if we were held up here
 
 
 def test_frames_of_two_threads_do_not_mix(supervisor, child):

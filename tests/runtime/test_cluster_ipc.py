@@ -25,7 +25,7 @@ from engine.runtime.cluster_key import derive_key
 from engine.runtime.errors import ConfigError, RankLostError
 from engine.runtime.messages import AbortRequest, FlushCache, SchedulerInput
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 KEY = derive_key(b"the secret of these machines".ljust(32, b"!"))
 DECODER: msgspec.msgpack.Decoder[SchedulerInput] = msgspec.msgpack.Decoder(SchedulerInput)
 

@@ -15,7 +15,7 @@ from engine.runtime.ipc import MAX_MESSAGE_BYTES, AsyncInbox, FanOutbox, Inbox, 
 from engine.runtime.messages import AbortRequest, FlushCache, GenerateRequest, SchedulerInput
 from engine.runtime.sampling_params import SamplingParams
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 DECODER: msgspec.msgpack.Decoder[SchedulerInput] = msgspec.msgpack.Decoder(SchedulerInput)
 REQUEST = GenerateRequest("r1", b"\1\0\0\0", SamplingParams(max_new_tokens=3, seed=7), arrival_s=1.5)
 

@@ -26,7 +26,7 @@ from engine.runtime.node_link import NodeFailed, NodeHub, NodeLink, NodeReady, N
 from .test_child import SETTINGS
 from .test_cluster_ipc import free_address
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 SPEC = SETTINGS.spec
 
 
@@ -169,12 +169,33 @@ def test_what_a_refused_machine_says_concerns_nobody(hub, connect):
     assert hub.late == ["machine 1"]
 
 
-def test_a_machine_that_fell_silent_and_comes_back_is_named(hub, connect, monkeypatch):
-    monkeypatch.setattr(node_link, "_BEAT_INTERVAL_S", 0.05)
+class FakeClock:
+    """The clock of `node_link`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def tick(self) -> None:
+        """A beat's time goes by."""
+        self.now_s += node_link._BEAT_INTERVAL_S
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(node_link, "time", clock)
+    return clock
+
+
+def test_a_machine_that_fell_silent_and_comes_back_is_named(clock, hub, connect):
     first = connect()
     until(lambda: first.look(0.01), hub.look)
-    began_s = time.monotonic()
-    until(lambda: time.monotonic() > began_s + 0.3, hub.look)
+    for _ in range(4):
+        clock.tick()
+        hub.look()
 
     assert_lost_and_back(hub, connect())
 
@@ -223,18 +244,21 @@ def test_the_cause_travels_both_ways(hub, connect):
     assert stopped.value.cause == "machine 0: it is too hot here"
 
 
-def test_silence_is_noticed_on_both_sides_and_beats_break_it(hub, connect, monkeypatch):
-    monkeypatch.setattr(node_link, "SILENCE_S", 0.6)
-    monkeypatch.setattr(node_link, "_BEAT_INTERVAL_S", 0.1)
+def test_silence_is_noticed_on_both_sides_and_beats_break_it(clock, hub, connect):
     link = connect()
     until(lambda: link.look(0.01), hub.look)
-    began_s = time.monotonic()
-    until(lambda: time.monotonic() > began_s + 1.5, hub.look, link.look)  # nobody is silent
+    (peer,) = hub._peers.values()
+    silences = link._silence, peer.silence
+    for _ in range(30):  # nobody is silent: of two beats at least one has come
+        clock.tick()
+        hub.look()
+        link.look()
+        until(lambda: max(one.silent_s for one in silences) <= 1.0, hub.look, link.look)
 
-    with pytest.raises(ChildFailure, match="^machine 1 has been silent for 0.6 s"):
-        until(lambda: None, hub.look)
-    with pytest.raises(ChildFailure, match=r"^machine 0 at 127\.0\.0\.1:\d+ has been silent for 0.6 s"):
-        until(lambda: None, lambda: link.look(0.01))
+    with pytest.raises(ChildFailure, match="^machine 1 has been silent for 8 s"):
+        until(lambda: None, clock.tick, hub.look)
+    with pytest.raises(ChildFailure, match=r"^machine 0 at 127\.0\.0\.1:\d+ has been silent for 8 s"):
+        until(lambda: None, clock.tick, lambda: link.look(0.01))
 
 
 def test_a_supervisor_that_slept_itself_does_not_blame_the_others(hub, connect, monkeypatch):

@@ -6,12 +6,13 @@ import os
 import re
 import signal
 import stat
-import time
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.real_process
+
+WATCHDOG_S = 6.0  # longer than a busy machine keeps a healthy process from a heartbeat
 
 
 # ---------------------------------------------------------------- a good life
@@ -159,12 +160,14 @@ def test_a_room_that_cannot_be_imported_is_reported(start_engine):
 
 
 def test_a_child_that_hangs_at_start_is_named_and_shows_where(start_engine):
-    engine = start_engine("scheduler=hangs_at_start", startup_timeout=3.0)
+    engine = start_engine(
+        "scheduler=hangs_at_start", startup_timeout=600.0, an_hour_after=("hangs", "detokenizer")
+    )
 
     code, message = engine.end()
 
     assert code == 1
-    assert message.startswith("scheduler not ready 3 s after the start")
+    assert message.startswith("scheduler not ready 600 s after the start")
     assert "in hangs_at_start" in engine.log  # faulthandler's traceback
 
 
@@ -221,19 +224,20 @@ def test_a_child_that_hangs_up_and_lives_ends_the_engine(start_engine):
 
 
 def test_a_child_that_hangs_is_found_by_its_silence(start_engine):
-    engine = start_engine("detokenizer=hangs_later", watchdog_timeout=3.0)
+    engine = start_engine("detokenizer=hangs_when_told", watchdog_timeout=WATCHDOG_S)
 
     assert engine.read()["url"]
+    (engine.tmp / "hang").touch()
     code, message = engine.end()
 
     assert code == 1
-    assert message.startswith("detokenizer hangs: no heartbeat for 3 s")
-    assert "in hangs_later" in engine.log
+    assert message.startswith("detokenizer hangs: no heartbeat for 6 s")
+    assert "in hangs_when_told" in engine.log
     assert (engine.tmp / "clients-were-told").read_text() == message
 
 
 def test_a_stopped_child_is_killed(start_engine):
-    engine = start_engine(watchdog_timeout=3.0)
+    engine = start_engine(watchdog_timeout=WATCHDOG_S)
     engine.read()
 
     os.kill(engine.pids["scheduler"], signal.SIGSTOP)
@@ -266,9 +270,14 @@ def test_children_are_gone_within_two_seconds_of_a_killed_supervisor(start_engin
     assert len(pids) == 3
 
     engine.process.kill()
-    deadline_s = time.monotonic() + 2.0
 
-    assert all(engine.wait_for_end(pid, deadline_s - time.monotonic()) for pid in pids)
+    # Two seconds in which this process was awake: nobody dies on a machine that stands still.
+    for _ in range(200):
+        alive = [pid for pid in pids if not engine.wait_for_end(pid, 0.0)]
+        if not alive:
+            break
+        engine.wait_for_end(alive[0], 0.01)
+    assert alive == []
 
 
 # ---------------------------------------------------------------- ranks of a group
@@ -327,9 +336,11 @@ def test_ranks_that_all_lost_each_other_say_so(start_engine):
 
 @pytest.mark.slow
 def test_who_waits_for_a_silent_rank_is_heard_and_the_silent_one_is_named(start_engine):
-    engine = start_engine("scheduler=waits_for_others model_runner=hangs_later", tp=2, watchdog_timeout=3.0)
+    engine = start_engine(
+        "scheduler=waits_for_others model_runner=hangs_later", tp=2, watchdog_timeout=WATCHDOG_S
+    )
 
     code, message = engine.end()
 
     assert code == 1
-    assert message.startswith("model_runner of rank 1 hangs: no heartbeat for 3 s")
+    assert message.startswith("model_runner of rank 1 hangs: no heartbeat for 6 s")

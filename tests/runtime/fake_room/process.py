@@ -97,16 +97,27 @@ def hangs_later(child: Child) -> None:
     threading.Event().wait()
 
 
-def loses_the_others(child: Child) -> None:
-    """A rank whose group fails in the middle of a step."""
+def hangs_when_told(child: Child) -> None:
+    """Works until the test leaves a note."""
     child.ready(capacity=CAPACITY)
+    while not (NOTES / "hang").exists():
+        child.heartbeat()
+        select.select([child], [], [], 0.01)
+    threading.Event().wait()
+
+
+def loses_the_others(child: Child) -> None:
+    """A rank whose group fails in the middle of a step, in which all ranks are."""
+    child.ready(capacity=CAPACITY)
+    _meet(child)
     raise RankLostError(f"rank {child.settings.rank} of 2 lost the others in all_reduce: it is quiet")
 
 
 def dies_a_little_later(child: Child) -> None:
     """A rank that ends after the others have complained."""
     child.ready(capacity=CAPACITY)
-    select.select([], [], [], 1.0)
+    _meet(child)
+    select.select([], [], [], 0.5)
     os._exit(3)
 
 
@@ -128,9 +139,19 @@ def starts_a_grandchild(child: Child) -> None:
 def keeps_going(child: Child) -> None:
     """Never reads what the supervisor says, and lives."""
     child.ready(capacity=CAPACITY)
+    (NOTES / f"met-{child.role}").touch()
     while True:
         child.heartbeat()
         select.select([], [], [], HEARTBEAT_INTERVAL_S)
+
+
+def _meet(child: Child) -> None:
+    """Wait for the other rank of two: one may start seconds after the other on a busy machine."""
+    (NOTES / f"met-{child.role}").touch()
+    others = {Role.SCHEDULER, Role.MODEL_RUNNER} - {child.role}
+    while not all((NOTES / f"met-{role}").exists() for role in others):
+        child.heartbeat()
+        select.select([], [], [], 0.01)
 
 
 def _loop(child: Child) -> None:
