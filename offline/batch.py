@@ -62,24 +62,8 @@ class Batch:
     def chunks(self) -> Iterator[GenerationChunk]:
         """Generate, giving each row as it comes; requests start with the first `next`."""
         rows: RowQueue = queue.SimpleQueue()
-        wishes = self._scheduling
         try:
-            for request in self._requests:
-                self._engine.submit(
-                    GenerateRequest(
-                        rid=request.rid,
-                        input_ids=encode_token_ids(request.token_ids),
-                        sampling=request.sampling,
-                        arrival_s=time.monotonic(),
-                        priority=wishes.priority,
-                        extra_key=wishes.extra_key,
-                        tenant=wishes.tenant,
-                        group=request.group,
-                        queue_timeout_s=wishes.queue_timeout_s,
-                        timeout_s=wishes.timeout_s,
-                    ),
-                    rows,
-                )
+            self._engine.submit_all([self._message(request) for request in self._requests], rows)
             num_open = len(self._requests)
             while num_open:
                 row = rows.get()
@@ -93,6 +77,21 @@ class Batch:
             for request, builder in zip(self._requests, self._builders, strict=True):
                 if not builder.finished:
                     self._engine.abort(request.rid, "the caller left")
+
+    def _message(self, request: CheckedRequest) -> GenerateRequest:
+        wishes = self._scheduling
+        return GenerateRequest(
+            rid=request.rid,
+            input_ids=encode_token_ids(request.token_ids),
+            sampling=request.sampling,
+            arrival_s=time.monotonic(),
+            priority=wishes.priority,
+            extra_key=wishes.extra_key,
+            tenant=wishes.tenant,
+            group=request.group,
+            queue_timeout_s=wishes.queue_timeout_s,
+            timeout_s=wishes.timeout_s,
+        )
 
 
 def _ignore(_chunk: GenerationChunk) -> None:

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
@@ -95,7 +95,15 @@ class EngineThread:
         Raises:
             EngineDeadError: the engine has ended.
         """
-        self._loop.add(request, rows)
+        self._loop.add([request], rows)
+
+    def submit_all(self, requests: Sequence[GenerateRequest], rows: RowQueue) -> None:
+        """As `submit`; no step comes between these requests, so that the same batch is scheduled alike every time.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self._loop.add(requests, rows)
 
     def abort(self, rid: str, reason: str) -> None:
         """End a request; unknown and finished ones are ignored. It still gets its finished row."""
@@ -134,9 +142,9 @@ class _Loop:
     """The thread's side. Holds no reference to `EngineThread`, so that one can be collected while this runs."""
 
     def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[SchedulerInput | None] = (
+        self._inbox: queue.SimpleQueue[Sequence[SchedulerInput]] = (
             queue.SimpleQueue()
-        )  # None wakes it up to close
+        )  # no message: just wake up
         self._lock = threading.Lock()  # guards the three below
         self._rows_of: dict[str, RowQueue] = {}  # open requests
         self._answers: dict[int, queue.SimpleQueue[Answer | EngineDeadError]] = {}  # to open questions
@@ -153,14 +161,14 @@ class _Loop:
             raise built
         return built
 
-    def add(self, request: GenerateRequest, rows: RowQueue) -> None:
+    def add(self, requests: Sequence[GenerateRequest], rows: RowQueue) -> None:
         with self._lock:
             self._check_alive()
-            self._rows_of[request.rid] = rows
-        self._inbox.put(request)
+            self._rows_of.update((request.rid, rows) for request in requests)
+        self._inbox.put(requests)
 
     def send(self, message: SchedulerInput) -> None:
-        self._inbox.put(message)
+        self._inbox.put((message,))
 
     def ask(self, question: Callable[[int], SchedulerInput], kind: type[A]) -> A:
         """Send the question made for an id, and wait for its answer, which is of this kind."""
@@ -169,7 +177,7 @@ class _Loop:
         with self._lock:
             self._check_alive()
             self._answers[question_id] = answers
-        self._inbox.put(question(question_id))
+        self._inbox.put((question(question_id),))
         answer = answers.get()
         if isinstance(answer, EngineDeadError):
             raise EngineDeadError(str(answer)) from answer
@@ -178,7 +186,7 @@ class _Loop:
 
     def close(self) -> None:
         self._closing = True
-        self._inbox.put(None)
+        self._inbox.put(())
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -216,11 +224,10 @@ class _Loop:
     def _take_messages(self, wait_s: float | None) -> Iterator[SchedulerInput]:
         """What has arrived; waits so many seconds for the first one, None: as long as it takes."""
         with contextlib.suppress(queue.Empty):
-            message = self._inbox.get(timeout=wait_s) if wait_s != 0 else self._inbox.get_nowait()
+            messages = self._inbox.get(timeout=wait_s) if wait_s != 0 else self._inbox.get_nowait()
             while True:
-                if message is not None:
-                    yield message
-                message = self._inbox.get_nowait()
+                yield from messages
+                messages = self._inbox.get_nowait()
 
     def _deliver(self, parts: EngineParts) -> None:
         for message in parts.scheduler.take_outputs():

@@ -124,6 +124,16 @@ def test_a_failing_step_reaches_every_request_and_every_later_call(overlap):
     engine.close()
 
 
+def test_a_batch_begins_in_one_step():
+    """Also if the thread that submits it is held up in between: all have prompts of one step, and are over then."""
+    step_ids: list[int] = []
+    engine, rows = make_engine(step_ids.append), row_queue()
+    engine.submit_all([request(rid, max_new_tokens=1) for rid in "abc"], rows)
+    read(rows, count=3)
+    assert step_ids[:1] == [1] and len(step_ids) <= 2  # the last one tells the runner who has left
+    engine.close()
+
+
 def test_errors_of_the_start_come_out_as_they_are():
     def build():
         raise ConfigError("no such weights")

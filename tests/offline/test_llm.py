@@ -205,7 +205,7 @@ def test_threads_share_one_engine(llm):
 
 
 def test_a_closed_engine_says_so(tiny_model):
-    llm = LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512)
+    llm = LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512, chaos="slow=0.02")
     stream = llm.generate("Hello", SamplingParams(max_new_tokens=400, ignore_eos=True), stream=True)
     next(stream)
     llm.close()
@@ -256,13 +256,13 @@ def test_the_steps_of_the_start_are_told(tiny_model):
 def sent_by(monkeypatch, llm):
     """The requests that reach the engine thread from now on."""
     sent = []
-    submit = llm._engine.submit
+    submit_all = llm._engine.submit_all
 
-    def spy(request, rows):
-        sent.append(request)
-        submit(request, rows)
+    def spy(requests, rows):
+        sent.extend(requests)
+        submit_all(requests, rows)
 
-    monkeypatch.setattr(llm._engine, "submit", spy)
+    monkeypatch.setattr(llm._engine, "submit_all", spy)
     return sent
 
 
