@@ -24,7 +24,7 @@ import httpx
 
 DEADLINE_S: Final = 60.0  # for what takes a second or two on an idle machine
 SLOW: Final = ("--chaos", "slow=0.02")
-"""For tests that must do something before an answer ends: 2,000 tokens take at least 40 s, however fast the machine is."""
+"""For tests that must do something before an answer ends: 2,000 tokens take at least 40 s, on any machine."""
 
 _READY: Final = re.compile(r"^Ready after [\d.]+ s: (\S+) at (http://\S+)$", re.MULTILINE)
 _LAST_READY_LINE: Final = "Stop with Ctrl-C."
@@ -174,7 +174,7 @@ class EngineServe:
 
     @contextlib.contextmanager
     def stopped(self, role: str = "scheduler") -> Iterator[None]:
-        """Within this block a process does nothing, so that all of it comes before anything that the process would do."""
+        """A process does nothing within this block: all of it comes before anything that the process would do."""
         os.kill(self.pids[role], signal.SIGSTOP)
         try:
             yield

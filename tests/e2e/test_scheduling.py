@@ -49,7 +49,7 @@ def http(serve: EngineServe) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def narrow(model: Path) -> Iterator[EngineServe]:
-    """A server for one request at a time, the urgent ones first, on which a `Stream` outlasts what the tests wait for."""
+    """A server for one request at a time, the urgent ones first; a `Stream` of it outlasts what the tests wait for."""
     arguments = (
         *SLOW,
         *("--dtype", "float32", "--schedule-policy", "priority", "--max-running-requests", "1"),

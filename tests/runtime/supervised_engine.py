@@ -1,8 +1,8 @@
 """`python supervised_engine.py JSON`: an engine under a real supervisor, for tests.
 
 The argument has `server`, fields of `ServerConfig`, and either `behaviours` of fake rooms and `tp`, or `model`, a
-folder with which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`. `an_hour_after`
-names a note and a child: once that note is there and that child is ready, the supervisor's clock goes an hour ahead.
+folder with which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`.
+`an_hour_after` names a note and a child: once both are there, the supervisor's clock goes an hour ahead.
 
 Prints one JSON line when ready and one at the end, and leaves with the supervisor's exit code.
 """
@@ -92,7 +92,7 @@ def real_supervisor(folder: str, server: ServerConfig) -> Supervisor:
 
 
 def go_an_hour_ahead(note: str, child: str) -> None:
-    """See the module: time-outs of the start without waiting for them, and only when the test is where it wants to be."""
+    """Time-outs of the start without waiting for them, when the other children are where the test wants them."""
     true_clock, ready = time.monotonic, set[str]()
 
     def listen(record: logging.LogRecord) -> bool:

@@ -80,7 +80,8 @@ def test_steps_lose_their_results_as_often_as_asked_for(make_scheduler, text):
 
 @pytest.mark.parametrize("took_s", [0.0, 0.0625, 0.125, 5.0])
 def test_slow_steps_take_the_time_that_was_asked_for(make_scheduler, monkeypatch, took_s):
-    now_s, slept_s = [100.0], []
+    now_s = [100.0]
+    slept_s: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", slept_s.append)
     harness = make_scheduler(num_pages=128)
