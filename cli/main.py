@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
     "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
     "bench": (".bench.commands", "Measure throughput and latency."),
+    "doctor": (".doctor.command", "Whether it will serve here, and if not, what mends it."),
     "why": (".why", "Why a request waited, lost its place or missed the cache."),
     "replay": (".replay", "Make all decisions of a log again, or ask what if."),
     "trace": (".trace.command", "Draw what the scheduler did, from its decision log."),

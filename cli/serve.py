@@ -83,11 +83,13 @@ def _run(merged: MergedConfig) -> int:
     from ..runtime.logs import configure_logging
     from ..runtime.prepare import log_config, prepare
     from ..runtime.supervisor import EngineReady, Supervisor
+    from .doctor.command import warn_at_start
 
     configure_logging(merged.config.log, "supervisor")
     setproctitle.setproctitle(_TITLE)  # instead of the command line, which may have a key
+    host = warn_at_start(merged.config)
     with StartupDisplay() as display:
-        prepared = prepare(merged, on_step=display.step, on_download=display.download)
+        prepared = prepare(merged, on_step=display.step, on_download=display.download, host=host)
     log_config(prepared, merged.origins)
 
     def on_ready(ready: EngineReady) -> None:

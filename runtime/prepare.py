@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .config import EngineConfig
 from .config_fields import SECRETS, config_fields
 from .config_sources import MergedConfig
-from .host_facts import read_host_facts
+from .host_facts import HostFacts, read_host_facts
 from .model_files.load_spec import load_spec
 from .model_files.model_spec import ModelSpec
 from .model_files.quantisation_choice import with_quantisation
@@ -52,6 +52,7 @@ def prepare(
     *,
     on_step: Callable[[str], None] | None = None,
     on_download: Callable[[int, int], None] | None = None,
+    host: HostFacts | None = None,
 ) -> Prepared:
     """Find the model, fetching it if need be, and resolve the configuration for it and for this machine.
 
@@ -59,6 +60,7 @@ def prepare(
         merged: what the user wants.
         on_step: told the name of each step as it begins.
         on_download: told (bytes so far, bytes in all) while the default model is fetched.
+        host: what the machine is like, if the caller has looked already.
 
     Raises:
         ConfigError: no such model, a broken one, or settings it cannot run with.
@@ -70,7 +72,7 @@ def prepare(
         config.model.model, need_weights=config.model.load_format != "dummy", progress=on_download
     )
     spec = with_quantisation(load_spec(source), config.model.quantization)
-    resolved = resolve(config, spec, read_host_facts())
+    resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
     spec = with_quantisation(spec, model.quantization)
     notes = {**preset_reasons(config.scheduler.preset, merged.origins), **resolved.notes}

@@ -67,7 +67,8 @@ class SocketDir:
                 f"the path {self.path} is too long for sockets: with a name it must fit into "
                 f"{_MAX_SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter directory"
             )
-        _remove_abandoned(self.path.parent)
+        for path in abandoned_dirs(self.path.parent):
+            _remove(path)
 
     def endpoints(self, ranks: Iterable[int] = ()) -> Endpoints:
         """Where each room receives.
@@ -94,8 +95,10 @@ class SocketDir:
         self.remove()
 
 
-def _remove_abandoned(parent: Path) -> None:
-    """Remove the directories in `parent` whose engine died without doing so: their lock can be had."""
+def abandoned_dirs(parent: Path) -> Iterator[Path]:
+    """The directories in `parent` whose engine died without removing them: their lock can be had, and is held
+    until the next one is asked for.
+    """
     for path in _own_dirs(parent):
         # One without a lock file is being made at this moment, or is not ours: leave it.
         with contextlib.suppress(OSError):
@@ -103,7 +106,7 @@ def _remove_abandoned(parent: Path) -> None:
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.read(lock_fd, len(_LOCK_TEXT) + 1) == _LOCK_TEXT:
-                    _remove(path)
+                    yield path
             finally:
                 os.close(lock_fd)
 

@@ -1,8 +1,9 @@
 """`FlightRecorder`: the scheduler's last decisions in two small files, for whoever asks why it crashed.
 
 It is always on. What a pass decided is written before the step is launched, so that it outlives the process however
-that ends; a pass costs one encoded record and one `write`: 1.8 us of CPU, 2.7 with eight verdicts. When the second file is full the first is
-emptied, and so on: between 128 and 256 KiB are kept. No token ids are among them, neither of prompts nor of answers.
+that ends; a pass costs one encoded record and one `write`: 1.8 us of CPU, 2.7 with eight verdicts. When the second
+file is full the first is emptied, and so on: between 128 and 256 KiB are kept. No token ids are among them, neither of
+prompts nor of answers.
 """
 
 from __future__ import annotations

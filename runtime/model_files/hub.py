@@ -47,6 +47,17 @@ def fetch_from_hub(name: str, revision: str | None = None) -> Path:
         raise ConfigError(f"{name}: the download failed: {_line(error)}; start again to resume it") from error
 
 
+def cached_from_hub(name: str) -> Path | None:
+    """The folder with what an earlier start has fetched; None if it is not in the hub's cache. Asks nobody."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception as missing:  # see `_from_cache`
+        partial = getattr(missing, "snapshot_path", None)
+        return Path(partial) if partial else None
+
+
 def wanted_files(name: str, files: Sequence[str]) -> list[str]:
     """Of a repository's files, those to fetch.
 

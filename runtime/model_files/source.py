@@ -19,7 +19,7 @@ from .default_model import DEFAULT_MODEL_NAME, Progress, ensure_default_model
 from .hub import PICKLE_REASON, fetch_from_hub
 from .json_file import read_json
 
-_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_CACHE_FOLDER: Final = re.compile(r"models--(.+)--(.+)")
 
 
@@ -57,7 +57,7 @@ def resolve_source(
         return _folder_source(path, need_weights)
     if path.exists():
         return _file_source(path)
-    if model.endswith(".gguf") or model.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(model):
+    if model.endswith(".gguf") or model.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(model):
         raise ConfigError(
             f"{model}: there is no such folder or .gguf file; give one, a hub name like org/name, "
             "or 'default' for the default model"

@@ -1,0 +1,141 @@
+"""`engine doctor [MODEL]`: whether it will serve here, one verdict and one fix per line.
+
+It takes the options of `engine serve`, so what is asked is: would that very command work? It starts nothing and fetches
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final
+
+import typer
+
+from ...runtime.config import EngineConfig
+from ...runtime.host_facts import HostFacts
+from ..options import (
+    CONTEXT_SETTINGS,
+    ConfigFileOption,
+    GroupedCommand,
+    ModelArgument,
+    Settings,
+    merge_options,
+    takes_config_options,
+)
+from ..startup import StartupDisplay
+from .check import Check, Verdict, will_serve
+
+EXIT_WILL_NOT_SERVE: Final = 1
+_STYLES: Final = {
+    Verdict.OK: "green",
+    Verdict.WARN: "yellow",
+    Verdict.FAIL: "bold red",
+    Verdict.SKIP: "dim",
+}
+_CODE_COLUMNS: Final = 10
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
+@takes_config_options()
+def doctor(
+    model_argument: ModelArgument = None,
+    config_file: ConfigFileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    checksums: Annotated[
+        bool,
+        typer.Option("--checksums/--no-checksums", help="Read the weights to compare known checksums."),
+    ] = True,
+    *,
+    settings: Settings,
+) -> int:
+    """Say whether a model will be served here, and if not, what mends it.
+
+    Takes the options of `engine serve` and answers for that command. Nothing is started and nothing fetched. The exit
+    code is 0 if it will serve and 1 if not.
+
+    Example: engine doctor ./my-model --port 8000
+    """
+    merged = merge_options(settings, config_file=config_file, model=model_argument)
+    with StartupDisplay(quiet=as_json) as display:
+        checks = list(examine(merged.config, with_checksums=checksums, display=display))
+    if as_json:
+        typer.echo(json_text(checks))
+    else:
+        print_checks(checks)
+    return 0 if will_serve(checks) else EXIT_WILL_NOT_SERVE
+
+
+def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:
+    """Gather the facts, and judge them."""
+    from .compute import check_compute
+    from .machine import check_machine
+    from .machine_facts import gather_machine
+    from .model import check_model
+    from .model_facts import gather_model
+    from .torch_probe import gather_torch
+
+    display.step("machine")
+    machine = gather_machine(config.server)
+    yield from check_machine(machine, config)
+    display.step("torch and kernels, in a process of their own")
+    torch = gather_torch()
+    yield from check_compute(torch, machine.host, config)
+    model = gather_model(
+        config.model, with_torch=not torch.error, with_checksums=with_checksums, on_step=display.step
+    )
+    yield from check_model(model, config, machine.host)
+
+
+def json_text(checks: Sequence[Check]) -> str:
+    """For programs: `{"will_serve": true, "checks": [{"code": ..., "verdict": ..., ...}]}`."""
+    return json.dumps(
+        {"will_serve": will_serve(checks), "checks": [check._asdict() for check in checks]},
+        indent=2,
+        ensure_ascii=False,
+    )
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    """One line each, and one that sums up; colours on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for check in checks:
+        line = Text.assemble(
+            (f"{check.verdict.value:<5}", _STYLES[check.verdict]),
+            f"{check.code:<{_CODE_COLUMNS}} {check.text}",
+        )
+        if check.fix:
+            line.append(f" -> {check.fix}", style="bold")
+        console.print(line)
+    console.print(summary(checks))
+
+
+def summary(checks: Sequence[Check]) -> str:
+    """The verdict of verdicts."""
+    failed = [check.code for check in checks if check.verdict is Verdict.FAIL]
+    warned = [check.code for check in checks if check.verdict is Verdict.WARN]
+    if failed:
+        return f"It will not serve: {', '.join(failed)}."
+    return f"It will serve, but see {', '.join(warned)}." if warned else "It will serve."
+
+
+def warn_at_start(config: EngineConfig) -> HostFacts:
+    """For `engine serve`: the half that takes milliseconds, and of it what is not well, on standard error.
+
+    Returns:
+        what it has read of the machine, so that nobody has to read it again.
+    """
+    from .machine import check_at_start
+    from .machine_facts import gather_machine
+
+    facts = gather_machine(config.server, at_start=True)
+    for check in check_at_start(facts, config):
+        if not check.is_well:
+            print(f"{check.verdict}: {check.code}: {check.text} -> {check.fix}", file=sys.stderr, flush=True)
+    return facts.host

@@ -1,0 +1,143 @@
+"""What is judged of `TorchFacts`: torch, the GPU's kernels, and those of the CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from ...runtime.block_weights import BLOCK_FLAGS
+from ...runtime.config import EngineConfig
+from ...runtime.host_facts import HostFacts
+from ...runtime.resolve import BF16_FLAGS
+from .check import Check, fail, ok, skip, warn
+from .torch_probe import TorchFacts
+
+_FAST_ISAS: Final = ("amx", "avx512_bf16")
+_REINSTALL: Final = "pip install --force-reinstall torch"
+
+
+def check_compute(torch: TorchFacts, host: HostFacts, config: EngineConfig) -> Iterator[Check]:
+    """All of it, in the order of the report."""
+    yield check_torch(torch, host, config)
+    if torch.error:
+        for code in ("gpu", "kernels", "cpu"):
+            yield skip(code, "torch does not work")
+        return
+    on_gpu = uses_gpu(host, config)
+    if on_gpu:
+        yield check_gpu(torch)
+        yield check_gpu_kernels(torch)
+    else:
+        yield check_cpu(torch, host)
+        yield check_cpu_kernels(torch)
+
+
+def uses_gpu(host: HostFacts, config: EngineConfig) -> bool:
+    """Whether the model would run on a GPU, as `resolve` decides it."""
+    if config.model.device == "auto":
+        return bool(host.gpus) and host.torch_has_cuda
+    return config.model.device == "cuda"
+
+
+def check_torch(torch: TorchFacts, host: HostFacts, config: EngineConfig) -> Check:
+    """That it can be imported, and is of the right build."""
+    if torch.error:
+        if not host.torch_version:
+            return fail("torch", "torch is not installed", "pip install torch")
+        return fail("torch", f"torch {host.torch_version} cannot be imported: {torch.error}", _REINSTALL)
+    if host.gpus and not torch.cuda and config.model.device != "cpu":
+        return warn(
+            "torch",
+            f"torch {torch.version} was built without CUDA, so {host.gpus[0].name} is not used",
+            "install the engine with its extra: pip install '.[cuda]'",
+        )
+    build = f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA"
+    return ok("torch", f"torch {torch.version}, {build}, imported in {torch.import_s:.1f} s")
+
+
+def check_gpu(torch: TorchFacts) -> Check:
+    """That torch finds the GPU, and has code for it."""
+    if torch.capability is None:
+        return fail(
+            "gpu",
+            f"torch {torch.version} finds no GPU",
+            f"install a driver for CUDA {torch.cuda} or newer, see CUDA_VISIBLE_DEVICES, or use --device cpu",
+        )
+    major, minor = torch.capability
+    if not covers(torch.archs, torch.capability):
+        return fail(
+            "gpu",
+            f"torch {torch.version} has code for {', '.join(torch.archs) or 'no GPU'}, this one is sm_{major}{minor}",
+            "install a torch that was built for it, or use --device cpu",
+        )
+    return ok("gpu", f"compute capability {major}.{minor}, for which torch has code")
+
+
+def covers(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    """Whether one of `sm_80`, `sm_90a`, `compute_90` runs on a GPU of this capability.
+
+    Machine code runs on the same major version from its minor version on; that for `sm_90a` on 9.0 alone; an
+    intermediate form (`compute_90`) is translated for every later GPU.
+    """
+    for arch in archs:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch)
+        if match is None:
+            continue
+        kind, suffix = match[1], match[4]
+        has = (int(match[2]), int(match[3]))
+        if suffix == "a":
+            fits = has == capability
+        elif kind == "compute":
+            fits = has <= capability
+        else:
+            fits = has[0] == capability[0] and has[1] <= capability[1]
+        if fits:
+            return True
+    return False
+
+
+def check_gpu_kernels(torch: TorchFacts) -> Check:
+    """sgl-kernel and Triton: whether each fits to this torch, and works."""
+    found = ", ".join(f"{name} {version}" for name, version in torch.kernels.items())
+    if not torch.kernel_lines:
+        return ok("kernels", found)
+    reasons, fixes = [], []
+    for line in torch.kernel_lines:
+        reason, _, fix = line.removeprefix("not used: ").partition("; ")
+        reasons.append(reason)
+        fixes.append(fix)
+    return warn("kernels", f"not used: {'; '.join(reasons)}", " and ".join(dict.fromkeys(fixes)))
+
+
+def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
+    """Which instructions the kernels may use, and what it costs to have no better ones."""
+    lacks = []
+    if not host.cpu_flags.intersection(BF16_FLAGS):
+        lacks.append("no bfloat16 instructions, so weights and keys are float32 and take twice the memory")
+    if torch.isa not in (*_FAST_ISAS, "avx512"):
+        lacks.append("no AVX-512, so torch computes instead of the engine's own kernels")
+    if not host.cpu_flags.issuperset(BLOCK_FLAGS):
+        lacks.append("no AVX512-VNNI with AVX512-BF16, so 4- and 8-bit weights are dequantised")
+    if lacks:
+        return warn(
+            "cpu", f"instructions: {torch.isa}; {'; '.join(lacks)}", "use a CPU with AVX512-BF16 for speed"
+        )
+    more = "" if torch.isa == "amx" else "; with AMX prompts would be faster"
+    return ok("cpu", f"instructions: {torch.isa}{more}")
+
+
+def check_cpu_kernels(torch: TorchFacts) -> Check:
+    """That the engine's own kernels are compiled, or can be."""
+    if torch.isa not in (*_FAST_ISAS, "avx512"):
+        return ok("kernels", "torch's, on a CPU like this")
+    if not torch.cpu_kernels_error:
+        return ok("kernels", f"the engine's own, for {torch.isa}")
+    text, _, fix = torch.cpu_kernels_error.rpartition("; ")
+    if not torch.compilers:
+        fix = "install a C++ compiler (Debian: apt install g++)"
+    return warn(
+        "kernels",
+        f"{text or torch.cpu_kernels_error}: torch computes, decoding takes 1.5 to 4 times as long",
+        fix if text else "install a C++ compiler (Debian: apt install g++)",
+    )

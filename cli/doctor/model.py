@@ -1,0 +1,168 @@
+"""What is judged of `ModelFacts`, and the arithmetic of what will fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Final
+
+from ...runtime.config import EngineConfig
+from ...runtime.errors import ConfigError
+from ...runtime.feasibility import capacity_of, pages_for
+from ...runtime.host_facts import HostFacts
+from ...runtime.memory_budget import plan_memory, size_text
+from ...runtime.model_files.model_spec import ModelSpec
+from ...runtime.model_files.quantisation_choice import with_quantisation
+from ...runtime.pool_size import largest_step_of
+from ...runtime.resolve import resolve
+from .check import Check, fail, ok, refused, skip, warn
+from .model_facts import SAMPLES, ModelFacts
+
+CONTEXTS: Final = (1024, 4096, 16384, 65536)
+"""Lengths for which the number of requests at once is told."""
+_CODES: Final = ("model", "weights", "checksums", "tokenizer", "template", "fit")
+
+
+def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Iterator[Check]:
+    """All of it, in the order of the report."""
+    if facts.not_fetched:
+        yield ok("model", f"not here yet; the first start fetches {facts.not_fetched}")
+        for code in _CODES[1:]:
+            yield skip(code, "the model is not here yet")
+        return
+    yield check_files(facts)
+    if facts.source is None:
+        for code in _CODES[1:]:
+            yield skip(code, "there are no files to look at")
+        return
+    yield check_weights(facts)
+    yield check_checksums(facts)
+    yield check_tokenizer(facts)
+    yield check_template(facts)
+    yield (
+        skip("fit", "the architecture is not known")
+        if facts.spec is None
+        else check_fit(facts.spec, config, host)
+    )
+
+
+def check_files(facts: ModelFacts) -> Check:
+    """That the files are there, and of an architecture that the engine knows."""
+    if facts.source is None:
+        return refused("model", facts.source_error)
+    if facts.spec is None:
+        return refused("model", facts.spec_error)
+    spec = facts.spec
+    return ok(
+        "model",
+        f"{facts.source.name}: {spec.model_type}, {spec.num_layers} layers, {spec.num_parameters / 1e6:,.0f} million "
+        f"parameters, {spec.known_positions} positions",
+    )
+
+
+def check_weights(facts: ModelFacts) -> Check:
+    """That every tensor that a header promises is in its file."""
+    if facts.weights_error:
+        return refused("weights", facts.weights_error)
+    if facts.weights is None:
+        return skip("weights", "random weights are asked for, or torch does not work")
+    num_files, num_tensors, num_bytes = facts.weights
+    files = "1 file" if num_files == 1 else f"{num_files} files"
+    return ok("weights", f"{num_tensors} tensors in {files}, {size_text(num_bytes)}, all there")
+
+
+def check_checksums(facts: ModelFacts) -> Check:
+    """That the files are those that were published."""
+    wrong = [each for each in facts.checksums if each.found != each.published]
+    if wrong:
+        names = ", ".join(each.path for each in wrong)
+        return fail(
+            "checksums",
+            f"not as published: {names}, SHA-256 {wrong[0].found[:12]}... instead of {wrong[0].published[:12]}...",
+            "delete it and fetch the model again",
+        )
+    if not facts.checksums:
+        return skip("checksums", "none is known, or --no-checksums")
+    return ok(
+        "checksums", f"SHA-256 as published: {', '.join(os.path.basename(c.path) for c in facts.checksums)}"
+    )
+
+
+def check_tokenizer(facts: ModelFacts) -> Check:
+    """That text comes back from it as it was, and that the model knows all its tokens."""
+    if facts.tokenizer_error or facts.vocab_size is None:
+        return refused("tokenizer", facts.tokenizer_error)
+    if facts.spec is not None and facts.vocab_size > facts.spec.vocab_size:
+        return warn(
+            "tokenizer",
+            f"it has {facts.vocab_size} tokens, the model {facts.spec.vocab_size}: prompts with the others are refused",
+            "use the tokenizer that belongs to the weights",
+        )
+    if facts.changed_samples:
+        sample, became = facts.changed_samples[0]
+        return warn(
+            "tokenizer",
+            f"{len(facts.changed_samples)} of {len(SAMPLES)} texts come back changed: {sample!r} as {became!r}",
+            "expect that of a tokenizer that folds case or Unicode; else fetch its files again",
+        )
+    return ok("tokenizer", f"{facts.vocab_size} tokens; texts come back as they were")
+
+
+def check_template(facts: ModelFacts) -> Check:
+    """That chats can be rendered."""
+    if facts.tokenizer_error:
+        return skip("template", "the tokenizer cannot be read")
+    if facts.template_error:
+        return refused("template", facts.template_error)
+    if not facts.has_template:
+        return warn(
+            "template",
+            "the model has no chat template: /v1/chat/completions will refuse, /v1/completions works",
+            "give one with --chat-template FILE, or use the instruction-tuned version of the model",
+        )
+    return ok("template", "the chat template renders")
+
+
+def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:
+    """The arithmetic of a start with these settings: what fits, or why not."""
+    try:
+        resolved = resolve(config, with_quantisation(spec, config.model.quantization), host)
+    except ConfigError as error:
+        return refused("fit", str(error))
+    effective = resolved.config
+    spec = with_quantisation(spec, effective.model.quantization)
+    capacity = capacity_of(effective, spec)
+    model, cache = effective.model, effective.cache
+    assert cache.mem_fraction != "auto" and model.dtype != "auto", "the configuration is resolved"
+    budget = plan_memory(
+        spec,
+        usable_bytes=host.mem_usable_bytes,
+        dtype=model.dtype,
+        fraction=cache.mem_fraction,
+        step_tokens=largest_step_of(effective),
+        max_model_len=capacity.max_model_len,
+        max_running_requests=capacity.max_running_requests,
+        on_cpu=model.device == "cpu",
+        tp=effective.parallel.tp,
+        kv_cache_dtype=cache.kv_cache_dtype,
+    )
+    lengths = [length for length in CONTEXTS if length < capacity.max_model_len] + [capacity.max_model_len]
+    at_once = {
+        length: min(
+            capacity.max_running_requests, capacity.num_pages // pages_for(length, capacity.page_size)
+        )
+        for length in lengths
+    }
+    requests = ", ".join(f"{count} of {length}" for length, count in at_once.items())
+    return ok(
+        "fit",
+        f"{model.dtype} on {model.device}: weights {size_text(budget.weights_bytes)}, KV "
+        f"{size_text(capacity.kv_token_bytes)} per token, {capacity.max_total_tokens} tokens, context "
+        f"{capacity.max_model_len}; requests at once: {requests} tokens",
+        weights_bytes=budget.weights_bytes,
+        kv_token_bytes=capacity.kv_token_bytes,
+        max_total_tokens=capacity.max_total_tokens,
+        max_model_len=capacity.max_model_len,
+        requests_at_once={str(length): count for length, count in at_once.items()},
+        why=dict(resolved.notes),
+    )

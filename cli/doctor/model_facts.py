@@ -1,0 +1,210 @@
+"""`ModelFacts`: what a model's files are like: gathered here, with every error as text, judged in `model`.
+
+Nothing is downloaded: a model that is not here yet is said to be that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ...runtime.config import ModelConfig
+from ...runtime.errors import ConfigError, EngineError
+from ...runtime.model_files.default_model import DEFAULT_MODEL, cached_default_model
+from ...runtime.model_files.hub import cached_from_hub
+from ...runtime.model_files.load_spec import load_spec
+from ...runtime.model_files.model_spec import ModelSpec
+from ...runtime.model_files.source import HUB_NAME, ModelSource, resolve_source
+
+SAMPLES: Final = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  two spaces, a tab\tand\nline breaks\n\n",
+    "naïve façade: Größe, 東京, привет, 🙂",
+    "def f(x):\n    return {'a': x ** 2}",
+)
+"""What a tokenizer is asked to take apart and put together again."""
+CHATS: Final = (
+    [{"role": "user", "content": "Hello"}],
+    [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "How are you?"},
+    ],
+)
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class Weights(NamedTuple):
+    """The files of the weights, whose headers are in order."""
+
+    num_files: int
+    num_tensors: int
+    num_bytes: int
+
+
+class Checksum(NamedTuple):
+    """A file with a known SHA-256, and the one that it has."""
+
+    path: str
+    published: str
+    found: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """See the module. What depends on something that failed is None.
+
+    Attributes:
+        not_fetched: what a start will fetch first; "" if nothing.
+        source, source_error: the files.
+        spec, spec_error: the architecture.
+        weights, weights_error: the headers of all weight files against their sizes.
+        checksums: where one is known, and was compared.
+        vocab_size, tokenizer_error: tokens of the tokenizer.
+        changed_samples: those of `SAMPLES` that came back changed, with what they became.
+        has_template, template_error: the chat template, and why it cannot render.
+    """
+
+    not_fetched: str = ""
+    source: ModelSource | None = None
+    source_error: str = ""
+    spec: ModelSpec | None = None
+    spec_error: str = ""
+    weights: Weights | None = None
+    weights_error: str = ""
+    checksums: tuple[Checksum, ...] = ()
+    vocab_size: int | None = None
+    tokenizer_error: str = ""
+    changed_samples: tuple[tuple[str, str], ...] = ()
+    has_template: bool = False
+    template_error: str = ""
+
+
+def gather_model(
+    config: ModelConfig,
+    *,
+    with_torch: bool,
+    with_checksums: bool,
+    on_step: Callable[[str], None] = lambda _name: None,
+) -> ModelFacts:
+    """Look.
+
+    Args:
+        config: which model, and how its weights are loaded.
+        with_torch: whether torch works, without which the headers of safetensors are not read.
+        with_checksums: read all of the files whose checksum is known.
+        on_step: told what takes a while.
+    """
+    if missing := _not_fetched(config.model):
+        return ModelFacts(not_fetched=missing)
+    dummy = config.load_format == "dummy"
+    on_step("model files")
+    source, source_error = _attempt(lambda: resolve_source(_local(config.model), need_weights=not dummy))
+    if source is None:
+        return ModelFacts(source_error=source_error)
+    spec, spec_error = _attempt(lambda: load_spec(source))
+    found: dict[str, Any] = {"source": source, "spec": spec, "spec_error": spec_error}
+    if not dummy and (with_torch or source.kind == "gguf"):
+        found["weights"], found["weights_error"] = _attempt(lambda: _read_weights(source))
+    if with_checksums and not dummy:
+        on_step("checksums")
+        found["checksums"] = tuple(_checksums(source))
+    on_step("tokenizer")
+    return ModelFacts(**found, **_tokenizer_facts(source, config.chat_template))
+
+
+def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
+    try:
+        return look(), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _not_fetched(model: str | None) -> str:
+    if model in (None, "default"):
+        if cached_default_model() is None:
+            return f"the default model, {DEFAULT_MODEL.wheel_bytes / 2**20:.0f} MiB"
+    elif _is_hub_name(model) and cached_from_hub(str(model)) is None:
+        return f"{model}, from the hub"
+    return ""
+
+
+def _is_hub_name(model: str | None) -> bool:
+    return (
+        model is not None and not Path(model).expanduser().exists() and HUB_NAME.fullmatch(model) is not None
+    )
+
+
+def _local(model: str | None) -> str | None:
+    """The folder of a hub name that has been fetched: resolving the name would ask the hub whether it is the newest."""
+    return str(cached_from_hub(str(model))) if _is_hub_name(model) else model
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _read_weights(source: ModelSource) -> Weights:
+    """Raises `ConfigError` for a header that is damaged, or promises more than its file has."""
+    if source.kind == "gguf":
+        from ...runtime.model_files.gguf import GGUFFile
+
+        tensors = GGUFFile(source.path).tensors
+        return Weights(1, len(tensors), sum(tensor.num_bytes for tensor in tensors.values()))
+    from ...model_runner.weights.safetensors import SafetensorsStore, weight_files
+
+    folder = Path(source.path)
+    store = SafetensorsStore(folder)
+    paths = weight_files(folder)
+    return Weights(len(paths), len(store.names()), sum(path.stat().st_size for path in paths))
+
+
+def _checksums(source: ModelSource) -> Iterator[Checksum]:
+    """Of files whose SHA-256 is known: the default model's, and those in the hub's cache, which are named by it."""
+    path = Path(source.path)
+    for file in [path] if source.kind == "gguf" else sorted(path.glob("*.safetensors")):
+        published = ""
+        if file.name == DEFAULT_MODEL.file_name:
+            published = DEFAULT_MODEL.member_sha256
+        elif file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
+            published = file.resolve().name
+        if published:
+            with file.open("rb") as data:
+                yield Checksum(str(file), published, hashlib.file_digest(data, "sha256").hexdigest())
+
+
+# ---------------------------------------------------------------- tokenizer and chat template
+
+
+def _tokenizer_facts(source: ModelSource, template_path: str | None) -> dict[str, Any]:
+    from ...runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+    from ...tokenizer_manager.chat_template import load_chat_template
+
+    tokenizer: Tokenizer | None
+    tokenizer, error = _attempt(lambda: load_tokenizer(source))
+    if tokenizer is None:
+        return {"tokenizer_error": error}
+    found: dict[str, Any] = {"vocab_size": tokenizer.vocab_size}
+    found["changed_samples"] = tuple(_changed(tokenizer, SAMPLES))
+    template, found["template_error"] = _attempt(
+        lambda: load_chat_template(template_path, tokenizer, source.path)
+    )
+    found["has_template"] = template is not None or bool(found["template_error"])
+    if template is not None:
+        try:
+            for chat in CHATS:
+                template.render(chat)
+        except EngineError as error:
+            found["template_error"] = str(error)
+    return found
+
+
+def _changed(tokenizer: Any, samples: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for sample in samples:
+        ids = tokenizer.encode(sample, add_special_tokens=False)
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        if text.removeprefix(" ") != sample.removeprefix(" "):  # SentencePiece puts a space before a text
+            yield sample, text
