@@ -27,6 +27,7 @@ GROUP_TITLES: Final = {
     "parallel": "Several devices",
     "scheduler": "Scheduling",
     "server": "Server",
+    "limits": "Limits of a request",
     "log": "Logging",
 }
 CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"]}
@@ -144,7 +145,8 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         autocompletion=None if is_switch else _completion(field),
         hidden=setting.alias is not None,
     )
-    annotation: Any = Annotated[bool | None if is_switch else str | None, option]
+    kind: Any = bool if is_switch else list[str] if field.many else str
+    annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )
@@ -170,7 +172,7 @@ def _metavar(field: ConfigField) -> str:
 
 def _default_text(field: ConfigField) -> str:
     """`  [default: auto]`; nothing where the help says what happens without the option."""
-    if field.default is None:
+    if field.default is None or field.many:
         return ""
     if field.kind is bool and field.default != AUTO:
         return f"  [default: {'' if field.default else 'no-'}{field.flag[2:]}]"

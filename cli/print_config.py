@@ -30,7 +30,7 @@ def render_config(effective: EngineConfig, merged: MergedConfig, notes: Mapping[
         value = getattr(getattr(effective, group), field.name)
         written = getattr(getattr(merged.config, group), field.name)
         comment = _origin(written, merged.origins[field.name], notes.get(field.name))
-        if field.name in SECRETS and value is not None:
+        if field.name in SECRETS and value not in (None, ()):
             lines.append(f"  # {field.name} is set and not shown ({comment})")
         else:
             lines.append(f"{f'  {field.name}: {_yaml(value)}':<{_COMMENT_COLUMN}}  # {comment}")

@@ -17,11 +17,12 @@ from typing import Final
 
 import typer
 
-from ..runtime.config import EngineConfig, ServerConfig
+from ..runtime.config import EngineConfig
 from ..runtime.config_fields import config_fields
 from ..runtime.config_sources import MergedConfig
 from ..runtime.errors import ConfigError
 from ..runtime.presets import PRESETS, preset_origin, preset_reasons
+from ..runtime.server_config import ServerConfig
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -194,7 +195,7 @@ def ready_text(config: EngineConfig, url: str) -> str:
     body = json.dumps(
         {"model": name, "messages": [{"role": "user", "content": _QUESTION}]}, ensure_ascii=False
     )
-    key = ' -H "Authorization: Bearer $ENGINE_API_KEY"' if config.server.api_key else ""
+    key = ' -H "Authorization: Bearer $ENGINE_API_KEY"' if config.server.needs_key else ""
     where = f"{model.device}, {model.num_threads} threads" if model.device == "cpu" else str(model.device)
     return "\n".join(
         [

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import typer
 
-from ..runtime.config import ServerConfig
 from ..runtime.errors import EngineError, RequestError
+from ..runtime.server_config import ServerConfig
 from .options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:

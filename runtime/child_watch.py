@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Final, Protocol, assert_never
 
 from .child_process import ChildProcess
-from .config import ServerConfig
 from .control import Failed, Heartbeat, PeerDied, Ready, Role, Settings, Stop, ToSupervisor
+from .server_config import ServerConfig
 from .signal_queue import SignalQueue
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,8 @@ from .aliases import Alias
 from .device_config import KernelConfig, ParallelConfig
 from .errors import ConfigError
 from .model_files.quantisation import Quantization
+from .request_limits import RequestLimits
+from .server_config import ServerConfig
 from .setting_checks import check_at_least, check_finite
 
 Auto = Literal["auto"]
@@ -307,30 +309,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """The HTTP side, and how long processes may be silent."""
-
-    host: Annotated[str, "Address to listen on."] = "127.0.0.1"
-    port: Annotated[int, "Port to listen on; 0 takes a free one."] = 30000
-    api_key: Annotated[str | None, "Clients must send it as a bearer token (or set ENGINE_API_KEY)."] = None
-    max_body_mb: Annotated[float, "Largest request body; over it clients get 413."] = 16.0
-    strict: Annotated[bool, "Refuse request fields that nobody knows, instead of warning about them."] = False
-    drain_timeout: Annotated[float, "Seconds that running requests get to finish after SIGTERM."] = 30.0
-    startup_timeout: Annotated[float, "Seconds that the processes may take to become ready."] = 600.0
-    watchdog_timeout: Annotated[
-        float, "Seconds without a heartbeat after which a process counts as hung."
-    ] = 60.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}, but it must lie in [0, 65535]")
-        for name in ("max_body_mb", "drain_timeout", "startup_timeout", "watchdog_timeout"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} is {value}, but it must be above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What the engine says while it runs; never prompt text."""
 
@@ -359,6 +337,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     log: LogConfig = field(default_factory=LogConfig)
 
 

@@ -19,7 +19,7 @@ from .config import DERIVED, EngineConfig
 from .errors import ConfigError
 
 AUTO = "auto"
-SECRETS = frozenset({"api_key"})  # never printed, never logged
+SECRETS = frozenset({"api_key", "admin_api_key"})  # never printed, never logged
 _TRUE, _FALSE = frozenset({"true", "yes", "on", "1"}), frozenset({"false", "no", "off", "0"})
 _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -38,6 +38,7 @@ class ConfigField:
         auto: the word "auto" is allowed besides values of `kind`.
         optional: None is allowed.
         aliases: other names for it.
+        many: it holds any number of values of `kind`: a repeated flag, a list in YAML.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ConfigField:
     auto: bool = False
     optional: bool = False
     aliases: tuple[Alias, ...] = ()
+    many: bool = False
 
     @property
     def flag(self) -> str:
@@ -95,6 +97,10 @@ class ConfigField:
         Raises:
             ConfigError: as for `parse`.
         """
+        if self.many:
+            one = dataclasses.replace(self, many=False)
+            values = () if value is None else value if isinstance(value, list | tuple) else (value,)
+            return tuple(one.check(item) for item in values)
         if value is None and self.optional:
             return None
         if isinstance(value, bool):  # before int, whose subclass it is
@@ -208,7 +214,7 @@ def _describe(group: str, field: dataclasses.Field[object], annotation: object) 
     declared, help_text, *aliases = get_args(annotation)
     kind: type | None = None
     choices: tuple[str, ...] = ()
-    auto = optional = False
+    auto = optional = many = False
     for part in _parts(declared):
         if part is type(None):
             optional = True
@@ -216,10 +222,21 @@ def _describe(group: str, field: dataclasses.Field[object], annotation: object) 
             words = get_args(part)
             auto = auto or AUTO in words
             choices = words if len(words) > 1 else choices
+        elif get_origin(part) is tuple:
+            kind, many = get_args(part)[0], True
         elif isinstance(part, type):
             kind = part
     return ConfigField(
-        field.name, group, help_text, field.default, kind or str, choices, auto, optional, tuple(aliases)
+        field.name,
+        group,
+        help_text,
+        field.default,
+        kind or str,
+        choices,
+        auto,
+        optional,
+        tuple(aliases),
+        many,
     )
 
 

@@ -17,7 +17,7 @@ from .config_fields import ConfigField, Setting, config_fields, find_setting, se
 from .errors import ConfigError
 from .presets import PRESETS, preset_origin
 
-ENV_VARS: Final = {"ENGINE_API_KEY": "api_key"}
+ENV_VARS: Final = {"ENGINE_API_KEY": "api_key", "ENGINE_ADMIN_API_KEY": "admin_api_key"}
 DEFAULT_ORIGIN: Final = "default"
 
 
@@ -73,7 +73,7 @@ def from_flags(given: Mapping[str, object]) -> dict[str, Value]:
     layer: dict[str, Value] = {}
     for name, value in given.items():
         setting = setting_names()[name]
-        if value is not None:
+        if value is not None and value != []:  # what typer says of a repeatable option that is not given
             try:
                 checked = setting.check(value)
             except ConfigError as error:
@@ -95,7 +95,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Valu
     """The layer of environment variables; an empty one counts as not set."""
     environ = os.environ if environ is None else environ
     return {
-        name: Value(config_fields()[name].parse(environ[variable]), f"${variable}")
+        name: Value(config_fields()[name].check(environ[variable]), f"${variable}")
         for variable, name in ENV_VARS.items()
         if environ.get(variable)
     }
@@ -186,6 +186,8 @@ def _scalar(loader: Any, node: Any, field: ConfigField) -> object:
     """The node's value; plain scalars for text settings stay text where YAML would see a number or a truth value."""
     import yaml
 
+    if field.many and isinstance(node, yaml.SequenceNode):
+        return [_scalar(loader, item, field) for item in node.value]
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{field.name} is a list or a mapping, but it must be {field.wants}")
     if field.choices and node.tag != "tag:yaml.org,2002:null":

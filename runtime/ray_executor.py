@@ -199,7 +199,7 @@ def actor_config(config: EngineConfig, rank: int) -> bytes:
     """For one actor, to find machine 0 with; it gets the rest from there, so what is secret stays here."""
     model = dataclasses.replace(config.model, model=_absolute(config.model.model))
     parallel = dataclasses.replace(config.parallel, node_rank=rank, cluster_key_file=None)
-    server = dataclasses.replace(config.server, api_key=None)
+    server = dataclasses.replace(config.server, api_key=(), admin_api_key=None, api_key_file=None)
     return msgspec.msgpack.encode(dataclasses.replace(config, model=model, parallel=parallel, server=server))
 
 

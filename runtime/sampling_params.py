@@ -17,9 +17,10 @@ MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 """Of tokens: no context is as long and no vocabulary as large; it fits into int32 and into every message."""
 MAX_TOP_LOGPROBS: Final = 20
-MAX_STOP_STRINGS: Final = 64
-MAX_STOP_STRING_CHARS: Final = 1024
-MAX_LOGIT_BIAS_ENTRIES: Final = 1024
+MAX_STOP_STRINGS: Final = 1024
+MAX_STOP_STRING_CHARS: Final = 65_536
+MAX_LOGIT_BIAS_ENTRIES: Final = 65_536
+"""These four are what the engine can take at all; `RequestLimits` is what a server lets its clients send."""
 GREEDY_TEMPERATURE: Final = (
     1e-5  # below this, dividing logits by the temperature overflows bf16: exact argmax instead
 )

@@ -113,7 +113,9 @@ class Generation:
         n: int,
         arrival_s: float,
         on_close: Callable[[Generation], None],
+        owner: str = "",
     ) -> None:
+        self.owner = owner
         self.id = generation_id
         self.choices = choices
         self.n = n

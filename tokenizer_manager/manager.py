@@ -140,12 +140,13 @@ class TokenizerManager:
             ]
             return self._open(request, encoded, resolved, arrival_s)
 
-    def abort(self, request_id: str | None, reason: str) -> int:
+    def abort(self, request_id: str | None, reason: str, owner: str | None = None) -> int:
         """Have the scheduler end requests; their streams get finished rows with ABORT.
 
         Args:
             request_id: of a generation or of one choice, exactly; None: all.
             reason: for the logs.
+            owner: whose requests may be ended; those of others are as good as unknown. None: everybody's.
 
         Returns:
             how many choices are concerned.
@@ -156,6 +157,8 @@ class TokenizerManager:
             rids = [choice.rid for choice in generation.choices if choice.rid in self._live]
         else:
             rids = [request_id] if request_id in self._live else []
+        if owner is not None:
+            rids = [rid for rid in rids if self._live[rid][0].owner == owner]
         for rid in rids:
             self._live[rid][1].abort_asked = True
             self._send(AbortRequest(rid=rid, reason=reason))
@@ -331,7 +334,9 @@ class TokenizerManager:
                         timeout_s=wishes.timeout_s,
                     )
                 )
-        generation = Generation(generation_id, choices, request.n, arrival_s, self._on_reader_gone)
+        generation = Generation(
+            generation_id, choices, request.n, arrival_s, self._on_reader_gone, wishes.owner
+        )
         self._generations[generation_id] = generation
         self._idle.clear()
         now_s = self._clock()

@@ -13,24 +13,25 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import Final, Protocol, assert_never
+from collections.abc import Callable
+from typing import Protocol, assert_never
 
 import msgspec
-import uvicorn
 import uvloop
 
 from .. import __version__
 from ..runtime.child import Child
 from ..runtime.config import EngineConfig
 from ..runtime.control import PeerDied, Stop
-from ..runtime.errors import ConfigError
 from ..runtime.feasibility import Capacity
 from ..runtime.ipc import AsyncInbox, Outbox
 from ..runtime.messages import ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from ..runtime.server_config import ServerConfig
 from .chat_template import ChatTemplate, load_chat_template
 from .http.app import App
+from .http.auth import Gate, read_keys
+from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
 from .metrics import Metrics
@@ -38,14 +39,12 @@ from .prompt_encoder import PromptEncoder
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG: Final = 2048
-_KEEP_ALIVE_S: Final = 75
-_LAST_WORDS_S: Final = 2  # for connections to take their error events after the end
-
 
 def main(child: Child) -> None:
     """Serve HTTP until the supervisor says stop."""
     config = child.settings.config
+    keys = read_keys(config.server)
+    check_tls(config.server)
     with bind(config.server.host, config.server.port) as listener:
         tokenizer = load_tokenizer(child.settings.source)
         chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
@@ -54,58 +53,10 @@ def main(child: Child) -> None:
             inbox = runner.run(_bind_inbox(child.settings.endpoints.tokenizer_manager))
             capacity = child.wait_for_peers()
             gc.freeze()  # collections look at what requests make, not at the 40,000 objects of start-up (10 ms)
-            runner.run(_serve(child, listener, inbox, tokenizer, chat_template, capacity))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet.
-
-    Raises:
-        ConfigError: the address is taken or not ours.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on host {host}: {error}; give another one with --host") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; give another one with --port, or 0 for a free one"
-        ) from error
-    return listener
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn that leaves signals alone: the supervisor decides when to stop, and in what order."""
-
-    def __init__(self, app: App) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_LAST_WORDS_S,
+            gate = Gate(
+                keys, isolate=config.server.isolate_tenants, loopback=is_loopback(listener.getsockname()[0])
             )
-        )
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
+            runner.run(_serve(child, listener, inbox, gate, tokenizer, chat_template, capacity))
 
 
 async def _bind_inbox(endpoint: str) -> AsyncInbox[ManagerInput]:
@@ -117,6 +68,7 @@ async def _serve(
     child: Child,
     listener: socket.socket,
     inbox: AsyncInbox[ManagerInput],
+    gate: Gate,
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
     capacity: Capacity,
@@ -137,6 +89,7 @@ async def _serve(
     )
     services = Services(
         manager=manager,
+        gate=gate,
         encoder=encoder,
         chat_template=chat_template,
         metrics=metrics,
@@ -146,8 +99,8 @@ async def _serve(
         created_s=int(time.time()),
         version=__version__,
     )
-    server = HttpServer(App(services))
-    listener.listen(_BACKLOG)  # from here on clients may connect; they are served a moment later
+    server = HttpServer(App(services), settings.config.server)
+    listener.listen(BACKLOG)  # from here on clients may connect; they are served a moment later
     http = asyncio.create_task(server.serve(sockets=[listener]))
     duties = [
         http,
@@ -155,7 +108,7 @@ async def _serve(
         asyncio.create_task(child.keep_beating()),
         asyncio.create_task(obey(child, manager, settings.config.server.drain_timeout)),
     ]
-    child.ready(url=_url(settings.config.server.host, listener.getsockname()[1]))
+    child.ready(url=_url(settings.config.server, listener.getsockname()[1]))
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -238,5 +191,7 @@ async def _wait_drained(manager: TokenizerManager, timeout_s: float) -> None:
             await manager.wait_idle()
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(config: ServerConfig, port: int) -> str:
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{port}"

@@ -18,6 +18,7 @@ PRIORITY_CLASSES: Final[Mapping[str, int]] = {"high": 20, "normal": 0, "low": -2
 """Further apart than the 10 levels by which a request must exceed one whose place it takes."""
 MAX_PRIORITY: Final = 1_000_000
 MAX_TIMEOUT_S: Final = 86_400.0
+MAX_SALT_CHARS: Final = 256
 _MAX_TENANT_CHARS: Final = 64
 
 
@@ -30,6 +31,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         extra_key: namespace of the prefix cache.
         queue_timeout_s: seconds from arrival within which it must be started; None: the server's limit.
         timeout_s: seconds from arrival within which it must have ended; None: the server's limit.
+        owner: who may end it besides the operator; "" where nobody is told apart.
     """
 
     priority: int = 0
@@ -37,6 +39,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     extra_key: str = ""
     queue_timeout_s: float | None = None
     timeout_s: float | None = None
+    owner: str = ""
 
 
 def checked_priority(value: int | str | None, param: str = "priority") -> int:
@@ -88,9 +91,25 @@ def tenant_of(user: str | None, api_key: bytes) -> str:
     the same on every start, so that logs of several days can be compared.
     """
     if user:
-        return user if len(user) <= _MAX_TENANT_CHARS else f"user-{_digest(user.encode())}"
-    return f"key-{_digest(api_key)}" if api_key else ""
+        return user if len(user) <= _MAX_TENANT_CHARS else f"user-{digest_of(user.encode())}"
+    return f"key-{digest_of(api_key)}" if api_key else ""
 
 
-def _digest(data: bytes) -> str:
+def checked_salt(value: str | None, param: str = "cache_salt") -> str | None:
+    """A namespace of the prefix cache, which is kept as long as something is cached under it.
+
+    Raises:
+        RequestError: too long.
+    """
+    if value is not None and len(value) > MAX_SALT_CHARS:
+        raise RequestError(
+            f"{param} has {len(value)} characters, the limit is {MAX_SALT_CHARS}; send a hash of it",
+            param=param,
+            code="invalid_value",
+        )
+    return value
+
+
+def digest_of(data: bytes) -> str:
+    """A name for a secret, or for something long: 16 hex digits that are the same on every start."""
     return hashlib.blake2b(data, digest_size=8, person=b"engine-tenant").hexdigest()

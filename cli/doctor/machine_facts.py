@@ -16,10 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...runtime.config import ServerConfig
 from ...runtime.errors import ConfigError
 from ...runtime.host_facts import HostFacts, read_host_facts
 from ...runtime.model_files.cache_dir import cache_dir
+from ...runtime.server_config import ServerConfig
 from ...runtime.socket_dir import abandoned_dirs
 
 _PACKAGE: Final = __package__.split(".", 1)[0]

@@ -15,9 +15,10 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.serve import check_port, preset_line, ready_text
-from engine.runtime.config import EngineConfig, ServerConfig
+from engine.runtime.config import EngineConfig
 from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
+from engine.runtime.server_config import ServerConfig
 
 
 @pytest.fixture

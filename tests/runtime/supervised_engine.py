@@ -17,20 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.runtime.config import (
-    CacheConfig,
-    EngineConfig,
-    LogConfig,
-    ModelConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
+from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, ModelConfig, SchedulerConfig
 from engine.runtime.control import Role
 from engine.runtime.device_config import ParallelConfig
 from engine.runtime.logs import configure_logging
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource
+from engine.runtime.server_config import ServerConfig
 from engine.runtime.supervisor import ROOMS, EngineReady, Supervisor
 
 FAKE_SPEC = ModelSpec(

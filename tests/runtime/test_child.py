@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from engine.runtime.child import Child, StopRequested
-from engine.runtime.config import EngineConfig, ServerConfig
+from engine.runtime.config import EngineConfig
 from engine.runtime.control import (
     ControlChannel,
     Endpoints,
@@ -33,6 +33,7 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource
+from engine.runtime.server_config import ServerConfig
 
 DEADLINE_S = 60.0
 CAPACITY = Capacity(max_model_len=64, num_pages=8, page_size=16, max_running_requests=4, vocab_size=100)

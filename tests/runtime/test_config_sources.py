@@ -35,7 +35,7 @@ def test_later_layers_win_and_origins_name_the_place(yaml_file):
         from_flags({"port": "2", "host": None}),
     )
     assert merged.config.server.port == 2
-    assert merged.config.server.api_key == "from-env"
+    assert merged.config.server.api_key == ("from-env",)
     assert merged.config.cache.page_size == 4
     assert merged.config.model.seed == 7
     assert merged.origins["port"] == "--port"
@@ -124,7 +124,7 @@ def test_a_missing_file_is_said(tmp_path):
 
 
 def test_null_resets_an_optional_setting(yaml_file):
-    assert merge(from_yaml_file(yaml_file("api_key: null\n"))).config.server.api_key is None
+    assert merge(from_yaml_file(yaml_file("api_key: null\n"))).config.server.api_key == ()
 
 
 def test_a_value_out_of_range_names_its_origin(yaml_file):

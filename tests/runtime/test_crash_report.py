@@ -12,8 +12,9 @@ import sys
 import pytest
 
 from engine.runtime.black_box import is_black_box, read_fatal_stacks, read_stacks
-from engine.runtime.config import EngineConfig, LogConfig, ServerConfig
+from engine.runtime.config import EngineConfig, LogConfig
 from engine.runtime.crash_report import KEPT_REPORTS, CrashReports, crash_dir
+from engine.runtime.server_config import ServerConfig
 
 LEAVE_STACKS = """
 import os, pathlib, signal, sys
@@ -43,7 +44,7 @@ class Child:
 @pytest.fixture
 def config(tmp_path):
     return EngineConfig(
-        log=LogConfig(crash_dir=str(tmp_path / "crashes")), server=ServerConfig(api_key="s3cret", port=8123)
+        log=LogConfig(crash_dir=str(tmp_path / "crashes")), server=ServerConfig(api_key=("s3cret",), port=8123)
     )
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from engine.runtime.child_watch import ChildFailure
 from engine.runtime.cluster_key import derive_key, load_cluster_key
-from engine.runtime.config import EngineConfig, ModelConfig, ServerConfig
+from engine.runtime.config import EngineConfig, ModelConfig
 from engine.runtime.device_config import ParallelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.ray_broker import FindPlaces, MachineEnded, NoPlaces, Placed, RunMachines
 from engine.runtime.ray_executor import Broker, RayNodes, actor_config, ray_machines
+from engine.runtime.server_config import ServerConfig
 
 from .fake_ray import HERE, THERE
 from .test_child import SETTINGS
@@ -65,7 +66,7 @@ def config(**parallel: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(device="cpu", num_threads=1),
         parallel=ParallelConfig(tp=2, executor="ray", **parallel),
-        server=ServerConfig(startup_timeout=3.0, api_key="an api key"),
+        server=ServerConfig(startup_timeout=3.0, api_key=("an api key",)),
     )
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config import EngineConfig, ModelConfig, ServerConfig
+from engine.runtime.config import EngineConfig, ModelConfig
 from engine.runtime.device_config import ParallelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.ray_cluster import RayCluster
 from engine.runtime.ray_placement import bundles, ray_places, why_it_died
+from engine.runtime.server_config import ServerConfig
 
 from .fake_ray import HERE, THERE, FakeRay
 

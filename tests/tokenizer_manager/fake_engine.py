@@ -18,7 +18,7 @@ import msgspec
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
-from engine.runtime.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from engine.runtime.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,
@@ -41,12 +41,14 @@ from engine.runtime.messages import (
 )
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.runtime.server_config import ServerConfig
 from engine.tokenizer_manager.chat_template import ChatTemplate
 from engine.tokenizer_manager.http.app import App
+from engine.tokenizer_manager.http.auth import Gate, read_keys
+from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.metrics import Metrics
-from engine.tokenizer_manager.process import HttpServer
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 
 WAIT_S = 10.0  # a bound for what must happen at once
@@ -220,6 +222,7 @@ def make_services(
     chat_template: str | None = TEMPLATE,
     capacity: Capacity = CAPACITY,
     max_queued_requests: int = 16,
+    loopback: bool = True,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -245,6 +248,7 @@ def make_services(
     manager.on_message(SchedulerReport(sent_s=clock.now_s))
     return Services(
         manager=manager,
+        gate=Gate(read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback),
         encoder=encoder,
         chat_template=None
         if chat_template is None
@@ -285,7 +289,7 @@ class ServerThread:
         self._listener = socket.create_server(
             ("127.0.0.1", 0), backlog=128
         )  # clients may connect from here on
-        self._server = HttpServer(App(services))
+        self._server = HttpServer(App(services), services.config.server)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), name="http")
         self._thread.start()

@@ -11,7 +11,7 @@ from engine.runtime.errors import ConfigError, RequestError
 from engine.tokenizer_manager import chat_template, template_sandbox
 from engine.tokenizer_manager.chat_template import ChatTemplate, load_chat_template
 
-from .fake_engine import TEMPLATE, TOKENIZER, make_tokenizer
+from .fake_engine import TEMPLATE, TOKENIZER, WAIT_S, make_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 
@@ -127,7 +127,10 @@ DOUBLE = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(27) %}@{% endfo
         "{% set y = 1000000000 * 'a' %}x",
     ],
 )
-def test_values_that_grow_without_bound_are_refused_before_they_exist(source):
+def test_values_that_grow_without_bound_are_refused_before_they_exist(monkeypatch, source):
+    monkeypatch.setattr(
+        template_sandbox, "MAX_RENDER_S", WAIT_S
+    )  # it is the size that shall end it, also here
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match="cannot render these messages: it (uses|makes)"):

@@ -10,15 +10,17 @@ raises (a stream must end with an error event), and it merges slashes in paths, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from ...runtime.errors import RequestError
-from .auth import Gate
 from .delivery import error_event
 from .errors import MethodNotAllowedError, reply_to
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
+from .json_body import show
 from .openapi import ApiDocs
-from .routes import ROUTES, Handler
+from .origins import Origins
+from .routes import ROUTES, Handler, Route
 from .services import Services
 
 logger = logging.getLogger(__name__)
@@ -31,19 +33,20 @@ class App:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._gate = Gate(services.config.server.api_key)
+        self._gate = services.gate
+        self._origins = Origins(services.config.server.cors_origin)
         self._docs = ApiDocs(ROUTES, services.version)
-        self._exact: dict[str, dict[str, Handler]] = {}
-        self._around: dict[tuple[str, str], dict[str, Handler]] = {}  # (before the name, behind it)
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._around: dict[tuple[str, str], dict[str, Route]] = {}  # (before the name, behind it)
         for route in ROUTES:
             before, brace, rest = route.path.partition("{")
             if brace:
                 behind = rest.partition("}")[2]
-                self._around.setdefault((before, behind), {})[route.method] = route.handler
+                self._around.setdefault((before, behind), {})[route.method] = route
             else:
-                self._exact.setdefault(before, {})[route.method] = route.handler
-        self._exact["/openapi.json"] = {"GET": lambda exchange, _: self._docs.serve_json(exchange)}
-        self._exact["/docs"] = {"GET": lambda exchange, _: self._docs.serve_page(exchange)}
+                self._exact.setdefault(before, {})[route.method] = route
+        for path, answer in (("/openapi.json", self._docs.serve_json), ("/docs", self._docs.serve_page)):
+            self._exact[path] = {"GET": Route("GET", path, _without_services(answer), "What there is.")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -51,15 +54,28 @@ class App:
             raise NotImplementedError(scope["type"])
         exchange = Exchange(scope, receive, send)
         try:
-            self._gate.check(exchange)
-            await self._find(exchange)(exchange, self._services)
+            await self._handle(exchange)
         except ClientGone:
             exchange.status = _CLIENT_GONE
         except Exception as error:  # every request is answered, also when its handler has a bug
             await _answer(exchange, error)
         self._services.metrics.http_responses.add(str(exchange.status or _CLIENT_GONE))
 
-    def _find(self, exchange: Exchange) -> Handler:
+    async def _handle(self, exchange: Exchange) -> None:
+        if b"origin" in exchange.headers:
+            exchange.more_headers += self._origins.headers_for(exchange)
+            if (answer := self._origins.preflight(exchange)) is not None:
+                await exchange.send_nothing(answer)
+                return
+            if not self._gate.needs_key:
+                self._origins.check(exchange)
+        exchange.caller = self._gate.admit(exchange)
+        route = self._find(exchange)
+        if route.admin:
+            self._gate.check_admin(exchange.caller, exchange.path)
+        await route.handler(exchange, self._services)
+
+    def _find(self, exchange: Exchange) -> Route:
         path = exchange.path
         handlers = self._exact.get(path)
         if handlers is None:
@@ -81,6 +97,11 @@ class App:
         return handlers[method]
 
 
+def _without_services(answer: Callable[[Exchange], Awaitable[None]]) -> Handler:
+    """A handler that needs none."""
+    return lambda exchange, _: answer(exchange)
+
+
 async def _answer(exchange: Exchange, error: Exception) -> None:
     """Tell the client of an error: with a status, or inside the stream that has begun."""
     reply = reply_to(error, exchange.request_id)
@@ -91,10 +112,10 @@ async def _answer(exchange: Exchange, error: Exception) -> None:
         level,
         "request failed request_id=%s path=%s status=%d code=%s param=%s",
         exchange.request_id,
-        exchange.path,
+        show(exchange.path),
         reply.status,
         reply.body.error.code,
-        reply.body.error.param,
+        show(reply.body.error.param),
     )
     if exchange.streaming:
         await exchange.end_events(error_event(reply.body))

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...runtime.errors import RequestError
+from ...runtime.request_limits import RequestLimits
 from ..generation import Choice, Generation
 from .delivery import Collected
-from .protocol import MAX_N
+from .limits import check_count
 
 
 class Wanted(NamedTuple):
@@ -37,7 +38,7 @@ class Wanted(NamedTuple):
         return 0 if asked is None and self.ranked else asked
 
 
-def wanted_answers(n: int, best_of: int | None, *, stream: bool) -> Wanted:
+def wanted_answers(n: int, best_of: int | None, limits: RequestLimits, *, stream: bool) -> Wanted:
     """What `n`, which is checked already, and `best_of` ask for.
 
     Raises:
@@ -45,9 +46,8 @@ def wanted_answers(n: int, best_of: int | None, *, stream: bool) -> Wanted:
     """
     if best_of is None:
         return Wanted(n, n)
-    if not 1 <= best_of <= MAX_N:
-        rule = f"it must lie in [1, {MAX_N}]"
-    elif best_of < n:
+    check_count("best_of", best_of, 1, limits.max_n, "max_n")
+    if best_of < n:
         rule = f"n is {n}, and the best n are chosen among best_of; raise best_of or lower n"
     elif best_of > n and stream:
         rule = f"n is {n}, and which are best is known only in the end; leave out stream or best_of"

@@ -7,6 +7,7 @@ from typing import Final
 
 from ...runtime.errors import RequestError
 from ..generation import Prompt
+from ..scheduling import checked_salt
 from .chat_messages import template_messages
 from .exchange import Exchange
 from .field_policy import FieldPolicy, first_warnings
@@ -39,7 +40,9 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
         )
     prompt: Prompt
     if request.messages is not None:
-        messages, more_warnings = template_messages(request.messages, strict=strict)
+        messages, more_warnings = template_messages(
+            request.messages, strict=strict, limits=services.config.limits
+        )
         warnings = first_warnings(warnings + more_warnings)
         prompt = services.require_chat_template().render(
             messages,
@@ -63,7 +66,7 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
         done = await services.manager.pin(
             prompt,
             ttl_s=request.ttl,
-            extra_key=request.cache_salt or "",
+            extra_key=exchange.caller.namespace(checked_salt(request.cache_salt)),
             add_special_tokens=add_special_tokens,
             param=param,
         )

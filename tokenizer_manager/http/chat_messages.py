@@ -7,10 +7,11 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ...runtime.errors import RequestError
+from ...runtime.request_limits import RequestLimits
 from .field_policy import FieldPolicy, first_warnings
 from .json_body import Body, convert, show
+from .limits import check_limit
 
-MAX_MESSAGES: Final = 4096
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _ROLES_OF_TOOLS: Final = ("tool", "function")
 
@@ -52,7 +53,9 @@ _PART_POLICY: Final = FieldPolicy(
 )
 
 
-def template_messages(messages: list[Body], *, strict: bool) -> tuple[list[dict[str, str]], list[str]]:
+def template_messages(
+    messages: list[Body], *, strict: bool, limits: RequestLimits
+) -> tuple[list[dict[str, str]], list[str]]:
     """Messages for the template, and warnings for the response.
 
     `developer` becomes `system`, its older name, which is the one templates know; text parts are joined by newlines.
@@ -64,9 +67,7 @@ def template_messages(messages: list[Body], *, strict: bool) -> tuple[list[dict[
         raise RequestError(
             "messages is empty; a chat has at least one message", param="messages", code="empty_prompt"
         )
-    if len(messages) > MAX_MESSAGES:
-        text = f"messages has {len(messages)} messages, the limit is {MAX_MESSAGES}; shorten the chat"
-        raise RequestError(text, param="messages", code="invalid_value")
+    check_limit("messages", len(messages), "messages", limits.max_messages, "max_messages")
     rendered: list[dict[str, str]] = []
     warnings: list[str] = []
     for i, raw in enumerate(messages):

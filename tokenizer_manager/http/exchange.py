@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...runtime.errors import RequestError
+from .caller import Caller
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -44,6 +45,8 @@ class Exchange:
         request_id: the client's `X-Request-Id` if it is usable, else one of ours; a label, never an address.
         status: of the response, 0 before it has begun.
         streaming: the response is an event stream.
+        caller: who sent it; set once it has been let in.
+        more_headers: sent with whatever the response is.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +55,8 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self.status = 0
         self.streaming = False
+        self.caller = Caller()
+        self.more_headers: list[tuple[bytes, bytes]] = []
         wanted = self.headers.get(b"x-request-id", b"")
         self.request_id = wanted.decode() if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
         self._receive = receive
@@ -116,6 +121,11 @@ class Exchange:
         await self._start(status, about_body + (headers or []))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
+    async def send_nothing(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Answer 204, with these headers and no body."""
+        await self._start(204, headers)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def start_events(self) -> None:
         """Begin a response of server-sent events."""
         self.streaming = True
@@ -131,7 +141,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        all_headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        all_headers = [*headers, *self.more_headers, (b"x-request-id", self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
 
 

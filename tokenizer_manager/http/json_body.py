@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from ...runtime.errors import RequestError
+from .limits import DEFAULT_LIMITS
 
 Body = dict[str, Any]
 
@@ -38,8 +39,12 @@ _WORDS: Final = {
 T = TypeVar("T")
 
 
-def parse_object(body: bytes) -> Body:
+def parse_object(body: bytes, max_depth: int = DEFAULT_LIMITS.max_json_depth) -> Body:
     """The JSON object in a request body. Floats with whole values become integers: 575.0 is a valid count.
+
+    Args:
+        body: as it came.
+        max_depth: of lists and objects inside each other.
 
     Raises:
         RequestError: not UTF-8, not JSON, not an object, a key twice, NaN, half a surrogate pair, too deep.
@@ -50,6 +55,8 @@ def parse_object(body: bytes) -> Body:
         raise _invalid(f"it is not UTF-8: byte {body[error.start]:#04x} at offset {error.start}") from None
     try:
         value = _decoded(text)
+        if body.count(b"[") + body.count(b"{") > max_depth:  # else it cannot be deeper
+            _check_depth(value, max_depth)
         if isinstance(value, dict) and _SURROGATE.search(body):
             _refuse_lone_surrogates(value)
     except json.JSONDecodeError as error:
@@ -64,6 +71,22 @@ def parse_object(body: bytes) -> Body:
     if not isinstance(value, dict):
         raise _invalid("it must be an object, {...}")
     return value
+
+
+def _check_depth(value: object, max_depth: int) -> None:
+    """Refuse a value that is nested too deeply: a level at a time, so that no stack grows with it."""
+    level: list[object] = [value]
+    for _ in range(max_depth + 1):
+        level = [item for outer in level if isinstance(outer, dict | list) for item in _items(outer)]
+        if not level:
+            return
+    raise _invalid(
+        f"it is nested too deeply, the limit is {max_depth}; flatten it, or raise --max-json-depth"
+    )
+
+
+def _items(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer
 
 
 def _decoded(text: str) -> object:

@@ -13,9 +13,11 @@ from msgspec import UNSET, UnsetType
 
 from ...runtime.errors import RequestError
 from ...runtime.messages import Finish, FinishKind
+from ...runtime.request_limits import RequestLimits
 from ...runtime.sampling_params import SamplingParams
 from ..generation import Choice, Generation, GenerationRequest, Row
 from .best_of import Wanted, best_answers, wanted_answers
+from .caller import Caller
 from .delivery import Collected, collect, event, stream
 from .exchange import Exchange
 from .field_policy import SAMPLING_NOT_YET, FieldPolicy
@@ -104,7 +106,9 @@ async def generate(exchange: Exchange, services: Services) -> None:
             param="incremental",
             code="unsupported_value",
         )
-    generation_request, wanted, is_batch = _generation_request(request, exchange.bearer_token)
+    generation_request, wanted, is_batch = _generation_request(
+        request, exchange.caller, services.config.limits
+    )
     async with exchange.abort_on_disconnect():
         with renamed_fields(_OUR_NAMES):
             generation = await services.manager.start(generation_request)
@@ -124,7 +128,9 @@ async def generate(exchange: Exchange, services: Services) -> None:
             await exchange.send_json(answers if is_batch or len(answers) > 1 else answers[0])
 
 
-def _generation_request(request: NativeRequest, api_key: bytes) -> tuple[GenerationRequest, Wanted, bool]:
+def _generation_request(
+    request: NativeRequest, caller: Caller, limits: RequestLimits
+) -> tuple[GenerationRequest, Wanted, bool]:
     """What shall be generated, what of it is returned, and whether the client sent a list of prompts.
 
     Raises:
@@ -139,7 +145,7 @@ def _generation_request(request: NativeRequest, api_key: bytes) -> tuple[Generat
         )
     param = "text" if request.input_ids is None else "input_ids"
     value = request.text if request.input_ids is None else request.input_ids
-    prompts = prompts_of(value, param)
+    prompts = prompts_of(value, param, limits)
     top = (request.top_logprobs_num or 0) if request.return_logprob else None
     wants_prompt = request.logprob_start_len is not None and request.logprob_start_len >= 0
     if wants_prompt and request.logprob_start_len != 0:
@@ -151,10 +157,13 @@ def _generation_request(request: NativeRequest, api_key: bytes) -> tuple[Generat
         )
     with renamed_fields(_OUR_NAMES):
         max_new_tokens = at_least_one(sampling.max_new_tokens, "max_new_tokens")
-        wanted = wanted_answers(sampling.num_choices(), sampling.best_of, stream=bool(request.stream))
+        wanted = wanted_answers(
+            sampling.num_choices(limits), sampling.best_of, limits, stream=bool(request.stream)
+        )
         generation_request = GenerationRequest(
             prompts=prompts,
             sampling=sampling.sampling(
+                limits,
                 max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
                 min_new_tokens=sampling.min_new_tokens,
                 keep_stop=sampling.no_stop_trim,
@@ -163,7 +172,7 @@ def _generation_request(request: NativeRequest, api_key: bytes) -> tuple[Generat
             ),
             n=wanted.generated,
             id_prefix="gen",
-            scheduling=scheduling_of(request, api_key),
+            scheduling=scheduling_of(request, caller),
             prompt_param=param,
         )
     return generation_request, wanted, isinstance(value, list) and isinstance(value[0], str | list)

@@ -87,14 +87,16 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     request = convert(body, ChatRequest)
     services.check_model(request.model)
     options = request.events()
-    messages, more_warnings = template_messages(request.messages, strict=strict)
+    limits = services.config.limits
+    messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
     warnings = first_warnings(warnings + more_warnings)
     max_new_tokens, length_param = request.max_new_tokens()
     sampling = request.sampling(
+        limits,
         max_new_tokens=max_new_tokens,
         min_new_tokens=request.min_tokens,
         keep_stop=request.include_stop_str_in_output,
-        logprobs=request.num_top_logprobs(),
+        logprobs=request.num_top_logprobs(limits),
     )
     prompt = services.require_chat_template().render(
         messages,
@@ -104,9 +106,9 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     generation_request = GenerationRequest(
         prompts=[prompt],
         sampling=sampling,
-        n=request.num_choices(),
+        n=request.num_choices(limits),
         id_prefix="chatcmpl",
-        scheduling=scheduling_of(request, exchange.bearer_token),
+        scheduling=scheduling_of(request, exchange.caller),
         add_special_tokens=False,
         prompt_param="messages",
         length_param=length_param,

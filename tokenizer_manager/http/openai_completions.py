@@ -59,10 +59,12 @@ async def completions(exchange: Exchange, services: Services) -> None:
     request = convert(body, CompletionRequest)
     services.check_model(request.model)
     options = request.events()
-    prompts = prompts_of(request.prompt, "prompt")
+    limits = services.config.limits
+    prompts = prompts_of(request.prompt, "prompt", limits)
     max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
-    wanted = wanted_answers(request.num_choices(), request.best_of, stream=options is not None)
+    wanted = wanted_answers(request.num_choices(limits), request.best_of, limits, stream=options is not None)
     sampling = request.sampling(
+        limits,
         max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
         min_new_tokens=request.min_tokens,
         keep_stop=request.include_stop_str_in_output,
@@ -74,7 +76,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
         sampling=sampling,
         n=wanted.generated,
         id_prefix="cmpl",
-        scheduling=scheduling_of(request, exchange.bearer_token),
+        scheduling=scheduling_of(request, exchange.caller),
         add_special_tokens=request.add_special_tokens is not False,
     )
     async with exchange.abort_on_disconnect():

@@ -9,17 +9,17 @@ from typing import Any, Final
 
 import msgspec
 
+from ...runtime.config_fields import SECRETS, config_fields
 from ...runtime.errors import RequestError
 from ...runtime.sampling_params import SamplingParams
 from ..generation import GenerationRequest
 from ..metrics import CONTENT_TYPE
 from ..scheduling import MAX_PRIORITY, Scheduling
-from .chat_messages import MAX_MESSAGES
 from .delivery import collect
 from .exchange import Exchange
 from .field_policy import FieldPolicy
 from .json_body import convert
-from .protocol import MAX_N, MAX_PROMPTS, AbortBody
+from .protocol import AbortBody
 from .services import Services, unknown_model
 
 MODELS_PATH: Final = "/v1/models"
@@ -63,8 +63,9 @@ async def metrics(exchange: Exchange, services: Services) -> None:
 async def server_info(exchange: Exchange, services: Services) -> None:
     """Settings (without the key), capacity, model facts, limits, and the scheduler's latest report."""
     config: dict[str, Any] = msgspec.to_builtins(services.config)
-    if config["server"]["api_key"] is not None:
-        config["server"]["api_key"] = "(set)"
+    for name in SECRETS:
+        group = config[config_fields()[name].group]
+        group[name] = "(set)" if group[name] else None
     report = services.manager.report
     await exchange.send_json(
         {
@@ -73,7 +74,7 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             "config": config,
             "capacity": msgspec.structs.asdict(services.manager.capacity),
             "model_spec": services.spec,
-            "limits": {"max_n": MAX_N, "max_prompts": MAX_PROMPTS, "max_messages": MAX_MESSAGES},
+            "limits": services.config.limits,
             "num_live_requests": len(services.manager.request_log),
             "scheduler": None if report is None else msgspec.structs.asdict(report),
         }
@@ -98,6 +99,8 @@ async def why(exchange: Exchange, services: Services) -> None:
     request_id = exchange.path.removeprefix(f"{REQUESTS_PATH}/").removesuffix("/why")
     if len(request_id) > _MAX_ID_CHARS:
         raise _unknown_request(f"{request_id[:_MAX_ID_CHARS]}…")
+    if exchange.caller.isolated:  # it tells where else a prefix is cached
+        services.gate.check_admin(exchange.caller, exchange.path)
     async with exchange.abort_on_disconnect():
         answer = await services.manager.explain(request_id)
         if not answer.found:
@@ -122,7 +125,14 @@ async def abort_request(exchange: Exchange, services: Services) -> None:
         raise RequestError(
             "rid is missing; send the id of an answer, or abort_all: true", param="rid", code="missing_field"
         )
-    num_aborted = services.manager.abort(None if request.abort_all else request.rid, "aborted by request")
+    caller = exchange.caller
+    if request.abort_all:
+        services.gate.check_admin(caller, "abort_all")
+    num_aborted = services.manager.abort(
+        None if request.abort_all else request.rid,
+        "aborted by request",
+        owner=None if caller.admin else caller.owner,
+    )
     await exchange.send_json({"aborted": num_aborted, **({"warnings": warnings} if warnings else {})})
 
 

@@ -6,15 +6,18 @@ Only types are checked here: ranges by `SamplingParams.verify`, lengths by admis
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from ...runtime.errors import RequestError
-from ...runtime.sampling_params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
+from ...runtime.request_limits import RequestLimits
+from ...runtime.sampling_params import MAX_SEED, SamplingParams
 from ..chat_template import RESERVED_NAMES
-from ..scheduling import Scheduling, checked_priority, checked_timeout, tenant_of
+from ..scheduling import Scheduling, checked_priority, checked_salt, checked_timeout
+from .caller import Caller
 from .json_body import convert, show
+from .limits import DEFAULT_LIMITS, check_count, check_limit
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What fits into a message; larger ones would fail on their way to the scheduler."""
@@ -30,9 +33,6 @@ Seconds = Annotated[
     float,
     msgspec.Meta(description="Seconds, above 0 and at most 86400; the server's own limit holds as well."),
 ]
-
-MAX_N: Final = 128
-MAX_PROMPTS: Final = 2048
 
 V = TypeVar("V")
 
@@ -63,20 +63,19 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
 
-    def num_choices(self) -> int:
+    def num_choices(self, limits: RequestLimits) -> int:
         """Answers per prompt.
 
         Raises:
             RequestError: out of range.
         """
-        if self.n is not None and not 1 <= self.n <= MAX_N:
-            raise RequestError(
-                f"n is {self.n}, but it must lie in [1, {MAX_N}]", param="n", code="invalid_value"
-            )
-        return _or(self.n, 1)
+        count = _or(self.n, 1)
+        check_count("n", count, 1, limits.max_n, "max_n")
+        return count
 
     def sampling(
         self,
+        limits: RequestLimits,
         *,
         max_new_tokens: int | None,
         min_new_tokens: int | None,
@@ -87,8 +86,19 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         """The sampling parameters; ranges are not checked yet.
 
         Raises:
-            RequestError: a bad key in `logit_bias`.
+            RequestError: a bad key in `logit_bias`, or too much of something.
         """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        check_limit("stop", len(stop), "strings", limits.max_stop_strings, "max_stop_strings")
+        longest = max(map(len, stop), default=0)
+        check_limit("stop", longest, "characters in a string", limits.max_stop_chars, "max_stop_chars")
+        num_ids = len(self.stop_token_ids or ())
+        check_limit("stop_token_ids", num_ids, "ids", limits.max_stop_strings, "max_stop_strings")
+        num_biases = len(self.logit_bias or ())
+        check_limit("logit_bias", num_biases, "entries", limits.max_logit_bias, "max_logit_bias")
+        for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+            if count is not None:
+                check_count(name, count, 0, limits.max_logprobs, "max_logprobs")
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             min_new_tokens=_or(min_new_tokens, 0),
@@ -102,7 +112,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
             logit_bias=_logit_bias(self.logit_bias),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
@@ -179,7 +189,7 @@ class ChatRequest(GenerationFields, kw_only=True):
             return at_least_one(value, name), name
         return at_least_one(self.max_tokens, "max_tokens"), "max_tokens"
 
-    def num_top_logprobs(self) -> int | None:
+    def num_top_logprobs(self, limits: RequestLimits) -> int | None:
         """k, or None if no log-probabilities are wanted.
 
         Raises:
@@ -187,9 +197,7 @@ class ChatRequest(GenerationFields, kw_only=True):
         """
         if self.logprobs:
             count = _or(self.top_logprobs, 0)
-            if not 0 <= count <= MAX_TOP_LOGPROBS:
-                message = f"top_logprobs is {count}, but it must lie in [0, {MAX_TOP_LOGPROBS}]"
-                raise RequestError(message, param="top_logprobs", code="invalid_value")
+            check_count("top_logprobs", count, 0, limits.max_logprobs, "max_logprobs")
             return count
         if self.top_logprobs:
             raise RequestError(
@@ -285,22 +293,23 @@ class AbortBody(msgspec.Struct, kw_only=True):
 # ---------------------------------------------------------------- shared readings
 
 
-def scheduling_of(request: GenerationFields | NativeRequest, api_key: bytes) -> Scheduling:
-    """How a request that came with this API key (b"" for none) wants to be scheduled.
+def scheduling_of(request: GenerationFields | NativeRequest, caller: Caller) -> Scheduling:
+    """How a request wants to be scheduled.
 
     Raises:
         RequestError: a value is out of range.
     """
     return Scheduling(
         priority=checked_priority(request.priority),
-        tenant=tenant_of(request.user, api_key),
-        extra_key=request.cache_salt or "",
+        tenant=caller.tenant(request.user),
+        extra_key=caller.namespace(checked_salt(request.cache_salt)),
         queue_timeout_s=checked_timeout(request.queue_timeout, "queue_timeout"),
         timeout_s=checked_timeout(request.timeout, "timeout"),
+        owner=caller.owner,
     )
 
 
-def prompts_of(value: object, param: str) -> list[str | list[int]]:
+def prompts_of(value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS) -> list[str | list[int]]:
     """The prompts in a field that is a string, a list of strings, token ids, or a list of token ids.
 
     Raises:
@@ -330,9 +339,7 @@ def prompts_of(value: object, param: str) -> list[str | list[int]]:
                 param=param,
                 code="invalid_type",
             )
-    if len(prompts) > MAX_PROMPTS:
-        message = f"{param} has {len(prompts)} prompts, the limit is {MAX_PROMPTS}; send several requests"
-        raise RequestError(message, param=param, code="invalid_value")
+    check_limit(param, len(prompts), "prompts", limits.max_prompts, "max_prompts")
     for i, prompt in enumerate(prompts):
         if not prompt:
             at = f"{param}[{i}]"

@@ -28,13 +28,16 @@ Handler = Callable[[Exchange, Services], Awaitable[None]]
 
 
 class Route(NamedTuple):
-    """One method of one path; `{...}` stands for whatever lies between what is before and behind it."""
+    """One method of one path; `{...}` stands for whatever lies between what is before and behind it. What
+    concerns everybody's requests is the admin's.
+    """
 
     method: str
     path: str
     handler: Handler
     summary: str
     request: type[msgspec.Struct] | None = None
+    admin: bool = False
 
 
 ROUTES: Final = (
@@ -48,7 +51,7 @@ ROUTES: Final = (
     Route("GET", f"{operations.REQUESTS_PATH}/{{id}}/why", operations.why, "Why a request fared as it did."),
     Route("POST", "/v1/cache/pins", pin_prefix, "Keep a cached prefix for a time, or let it go.", PinRequest),
     Route("POST", "/abort_request", operations.abort_request, "End running requests.", AbortBody),
-    Route("POST", "/flush_cache", operations.flush_cache, "Empty the prefix cache."),
+    Route("POST", "/flush_cache", operations.flush_cache, "Empty the prefix cache.", admin=True),
     Route("GET", "/health", operations.health, "Whether requests can be expected to work; needs no key."),
     Route("GET", "/health_generate", operations.health_generate, "Whether a token can be generated."),
     Route("GET", "/server_info", operations.server_info, "Settings, capacity and state."),

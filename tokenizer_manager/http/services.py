@@ -12,6 +12,7 @@ from ..chat_template import ChatTemplate
 from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
+from .auth import Gate
 from .exchange import Exchange
 from .json_body import Body, parse_object, show
 
@@ -22,6 +23,7 @@ class Services:
 
     Attributes:
         manager: runs generations.
+        gate: knows the keys.
         encoder: tokenises.
         chat_template: None for a model that has none.
         metrics: what `/metrics` shows.
@@ -33,6 +35,7 @@ class Services:
     """
 
     manager: TokenizerManager
+    gate: Gate
     encoder: PromptEncoder
     chat_template: ChatTemplate | None
     metrics: Metrics
@@ -58,7 +61,8 @@ class Services:
         Raises:
             RequestError: it is too large, or not one.
         """
-        return parse_object(await exchange.body(int(self.config.server.max_body_mb * 2**20)))
+        body = await exchange.body(int(self.config.server.max_body_mb * 2**20))
+        return parse_object(body, self.config.limits.max_json_depth)
 
     def check_model(self, model: str | None) -> None:
         """Accept the served model's name, or none.

@@ -31,7 +31,9 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
             code="invalid_value",
         )
     if request.messages is not None:
-        messages, more_warnings = template_messages(request.messages, strict=strict)
+        messages, more_warnings = template_messages(
+            request.messages, strict=strict, limits=services.config.limits
+        )
         warnings += more_warnings
         text = services.require_chat_template().render(
             messages,

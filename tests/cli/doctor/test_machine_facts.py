@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli.doctor.machine_facts import Process, find_orphans, gather_machine
-from engine.runtime.config import ServerConfig
+from engine.runtime.server_config import ServerConfig
 from engine.runtime.socket_dir import SocketDir
 
 

@@ -183,7 +183,7 @@ def test_priorities_are_numbers_or_classes(serve: Serve, priority, level):
 
 
 def test_the_tenant_is_the_user_or_the_api_key_without_showing_it(serve: Serve):
-    served = serve(say_all("x"), api_key="sk-secret")
+    served = serve(say_all("x"), api_key=("sk-secret",))
 
     def tenant(key: str = "sk-secret", **fields: str) -> str:
         served.client.post(PATH, json={"prompt": "hi"} | fields, headers={"Authorization": f"Bearer {key}"})

@@ -178,3 +178,21 @@ def test_any_value_in_any_field_is_taken_or_refused_with_its_name(fields):
     else:
         return
     assert param.split("[")[0].split(".")[0] in fields
+
+
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
+@pytest.mark.parametrize("beside", [b"[[1], [2]], ", b"", b'"[[[[[[", '])
+def test_depth_is_limited_exactly(opening: bytes, closing: bytes, beside: bytes):
+    def nested(depth: int) -> bytes:
+        return b'{"x": [' + beside + opening * (depth - 2) + b"5" + closing * (depth - 2) + b"]}"
+
+    assert parse_object(nested(10), max_depth=10)
+    with pytest.raises(
+        RequestError, match=r"nested too deeply, the limit is 10; .* --max-json-depth"
+    ) as caught:
+        parse_object(nested(11), max_depth=10)
+    assert caught.value.code == "invalid_json"
+
+
+def test_many_flat_values_are_not_deep():
+    assert parse_object(b'{"x": [' + b"[1], " * 1000 + b"[]]}", max_depth=3)

@@ -82,7 +82,7 @@ def test_models(serve: Serve):
 
 
 def test_errors_are_the_clients_exceptions(serve: Serve):
-    served = serve(say_all("x"), api_key="right")
+    served = serve(say_all("x"), api_key=("right",))
     client = client_of(served, "right")
 
     with pytest.raises(openai.AuthenticationError):
