@@ -24,6 +24,7 @@ from ..runtime.messages import (
     Logprobs,
     ManagerInput,
     PinDone,
+    RequestList,
     SchedulerReport,
     TextOptions,
     TextOutput,
@@ -65,7 +66,7 @@ class Detokenizer:
             case BatchTokenOutput():
                 batch = self.process(message)
                 return batch if batch.outputs else None
-            case SchedulerReport() | FlushCacheDone() | PinDone() | Explanation():
+            case SchedulerReport() | FlushCacheDone() | PinDone() | Explanation() | RequestList():
                 return message
             case _:
                 assert_never(message)

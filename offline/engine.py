@@ -32,6 +32,7 @@ from ..runtime.messages import (
     GenerateRequest,
     PinDone,
     PinPrefix,
+    RequestList,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
@@ -241,7 +242,7 @@ class _Loop:
                     self._answer(done.pin_id, done)
                 case Explanation() as explanation:
                     self._answer(explanation.explain_id, explanation)
-                case SchedulerReport() | None:
+                case SchedulerReport() | RequestList() | None:  # nobody asks for a list in process
                     pass
 
     def _answer(self, question_id: int, answer: Answer) -> None:

@@ -156,6 +156,17 @@ class Explain(Message, frozen=True):
     rid: str
 
 
+class ListRequests(Message, frozen=True):
+    """Ask for the requests that are not finished; answered by `RequestList` with the same id.
+
+    Attributes:
+        limit: how many to tell of at most.
+    """
+
+    list_id: int
+    limit: int
+
+
 class AbortRequest(Message, frozen=True):
     """End a request wherever it is; idempotent, unknown and finished ids are ignored.
 
@@ -174,7 +185,9 @@ class FlushCache(Message, frozen=True):
     flush_id: int
 
 
-SchedulerInput = GenerateRequest | AbortRequest | FlushCache | GrammarReady | PinPrefix | Explain
+SchedulerInput = (
+    GenerateRequest | AbortRequest | FlushCache | GrammarReady | PinPrefix | Explain | ListRequests
+)
 
 
 # ---------------------------------------------------------------- scheduler -> detokenizer
@@ -271,7 +284,50 @@ class Explanation(Message, frozen=True):
     rows: tuple[tuple[str, ...], ...] = ()
 
 
-DetokenizerInput = BatchTokenOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation
+class LiveRequest(Record, frozen=True):
+    """A request that is not finished.
+
+    Attributes:
+        rid: the request.
+        phase: where it is: waiting, waiting_grammar, prefill, decode, retracted or swapped.
+        prompt_len, output_len, max_new_tokens, cached_tokens, num_retractions, priority: as everywhere.
+        age_s: seconds since it arrived.
+        reason: what the last pass decided about it, as the decision log names it (no_kv, ...); "" if no pass has come
+            to it, or if it decodes.
+        why: the same in words.
+        need, have: the arithmetic, in tokens; 0 and 0 if there is none.
+    """
+
+    rid: str
+    phase: str
+    prompt_len: int
+    output_len: int
+    max_new_tokens: int
+    cached_tokens: int
+    age_s: float
+    num_retractions: int = 0
+    priority: int = 0
+    reason: str = ""
+    why: str = ""
+    need: int = 0
+    have: int = 0
+
+
+class RequestList(Message, frozen=True):
+    """Answer to `ListRequests`: those with a row first, then those that wait, each in order of arrival.
+
+    Attributes:
+        total: how many there are, told or not.
+        last_pass: figures of the last pass: step_id, decodes, and the budgets before and after it, in tokens.
+    """
+
+    list_id: int
+    requests: list[LiveRequest]
+    total: int
+    last_pass: dict[str, int] = {}  # noqa: RUF012  (msgspec copies mutable defaults)
+
+
+DetokenizerInput = BatchTokenOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList
 
 
 # ---------------------------------------------------------------- detokenizer -> tokenizer manager
@@ -307,6 +363,6 @@ class BatchTextOutput(Message, frozen=True):
     outputs: list[TextOutput]
 
 
-ManagerInput = BatchTextOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation
+ManagerInput = BatchTextOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList
 
 HEARTBEAT_INTERVAL_S = 0.5

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ..runtime.config import EngineConfig
 from ..runtime.feasibility import Capacity
-from ..runtime.messages import Explain, SchedulerInput
+from ..runtime.messages import Explain, ListRequests, SchedulerInput
 from .batch import ScheduleBatch
 from .log_file import Idle, Input, LogRecord, Planning
 from .log_writer import LogWriter, header_of
@@ -87,7 +87,7 @@ class FileRecorder:
 
     def received(self, message: SchedulerInput, now_s: float) -> None:
         self._write_decisions()
-        if not isinstance(message, Explain):  # a question changes nothing
+        if not isinstance(message, Explain | ListRequests):  # a question changes nothing
             self._write(Input(now_s, message))
 
     def planning(self, now_s: float) -> None:

@@ -28,6 +28,7 @@ from ..runtime.messages import (
     FlushCacheDone,
     GenerateRequest,
     GrammarReady,
+    ListRequests,
     PinPrefix,
     SchedulerInput,
     SchedulerReport,
@@ -45,6 +46,7 @@ from .ledger import LedgerError
 from .outputs import text_options
 from .phases import Work
 from .req import Req
+from .request_list import list_requests
 from .stall import StallAction
 from .verdict import AddReqResult
 
@@ -113,6 +115,8 @@ class Scheduler:
                 self._answers.message(self._parts.pinner.pin(message, now_s))
             case Explain():
                 self._answer(self._parts.explainer.ask(message))
+            case ListRequests():
+                self._answers.message(list_requests(self._requests, self.decisions, message, now_s))
             case _:
                 assert_never(message)
 

@@ -32,9 +32,11 @@ from ..runtime.messages import (
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
+    ListRequests,
     ManagerInput,
     PinDone,
     PinPrefix,
+    RequestList,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
@@ -219,6 +221,22 @@ class TokenizerManager:
             lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone
         )
 
+    async def list_requests(self, limit: int) -> RequestList:
+        """The live requests as the scheduler sees them.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._check_alive()
+        return await self._questions.ask(lambda list_id: ListRequests(list_id, limit), RequestList)
+
+    def ttft_s(self, rid: str) -> float | None:
+        """Seconds from the arrival of a live request to its first token; None if there is none yet."""
+        generation, choice = self._live.get(rid, (None, None))
+        if generation is None or choice is None or choice.first_token_s is None:
+            return None
+        return choice.first_token_s - generation.arrival_s
+
     def unhealthy_reason(self) -> str | None:
         """Why requests should go elsewhere now; None if all is well."""
         if self._death is not None:
@@ -250,6 +268,8 @@ class TokenizerManager:
                 self._questions.answered(message.pin_id, message)
             case Explanation():
                 self._questions.answered(message.explain_id, message)
+            case RequestList():
+                self._questions.answered(message.list_id, message)
             case _:
                 assert_never(message)
 

@@ -1,4 +1,4 @@
-"""`Questions`: messages to the scheduler that wait for an answer under their own id (flush, pin, explain)."""
+"""`Questions`: messages to the scheduler that wait for an answer under their own id (flush, pin, explain, list)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..runtime.errors import EngineDeadError
-from ..runtime.messages import Explanation, FlushCacheDone, PinDone, SchedulerInput
+from ..runtime.messages import Explanation, FlushCacheDone, PinDone, RequestList, SchedulerInput
 
-Answer = FlushCacheDone | PinDone | Explanation
-A = TypeVar("A", FlushCacheDone, PinDone, Explanation)
+Answer = FlushCacheDone | PinDone | Explanation | RequestList
+A = TypeVar("A", FlushCacheDone, PinDone, Explanation, RequestList)
 
 
 class Questions:

@@ -30,10 +30,12 @@ from engine.runtime.messages import (
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
+    ListRequests,
     Logprobs,
     ManagerInput,
     PinDone,
     PinPrefix,
+    RequestList,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
@@ -144,6 +146,7 @@ class FakeEngine:
 
     Attributes:
         generate, aborts, pins, explains: what arrived, for tests on any thread to take.
+        live: the answer to `ListRequests`.
         explanations: by request id, without the id of the question; others are not found.
         answers: whether pins, flushes and questions are answered.
         script: answers requests; None: the test does.
@@ -155,6 +158,7 @@ class FakeEngine:
         self.pins: queue.Queue[PinPrefix] = queue.Queue()
         self.explains: queue.Queue[Explain] = queue.Queue()
         self.explanations: dict[str, Explanation] = {}
+        self.live = RequestList(0, [], 0)
         self.answers = True
         self.script = script
         self.deliver: Callable[[ManagerInput], None] = lambda message: None
@@ -178,6 +182,9 @@ class FakeEngine:
                 asked = len(message.input_ids) // 4
                 if self.answers:
                     self._later(PinDone(message.pin_id, asked // 2, asked, "half of it is not cached"))
+            case ListRequests() if self.answers:
+                listed = msgspec.structs.replace(self.live, list_id=message.list_id)
+                self._later(listed)
             case Explain():
                 self.explains.put(message)
                 known = self.explanations.get(message.rid, Explanation(0, found=False, sentence=""))

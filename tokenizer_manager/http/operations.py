@@ -26,6 +26,8 @@ MODELS_PATH: Final = "/v1/models"
 REQUESTS_PATH: Final = "/v1/requests"
 _HEALTH_GENERATE_TIMEOUT_S: Final = 30.0
 _MAX_ID_CHARS: Final = 128
+MAX_LISTED: Final = 256
+"""Requests that `live_requests` tells of; a screen has fewer lines."""
 _ABORT_POLICY: Final = FieldPolicy(AbortBody, {})
 
 
@@ -112,6 +114,39 @@ async def why(exchange: Exchange, services: Services) -> None:
                 "sentence": answer.sentence,
                 "columns": answer.columns,
                 "rows": answer.rows,
+            }
+        )
+
+
+async def live_requests(exchange: Exchange, services: Services) -> None:
+    """The requests that are not finished, in figures: never their texts."""
+    async with exchange.abort_on_disconnect():
+        manager = services.manager
+        answer = await manager.list_requests(MAX_LISTED)
+        await exchange.send_json(
+            {
+                "object": "list",
+                "total": answer.total,
+                "last_pass": answer.last_pass,
+                "data": [
+                    {
+                        "id": each.rid,
+                        "phase": each.phase,
+                        "prompt_tokens": each.prompt_len,
+                        "cached_tokens": each.cached_tokens,
+                        "completion_tokens": each.output_len,
+                        "max_tokens": each.max_new_tokens,
+                        "age_s": round(each.age_s, 4),
+                        "ttft_s": manager.ttft_s(each.rid),
+                        "num_retractions": each.num_retractions,
+                        "priority": each.priority,
+                        "reason": each.reason,
+                        "why": each.why,
+                        "need": each.need,
+                        "have": each.have,
+                    }
+                    for each in answer.requests
+                ],
             }
         )
 

@@ -48,6 +48,7 @@ ROUTES: Final = (
     Route("POST", "/generate", generate, "Generate from texts or token ids.", NativeRequest),
     Route("POST", "/tokenize", tokenizing.tokenize, "Token ids of a text or a chat.", TokenizeRequest),
     Route("POST", "/detokenize", tokenizing.detokenize, "Text of token ids.", DetokenizeRequest),
+    Route("GET", operations.REQUESTS_PATH, operations.live_requests, "The live requests, in figures."),
     Route("GET", f"{operations.REQUESTS_PATH}/{{id}}/why", operations.why, "Why a request fared as it did."),
     Route("POST", "/v1/cache/pins", pin_prefix, "Keep a cached prefix for a time, or let it go.", PinRequest),
     Route("POST", "/abort_request", operations.abort_request, "End running requests.", AbortBody),

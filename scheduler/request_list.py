@@ -1,0 +1,80 @@
+"""`list_requests`: the requests that are not finished, in figures, for people who watch (`engine top`).
+
+What the last pass decided about each comes from its record. A look costs some microseconds per request told of, between
+two steps; the number is limited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+
+from ..runtime.messages import ListRequests, LiveRequest, RequestList
+from .decision_log import DecisionLog, PassRecord
+from .prompt_time import UNLIMITED
+from .req import Req, ReqStatus
+from .requests import Requests
+from .verdict import Reason, Verdict
+
+
+def list_requests(
+    requests: Requests, decisions: DecisionLog, message: ListRequests, now_s: float
+) -> RequestList:
+    """The answer to `message`; see `RequestList`."""
+    last = decisions.last if decisions.num_passes else None
+    verdicts = {} if last is None else {each.rid: each for each in (*last.continued, *last.verdicts)}
+    told = islice(_in_order(requests), message.limit)
+    return RequestList(
+        message.list_id,
+        [_live(req, verdicts.get(req.rid), last, now_s) for req in told],
+        len(requests),
+        {} if last is None else dict(_figures(last)),
+    )
+
+
+def _in_order(requests: Requests) -> Iterator[Req]:
+    with_row = sorted(requests.with_row, key=lambda req: req.seq)
+    return chain(with_row, requests.swapped, requests.waiting, requests.grammar.values())
+
+
+def _live(req: Req, verdict: Verdict | None, last: PassRecord | None, now_s: float) -> LiveRequest:
+    reason, need, have = None, 0, 0
+    if req.status is not ReqStatus.DECODE:
+        if verdict is not None:
+            reason, need, have = verdict.reason, verdict.need, verdict.have
+        else:
+            reason = _shared_reason(req, last)
+    return LiveRequest(
+        req.rid,
+        req.status.value,
+        req.prompt_len,
+        req.output_len,
+        req.max_new_tokens,
+        req.cached_tokens,
+        now_s - req.arrival_s,
+        req.num_retractions,
+        req.priority,
+        reason.value if reason is not None else "",
+        reason.text if reason is not None else "",
+        need,
+        have,
+    )
+
+
+def _shared_reason(req: Req, last: PassRecord | None) -> Reason | None:
+    """Why a request waits that the last pass did not look at; None if it came later, or has no need to wait."""
+    if req.status is ReqStatus.WAITING_GRAMMAR:
+        return Reason.GRAMMAR_PENDING
+    if req.row >= 0 or last is None or req.received_s > last.now_s:
+        return None
+    return last.rest_reason
+
+
+def _figures(last: PassRecord) -> Iterator[tuple[str, int]]:
+    """Of the last pass; budgets without a limit are left out."""
+    yield "step_id", last.step_id
+    yield "num_decodes", last.num_decodes
+    for when, budget in (("before", last.budget_before), ("after", last.budget_after)):
+        for name, tokens in budget._asdict().items() if budget is not None else ():
+            if abs(tokens) < UNLIMITED // 2:  # what is taken from "unlimited" leaves it so
+                yield f"{name}_{when}", int(tokens)
