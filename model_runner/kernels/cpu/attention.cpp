@@ -37,14 +37,16 @@ void merge(const AttentionInputs<T, KV>& in, int64_t token, int64_t first, int64
     }
 }
 
-// Streams, which come behind the tiles, are handed out several at a time, so that a thread fetches the first rows of the
+// What several tiles read is packed first. Streams, which come behind the tiles, are handed out several at a time, so that a thread fetches the first rows of the
 // next one while it is busy with the one before.
 template <class T, class KV>
 void attend(const AttentionInputs<T, KV>& in) {
     const Step& step = in.step;
+    hand_out(step.num_blocks, [&](int64_t n) { Packer<T, KV>(in).pack_for_all(n); });
     int64_t num_tiles = step.num_tiles, num_streams = step.num_items - num_tiles;
     int64_t together = std::clamp<int64_t>(num_streams / STREAM_SHARES, 1, MAX_STREAMS);
     hand_out(num_tiles + (num_streams + together - 1) / together, [&](int64_t n) {
+        FlushDenormals flush;
         if (n < num_tiles) {
             Tile<T, KV>(in).run(step.items[n]);
             return;

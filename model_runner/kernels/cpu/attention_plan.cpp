@@ -26,6 +26,7 @@ constexpr int64_t TOGETHER = 16;       // tokens of a decode that one item takes
 constexpr int64_t SHARED_PIECE = 512;  // keys of one item of a shared prefix; each costs its sharers a result to merge
 constexpr int64_t MIN_SHARED = 64;     // tokens from which a shared prefix is worth its own items: one block of keys
 constexpr int64_t TILE_HEADS = 288;    // query heads of an item's tokens: their values, 74 KB for D = 64, stay in the L2
+constexpr int64_t MOST_PACKED = 64 << 20;  // bytes; what lies behind is packed by each item: a tenth of its work more
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -51,6 +52,7 @@ class Plan {
     void begin() {
         for (auto* numbers : {&tokens_, &partials_, &seen_from_, &seen_to_, &merges_, &next_partial_}) numbers->clear();
         items_.clear();
+        blocks_.clear();
         decodes_.clear();
         num_partials_ = 0;
     }
@@ -82,12 +84,20 @@ class Plan {
         step.merges = merges_.data();
         step.num_tiles = std::count_if(items_.begin(), items_.end(), [](const Item& item) { return item.is_tile; });
         step.num_items = int64_t(items_.size());
+        step.blocks = blocks_.data();
+        step.num_blocks = int64_t(blocks_.size());
+        step.packed = packed_.get(step.num_blocks * block_bytes());
         step.num_merges = int64_t(merges_.size()) / 3;
         int64_t floats = num_partials_ * step.num_heads() * step.result_size();
         step.results = reinterpret_cast<float*>(results_.get(sizeof(float) * floats));
     }
 
   private:
+    // What an item is told of packed blocks; by default there are none.
+    struct Packed {
+        int64_t to = 0, at = 0;
+    };
+
     struct Decode {
         int64_t row, first, last; // its tokens are [first, last) of the batch
         int64_t prefix_len;
@@ -97,16 +107,35 @@ class Plan {
 
     int64_t block() const { return std::max<int64_t>(1, TILE_HEADS / step.group); }  // tokens of a tile item
 
-    void add_tiles(int64_t table, int64_t start, int64_t stop, int64_t first, int64_t last) {
+    // Of all KV heads; of floats, which are the largest. Memory that is not written costs nothing.
+    int64_t block_bytes() const {
+        int64_t padded_dim = divide_up(step.head_dim, 32) * 32;
+        return step.num_kv_heads * TILE_KEYS * int64_t(sizeof(float)) * (padded_dim + step.head_dim + 2);
+    }
+
+    // The beginning of a range of positions, as far as there is memory.
+    Packed pack(int64_t table, int64_t start, int64_t stop) {
+        int64_t first = start / TILE_KEYS, num = int64_t(blocks_.size()), most = MOST_PACKED / block_bytes() - num;
+        int64_t last = std::min(divide_up(stop, TILE_KEYS), first + std::max(most, int64_t(0)));
+        for (int64_t block = first; block < last; ++block) {
+            int64_t key = block * TILE_KEYS;
+            blocks_.push_back({table + key, std::max(start - key, int64_t(0)), std::min(stop - key, TILE_KEYS)});
+        }
+        return {last * TILE_KEYS, num - first};
+    }
+
+    void add_tiles(int64_t table, int64_t start, int64_t stop, int64_t first, int64_t last, Packed packed) {
         for (int64_t head = 0; head < step.num_kv_heads; ++head)
-            items_.push_back({1, table, start, stop, first, last, head});
+            items_.push_back({1, table, start, stop, first, last, head, packed.to, packed.at});
     }
 
     // The tokens [first, last) of one request; the late blocks, which see most, come first.
     void add_extend(int64_t table, int64_t first, int64_t last) {
+        Packed packed;
+        if (last - first > block()) packed = pack(table, seen_from_[first], seen_to_[last - 1]);
         for (int64_t n = divide_up(last - first, block()); n-- > 0;) {
             int64_t start = first + n * block(), stop = std::min(start + block(), last);
-            add_tiles(table, seen_from_[start], seen_to_[stop - 1], start, stop);
+            add_tiles(table, seen_from_[start], seen_to_[stop - 1], start, stop, packed);
         }
     }
 
@@ -142,9 +171,11 @@ class Plan {
             int64_t entry = int64_t(tokens_.size());
             for (int64_t member : prefix.members)
                 for (int64_t token = decodes_[member].first; token < decodes_[member].last; ++token) add_entry(token);
-            int64_t end = int64_t(tokens_.size());
+            int64_t end = int64_t(tokens_.size()), stop = std::min(start + SHARED_PIECE, prefix.stop);
+            Packed packed;
+            if (end - entry > block()) packed = pack(table, start, stop);
             for (int64_t first = entry; first < end; first += block())
-                add_tiles(table, start, std::min(start + SHARED_PIECE, prefix.stop), first, std::min(first + block(), end));
+                add_tiles(table, start, stop, first, std::min(first + block(), end), packed);
         }
     }
 
@@ -162,7 +193,7 @@ class Plan {
                 int64_t entry = int64_t(tokens_.size());
                 for (int64_t member = token; member < next; ++member) add_entry(member);
                 items_.push_back({0, decode.row * width_, start_of(token), std::min(piece + PIECE, seen_to_[next - 1]),
-                                  entry, entry + next - token, 0});
+                                  entry, entry + next - token, 0, 0, 0});
             }
         }
     }
@@ -245,11 +276,12 @@ class Plan {
     int64_t width_, page_size_, window_;
     bool fixed_order_;
     std::vector<Item> items_;
+    std::vector<PackedBlock> blocks_;
     std::vector<int64_t> tokens_, partials_, seen_from_, seen_to_, merges_;
     std::vector<int64_t> next_partial_;  // of each token of the batch
     std::vector<Decode> decodes_;
     int64_t num_partials_ = 0;
-    Scratch results_;
+    Scratch results_, packed_;
 };
 
 }  // namespace

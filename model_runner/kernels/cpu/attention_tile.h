@@ -1,4 +1,11 @@
 // Tile items: tokens and keys that they have in common, one KV head, by matrix products.
+//
+// Block by block of keys, and of each strip by strip of rows: scores, weights, weighted values. A row's weights are
+// relative to one of its scores, the largest until it is passed by far: what the row has so far is rarely scaled anew.
+//
+// In bfloat16 weights are cut, not rounded, and it is cut weights that are added up, too: what a cut takes from a
+// weighted value it takes from the sum by which that is divided. (Weights of quantised values are rounded: their sums
+// know nothing of the scales.)
 
 #pragma once
 
@@ -6,57 +13,56 @@
 #include <limits>
 #include <type_traits>
 
-#include "attention_inputs.h"
+#include "attention_products.h"
 #include "parallel.h"
-#include "tile.h"
 
 namespace engine {
 
 template <class T, class KV>
 class Tile {
   public:
-    explicit Tile(const AttentionInputs<T, KV>& inputs) : in_(inputs), step_(inputs.step) {}
+    explicit Tile(const AttentionInputs<T, KV>& inputs)
+        : in_(inputs), step_(inputs.step), packer_(inputs), scale_(IS_QUANTISED ? 1.0f : inputs.score_scale()) {}
 
     void run(const Item& item) const {
+        Products products(step_.head_dim, packer_.padded_dim(), (item.last - item.first) * step_.group);
         Room room = make_room(item.last - item.first);
         gather_queries(item, room);
-        int64_t first = *std::min_element(room.from, room.from + room.num_rows);
+        int64_t first = std::max(*std::min_element(room.from, room.from + room.num_rows), item.start);
         int64_t last = *std::max_element(room.to, room.to + room.num_rows);
-        for (int64_t key = std::max(first, item.start) / KEY_BLOCK * KEY_BLOCK; key < last; key += KEY_BLOCK) {
-            int64_t begin = std::max({key, first, item.start}) - key;  // keys of the block that somebody sees
-            int64_t end = std::min(last - key, KEY_BLOCK);
-            const int32_t* slots = step_.slots + item.table + key;
-            pack_keys(slots, begin, end, item.kv_head, room);
-            pack_values(slots, begin, end, item.kv_head, room);
-            if constexpr (IS_QUANTISED) find_scales(slots, begin, end, item.kv_head, room);
-            for (int64_t row = 0; row < room.padded_rows; row += TILE_ROWS) strip(row, key, room);
+        for (int64_t key = first / TILE_KEYS * TILE_KEYS; key < last; key += TILE_KEYS) {
+            Block block = find_block(item, key, first, last, room);
+            for (int64_t row = 0; row < room.num_rows; row += ROWS) strip(products, row, key, block, room);
         }
         write_results(item, room);
     }
 
   private:
-    static constexpr int64_t KEY_VECTORS = KEY_BLOCK / LANES;
     static constexpr bool IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
-#if HAS_BF16_DOT
-    typedef typename std::conditional<sizeof(T) == 2, Pairs, Floats>::type Kind;
-#else
-    typedef Floats Kind;
-#endif
+    static constexpr float HEADROOM = 8.0f;  // a power of 2: how much larger than 1 a weight may become
+    static constexpr int64_t STEP = 2 * LANES;  // keys of a strip come in so many
+    typedef typename Packer<T, KV>::Kind Kind;
     typedef typename Kind::Number Number;
-    typedef typename Kind::Step Packed;
+    typedef engine::Block<typename Kind::Step> Block;
+    static constexpr bool IS_PAIRS = Kind::NUMBERS == 2;
+#if TILES
+    typedef typename std::conditional<IS_PAIRS, TileProducts, VectorProducts<Kind>>::type Products;
+#else
+    typedef VectorProducts<Kind> Products;
+#endif
+    static constexpr int64_t ROWS = Products::ROWS;
 
     // What a thread works with; rows are the query heads of all tokens, a token's heads side by side.
     struct Room {
-        int64_t num_rows, padded_rows, padded_dim;
-        Number* queries;   // [padded_rows][padded_dim]
-        float* values;     // [padded_rows][head_dim]
-        float* largest_of; // [padded_rows]
-        float* sums_of;    // [padded_rows][LANES]: added up in the end
+        int64_t num_rows, padded_rows;
+        Number* queries;     // [padded_rows][padded_dim]
+        float* values;       // [padded_rows][head_dim]
+        float* relative_to;  // [padded_rows]: the score whose weight is 1
+        float* sums_of;      // [padded_rows][LANES]: added up in the end
         int64_t *from, *to;  // [padded_rows], keys that a row sees
-        Packed* keys;      // [padded_dim / NUMBERS][KEY_BLOCK]
-        Packed* packed_values;  // [KEY_BLOCK / NUMBERS][head_dim]
-        alignas(64) float key_scales[KEY_BLOCK];  // of quantised pools, with the scale of all scores
-        alignas(64) float value_scales[KEY_BLOCK];
+        float* scores;       // [ROWS][TILE_KEYS]
+        Number* weights;     // [ROWS][TILE_KEYS]
+        char* packed;        // a block
     };
 
     Room make_room(int64_t num_tokens) const {
@@ -64,46 +70,38 @@ class Tile {
         Room room;
         int64_t dim = step_.head_dim;
         room.num_rows = num_tokens * step_.group;
-        room.padded_rows = (room.num_rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-        int64_t unit = LANES * Kind::NUMBERS;
-        room.padded_dim = (dim + unit - 1) / unit * unit;
-        size_t sizes[] = {sizeof(Number) * room.padded_rows * room.padded_dim,
-                          sizeof(float) * room.padded_rows * dim,
-                          sizeof(float) * room.padded_rows,
-                          sizeof(float) * room.padded_rows * LANES,
-                          sizeof(int64_t) * room.padded_rows,
-                          sizeof(int64_t) * room.padded_rows,
-                          sizeof(Packed) * room.padded_dim / Kind::NUMBERS * KEY_BLOCK,
-                          sizeof(Packed) * KEY_BLOCK / Kind::NUMBERS * dim};
-        size_t all = 0;
-        for (size_t& size : sizes) {
-            size = (size + 63) / 64 * 64;
-            all += size;
-        }
-        char* at = scratch.get(all);
-        char* parts[8];
-        for (int n = 0; n < 8; ++n) {
-            parts[n] = at;
-            at += sizes[n];
-        }
-        room.queries = reinterpret_cast<Number*>(parts[0]);
-        room.values = reinterpret_cast<float*>(parts[1]);
-        room.largest_of = reinterpret_cast<float*>(parts[2]);
-        room.sums_of = reinterpret_cast<float*>(parts[3]);
-        room.from = reinterpret_cast<int64_t*>(parts[4]);
-        room.to = reinterpret_cast<int64_t*>(parts[5]);
-        room.keys = reinterpret_cast<Packed*>(parts[6]);
-        room.packed_values = reinterpret_cast<Packed*>(parts[7]);
+        room.padded_rows = (room.num_rows + ROWS - 1) / ROWS * ROWS;
+        size_t rows = size_t(room.padded_rows), all = 0;
+        auto place = [&](size_t bytes) {
+            size_t at = all;
+            all += (bytes + 63) / 64 * 64;
+            return at;
+        };
+        size_t queries = place(sizeof(Number) * rows * packer_.padded_dim()), values = place(sizeof(float) * rows * dim),
+               relative_to = place(sizeof(float) * rows), sums_of = place(sizeof(float) * rows * LANES),
+               from = place(sizeof(int64_t) * rows), to = place(sizeof(int64_t) * rows),
+               scores = place(sizeof(float) * ROWS * TILE_KEYS), weights = place(sizeof(Number) * ROWS * TILE_KEYS),
+               packed = place(size_t(packer_.block_bytes()));
+        char* memory = scratch.get(all);
+        room.queries = reinterpret_cast<Number*>(memory + queries);
+        room.values = reinterpret_cast<float*>(memory + values);
+        room.relative_to = reinterpret_cast<float*>(memory + relative_to);
+        room.sums_of = reinterpret_cast<float*>(memory + sums_of);
+        room.from = reinterpret_cast<int64_t*>(memory + from);
+        room.to = reinterpret_cast<int64_t*>(memory + to);
+        room.scores = reinterpret_cast<float*>(memory + scores);
+        room.weights = reinterpret_cast<Number*>(memory + weights);
+        room.packed = memory + packed;
         return room;
     }
 
     void gather_queries(const Item& item, Room& room) const {
-        int64_t dim = step_.head_dim;
-        std::memset(room.queries, 0, sizeof(Number) * room.padded_rows * room.padded_dim);
+        int64_t dim = step_.head_dim, padded_dim = packer_.padded_dim();
+        std::memset(room.queries, 0, sizeof(Number) * room.padded_rows * padded_dim);
         std::memset(room.values, 0, sizeof(float) * room.padded_rows * dim);
         std::memset(room.sums_of, 0, sizeof(float) * room.padded_rows * LANES);
         for (int64_t row = 0; row < room.padded_rows; ++row) {
-            room.largest_of[row] = NOTHING;
+            room.relative_to[row] = NOTHING;
             room.from[row] = std::numeric_limits<int64_t>::max();
             room.to[row] = 0;
             if (row >= room.num_rows) continue;
@@ -112,149 +110,106 @@ class Tile {
             room.from[row] = std::max(item.start, step_.seen_from[token]);
             room.to[row] = std::min(item.stop, step_.seen_to[token]);
             const T* from = in_.q + token * in_.q_stride + head * dim;
-            for (int64_t d = 0; d < dim; ++d) convert(from[d], room.queries + row * room.padded_dim + d);
+            for (int64_t d = 0; d < dim; d += LANES) convert(from + d, room.queries + row * padded_dim + d);
         }
     }
 
-    static void convert(T x, T* out) { *out = x; }
+    static void convert(const T* from, T* to) { std::memcpy(to, from, sizeof(T) * LANES); }
     template <class Other>
-    static void convert(T x, Other* out) {
-        from_float(to_float(x), out);
+    static void convert(const T* from, Other* to) {
+        store(to, load(from));
     }
 
-    // A step of the products' numbers of a key; of quantised ones without their scale.
-    static typename Kind::Vector load_numbers(const KV* p, int64_t left) {
-        if constexpr (!IS_QUANTISED) return Kind::load_numbers(p, left);
-#if HAS_BF16_DOT
-        if constexpr (Kind::NUMBERS == 2) {  // exact: 8 bits are what bfloat16 has
-            f32x16 second = left >= 2 * LANES ? load(p + LANES) : f32x16{};
-            return (u32x16)_mm512_cvtne2ps_pbh((__m512)second, (__m512)load(p));
-        }
-#endif
-        if constexpr (Kind::NUMBERS == 1) return load(p);
+    // The one that begins at `key`: packed for all items, or here; of it [first, last) is seen.
+    Block find_block(const Item& item, int64_t key, int64_t first, int64_t last, Room& room) const {
+        if (key < item.packed_to) return packer_.packed(item.packed + key / TILE_KEYS, item.kv_head);
+        packer_.pack(step_.slots + item.table + key, std::max(first - key, int64_t(0)), std::min(last - key, TILE_KEYS),
+                     item.kv_head, room.packed);
+        return packer_.at(room.packed);
     }
 
-    // Keys that nobody sees become zeros: their memory may hold anything.
-    void pack_keys(const int32_t* slots, int64_t begin, int64_t end, int64_t kv_head, Room& room) const {
-        typedef typename Kind::Vector Vector;
-        int64_t dim = step_.head_dim;
-        for (int64_t group = 0; group < KEY_BLOCK; group += LANES)
-            for (int64_t d = 0; d < dim; d += LANES * Kind::NUMBERS) {
-                Vector rows[LANES];
-                for (int64_t n = 0; n < LANES; ++n) {
-                    bool is_seen = group + n >= begin && group + n < end;
-                    rows[n] = is_seen ? load_numbers(in_.k + slots[group + n] * in_.kv_stride() + kv_head * dim + d, dim - d)
-                                      : Vector{};
-                }
-                transpose(rows);
-                Packed* to = room.keys + d / Kind::NUMBERS * KEY_BLOCK + group;
-                for (int64_t n = 0; n < LANES; ++n) std::memcpy(to + n * KEY_BLOCK, &rows[n], sizeof(Vector));
-            }
-    }
-
-    void pack_values(const int32_t* slots, int64_t begin, int64_t end, int64_t kv_head, Room& room) const {
-        int64_t dim = step_.head_dim;
-        auto row = [&](int64_t n) { return in_.v + slots[n] * in_.kv_stride() + kv_head * dim; };
-        for (int64_t n = 0; n < KEY_BLOCK; n += Kind::NUMBERS) {
-            Packed* to = room.packed_values + n / Kind::NUMBERS * dim;
-            bool has_first = n >= begin && n < end, has_second = n + 1 >= begin && n + 1 < end;
-            if constexpr (Kind::NUMBERS == 2) {
-                for (int64_t d = 0; d < dim; d += LANES) {
-                    u32x16 first = has_first ? (u32x16)load(row(n) + d) : u32x16{};
-                    u32x16 second = has_second ? (u32x16)load(row(n + 1) + d) : u32x16{};
-                    u32x16 both = (first >> 16) | second;
-                    std::memcpy(to + d, &both, sizeof both);
-                }
-            } else {
-                for (int64_t d = 0; d < dim; d += LANES) store(to + d, has_first ? load(row(n) + d) : f32x16{});
-            }
-        }
-    }
-
-    void find_scales(const int32_t* slots, int64_t begin, int64_t end, int64_t kv_head, Room& room) const {
-        for (int64_t n = 0; n < KEY_BLOCK; ++n) {
-            bool is_seen = n >= begin && n < end;
-            int64_t at = is_seen ? slots[n] * step_.num_kv_heads + kv_head : 0;
-            room.key_scales[n] = is_seen ? in_.k_scale[at] * in_.score_scale() : 0.0f;
-            room.value_scales[n] = is_seen ? in_.v_scale[at] : 0.0f;
-        }
-    }
-
-    // One tile's rows with the block of keys that begins at `key`.
-    void strip(int64_t row, int64_t key, Room& room) const {
-        int64_t least = std::numeric_limits<int64_t>::max(), most = 0;
-        bool all_seen = true;
-        for (int64_t r = row; r < row + TILE_ROWS; ++r) {
+    // One strip of rows with the block of keys that begins at `key`.
+    void strip(const Products& products, int64_t row, int64_t key, const Block& block, Room& room) const {
+        int64_t end = std::min(row + ROWS, room.num_rows);
+        int64_t least = std::numeric_limits<int64_t>::max(), most = 0, least_to = least, most_from = 0;
+        for (int64_t r = row; r < end; ++r) {
             least = std::min(least, room.from[r]);
+            most_from = std::max(most_from, room.from[r]);
+            least_to = std::min(least_to, room.to[r]);
             most = std::max(most, room.to[r]);
-            all_seen &= room.from[r] <= key && room.to[r] >= key + KEY_BLOCK;
         }
-        if (most <= key || least >= key + KEY_BLOCK) return;
-        alignas(64) float scores[TILE_ROWS][KEY_BLOCK];
-        const Number* queries = room.queries + row * room.padded_dim;
-        for (int v = 0; v < KEY_VECTORS; v += TILE_VECTORS) {
-            f32x16 products[TILE_ROWS][TILE_VECTORS] = {};
-            multiply_tile<Kind, TILE_ROWS, TILE_VECTORS>(queries, room.padded_dim, room.keys + v * LANES, KEY_BLOCK,
-                                                         room.padded_dim / Kind::NUMBERS, products);
-            for (int r = 0; r < TILE_ROWS; ++r)
-                for (int n = 0; n < TILE_VECTORS; ++n) store(&scores[r][(v + n) * LANES], products[r][n]);
-        }
-        alignas(64) Number weights[TILE_ROWS][KEY_BLOCK];
-        for (int r = 0; r < TILE_ROWS; ++r) weigh(scores[r], row + r, key, all_seen, weights[r], room);
-        add_weighted(weights[0], row, room);
-    }
-
-    // Scores of one row to weights; what the row has so far is scaled to the new largest score.
-    void weigh(const float* scores, int64_t row, int64_t key, bool all_seen, Number* weights, Room& room) const {
-        f32x16 mine[KEY_VECTORS];
-        f32x16 tops = splat(NOTHING);
-        for (int v = 0; v < KEY_VECTORS; ++v) {
+        if (most <= key || least >= key + TILE_KEYS) return;
+        int64_t num_keys = std::min((most - key + STEP - 1) / STEP * STEP, TILE_KEYS);
+        bool all_seen = most_from <= key && least_to >= key + num_keys;
+        products.score(room.queries + row * packer_.padded_dim(), block.keys, num_keys, room.scores);
+        for (int64_t r = row; r < end; ++r) {
+            float* scores = room.scores + (r - row) * TILE_KEYS;
             if constexpr (IS_QUANTISED)
-                mine[v] = load(scores + v * LANES) * load(room.key_scales + v * LANES);
-            else
-                mine[v] = load(scores + v * LANES) * in_.score_scale();
+                for (int64_t n = 0; n < num_keys; n += LANES)
+                    store(scores + n, load(scores + n) * load(block.key_scales + n));
             if (!all_seen)
-                mine[v] = only_between(mine[v], room.from[row] - key - v * LANES, room.to[row] - key - v * LANES);
-            tops = maximum(tops, mine[v]);
+                for (int64_t n = 0; n < num_keys; n += LANES)
+                    store(scores + n, only_between(load(scores + n), room.from[r] - key - n, room.to[r] - key - n));
+            Number* weights = room.weights + (r - row) * TILE_KEYS;
+            num_keys == TILE_KEYS ? weigh(scores, r, TILE_KEYS, block, weights, room)
+                                  : weigh(scores, r, num_keys, block, weights, room);
         }
-        float before = room.largest_of[row], most = before;
-        if (any_above(tops, before)) most = std::max(before, largest(tops));
-        float shift = most == NOTHING ? 0.0f : most;
-        f32x16 total = {};
-        for (int v = 0; v < KEY_VECTORS; ++v) {
-            f32x16 weight = Kind::NUMBERS == 2 ? exp2_rough(mine[v] - shift) : exp2_small(mine[v] - shift);
-            total += weight;
-            if constexpr (IS_QUANTISED) weight *= load(room.value_scales + v * LANES);
-            store(weights + v * LANES, weight);
-        }
-        float* sums = room.sums_of + row * LANES;
-        if (before == most) {
-            store(sums, load(sums) + total);
-        } else {
-            float kept = exp2_small(before - most);
-            room.largest_of[row] = most;
-            store(sums, load(sums) * kept + total);
-            float* values = room.values + row * step_.head_dim;
-            for (int64_t d = 0; d < step_.head_dim; d += LANES) store(values + d, load(values + d) * kept);
-        }
+        products.add_values(room.weights, block.values, num_keys, room.values + row * step_.head_dim);
     }
 
-    void add_weighted(const Number* weights, int64_t row, Room& room) const {
-        int64_t dim = step_.head_dim;
-        for (int64_t d = 0; d < dim;) {
-            int vectors = int(std::min<int64_t>(TILE_VECTORS, (dim - d) / LANES));
-            float* values = room.values + row * dim + d;
-            with_vectors<TILE_ROWS>(vectors, [&]<int ROWS, int VECTORS>() {
-                f32x16 sums_of[ROWS][VECTORS];
-                for (int r = 0; r < ROWS; ++r)
-                    for (int v = 0; v < VECTORS; ++v) sums_of[r][v] = load(values + r * dim + v * LANES);
-                multiply_tile<Kind, ROWS, VECTORS>(weights, KEY_BLOCK, room.packed_values + d, dim,
-                                                   KEY_BLOCK / Kind::NUMBERS, sums_of);
-                for (int r = 0; r < ROWS; ++r)
-                    for (int v = 0; v < VECTORS; ++v) store(values + r * dim + v * LANES, sums_of[r][v]);
-            });
-            d += vectors * LANES;
+    // Scores of one row to weights.
+    inline __attribute__((always_inline)) void weigh(const float* scores, int64_t row, int64_t num_keys,
+                                                     const Block& block, Number* weights, Room& room) const {
+        f32x16 tops = load(scores), other_tops = load(scores + LANES);
+        for (int64_t n = STEP; n < num_keys; n += STEP) {
+            tops = maximum(tops, load(scores + n));
+            other_tops = maximum(other_tops, load(scores + n + LANES));
         }
+        tops = maximum(tops, other_tops) * scale_;
+        if (any_above(tops, room.relative_to[row] + HEADROOM)) raise(row, largest(tops), room);
+        float shift = room.relative_to[row] == NOTHING ? 0.0f : room.relative_to[row];
+        f32x16 total = load(room.sums_of + row * LANES), other_total = {};
+        for (int64_t n = 0; n < num_keys; n += STEP) {
+            f32x16 first = load(scores + n) * scale_ - shift, second = load(scores + n + LANES) * scale_ - shift;
+            if constexpr (IS_PAIRS) {
+                first = exp2_rough(first);
+                second = exp2_rough(second);
+                if constexpr (IS_QUANTISED) {
+                    total += first;
+                    other_total += second;
+                    first = round_up(first * load(block.value_scales + n));
+                    second = round_up(second * load(block.value_scales + n + LANES));
+                } else {
+                    total += upper_half(first);
+                    other_total += upper_half(second);
+                }
+                u32x16 pairs = upper_halves(first, second);
+                std::memcpy(weights + n, &pairs, sizeof pairs);
+            } else {
+                first = exp2_small(first);
+                second = exp2_small(second);
+                total += first;
+                other_total += second;
+                if constexpr (IS_QUANTISED) {
+                    first *= load(block.value_scales + n);
+                    second *= load(block.value_scales + n + LANES);
+                }
+                store(weights + n, first);
+                store(weights + n + LANES, second);
+            }
+        }
+        store(room.sums_of + row * LANES, total + other_total);
+    }
+
+    // A score of the row is larger by far than the one whose weight is 1, or no number.
+    __attribute__((noinline)) void raise(int64_t row, float top, Room& room) const {
+        float before = room.relative_to[row];
+        if (!(top > before)) return;
+        room.relative_to[row] = top;
+        float kept = exp2_small(before - top);
+        float *sums = room.sums_of + row * LANES, *values = room.values + row * step_.head_dim;
+        store(sums, load(sums) * kept);
+        for (int64_t d = 0; d < step_.head_dim; d += LANES) store(values + d, load(values + d) * kept);
     }
 
     void write_results(const Item& item, const Room& room) const {
@@ -269,35 +224,16 @@ class Tile {
                 continue;
             }
             float* to = in_.result(step_.partials[entry], head);
-            to[0] = room.largest_of[row];
+            to[0] = room.relative_to[row];
             to[1] = sum(load(room.sums_of + row * LANES));
             std::memcpy(to + LANES, values, sizeof(float) * dim);
         }
     }
 
-    template <class Vector>
-    static void transpose(Vector (&rows)[LANES]) {
-        Vector w[LANES];
-        for (int n = 0; n < 8; ++n) {  // 1x1 blocks of rows n and n + 8, and so on: four rounds of a perfect shuffle
-            w[2 * n] = SHUFFLE(rows[n], rows[n + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            w[2 * n + 1] = SHUFFLE(rows[n], rows[n + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-        for (int n = 0; n < 8; ++n) {
-            rows[2 * n] = SHUFFLE(w[n], w[n + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            rows[2 * n + 1] = SHUFFLE(w[n], w[n + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-        for (int n = 0; n < 8; ++n) {
-            w[2 * n] = SHUFFLE(rows[n], rows[n + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            w[2 * n + 1] = SHUFFLE(rows[n], rows[n + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-        for (int n = 0; n < 8; ++n) {
-            rows[2 * n] = SHUFFLE(w[n], w[n + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            rows[2 * n + 1] = SHUFFLE(w[n], w[n + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-    }
-
     const AttentionInputs<T, KV>& in_;
     const Step& step_;
+    Packer<T, KV> packer_;
+    float scale_;  // of the products
 };
 
 }  // namespace engine

@@ -16,13 +16,29 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
+from engine.model_runner.kernels.cpu.isa import ISAS, runnable_isas
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
-from tests.model_runner.kernels.cpu.conftest import best_library, library
+from tests.model_runner.kernels.cpu.conftest import best_library, library_of
 
-__all__ = ["best_library", "library"]  # fixtures
+__all__ = ["best_library"]  # fixture
 
 BF16, F32, INT8 = torch.bfloat16, torch.float32, torch.int8
 SLOWDOWN = 6 if "ENGINE_TEST_SANITIZE" in os.environ else 1
+
+
+# The best level always, and what is emulated of it where the CPU lacks it; the others compile in slow runs.
+_SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
+_BEST = runnable_isas()[0]
+_LEVELS = [isa if isa == _BEST else pytest.param(isa, marks=_SLOW) for isa in ISAS]
+_EMULATED = "emulated" if _BEST == "avx512_bf16" else pytest.param("emulated", marks=_SLOW)
+
+
+@pytest.fixture(params=[*_LEVELS, _EMULATED])
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Compiled kernels, level by level, and with AMX's tiles in plain C++."""
+    if request.param == "emulated":
+        return library_of("avx512_bf16", "-DEMULATE_AMX")
+    return library_of(request.param)
 
 
 def pages_of(kernels: Any, *args: Any, **kwargs: Any) -> Pages:
@@ -63,8 +79,11 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("slots", "items", "tokens", "partials")),
-        *((name, ctypes.c_void_p) for name in ("seen_from", "seen_to", "merges", "results")),
-        *((name, ctypes.c_int64) for name in ("num_tiles", "num_items", "num_merges")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("seen_from", "seen_to", "blocks", "packed", "merges", "results")
+        ),
+        *((name, ctypes.c_int64) for name in ("num_tiles", "num_items", "num_merges", "num_blocks")),
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "group", "head_dim")),
     ]
 
@@ -74,9 +93,9 @@ def int64s_at(address: int, count: int) -> Any:
 
 
 def items_of(plan: int) -> Any:
-    """[n, 7]: the columns of `Item` in attention_plan.h."""
+    """[n, 9]: the columns of `Item` in attention_plan.h."""
     step = Step.from_address(plan)
-    return int64s_at(step.items, 7 * step.num_items).reshape(-1, 7)
+    return int64s_at(step.items, 9 * step.num_items).reshape(-1, 9)
 
 
 def share(pages: Pages, members: list[int], stop: int) -> None:
@@ -143,6 +162,57 @@ def test_a_prefix_is_read_once_for_all_who_share_it(best_library):
     assert int((streams[:, 3] - streams[:, 2]).sum()) == sum(16 + n for n in range(8))
 
 
+def test_what_several_items_read_is_packed_once_before_them(best_library):
+    pages = pages_of(best_library, spec_of(9, 3, 64, window=100), 16, [1000, 90, 300], BF16, 0)
+    step: Any = pages.bound().plan_step(pages.layout([400, 90, 1]))
+    for layer_id, start in ((0, 0), (1, 1000 - 400 - 99)):
+        plan = step.plans.of_layer[layer_id]
+        blocks = int64s_at(Step.from_address(plan).blocks, 3 * Step.from_address(plan).num_blocks).reshape(
+            -1, 3
+        )
+        row = pages.rows[0] * pages.table.shape[1]
+        keys = np.concatenate([table - row + np.arange(begin, end) for table, begin, end in blocks])
+        assert (keys == np.arange(start, 1000)).all()
+        for is_tile, table, first_key, stop, _, _, _, packed_to, packed in items_of(plan).tolist():
+            if is_tile and table == row:
+                assert packed_to >= stop
+                assert (
+                    blocks[packed + first_key // 64 : packed + (stop - 1) // 64 + 1, 0] - row
+                    == np.arange(first_key // 64 * 64, stop, 64)
+                ).all()
+            else:
+                assert packed_to == 0  # one item reads it
+
+
+def test_of_a_long_prefix_a_part_is_packed(best_library):
+    """As much as fits the memory for it; items pack the rest themselves."""
+    pages = pages_of(best_library, spec_of(32, 16, 256), 16, [2100], BF16, 0)
+    ours, expected = pages.run([150])
+    assert_close(ours, expected, BF16)
+    step: Any = pages.bound().plan_step(pages.layout([150]))
+    items = items_of(step.plans.of_layer[0])
+    assert (items[:, 7] % 64 == 0).all() and (items[:, 7] > 0).all() and (items[:, 7] < 2100).all()
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, INT8])
+@pytest.mark.parametrize("grows", [True, False])
+def test_scores_may_grow_from_block_to_block(library, kv_dtype, grows):
+    """What a row has so far is then scaled anew, many times over; and what comes behind may weigh nothing."""
+    pages = pages_of(library, spec_of(9, 3, 64), 16, [700, 400], BF16, 0, kv_dtype=kv_dtype)
+    for keys in pages.keys:
+        factors = torch.linspace(0, 60, len(keys))
+        keys.mul_((factors if grows else factors.flip(0))[:, None, None])
+    ours, expected = pages.run([600, 1])
+    for got, want in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+
+
+def test_denormal_numbers_are_left_to_others(best_library):
+    pages = pages_of(best_library, spec_of(4, 2, 16), 4, [70, 20], F32, 0)
+    pages.run([60, 1])
+    assert (torch.tensor([1e-39]) * 0.5).item() > 0
+
+
 @pytest.mark.parametrize("kv_dtype", [BF16, INT8])
 def test_bits_of_a_decode_do_not_depend_on_the_batch(library, kv_dtype):
     lens = [5, 129, 700, 300]
@@ -198,7 +268,7 @@ def test_tokens_of_a_draft_step_read_a_piece_together(best_library):
     def streams(layer_id: int) -> list[tuple[int, int, int]]:
         items = items_of(step.plans.of_layer[layer_id])
         assert not items[:, 0].any()
-        return [(start, stop, last - first) for _, _, start, stop, first, last, _ in items.tolist()]
+        return [(start, stop, last - first) for _, _, start, stop, first, last, *_ in items.tolist()]
 
     assert streams(0) == [(0, 128, 9), (128, 256, 9), (256, 300, 9), (0, 40, 1)]
     windows = [(start, 256, 1) for start in range(192, 201)]  # blocks of keys begin where a window does
@@ -305,7 +375,7 @@ def shared_prefixes(library: Any, table: Any, lens: Any, page_size: int) -> list
     items = items_of(plan)
     tokens = int64s_at(Step.from_address(plan).tokens, int(items[:, 5].max()))
     members: dict[tuple[int, int, int], list[int]] = {}  # an item holds some of them
-    for _, row, start, stop, first, last, _ in items[items[:, 0] == 1].tolist():
+    for _, row, start, stop, first, last, *_ in items[items[:, 0] == 1].tolist():
         members.setdefault((row, start, stop), []).extend(tokens[first:last].tolist())
     found: list[tuple[list[int], int, int]] = []
     for (_, start, stop), who in members.items():

@@ -24,13 +24,13 @@ _USABLE = runnable_isas()
 _COMPILES = (pytest.mark.slow, pytest.mark.timeout(600))
 
 
-def library_of(isa: Isa) -> ctypes.CDLL:
+def library_of(isa: Isa, *options: str) -> ctypes.CDLL:
     if isa not in _USABLE:
         pytest.skip(f"{isa} cannot run here")
     try:
         if folder := os.environ.get("ENGINE_TEST_SANITIZE"):
-            return open_library(build(isa, Path(folder), options=SANITIZE))
-        return load_library(isa)
+            return open_library(build(isa, Path(folder), options=(*SANITIZE, *options)))
+        return open_library(build(isa, options=options)) if options else load_library(isa)
     except NoLibraryError as error:
         pytest.skip(str(error))
 

@@ -1,0 +1,171 @@
+// The matrix products of tile items: scores of some rows of queries with a block of keys, and their weighted values.
+//
+// Two kinds, each with the rows that it takes at once. A row's sums do not depend on the rows beside it.
+//
+//   VectorProducts   sums in vector registers (tile.h): bfloat16 pairs, or floats
+//   TileProducts     bfloat16 on AMX's tiles
+
+#pragma once
+
+#include "amx.h"
+#include "attention_pack.h"
+
+namespace engine {
+
+// Numbers of the queries lie `padded_dim` apart, scores and weights TILE_KEYS, values head_dim. `num_keys` of a block,
+// a multiple of 32, are multiplied: the others are seen by none of the rows.
+template <class Kind>
+class VectorProducts {
+  public:
+    typedef typename Kind::Number Number;
+    typedef typename Kind::Step Packed;
+    static constexpr int64_t ROWS = TILE_ROWS;
+
+    VectorProducts(int64_t head_dim, int64_t padded_dim, int64_t /*num_rows*/) : dim_(head_dim), padded_dim_(padded_dim) {}
+
+    void score(const Number* queries, const Packed* keys, int64_t num_keys, float* scores) const {
+        for (int64_t key = 0; key < num_keys; key += TILE_VECTORS * LANES) {
+            f32x16 sums_of[TILE_ROWS][TILE_VECTORS] = {};
+            multiply_tile<Kind, TILE_ROWS, TILE_VECTORS>(queries, padded_dim_, keys + key, TILE_KEYS,
+                                                         padded_dim_ / Kind::NUMBERS, sums_of);
+            store_tile(scores + key, TILE_KEYS, sums_of);
+        }
+    }
+
+    void add_values(const Number* weights, const Packed* values, int64_t num_keys, float* sums) const {
+        for (int64_t d = 0; d < dim_;) {
+            int vectors = int(std::min<int64_t>(TILE_VECTORS, (dim_ - d) / LANES));
+            with_vectors<TILE_ROWS>(vectors, [&]<int ROWS_, int VECTORS>() {
+                f32x16 sums_of[ROWS_][VECTORS];
+                load_tile(sums + d, dim_, sums_of);
+                multiply_tile<Kind, ROWS_, VECTORS>(weights, TILE_KEYS, values + d, dim_, num_keys / Kind::NUMBERS,
+                                                    sums_of);
+                store_tile(sums + d, dim_, sums_of);
+            });
+            d += vectors * LANES;
+        }
+    }
+
+  private:
+    int64_t dim_, padded_dim_;
+};
+
+#if TILES
+
+// Two tiles of rows times two of columns: 0 and 1, 2 and 3 are sums, 4 and 5 rows, 6 and 7 columns.
+class TileProducts {
+  public:
+    typedef bf16 Number;
+    typedef uint32_t Packed;
+    static constexpr int64_t ROWS = 2 * amx::MAX_ROWS;
+
+    TileProducts(int64_t head_dim, int64_t padded_dim, int64_t num_rows)
+        : dim_(head_dim), padded_dim_(padded_dim), has_two_(num_rows > amx::MAX_ROWS), tiles_(shapes(num_rows)) {}
+
+    void score(const Number* queries, const Packed* keys, int64_t num_keys, float* scores) const {
+        has_two_ ? score<2>(queries, keys, num_keys, scores) : score<1>(queries, keys, num_keys, scores);
+    }
+
+    void add_values(const Number* weights, const Packed* values, int64_t num_keys, float* sums) const {
+        has_two_ ? add_values<2>(weights, values, num_keys, sums) : add_values<1>(weights, values, num_keys, sums);
+    }
+
+  private:
+    static constexpr int64_t PAIRS = 16;  // of numbers in a tile's row
+
+    // Few rows are multiplied in less time than 16.
+    static amx::Shapes shapes(int64_t num_rows) {
+        amx::Shapes shapes;
+        int rows = int(std::min<int64_t>(num_rows, amx::MAX_ROWS));
+        for (int tile = 0; tile < amx::NUM_TILES; ++tile)
+            shapes.set(tile, tile < 6 ? rows : amx::MAX_ROWS, amx::ROW_BYTES);
+        return shapes;
+    }
+
+    template <int ROW_TILES>
+    void score(const Number* queries, const Packed* keys, int64_t num_keys, float* scores) const {
+        constexpr int64_t COLUMN_BYTES = TILE_KEYS * sizeof(Packed), SUM_BYTES = TILE_KEYS * sizeof(float);
+        int64_t row_bytes = padded_dim_ * int64_t(sizeof(Number));
+        for (int64_t key = 0; key < num_keys; key += 2 * LANES) {
+            zero<ROW_TILES, 2>();
+            for (int64_t d = 0; d < padded_dim_; d += 2 * PAIRS) {
+                const Packed* columns = keys + d / 2 * TILE_KEYS + key;
+                multiply<ROW_TILES, 2>(queries + d, row_bytes, columns, COLUMN_BYTES);
+            }
+            store<ROW_TILES, 2>(scores + key, SUM_BYTES);
+        }
+    }
+
+    template <int ROW_TILES>
+    void add_values(const Number* weights, const Packed* values, int64_t num_keys, float* sums) const {
+        int64_t d = 0;
+        for (; d + LANES < dim_; d += 2 * LANES) add_columns<ROW_TILES, 2>(weights, values + d, num_keys, sums + d);
+        if (d < dim_) add_columns<ROW_TILES, 1>(weights, values + d, num_keys, sums + d);
+    }
+
+    template <int ROW_TILES, int COLUMN_TILES>
+    void add_columns(const Number* weights, const Packed* values, int64_t num_keys, float* sums) const {
+        constexpr int64_t ROW_BYTES = TILE_KEYS * sizeof(Number);
+        int64_t column_bytes = dim_ * int64_t(sizeof(Packed)), sum_bytes = dim_ * int64_t(sizeof(float));
+        load<ROW_TILES, COLUMN_TILES>(sums, sum_bytes);
+        for (int64_t key = 0; key < num_keys; key += 2 * PAIRS)
+            multiply<ROW_TILES, COLUMN_TILES>(weights + key, ROW_BYTES, values + key / 2 * dim_, column_bytes);
+        store<ROW_TILES, COLUMN_TILES>(sums, sum_bytes);
+    }
+
+    // One step of k of all tiles.
+    template <int ROW_TILES, int COLUMN_TILES>
+    static inline __attribute__((always_inline)) void multiply(const Number* rows, int64_t row_bytes,
+                                                               const Packed* columns, int64_t column_bytes) {
+        amx::load<6>(columns, column_bytes);
+        amx::load<4>(rows, row_bytes);
+        amx::dot_pairs<0, 4, 6>();
+        if constexpr (COLUMN_TILES == 2) {
+            amx::load<7>(columns + LANES, column_bytes);
+            amx::dot_pairs<1, 4, 7>();
+        }
+        if constexpr (ROW_TILES == 2) {
+            amx::load<5>(below(rows, row_bytes), row_bytes);
+            amx::dot_pairs<2, 5, 6>();
+            if constexpr (COLUMN_TILES == 2) amx::dot_pairs<3, 5, 7>();
+        }
+    }
+
+    template <int ROW_TILES, int COLUMN_TILES>
+    static inline __attribute__((always_inline)) void zero() {
+        amx::zero<0>();
+        if constexpr (COLUMN_TILES == 2) amx::zero<1>();
+        if constexpr (ROW_TILES == 2) amx::zero<2>();
+        if constexpr (ROW_TILES == 2 && COLUMN_TILES == 2) amx::zero<3>();
+    }
+
+    template <int ROW_TILES, int COLUMN_TILES>
+    static inline __attribute__((always_inline)) void load(const float* from, int64_t stride) {
+        amx::load<0>(from, stride);
+        if constexpr (COLUMN_TILES == 2) amx::load<1>(from + LANES, stride);
+        if constexpr (ROW_TILES == 2) amx::load<2>(below(from, stride), stride);
+        if constexpr (ROW_TILES == 2 && COLUMN_TILES == 2) amx::load<3>(below(from, stride) + LANES, stride);
+    }
+
+    template <int ROW_TILES, int COLUMN_TILES>
+    static inline __attribute__((always_inline)) void store(float* to, int64_t stride) {
+        amx::store<0>(to, stride);
+        if constexpr (COLUMN_TILES == 2) amx::store<1>(to + LANES, stride);
+        if constexpr (ROW_TILES == 2) amx::store<2>(below(to, stride), stride);
+        if constexpr (ROW_TILES == 2 && COLUMN_TILES == 2) amx::store<3>(below(to, stride) + LANES, stride);
+    }
+
+    // The second tile of rows.
+    template <class Number_>
+    static Number_* below(Number_* first, int64_t stride) {
+        return first + amx::MAX_ROWS * (stride / int64_t(sizeof(Number_)));
+    }
+
+    int64_t dim_, padded_dim_;
+    bool has_two_;
+    amx::Tiles tiles_;
+};
+
+#endif
+
+}  // namespace engine
