@@ -53,7 +53,8 @@ from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.metrics import Metrics
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 
-WAIT_S = 10.0  # a bound for what must happen at once
+WAIT_S = 60.0  # a bound for what must happen at once on an idle machine
+TICK_S = 0.01  # of `FakeEngine.ticks`
 MODEL = "org/tiny"
 EOS = 257
 CAPACITY = Capacity(max_model_len=256, num_pages=64, page_size=4, max_running_requests=8, vocab_size=258)
@@ -149,6 +150,8 @@ class FakeEngine:
         live: the answer to `ListRequests`.
         explanations: by request id, without the id of the question; others are not found.
         answers: whether pins, flushes and questions are answered.
+        ticks, abort_ticks: how often the server's loop has gone round a timer of `TICK_S`, now and at each abort. The
+            time that the server itself has had, however busy the machine is.
         script: answers requests; None: the test does.
     """
 
@@ -160,6 +163,8 @@ class FakeEngine:
         self.explanations: dict[str, Explanation] = {}
         self.live = RequestList(0, [], 0)
         self.answers = True
+        self.ticks = 0
+        self.abort_ticks: list[int] = []
         self.script = script
         self.deliver: Callable[[ManagerInput], None] = lambda message: None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -174,6 +179,7 @@ class FakeEngine:
                     for output in self.script(message):
                         self._later(BatchTextOutput([output]))
             case AbortRequest():
+                self.abort_ticks.append(self.ticks)
                 self.aborts.put(message)
             case FlushCache() if self.answers:
                 self._later(FlushCacheDone(message.flush_id, flushed_tokens=32, kept_tokens=8))
@@ -312,6 +318,11 @@ class ServerThread:
 
     async def _run(self) -> None:
         self._engine.loop = asyncio.get_running_loop()
+        self._tick()
         with self._listener:
             await self._server.serve(sockets=[self._listener])
         self._services.encoder.close()
+
+    def _tick(self) -> None:
+        self._engine.ticks += 1
+        asyncio.get_running_loop().call_later(TICK_S, self._tick)

@@ -23,6 +23,7 @@ from engine.runtime.errors import EngineDeadError, EngineError, RequestError
 
 CHAT = [sys.executable, "-m", "engine.cli.main", "chat"]
 TINY = ["--num-threads", "1", "--dtype", "float32", "--temperature", "0"]
+SLOW = ["--chaos", "slow=0.05"]  # an answer of 100 tokens takes 5 s at least: it is stopped before its end
 
 
 def chat(*arguments, stdin="", **options):
@@ -114,7 +115,7 @@ def test_a_question_and_piped_text_are_put_together(tmp_path):
 
 def test_ctrl_c_ends_one_question_with_130(tiny_model):
     process = subprocess.Popen(
-        [*CHAT, "Hello", "--model", str(tiny_model), *TINY],
+        [*CHAT, "Hello", "--model", str(tiny_model), *TINY, *SLOW],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -190,7 +191,9 @@ class TerminalProgram:
 
 @pytest.fixture
 def program(tiny_model: Path, tmp_path: Path) -> Iterator[TerminalProgram]:
-    terminal = TerminalProgram([*CHAT, "--model", str(tiny_model), *TINY], XDG_STATE_HOME=str(tmp_path))
+    terminal = TerminalProgram(
+        [*CHAT, "--model", str(tiny_model), *TINY, *SLOW], XDG_STATE_HOME=str(tmp_path)
+    )
     yield terminal
     terminal.close()
 
