@@ -23,7 +23,12 @@ from engine.runtime.errors import EngineDeadError, EngineError, RequestError
 
 CHAT = [sys.executable, "-m", "engine.cli.main", "chat"]
 TINY = ["--num-threads", "1", "--dtype", "float32", "--temperature", "0"]
-SLOW = ["--chaos", "slow=0.05"]  # an answer of 100 tokens takes 5 s at least: it is stopped before its end
+
+
+def slow(folder: Path) -> list[str]:
+    """With these an answer of 100 tokens takes 5 s at least: it can be stopped before its end on any machine."""
+    (folder / "slow.yaml").write_text("chaos: slow=0.05\n")
+    return ["--config", str(folder / "slow.yaml")]
 
 
 def chat(*arguments, stdin="", **options):
@@ -113,9 +118,9 @@ def test_a_question_and_piped_text_are_put_together(tmp_path):
         read_question([], stdin)
 
 
-def test_ctrl_c_ends_one_question_with_130(tiny_model):
+def test_ctrl_c_ends_one_question_with_130(tiny_model, tmp_path):
     process = subprocess.Popen(
-        [*CHAT, "Hello", "--model", str(tiny_model), *TINY, *SLOW],
+        [*CHAT, "Hello", "--model", str(tiny_model), *TINY, *slow(tmp_path)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -192,7 +197,7 @@ class TerminalProgram:
 @pytest.fixture
 def program(tiny_model: Path, tmp_path: Path) -> Iterator[TerminalProgram]:
     terminal = TerminalProgram(
-        [*CHAT, "--model", str(tiny_model), *TINY, *SLOW], XDG_STATE_HOME=str(tmp_path)
+        [*CHAT, "--model", str(tiny_model), *TINY, *slow(tmp_path)], XDG_STATE_HOME=str(tmp_path)
     )
     yield terminal
     terminal.close()
