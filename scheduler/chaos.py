@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from msgspec import structs
+
 from ..runtime.config import ChaosSpec, SchedulerConfig, parse_chaos
 from ..runtime.step_plan import Pending, Runner, StepPlan, StepResult
 from .req import Req
@@ -95,7 +97,7 @@ class _WithoutMemory(NamedTuple):
 
 
 class SlowRunner:
-    """A runner whose steps take at least so many seconds from their launch on."""
+    """A runner on a device whose steps take at least so many seconds from their launch on."""
 
     __slots__ = ("_min_step_s", "_runner")
 
@@ -106,18 +108,19 @@ class SlowRunner:
     def launch(self, plan: StepPlan) -> Pending:
         """See `Runner`."""
         end_s = time.monotonic() + self._min_step_s
-        return _NotBefore(self._runner.launch(plan), end_s)
+        return _NotBefore(self._runner.launch(plan), end_s, self._min_step_s)
 
 
 class _NotBefore(NamedTuple):
     pending: Pending
     end_s: float
+    min_step_s: float
 
     def wait(self) -> StepResult:
         """See `Pending`."""
         result = self.pending.wait()
         time.sleep(max(0.0, self.end_s - time.monotonic()))
-        return result
+        return structs.replace(result, forward_s=max(result.forward_s, self.min_step_s))
 
 
 def with_chaos(runner: Runner, config: SchedulerConfig, page_size: int) -> Runner:

@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine.model_runner import tp_group
 from engine.model_runner.tp_group import Rendezvous, TorchGroup
 from engine.runtime.cluster_ipc import free_address, parse_address
 from engine.runtime.errors import ConfigError, RankLostError
@@ -98,19 +101,20 @@ def test_two_processes_say_what_one_says_and_notice_a_death(make_tiny_model, tmp
         assert set(said["listening"]) == {"127.0.0.1"}
     assert first["lost"].startswith("rank 0 of 2 lost the others in all_reduce: ")
     assert "\n" not in first["lost"] and "GLHF" not in first["lost"]
-    assert first["lost_after_s"] < 30.0  # not the group's time-out
+    assert "Timed out" not in first["lost"]  # the death is noticed, and not the silence
     assert first["waiting"] is False
 
 
 @pytest.mark.slow
 @pytest.mark.real_process
 def test_a_silent_rank_is_given_up_after_the_groups_time_out(tmp_path):
-    first, *_ = run_ranks(tmp_path, 3, step_timeout_s=2.0, silent=True)
+    # Long enough for a step on a busy machine.
+    first, *_ = run_ranks(tmp_path, 3, step_timeout_s=10.0, silent=True)
 
     assert first["lost"].startswith(
-        "rank 0 of 3 lost the others in all_reduce: Timed out waiting 2000ms for "
+        "rank 0 of 3 lost the others in all_reduce: Timed out waiting 10000ms for "
     )
-    assert 1.5 < first["lost_after_s"] < 30.0
+    assert first["lost_after_s"] > 7.5
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path):
@@ -153,17 +157,20 @@ def addresses_listening_at(port: int) -> list[str]:
     ]
 
 
-def test_the_store_listens_at_the_address_of_machine_0_only():
-    port = free_port()
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(TorchGroup, rank_of_two_machines(0, port, 1.0))
-        while not (found := addresses_listening_at(port)):
-            assert not waiting.done()
-        error = waiting.exception()
+def test_the_store_listens_at_the_address_of_machine_0_only(monkeypatch):
+    """Looked at whenever the rank that waits for the other one looks at the clock, on which an hour goes by then."""
+    port, found = free_port(), list[list[str]]()
 
-    assert found == ["0100007F"]
-    assert isinstance(error, RankLostError)
-    assert str(error) == "rank 0 of 2 has waited 1 s at 'start' for rank 1"
+    def clock() -> float:
+        found.append(addresses_listening_at(port))
+        return 3600.0 * len(found)
+
+    monkeypatch.setattr(tp_group, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    with pytest.raises(RankLostError) as error:
+        TorchGroup(rank_of_two_machines(0, port, DEADLINE_S))
+
+    assert found == [["0100007F"]] * 2
+    assert str(error.value) == "rank 0 of 2 has waited 100 s at 'start' for rank 1"
 
 
 def test_a_port_in_use_is_named():

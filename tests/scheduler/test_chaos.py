@@ -91,7 +91,8 @@ def test_slow_steps_take_the_time_that_was_asked_for(make_scheduler, monkeypatch
     pending = harness.runner.launch(batch.plan)
     now_s[0] += took_s
 
-    assert pending.wait().step_id == batch.plan.step_id
+    result = pending.wait()
+    assert (result.step_id, result.forward_s) == (batch.plan.step_id, 0.125)
     assert slept_s == [max(0.0, 0.125 - took_s)]
 
 
