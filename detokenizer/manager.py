@@ -45,13 +45,16 @@ class Detokenizer:
         num_live_reqs: requests that have a state here, for leak checks.
     """
 
-    def __init__(self, table: TokenTable) -> None:
+    def __init__(self, table: TokenTable, *, joins_late: bool = False) -> None:
         """Start without requests.
 
         Args:
             table: of the model's tokens.
+            joins_late: it replaces one that was lost. Rows of requests whose first row went to that one are dropped:
+                the tokenizer manager submits those requests again, under other ids.
         """
         self._table = table
+        self._joins_late = joins_late
         self._texts: dict[str, _RequestText] = {}
         self._answered: set[str] = set()  # finished here; the scheduler's finished row is still to come
 
@@ -80,6 +83,8 @@ class Detokenizer:
         if row.rid in self._answered:
             if row.finish is not None:
                 self._answered.remove(row.rid)
+            return None
+        if self._joins_late and row.options is None and row.rid not in self._texts:
             return None
         try:
             printed = self._text_of(row).print_row(row)
@@ -113,10 +118,18 @@ class _RequestText:
         self._stops: StopMatcher | None = None
         if options.stop:
             self._stops = StopMatcher(options.stop, include_match=options.include_stop_str_in_output)
+        if options.delivered_ids:
+            self._catch_up(options.delivered_ids)
+
+    def _catch_up(self, delivered_ids: bytes) -> None:
+        """Come to hold back what was held back behind these tokens; all other text of them has been sent."""
+        text = self._decoder.push(_ids_of(delivered_ids))
+        if self._stops is not None:
+            self._stops.push(text)
 
     def print_row(self, row: TokenOutput) -> TextOutput:
         """One row as text. It is a finished one if the scheduler's is, or if a stop string is complete."""
-        token_ids = struct.unpack(f"<{len(row.token_ids) // _INT32_BYTES}i", row.token_ids)
+        token_ids = _ids_of(row.token_ids)
         if _ends_with_stop_token(row.finish, token_ids):
             token_ids = token_ids[:-1]  # it ends the text and is no part of it
         if self._stops is None:
@@ -143,6 +156,10 @@ class _RequestText:
                 return _stopped_row(row, text, matched, num_tokens=len(token_ids))
             text += stops.flush()
         return _text_row(row, text)
+
+
+def _ids_of(data: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // _INT32_BYTES}i", data)
 
 
 def _ends_with_stop_token(finish: Finish | None, token_ids: tuple[int, ...]) -> bool:

@@ -53,11 +53,16 @@ class Finish(Record, frozen=True):
 
 
 class TextOptions(Record, frozen=True):
-    """How the detokenizer shall print one request; sent with the request's first row only."""
+    """How the detokenizer shall print one request; sent with the request's first row only.
+
+    Attributes:
+        delivered_ids: [n] int32, the beginning of the answer, which the client has already: its text is not sent again.
+    """
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    delivered_ids: bytes = b""
 
 
 class Usage(Record, frozen=True):
@@ -97,6 +102,18 @@ class Logprobs(Record, frozen=True):
 # ---------------------------------------------------------------- tokenizer manager -> scheduler
 
 
+class Delivered(Record, frozen=True):
+    """What the client of a request has already, when the request is submitted again because a process was lost.
+
+    Attributes:
+        output_ids: [n] int32, not empty: the generated tokens that were delivered, in order.
+        usage: as of the last of them.
+    """
+
+    output_ids: bytes
+    usage: Usage
+
+
 class GenerateRequest(Message, frozen=True):
     """Start one generation; exactly one finished row answers it.
 
@@ -113,6 +130,8 @@ class GenerateRequest(Message, frozen=True):
         group: siblings (n > 1) have the same one, not "", and the same prompt: one computes it, all share its pages.
         queue_timeout_s: seconds from arrival within which it must be started; None: the server's limit.
         timeout_s: seconds from arrival within which it must have ended; None: the server's limit.
+        delivered: set when the request goes on where one with another `rid` was lost: these tokens count as its output
+            (limits, penalties, positions of the noise, usage), and rows begin behind them.
     """
 
     rid: str
@@ -127,6 +146,7 @@ class GenerateRequest(Message, frozen=True):
     group: str = ""
     queue_timeout_s: float | None = None
     timeout_s: float | None = None
+    delivered: Delivered | None = None
 
 
 class GrammarReady(Message, frozen=True):
@@ -179,6 +199,16 @@ class AbortRequest(Message, frozen=True):
     reason: str
 
 
+class AbandonRequests(Message, frozen=True):
+    """A new tokenizer manager takes over: abort what arrived at the one before it, also what is still under way.
+
+    Attributes:
+        before_s: CLOCK_MONOTONIC; requests with an earlier `arrival_s` have nobody who reads their rows.
+    """
+
+    before_s: float
+
+
 class FlushCache(Message, frozen=True):
     """Drop every unlocked page of the prefix cache; answered by `FlushCacheDone` with the same id."""
 
@@ -186,7 +216,14 @@ class FlushCache(Message, frozen=True):
 
 
 SchedulerInput = (
-    GenerateRequest | AbortRequest | FlushCache | GrammarReady | PinPrefix | Explain | ListRequests
+    GenerateRequest
+    | AbortRequest
+    | AbandonRequests
+    | FlushCache
+    | GrammarReady
+    | PinPrefix
+    | Explain
+    | ListRequests
 )
 
 

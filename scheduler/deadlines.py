@@ -11,6 +11,7 @@ from .req import Req, ReqStatus
 QUEUE_TIMEOUT_STATUS: Final = 503
 REQUEST_TIMEOUT_STATUS: Final = 504
 _MIN_COMPACTED: Final = 64
+_STARTED: Final = (ReqStatus.PREFILL, ReqStatus.RETRACTED)
 
 
 class Due(NamedTuple):
@@ -24,10 +25,10 @@ class Due(NamedTuple):
 
     @property
     def has_passed(self) -> bool:
-        """Whether it no longer matters: the request has ended, or was started in time."""
+        """Whether it no longer matters: the request has ended, or was started in time (perhaps by a lost scheduler)."""
         if self.req.status is ReqStatus.FINISHED:
             return True
-        return self.is_queue and ReqStatus.PREFILL in self.req.entered_s
+        return self.is_queue and not self.req.entered_s.keys().isdisjoint(_STARTED)
 
 
 class Deadlines:

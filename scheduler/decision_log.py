@@ -54,7 +54,7 @@ class PageCounts(NamedTuple):
 
 
 class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
-    """A request came."""
+    """A request came; one that a lost scheduler had begun comes with the `num_delivered` tokens its client has."""
 
     now_s: float
     rid: str
@@ -64,6 +64,7 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     tenant: str = ""
     group: str = ""
     needs_grammar: bool = False
+    num_delivered: int = 0
 
 
 class Left(NamedTuple):

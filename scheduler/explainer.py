@@ -91,6 +91,7 @@ def _beginning_of(req: Req) -> Beginning:
         req.tenant,
         req.group,
         needs_grammar,
+        req.num_delivered,
     )
     grammar_s = req.entered_s.get(ReqStatus.WAITING) if needs_grammar else None
     return Beginning(arrived, grammar_s, req.entered_s.get(ReqStatus.PREFILL))

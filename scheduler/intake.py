@@ -26,9 +26,18 @@ def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None
         message.sampling.verify(capacity.vocab_size)
     except RequestError as error:
         return error.message
-    token_ids = np.frombuffer(message.input_ids, dtype=np.int32)
+    delivered_ids = b"" if message.delivered is None else message.delivered.output_ids
+    if len(delivered_ids) % TOKEN_ID_BYTES or (message.delivered is not None and not delivered_ids):
+        return f"delivered.output_ids has {len(delivered_ids)} bytes, but it must be int32 token ids, at least one"
+    if len(delivered_ids) // TOKEN_ID_BYTES >= message.sampling.max_new_tokens:
+        return (
+            f"{len(delivered_ids) // TOKEN_ID_BYTES} tokens were delivered, but the limit is "
+            f"{message.sampling.max_new_tokens}: there is nothing to go on with"
+        )
+    token_ids = np.frombuffer(message.input_ids + delivered_ids, dtype=np.int32)
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= capacity.vocab_size:
         wrong = low if low < 0 else high
         return f"the prompt has token id {wrong}, but ids must lie in [0, {capacity.vocab_size})"
-    return reason_against(len(token_ids), message.sampling.max_new_tokens, capacity)
+    prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
+    return reason_against(prompt_len, message.sampling.max_new_tokens, capacity)

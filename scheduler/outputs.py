@@ -57,16 +57,18 @@ def output_row(
     if not req.answered:
         req.answered = True
         sampling = req.sampling
-        options = text_options(sampling)
+        options = text_options(sampling, req.delivered_ids)
         if sampling.prompt_logprobs is not None:
             prompt_logprobs = joined(req.prompt_logprobs)
             req.prompt_logprobs = []
     return TokenOutput(req.rid, token_ids, req.usage(), finish, options, logprobs, prompt_logprobs)
 
 
-def text_options(sampling: SamplingParams) -> TextOptions:
-    """The part of the parameters that the detokenizer needs."""
-    return TextOptions(sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens)
+def text_options(sampling: SamplingParams, delivered_ids: bytes = b"") -> TextOptions:
+    """The part of the parameters that the detokenizer needs, and the tokens whose text the client has."""
+    return TextOptions(
+        sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens, delivered_ids
+    )
 
 
 def joined(parts: list[Logprobs]) -> Logprobs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final
 
-from ..runtime.messages import GenerateRequest, Logprobs, Usage
+from ..runtime.messages import Delivered, GenerateRequest, Logprobs, Usage
 from .arrays import TOKEN_ID_BYTES
 from .prefix_cache import namespace_of
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class ReqStatus(enum.Enum):
     """Where a request is: PREFILL and DECODE with a row and pages, FINISHED nowhere, else in a queue.
 
-    RETRACTED computes its prompt and its output so far again, SWAPPED has its KV on the host.
+    RETRACTED computes its prompt and its output so far again (also after its scheduler was lost), SWAPPED has its KV on
+    the host.
     """
 
     WAITING_GRAMMAR = "waiting_grammar"
@@ -72,6 +73,7 @@ class Req:
         cached_tokens: prompt tokens the prefix cache had at first admission.
         num_retractions: how often its memory was taken away.
         num_overtaken: passes of its life in which a later arrival was admitted and it waited; see `MAX_OVERTAKEN`.
+        num_delivered: tokens of the output that were delivered before the request was submitted again.
         answered: whether a row was sent, so that the next one is not the first.
         prompt_logprobs: parts so far, one per chunk.
         num_drafts, num_right_drafts: draft tokens that were checked for it, and those of them that it generated.
@@ -94,6 +96,7 @@ class Req:
         "match",
         "match_generation",
         "max_new_tokens",
+        "num_delivered",
         "num_drafts",
         "num_overtaken",
         "num_retractions",
@@ -139,12 +142,26 @@ class Req:
         self.received_s = now_s
         self.queue_s = 0.0
         self.num_retractions = 0
+        self.num_delivered = 0
         self.num_overtaken = 0
         self.num_drafts = 0
         self.num_right_drafts = 0
         self.answered = False
         self.prompt_logprobs: list[Logprobs] = []
         self.failed_alone = (0, 0)
+        if message.delivered is not None:
+            self._go_on_behind(message.delivered, now_s)
+
+    def _go_on_behind(self, delivered: Delivered, now_s: float) -> None:
+        """Begin as one that was retracted after these tokens: all it had is to be computed again, and counts."""
+        self.fill_ids += delivered.output_ids
+        self.num_delivered = self.output_len = len(delivered.output_ids) // TOKEN_ID_BYTES
+        self.cached_tokens = delivered.usage.cached_tokens
+        self.queue_s = delivered.usage.queue_s
+        self.num_retractions = delivered.usage.num_retractions
+        if self.status is ReqStatus.WAITING:
+            self.status = ReqStatus.RETRACTED
+            self.entered_s = {self.status: now_s}
 
     def enter(self, status: ReqStatus, now_s: float) -> None:
         """Change the status; a change that `TRANSITIONS` does not list is a bug."""
@@ -158,6 +175,12 @@ class Req:
     def fill_len(self) -> int:
         """Tokens that must have KV before the next one can be sampled."""
         return len(self.fill_ids) // TOKEN_ID_BYTES
+
+    @property
+    def delivered_ids(self) -> bytes:
+        """The beginning of its output that its client has from an earlier request, int32 bytes."""
+        begin = self.prompt_len * TOKEN_ID_BYTES
+        return self.fill_ids[begin : begin + self.num_delivered * TOKEN_ID_BYTES]
 
     @property
     def max_kv_len(self) -> int:

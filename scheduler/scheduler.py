@@ -18,6 +18,7 @@ from typing import assert_never
 from ..runtime.config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
+    AbandonRequests,
     AbortRequest,
     DetokenizerInput,
     Explain,
@@ -88,6 +89,7 @@ class Scheduler:
         self._requests, self._kv, self._stats = parts.requests, parts.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._last_step_id = 0
+        self._abandoned_before_s = 0.0
 
     # ------------------------------------------------------------ messages
 
@@ -105,6 +107,8 @@ class Scheduler:
                 req = self._requests.by_id.get(message.rid)
                 if req is not None:
                     self._end([(req, Finish(FinishKind.ABORT, message=message.reason))], now_s)
+            case AbandonRequests():
+                self._abandon(message.before_s, now_s)
             case GrammarReady():
                 self._take_grammar(message, now_s)
             case FlushCache():
@@ -129,6 +133,9 @@ class Scheduler:
             # Ids are the server's own, so this is its bug. An answer would end the stream of the one that lives.
             logger.error("dropped a second request with the id of a live one rid=%s", message.rid)
             return
+        if 0.0 < message.arrival_s < self._abandoned_before_s:
+            logger.info("dropped a request of a tokenizer manager that is gone rid=%s", message.rid)
+            return
         prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
         reason = reason_to_refuse(message, self._capacity)
         if reason is not None:
@@ -149,8 +156,17 @@ class Scheduler:
                 req.tenant,
                 req.group,
                 message.needs_grammar,
+                req.num_delivered,
             )
         )
+
+    def _abandon(self, before_s: float, now_s: float) -> None:
+        """End what nobody reads any more, and remember it for messages that come late."""
+        self._abandoned_before_s = before_s
+        finish = Finish(FinishKind.ABORT, message="its tokenizer manager is gone")
+        if ended := [(req, finish) for req in self._requests.by_id.values() if req.arrival_s < before_s]:
+            logger.warning("aborted the requests of a tokenizer manager that is gone requests=%d", len(ended))
+            self._end(ended, now_s)
 
     def _take_grammar(self, message: GrammarReady, now_s: float) -> None:
         req = self._requests.grammar.get(message.rid)

@@ -293,6 +293,8 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
 
 def _arrival_words(arrived: Arrived) -> str:
     words = f"prompt of {arrived.prompt_len:,} tokens, at most {arrived.max_new_tokens:,} new ones"
+    if arrived.num_delivered:
+        words += f", {arrived.num_delivered:,} of them delivered before a process was lost"
     if arrived.priority:
         words += f", priority {arrived.priority}"
     # Not the tenant: it may be somebody's API key.

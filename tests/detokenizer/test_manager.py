@@ -300,3 +300,64 @@ def test_the_answer_does_not_depend_on_how_tokens_are_cut_into_rows(make_tokens,
         b"".join(PIECES[i] for i in request.token_ids[:-1])
     )
     assert not any(s in before for s in stop)
+
+
+# ---------------------------------------------------------------- requests that were begun before
+
+
+def test_the_text_of_delivered_tokens_is_not_sent_again(make_tokens):
+    detokenizer = Detokenizer(make_tokens([b"a", "é".encode()[:1], "é".encode()[1:]]))
+    request = Request(
+        detokenizer, delivered_ids=struct.pack("<2i", 0, 1)
+    )  # the beginning of a character is held back
+    request.send([2])
+    request.send([0], LENGTH)
+
+    assert request.text == "éa"
+
+
+def test_a_stop_string_may_begin_in_delivered_tokens(detokenizer):
+    request = Request(detokenizer, stop=("stop",), delivered_ids=struct.pack("<4i", *spell("oast")))
+    request.send(spell("op"))
+
+    assert request.text == ""
+    assert request.rows[-1].finish == Finish(FinishKind.STOP, matched="stop")
+
+
+@given(data=st.data())
+def test_text_goes_on_wherever_it_was_cut(data, make_tokens):
+    pieces = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"ab", "東".encode()]
+    table = make_tokens(pieces)
+    ids = data.draw(st.lists(st.integers(0, len(pieces) - 1), min_size=1))
+    cut = data.draw(st.integers(0, len(ids) - 1))
+    stop = tuple(data.draw(st.lists(st.sampled_from(["aab", "bé", "ba"]), max_size=2)))
+    whole = Request(Detokenizer(table), stop=stop)
+    for token_id in ids[:cut]:
+        whole.send([token_id])
+    if whole.rows and whole.rows[-1].finish is not None:
+        return  # it has ended before the cut
+    begin = whole.text
+    rest = Request(Detokenizer(table), stop=stop, delivered_ids=struct.pack(f"<{cut}i", *ids[:cut]))
+    for token_id in ids[cut:-1]:
+        whole.send([token_id])
+        rest.send([token_id])
+    whole.send(ids[-1:], LENGTH)
+    rest.send(ids[-1:], LENGTH)
+
+    assert begin + rest.text == whole.text
+    assert rest.rows[-1].finish == whole.rows[-1].finish
+
+
+def test_one_that_joins_late_drops_rows_of_requests_it_has_not_seen_begin(make_tokens):
+    detokenizer = Detokenizer(make_tokens(LETTERS), joins_late=True)
+    old = Request(detokenizer, "old")
+    old.row([1])  # the first row went to the one before it
+    new = Request(detokenizer, "new")
+
+    assert old.send([2]) == []
+    new.send([3])
+    assert old.send([4], LENGTH) == []  # or its client would take it for the end, with tokens missing
+    new.send([5], LENGTH)
+
+    assert new.text == "df"
+    assert detokenizer.num_live_reqs == 0

@@ -12,12 +12,14 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,
     BatchTokenOutput,
+    Delivered,
     Finish,
     FinishKind,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
     TokenOutput,
+    Usage,
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode
@@ -47,14 +49,15 @@ def extend_lens(batch: ScheduleBatch) -> list[int]:
 class Answer:
     """What came back for one request."""
 
-    def __init__(self, prompt: list[int], sampling: SamplingParams) -> None:
+    def __init__(self, prompt: list[int], sampling: SamplingParams, delivered: Sequence[int] = ()) -> None:
         self.prompt = prompt
         self.sampling = sampling
+        self.delivered = list(delivered)
         self.rows: list[TokenOutput] = []
 
     @property
     def tokens(self) -> list[int]:
-        return [token for row in self.rows for token in ints(row.token_ids)]
+        return self.delivered + [token for row in self.rows for token in ints(row.token_ids)]
 
     @property
     def finish(self) -> Finish | None:
@@ -117,20 +120,23 @@ class Harness:
         prompt_len: int = 8,
         extra_key: str = "",
         ignore_eos: bool = True,
+        delivered: Sequence[int] = (),
+        usage: Usage | None = None,
         message: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> str:
-        """Send a request; a random prompt unless one is given."""
+        """Send a request; a random prompt unless one is given. With `delivered` tokens it was begun elsewhere."""
         rid = rid if rid is not None else f"r{len(self.answers)}"
         if prompt is None:
             prompt = [int(token) for token in self.rng.integers(1, VOCAB_SIZE, prompt_len)]
         sampling.setdefault("max_new_tokens", 4)
         params = SamplingParams(ignore_eos=ignore_eos, seed=1, **sampling)
-        self.answers[rid] = Answer(prompt, params)
-        ids = np.array(prompt, dtype=np.int32).tobytes()
-        self.scheduler.handle(
-            GenerateRequest(rid, ids, params, extra_key=extra_key, **(message or {})), self.now_s
-        )
+        self.answers[rid] = Answer(prompt, params, delivered)
+        ids, fields = np.array(prompt, dtype=np.int32).tobytes(), dict(message or {})
+        if delivered:
+            output_ids = np.array(delivered, dtype=np.int32).tobytes()
+            fields["delivered"] = Delivered(output_ids, usage or Usage(len(prompt), len(delivered)))
+        self.scheduler.handle(GenerateRequest(rid, ids, params, extra_key=extra_key, **fields), self.now_s)
         self.collect()
         return rid
 

@@ -1,0 +1,141 @@
+"""Requests that go on where a lost scheduler left them, and requests whose tokenizer manager is gone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.runtime.messages import AbandonRequests, Delivered, FinishKind, GenerateRequest, Usage
+from engine.runtime.sampling_params import SamplingParams
+
+from .fake_runner import expected_output, ints
+from .harness import VOCAB_SIZE, Harness
+
+PROMPT = list(range(1, 20))
+
+
+def whole_answer(harness, **sampling):
+    """What a request for `PROMPT` is answered with if nothing happens."""
+    params = SamplingParams(ignore_eos=True, seed=1, **sampling)
+    return expected_output(PROMPT, params, harness.eos, VOCAB_SIZE)[0]
+
+
+def test_the_answer_goes_on_behind_what_was_delivered(make_scheduler):
+    harness = make_scheduler()
+    tokens = whole_answer(harness, max_new_tokens=10)
+    rid = harness.submit(prompt=PROMPT, max_new_tokens=10, delivered=tokens[:6])
+
+    harness.run_until_idle()
+
+    answer = harness.answers[rid]
+    assert [ints(row.token_ids) for row in answer.rows] == [[token] for token in tokens[6:]]
+    assert answer.finish.kind is FinishKind.LENGTH
+    assert ints(answer.rows[0].options.delivered_ids) == tokens[:6]
+
+
+def test_usage_is_what_it_was(make_scheduler):
+    harness = make_scheduler()
+    tokens = whole_answer(harness, max_new_tokens=10)
+    before = Usage(len(PROMPT), 6, cached_tokens=8, queue_s=1.5, num_retractions=2)
+    rid = harness.submit(prompt=PROMPT, max_new_tokens=10, delivered=tokens[:6], usage=before)
+
+    harness.run_until_idle()
+
+    assert harness.answers[rid].rows[-1].usage == Usage(len(PROMPT), 10, 8, 1.5, 2)
+
+
+def test_min_new_tokens_count_what_was_delivered(make_scheduler):
+    """The runner masks stop tokens by the length of the output, of which it must know all."""
+    harness = make_scheduler()
+    sampling = {"max_new_tokens": 12, "min_new_tokens": 8, "stop_token_ids": tuple(range(VOCAB_SIZE // 2))}
+    tokens = whole_answer(harness, **sampling)
+    assert len(tokens) > 8
+    rid = harness.submit(prompt=PROMPT, delivered=tokens[:5], **sampling)
+
+    harness.run_until_idle()  # which compares the answer
+
+    assert harness.answers[rid].tokens == tokens
+
+
+def test_it_is_no_longer_subject_to_the_limit_for_the_queue(make_scheduler):
+    harness = make_scheduler()
+    tokens = whole_answer(harness, max_new_tokens=10)
+    old = {"arrival_s": harness.now_s - 50, "queue_timeout_s": 10.0}
+    begun = harness.submit(prompt=PROMPT, max_new_tokens=10, delivered=tokens[:1], message=old)
+    waiting = harness.submit(prompt=PROMPT, max_new_tokens=10, message=old)
+
+    harness.run_until_idle()
+
+    assert harness.answers[begun].finish.kind is FinishKind.LENGTH
+    assert harness.answers[waiting].finish.status == 503
+
+
+@given(data=st.data())
+def test_wherever_the_answer_was_cut_it_is_the_same(data):
+    """Also with siblings, retractions, chunks and steps in flight; the harness compares every token."""
+    harness = Harness(
+        num_pages=data.draw(st.sampled_from([14, 64])),
+        chunked_prefill_size=data.draw(st.sampled_from([4, 64])),
+        overlap=data.draw(st.integers(0, 1)),
+        radix_cache=data.draw(st.booleans()),
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        length = data.draw(st.integers(1, 20))
+        tokens = whole_answer(harness, max_new_tokens=length)
+        num_delivered = data.draw(st.integers(0, length - 1))
+        harness.submit(
+            prompt=PROMPT, max_new_tokens=length, delivered=tokens[:num_delivered], message={"group": "g"}
+        )
+    harness.run_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("output_ids", "reason"),
+    [(b"", "at least one"), (b"\1\0\0", "3 bytes"), (np.int32([1] * 4).tobytes(), "4 tokens were delivered")],
+)
+def test_what_cannot_be_gone_on_with_is_refused(make_scheduler, output_ids, reason):
+    harness = make_scheduler()
+    harness.submit("probe")
+    harness.run_until_idle()
+    prompt = np.array(PROMPT, dtype=np.int32).tobytes()
+    sampling = SamplingParams(max_new_tokens=4, seed=1)
+    delivered = Delivered(output_ids, Usage(len(PROMPT), 1))
+
+    harness.scheduler.handle(GenerateRequest("bad", prompt, sampling, delivered=delivered), harness.now_s)
+    [message] = harness.scheduler.take_outputs()
+
+    assert message.outputs[0].finish.kind is FinishKind.ERROR
+    assert reason in message.outputs[0].finish.message
+
+
+# ---------------------------------------------------------------- a lost tokenizer manager
+
+
+def test_requests_of_a_lost_tokenizer_manager_are_aborted_and_free_everything(make_scheduler):
+    harness = make_scheduler(max_running_requests=1)
+    old = {"arrival_s": harness.now_s}
+    harness.submit("running", max_new_tokens=50, message=old)
+    harness.submit("waiting", message=old)
+    harness.step()
+    harness.step()
+    new = harness.submit("new", message={"arrival_s": harness.now_s + 2})
+
+    harness.scheduler.handle(AbandonRequests(harness.now_s + 1), harness.now_s)
+    harness.run_until_idle()
+
+    assert harness.answers["running"].finish.kind is FinishKind.ABORT
+    assert harness.answers["waiting"].finish.kind is FinishKind.ABORT
+    assert harness.answers[new].finish.kind is FinishKind.LENGTH
+    assert harness.pages().held == 0
+
+
+def test_what_it_had_sent_and_comes_late_is_dropped(make_scheduler):
+    harness = make_scheduler()
+    harness.scheduler.handle(AbandonRequests(harness.now_s + 1), harness.now_s)
+
+    late = harness.submit("late", message={"arrival_s": harness.now_s})
+
+    assert harness.scheduler.num_unfinished == 0
+    assert harness.answers.pop(late).rows == []
