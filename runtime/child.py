@@ -49,7 +49,9 @@ from .control import (
     ControlChannel,
     Failed,
     Heartbeat,
+    Order,
     PeerDied,
+    PeersLost,
     PeersReady,
     Ready,
     Role,
@@ -93,7 +95,7 @@ class Child:
         self._channel = channel
         self._capacity: Capacity | None = None
         self._stop: Stop | None = None
-        self._orders: deque[Stop | PeerDied] = deque()
+        self._orders: deque[Order] = deque()
         self._last_heartbeat_s = -HEARTBEAT_INTERVAL_S
         self._take(others)
 
@@ -159,8 +161,8 @@ class Child:
         self._read()
         return self._stop is not None
 
-    async def next_order(self) -> Stop | PeerDied:
-        """What the supervisor says next (tokenizer manager).
+    async def next_order(self) -> Order:
+        """What the supervisor says next (tokenizer manager), after the `PeersReady` that `wait_for_peers` has taken.
 
         `Stop(drain=True)` may be followed by `Stop(drain=False)`, when the time is up, and by `PeerDied`:
         keep listening while draining. A supervisor that is gone reads as `Stop(drain=False)`.
@@ -187,9 +189,9 @@ class Child:
     def _take(self, messages: Sequence[ToChild]) -> None:
         for message in messages:
             match message:
-                case PeersReady(capacity=capacity):
+                case PeersReady(capacity=capacity) if self._capacity is None:
                     self._capacity = capacity
-                case PeerDied():
+                case PeersReady() | PeersLost() | PeerDied():
                     self._orders.append(message)
                 case Stop():
                     self._stop = message

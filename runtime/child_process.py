@@ -16,6 +16,7 @@ from .control import PeerDied, Ready, Role, Stop, ToSupervisor, process_label, s
 from .messages import Message
 
 _EXIT_AFTER_EOF_S: Final = 2.0
+_TRACEBACKS_S: Final = 1.0
 
 
 def start_module(module: str, role: str, fd: int) -> subprocess.Popen[bytes]:
@@ -70,6 +71,7 @@ class ChildProcess:
         self._channel = supervisor_end(ours)
         self._black_box = black_box
         self._is_deaf = False
+        self._is_aborted = False
         self._group_is_gone = False
 
     @property
@@ -147,6 +149,7 @@ class ChildProcess:
 
     def abort(self) -> None:
         """Ask for the tracebacks of all its threads (faulthandler prints them) and its end."""
+        self._is_aborted = True
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGABRT)
 
@@ -157,10 +160,13 @@ class ChildProcess:
                 self._process.send_signal(SHOW_STACKS)
 
     def kill(self) -> None:
-        """Kill the process and all it has started, at once; collect its exit status.
+        """Kill the process and all it has started; collect its exit status. After `abort` it may show its stacks first.
 
         What a fatal signal made it write is copied to standard error.
         """
+        if self._is_aborted:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TRACEBACKS_S)
         self._kill_group()
         self._process.wait()
         self._channel.close()

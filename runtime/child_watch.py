@@ -11,6 +11,7 @@ suspended, a terminal's Ctrl-Z, or a load that starved everybody must not look l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import signal
@@ -35,12 +36,19 @@ watchdog for it."""
 
 
 class ChildFailure(Exception):
-    """A child failed, died or hangs: everything stops."""
+    """A child failed, died or hangs: it is started again, or everything stops.
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    Attributes:
+        message: one line.
+        exit_code: 2 for what the user can mend.
+        child: which one; None where nobody can say, or it is on another machine.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, child: ChildProcess | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.exit_code = exit_code
+        self.child = child
 
 
 class Interrupted(Exception):
@@ -112,6 +120,14 @@ class ChildWatch:
         logger.info("started child=%s pid=%d", child.label, child.pid)
         return child
 
+    def remove(self, child: ChildProcess) -> None:
+        """Kill a child and watch it no more."""
+        self.children.remove(child)
+        with contextlib.suppress(KeyError):  # it has closed its end before
+            self._selector.unregister(child)
+        child.kill()
+        self._lost_since_s = None
+
     def wait_until_ready(self, children: Sequence[ChildProcess], started_s: float) -> None:
         """Wait until these can work; `started_s`: when `startup_timeout` began.
 
@@ -119,17 +135,24 @@ class ChildWatch:
             ChildFailure: any child failed, or one of these is late.
             Interrupted: a signal came first.
         """
-        timeout_s = self._config.startup_timeout
-        while late := [child for child in children if child.ready is None]:
-            if time.monotonic() - started_s > timeout_s:
-                for child in late:
-                    child.abort()
-                names = " and ".join([child.name for child in late] + self._late_nodes)
-                raise ChildFailure(
-                    f"{names} not ready {timeout_s:g} s after the start; the tracebacks above say where; "
-                    "raise --startup-timeout if the machine is slow"
-                )
+        while any(child.ready is None for child in children):
+            self.check_start(children, started_s)
             self._look_once()
+
+    def check_start(self, children: Sequence[ChildProcess], started_s: float) -> None:
+        """Raise `ChildFailure` if one of these is late; `started_s`: when `startup_timeout` began."""
+        timeout_s = self._config.startup_timeout
+        late = [child for child in children if child.ready is None]
+        if not late or time.monotonic() - started_s <= timeout_s:
+            return
+        for child in late:
+            child.abort()
+        names = " and ".join([child.name for child in late] + self._late_nodes)
+        raise ChildFailure(
+            f"{names} not ready {timeout_s:g} s after the start; the tracebacks above say where; "
+            "raise --startup-timeout if the machine is slow",
+            child=late[0],
+        )
 
     def wait_for_nodes(self, started_s: float) -> None:
         """Wait until the other machines can work; as `wait_until_ready`."""
@@ -181,7 +204,7 @@ class ChildWatch:
             for message in child.receive():  # what it said last, while others were being looked after
                 _note(child, message)
             if not child.lost_others:
-                raise ChildFailure(child.describe_end())
+                raise ChildFailure(child.describe_end(), child=child)
 
     def show_stacks(self) -> None:
         """Have every child that still can write its stacks into the black box, before anything is changed."""
@@ -232,7 +255,8 @@ class ChildWatch:
                 child.abort()
                 raise ChildFailure(
                     f"{child.name} hangs: no heartbeat for {timeout_s:g} s (--watchdog-timeout); "
-                    "the tracebacks above say where"
+                    "the tracebacks above say where",
+                    child=child,
                 )
 
     def _check_suspended(self) -> None:
@@ -240,7 +264,8 @@ class ChildWatch:
             if child.silent_s > _SUSPENDED_S and child.is_suspended():
                 raise ChildFailure(
                     f"{_with_rank(child)} was stopped by a signal (SIGSTOP or SIGTSTP) and has not been continued; "
-                    "the other ranks cannot go on without it"
+                    "the other ranks cannot go on without it",
+                    child=child,
                 )
 
     def _check_lost(self, now_s: float) -> None:
@@ -260,9 +285,10 @@ class ChildWatch:
             names = " and ".join(_with_rank(child) for child in silent)
             raise ChildFailure(
                 f"{names} did not take part in a step any more: {says}; the tracebacks above say where; raise "
-                "--dist-timeout if a step may take that long"
+                "--dist-timeout if a step may take that long",
+                child=silent[0],
             )
-        raise ChildFailure(f"the ranks lost each other: {says}")
+        raise ChildFailure(f"the ranks lost each other: {says}", child=lost[0])
 
     def _ranks(self) -> list[ChildProcess]:
         """Those that share a model; none if there is one rank only."""
@@ -287,13 +313,13 @@ def _note(child: ChildProcess, message: ToSupervisor) -> None:
             child.ready = message
             logger.info("child ready child=%s", child.label)
         case Failed(kind="config"):
-            raise ChildFailure(message.message, exit_code=2)
+            raise ChildFailure(message.message, exit_code=2, child=child)
         case Failed(kind="rank_lost"):
             child.lost_others = message.message
             logger.warning("child=%s lost the other ranks: %s", child.label, message.message)
         case Failed():
             child.traceback = message.traceback
-            raise ChildFailure(f"{child.name} failed: {message.message}")
+            raise ChildFailure(f"{child.name} failed: {message.message}", child=child)
         case Heartbeat():
             pass
         case _:

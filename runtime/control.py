@@ -1,6 +1,6 @@
 """The control channel: what supervisor and child tell each other, over one inherited socket pair per child.
 
-    supervisor --Settings, PeersReady, PeerDied, Stop--> child --Ready, Failed, Heartbeat--> supervisor
+    supervisor --Settings, PeersReady, PeersLost, PeerDied, Stop--> child --Ready, Failed, Heartbeat--> supervisor
 
 It is apart from the ZMQ sockets so that it works before those exist and after they are stuck, and because
 the kernel closes it with the process: end of file means that the other side is dead, at once and without a
@@ -79,6 +79,7 @@ class Settings(Message, frozen=True):
         spec: the model's architecture facts.
         endpoints: where each room receives.
         rank: of a model runner, in its tensor-parallel group; the scheduler has 0.
+        life: 0 for those that start with the engine, more for one that takes the place of a process that was lost.
     """
 
     role: Role
@@ -87,12 +88,19 @@ class Settings(Message, frozen=True):
     spec: ModelSpec
     endpoints: Endpoints
     rank: int = 0
+    life: int = 0
 
 
 class PeersReady(Message, frozen=True):
-    """To the tokenizer manager: scheduler and detokenizer are ready, and this much fits; open the port."""
+    """To the tokenizer manager: scheduler and detokenizer are ready (again), and this much fits; open the port."""
 
     capacity: Capacity
+
+
+class PeersLost(Message, frozen=True):
+    """To the tokenizer manager: another process is gone, for the reason in `message`; `PeersReady` will follow."""
+
+    message: str
 
 
 class PeerDied(Message, frozen=True):
@@ -107,7 +115,8 @@ class Stop(Message, frozen=True):
     drain: bool
 
 
-ToChild = Settings | PeersReady | PeerDied | Stop
+Order = PeersReady | PeersLost | PeerDied | Stop
+ToChild = Settings | Order
 
 
 # ---------------------------------------------------------------- child -> supervisor

@@ -1,4 +1,4 @@
-"""`CrashReports`: a file about a failure that ended the server, for whoever has to find out why.
+"""`CrashReports`: a file about a failure that ended the server or a process of it, for whoever has to find out why.
 
 It has the cause, the settings (no secrets), what became of each process with its traceback or stacks, and the
 scheduler's last decisions; no prompts and no answers. The supervisor writes it when the processes have been told to
@@ -66,34 +66,37 @@ class CrashReports:
         self._decision_lines = decision_lines
         self._clock = clock
 
-    def note(self, cause: str, children: Sequence[Crashed], folder: Path) -> str:
+    def note(
+        self, cause: str, children: Sequence[Crashed], folder: Path, what: str = "ended by a failure"
+    ) -> str:
         """Write a report; what to add to the last line: `; report: PATH`. A report that cannot be written is no error.
 
         Args:
             cause: why the engine ends.
             children: its processes, in the order of their start.
             folder: its private directory, with what they have left there.
+            what: has become of the engine.
         """
         try:
-            return f"; report: {self._write(cause, children, folder)}"
+            return f"; report: {self._write(cause, children, folder, what)}"
         except (OSError, ConfigError) as error:
             logger.warning("no crash report: %s; see --crash-dir", error)
             return ""
 
-    def _write(self, cause: str, children: Sequence[Crashed], folder: Path) -> Path:
+    def _write(self, cause: str, children: Sequence[Crashed], folder: Path, what: str) -> Path:
         reports = crash_dir(self._config.log.crash_dir)
         reports.mkdir(mode=0o700, parents=True, exist_ok=True)
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._clock()))
         path = reports / f"{_PREFIX}{when}-{os.getpid()}.txt"
-        text = "\n".join(self._lines(cause, children, folder))
+        text = "\n".join(self._lines(cause, children, folder, what))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{text}\n")
         _remove_old(reports)
         return path
 
-    def _lines(self, cause: str, children: Sequence[Crashed], folder: Path) -> Iterator[str]:
-        yield f"engine {__version__} ended by a failure"
+    def _lines(self, cause: str, children: Sequence[Crashed], folder: Path, what: str) -> Iterator[str]:
+        yield f"engine {__version__} {what}"
         yield f"cause: {cause}"
         yield f"time: {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(self._clock()))}"
         yield f"python: {platform.python_version()} ({sys.executable}); {platform.platform()}"

@@ -361,7 +361,7 @@ class RequestList(Message, frozen=True):
     list_id: int
     requests: list[LiveRequest]
     total: int
-    last_pass: dict[str, int] = {}  # noqa: RUF012  (msgspec copies mutable defaults)
+    last_pass: dict[str, int] = {}
 
 
 DetokenizerInput = BatchTokenOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList

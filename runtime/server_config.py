@@ -67,6 +67,9 @@ class ServerConfig:
     watchdog_timeout: Annotated[
         float, "Seconds without a heartbeat after which a process counts as hung."
     ] = 60.0
+    max_restarts: Annotated[
+        int, "Restarts of lost processes within five minutes, before the server ends; 0 for none."
+    ] = 3
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -74,6 +77,7 @@ class ServerConfig:
         for name in _POSITIVE:
             check_finite(name, getattr(self, name), 0.0, open_end=True)
         check_at_least("max_connections", self.max_connections, 1)
+        check_at_least("max_restarts", self.max_restarts, 0)
         if self.isolate_tenants and not self.needs_key:
             raise ConfigError(
                 "isolate_tenants is True, but tenants are told apart by their API keys; set api_key"

@@ -83,6 +83,10 @@ class SocketDir:
             black_box=str(self.path),
         )
 
+    def forget_ranks(self) -> None:
+        """Remove the file of a group of ranks that is gone, so that the next group does not find its addresses."""
+        (self.path / _RANK_STORE_NAME).unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Remove the directory with all sockets in it."""
         _remove(self.path)

@@ -1,15 +1,16 @@
 """`Supervisor`: starts, watches and stops the processes of the engine; itself the `engine serve` process.
 
 It knows no model and no HTTP. Its life: start all children, wait until they are ready, serve, drain, stop.
-Whatever goes wrong at any point ends in one `Outcome` with one root cause, and nothing is left behind: no
-process, no socket directory, no port. `ChildWatch` finds out what went wrong.
+A process that is lost while the engine serves is started again (`Recovery`). Whatever else goes wrong at any point
+ends in one `Outcome` with one root cause, and nothing is left behind: no process, no socket directory, no port.
+`ChildWatch` finds out what went wrong.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .child_process import ChildProcess
@@ -20,6 +21,7 @@ from .crash_report import CrashReports
 from .feasibility import Capacity
 from .model_files.model_spec import ModelSpec
 from .model_files.source import ModelSource
+from .recovery import Recovery, capacity_of_scheduler
 from .signal_queue import SignalQueue
 from .socket_dir import SocketDir
 
@@ -109,10 +111,10 @@ class Supervisor:
 
     def _run(self, watch: ChildWatch, socket_dir: SocketDir) -> Outcome:
         try:
-            manager = self._start(watch, socket_dir)
+            recovery = self._start(watch, socket_dir)
             while not self._signals.received:
-                watch.look()
-            return self._drain(watch, manager)
+                recovery.look()
+            return self._drain(watch, recovery)
         except ChildFailure as failure:
             watch.show_stacks()
             watch.stop(failure.message)
@@ -122,14 +124,19 @@ class Supervisor:
 
     def _report(self, failure: ChildFailure, watch: ChildWatch, socket_dir: SocketDir) -> str:
         """Where a report of the failure is, for the last line; "" for what the user can mend."""
-        if self._crash_reports is None or failure.exit_code != 1:
+        if failure.exit_code != 1:
             return ""
-        return self._crash_reports.note(failure.message, watch.children, socket_dir.path)
+        return self._note(failure.message, watch.children, socket_dir, "ended by a failure")
+
+    def _note(self, cause: str, children: Sequence[ChildProcess], socket_dir: SocketDir, what: str) -> str:
+        if self._crash_reports is None:
+            return ""
+        return self._crash_reports.note(cause, children, socket_dir.path, what)
 
     # ------------------------------------------------------------ the phases
 
-    def _start(self, watch: ChildWatch, socket_dir: SocketDir) -> ChildProcess:
-        """Start all children and wait until clients can connect; returns the tokenizer manager."""
+    def _start(self, watch: ChildWatch, socket_dir: SocketDir) -> Recovery:
+        """Start all children and wait until clients can connect."""
         started_s = time.monotonic()
         if self._config.parallel.nnodes > 1:
             watch.nodes = self._make_nodes(self._config, self._spec)
@@ -137,15 +144,14 @@ class Supervisor:
         endpoints = socket_dir.endpoints(ranks)
         processes = [(role, 0) for role in (Role.SCHEDULER, Role.DETOKENIZER, Role.TOKENIZER_MANAGER)]
         processes += [(Role.MODEL_RUNNER, rank) for rank in ranks]
-        scheduler, _, manager, *_ = (
-            watch.start(
-                self._rooms[role], Settings(role, self._config, self._source, self._spec, endpoints, rank)
-            )
+        settings = [
+            Settings(role, self._config, self._source, self._spec, endpoints, rank)
             for role, rank in processes
-        )
+        ]
+        _, _, manager, *_ = (watch.start(self._rooms[each.role], each) for each in settings)
         watch.wait_until_ready([child for child in watch.children if child is not manager], started_s)
         watch.wait_for_nodes(started_s)
-        capacity = _scheduler_capacity(scheduler)
+        capacity = capacity_of_scheduler(watch.children)
         manager.send(PeersReady(capacity))
         watch.wait_until_ready([manager], started_s)
 
@@ -156,17 +162,24 @@ class Supervisor:
             raise ChildFailure("tokenizer_manager is ready and has not said where it listens")
         logger.info("ready url=%s startup_s=%.2f", url, startup_s)
         self._on_ready(EngineReady(url, capacity, details, startup_s))
-        return manager
+        return Recovery(
+            watch,
+            self._rooms,
+            settings,
+            forget_ranks=socket_dir.forget_ranks,
+            report=lambda cause, lost: self._note(cause, lost, socket_dir, "has restarted lost processes"),
+        )
 
-    def _drain(self, watch: ChildWatch, manager: ChildProcess) -> Outcome:
+    def _drain(self, watch: ChildWatch, recovery: Recovery) -> Outcome:
         """Let the tokenizer manager finish what runs, for which the others must live; then stop them."""
         timeout_s = self._config.server.drain_timeout
+        manager = recovery.manager
         logger.info("draining signal=%s timeout_s=%g", self._signals.received[0].name, timeout_s)
         manager.tell_to_stop(Stop(drain=True))
         # The manager keeps the time-out, and answers whom it cuts off; ours is for a manager that does not.
         deadline_s = time.monotonic() + timeout_s + STOP_GRACE_S
         while not manager.has_ended() and time.monotonic() < deadline_s:
-            watch.look()
+            recovery.look()
             if len(self._signals.received) > 1:
                 raise Interrupted(self._signals.received[1])
         watch.check_ends()
@@ -186,9 +199,3 @@ def _listen_for_nodes(config: EngineConfig, spec: ModelSpec) -> Nodes:
     from .node_link import NodeHub  # most engines have one machine and need no sockets between several
 
     return NodeHub(config, spec)
-
-
-def _scheduler_capacity(scheduler: ChildProcess) -> Capacity:
-    if scheduler.ready is None or scheduler.ready.capacity is None:
-        raise ChildFailure("scheduler is ready and has not said what it can hold")
-    return scheduler.ready.capacity

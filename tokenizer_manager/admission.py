@@ -154,6 +154,11 @@ class QueueGate:
         """One request went to the scheduler."""
         self._sent_s.append(now_s)
 
+    def restarted(self, num_live: int, now_s: float) -> None:
+        """A new scheduler gets all live requests at once; what the one before reported is no longer so."""
+        self._num_running = self._num_queued = 0
+        self._sent_s = deque([now_s] * num_live)
+
     def finished(self, now_s: float) -> None:
         """One request has been answered."""
         self._finished_s.append(now_s)

@@ -47,7 +47,8 @@ from .generation import Choice, Generation, GenerationRequest, Prompt
 from .metrics import Metrics
 from .prompt_encoder import PromptEncoder, prompt_name
 from .questions import Questions
-from .request_log import RequestLog
+from .recovery import Recovery
+from .request_log import LoggedRequest, RequestLog
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class TokenizerManager:
         metrics: Metrics,
         draw_seed: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        life: int = 0,
     ) -> None:
         """Make a manager without streams.
 
@@ -90,6 +92,7 @@ class TokenizerManager:
             metrics: where latencies are counted.
             draw_seed: a seed for a request that brings none, in [0, MAX_SEED].
             clock: CLOCK_MONOTONIC.
+            life: how many managers this engine has had before; answers to their questions are none to ours.
         """
         self.capacity = capacity
         self.request_log = RequestLog()
@@ -106,9 +109,11 @@ class TokenizerManager:
             clock()
         )  # the scheduler has just told its capacity, which counts as its first heartbeat
         self._death: str | None = None  # not the error: raising one object twice keeps every traceback alive
-        self._live: dict[str, tuple[Generation, Choice]] = {}
         self._generations: dict[str, Generation] = {}
-        self._questions = Questions(send, _ANSWER_TIMEOUT_S)
+        self._questions = Questions(send, _ANSWER_TIMEOUT_S, first_id=life << 32)
+        self._recovery = Recovery(
+            self.request_log, gate=self._gate, metrics=metrics, send=send, fail=self._fail
+        )
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -126,7 +131,7 @@ class TokenizerManager:
         self._check_open()
         request.sampling.verify(self.capacity.vocab_size)
         num_choices = len(request.prompts) * request.n
-        gate = self._gate.hold(num_choices, len(self._live), self._clock())
+        gate = self._gate.hold(num_choices, len(self.request_log), self._clock())
         with contextlib.nullcontext() if request.probe else gate:
             encoded = await self._encode(request)
             self._check_open()  # it may have changed while we tokenised
@@ -153,18 +158,14 @@ class TokenizerManager:
         Returns:
             how many choices are concerned.
         """
-        if request_id is None:
-            rids = list(self._live)
-        elif (generation := self._generations.get(request_id)) is not None:
-            rids = [choice.rid for choice in generation.choices if choice.rid in self._live]
-        else:
-            rids = [request_id] if request_id in self._live else []
+        choices = self._choices_of(request_id) if request_id is not None else self._all_choices()
+        live = [logged for choice in choices if (logged := self.request_log.get(choice.rid)) is not None]
         if owner is not None:
-            rids = [rid for rid in rids if self._live[rid][0].owner == owner]
-        for rid in rids:
-            self._live[rid][1].abort_asked = True
-            self._send(AbortRequest(rid=rid, reason=reason))
-        return len(rids)
+            live = [logged for logged in live if logged.generation.owner == owner]
+        for logged in live:
+            logged.choice.abort_asked = True
+            self._send(AbortRequest(rid=logged.rid, reason=reason))
+        return len(live)
 
     async def flush_cache(self) -> FlushCacheDone:
         """Drop what the prefix cache can drop.
@@ -172,7 +173,7 @@ class TokenizerManager:
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
-        self._check_alive()
+        self._check_answering()
         return await self._questions.ask(FlushCache, FlushCacheDone)
 
     async def explain(self, request_id: str) -> Explanation:
@@ -184,8 +185,10 @@ class TokenizerManager:
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
-        self._check_alive()
+        self._check_answering()
         rid = f"{request_id}-0" if _GENERATION_ID.fullmatch(request_id) else request_id
+        if choices := self._choices_of(request_id):
+            rid = choices[0].rid
         return await self._questions.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
 
     async def pin(
@@ -204,7 +207,7 @@ class TokenizerManager:
             RequestError: the prompt is empty, has tokens that there are not, or is longer than any prompt that can run.
             EngineDeadError: the scheduler does not answer.
         """
-        self._check_alive()
+        self._check_answering()
         if isinstance(prompt, str):
             check_may_fit(prompt, self._encoder.tokenizer, self.capacity, param)
         [ids] = await self._encoder.encode([prompt], add_special_tokens=add_special_tokens, param=param)
@@ -215,7 +218,7 @@ class TokenizerManager:
                 param=param,
                 code="invalid_value",
             )
-        self._check_alive()  # it may have died while we tokenised
+        self._check_answering()  # it may have died while we tokenised
         input_ids = ids.tobytes()
         return await self._questions.ask(
             lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone
@@ -227,15 +230,15 @@ class TokenizerManager:
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
-        self._check_alive()
+        self._check_answering()
         return await self._questions.ask(lambda list_id: ListRequests(list_id, limit), RequestList)
 
     def ttft_s(self, rid: str) -> float | None:
         """Seconds from the arrival of a live request to its first token; None if there is none yet."""
-        generation, choice = self._live.get(rid, (None, None))
-        if generation is None or choice is None or choice.first_token_s is None:
+        logged = self.request_log.get(rid)
+        if logged is None or logged.choice.first_token_s is None:
             return None
-        return choice.first_token_s - generation.arrival_s
+        return logged.choice.first_token_s - logged.generation.arrival_s
 
     def unhealthy_reason(self) -> str | None:
         """Why requests should go elsewhere now; None if all is well."""
@@ -243,6 +246,8 @@ class TokenizerManager:
             return self._death
         if self.draining:
             return "the server is shutting down"
+        if self._recovery.reason is not None:
+            return self._recovery.reason
         age_s = self._clock() - (self._started_s if self.report is None else self.report.sent_s)
         if age_s > self._watchdog_timeout_s:
             return f"the scheduler's last heartbeat is {age_s:.1f} s old, the limit is {self._watchdog_timeout_s:g} s"
@@ -272,6 +277,20 @@ class TokenizerManager:
                 self._questions.answered(message.list_id, message)
             case _:
                 assert_never(message)
+
+    # ------------------------------------------------------------ lost and restarted processes
+
+    def peers_lost(self, message: str) -> None:
+        """The scheduler or the detokenizer is gone, and will be back; see `Recovery`."""
+        self._recovery.lost(message)
+        self._questions.fail(message)
+
+    def peers_back(self, capacity: Capacity) -> None:
+        """There is a scheduler and a detokenizer again."""
+        self.capacity = capacity
+        self.report = None
+        self._started_s = self._clock()
+        self._recovery.back(self._started_s)
 
     # ------------------------------------------------------------ ends of the process
 
@@ -304,6 +323,22 @@ class TokenizerManager:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
+
+    def _check_answering(self) -> None:
+        self._check_alive()
+        if self._recovery.reason is not None:
+            raise EngineDeadError(self._recovery.reason)
+
+    def _all_choices(self) -> list[Choice]:
+        return [logged.choice for logged in self.request_log]
+
+    def _choices_of(self, request_id: str) -> list[Choice]:
+        """Those of a generation, or (as its client knows it, `<generation>-<index>`) one of them."""
+        if (generation := self._generations.get(request_id)) is not None:
+            return generation.choices
+        generation_id, _, index = request_id.rpartition("-")
+        generation = self._generations.get(generation_id)
+        return [] if generation is None else [c for c in generation.choices if str(c.index) == index]
 
     def _check_open(self) -> None:
         self._check_alive()
@@ -361,20 +396,22 @@ class TokenizerManager:
         self._idle.clear()
         now_s = self._clock()
         for choice, message in zip(choices, messages, strict=True):
-            self._live[choice.rid] = (generation, choice)
-            self.request_log.add(message)
+            logged = LoggedRequest(message, generation, choice)
+            self.request_log.add(logged)
             self._gate.sent(now_s)
-            self._send(message)
+            self._recovery.submit_new(logged)
         return generation
 
     def _deliver(self, output: TextOutput, now_s: float) -> None:
-        entry = self._live.get(output.rid)
-        if entry is None:
-            return  # answered or aborted already: late rows are expected
-        generation, choice = entry
+        logged = self.request_log.get(output.rid)
+        if logged is None:
+            return  # answered or aborted already, or under way from a lost process: late rows are expected
+        generation, choice = logged.generation, logged.choice
         self._metrics.row_arrived(generation, choice, output, now_s)
         if output.token_ids:
-            self.request_log.deliver(output.rid, output.token_ids)
+            logged.delivered_ids += output.token_ids
+            logged.usage = output.usage
+            self._recovery.progressed(logged)
         finish = output.finish
         if finish is None:
             generation.put(choice, output)
@@ -388,12 +425,20 @@ class TokenizerManager:
             message = finish.message or f"the engine ended the request ({finish.kind.value})"
             logger.warning("request failed rid=%s status=%d error=%s", output.rid, finish.status, message)
             code = _TIMEOUT_CODES.get(finish.status, "generation_failed")
-            generation.fail(RequestError(message, code=code, status=finish.status))
-            self._abort_rest(generation, "another choice of the request failed")
+            self._fail(generation, RequestError(message, code=code, status=finish.status))
             return
         generation.put(choice, output)
         if generation.finished:
             self._retire(generation)
+
+    def _fail(
+        self,
+        generation: Generation,
+        error: RequestError,
+        reason: str = "another choice of the request failed",
+    ) -> None:
+        generation.fail(error)
+        self._abort_rest(generation, reason)
 
     def _on_reader_gone(self, generation: Generation) -> None:
         self._abort_rest(generation, "client disconnected")
@@ -402,7 +447,7 @@ class TokenizerManager:
         """Abort what still runs of a generation that nobody reads any more."""
         now_s = self._clock()
         for choice in generation.choices:
-            if choice.rid in self._live:
+            if choice.rid in self.request_log:
                 # First the message, then the state: nothing may be forgotten whose abort was not sent.
                 self._send(AbortRequest(rid=choice.rid, reason=reason))
                 self._metrics.finished_reqs.add("dropped")
@@ -410,8 +455,7 @@ class TokenizerManager:
         self._retire(generation)
 
     def _forget(self, rid: str, now_s: float) -> None:
-        del self._live[rid]
-        self.request_log.remove(rid)
+        self._recovery.ended(self.request_log.remove(rid))
         self._gate.finished(now_s)
 
     def _retire(self, generation: Generation) -> None:

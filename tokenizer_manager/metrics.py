@@ -122,6 +122,7 @@ class Metrics:
             process sees them; the inter-token latency of a row with several tokens is shared out evenly.
         finished_reqs: by finish reason.
         http_responses: by status.
+        num_resumed_reqs: submitted again because a process was lost.
     """
 
     def __init__(self) -> None:
@@ -140,6 +141,7 @@ class Metrics:
         self.finished_reqs = LabelledCounter(
             "finished_reqs_total", "Requests that ended, by reason.", "reason"
         )
+        self.num_resumed_reqs = 0
         self.http_responses = LabelledCounter("http_responses_total", "HTTP responses, by status.", "status")
 
     def row_arrived(self, generation: Generation, choice: Choice, output: TextOutput, now_s: float) -> None:
@@ -177,6 +179,8 @@ class Metrics:
             f'engine:num_queue_reqs_by_reason{{reason="{_label(reason)}"}} {count!r}'
             for reason, count in sorted(shown.waiting_by_reason.items())
         )
+        lines += _head("resumed_reqs_total", "Requests submitted again after a process was lost.", "counter")
+        lines.append(f"engine:resumed_reqs_total {self.num_resumed_reqs}")
         lines += _head("stalled", "1 if requests wait and nothing moves.", "gauge")
         lines.append(f"engine:stalled {int(bool(shown.stalled))}")
         lines += _head("schedule_policy_info", "The policy that orders the queue now.", "gauge")

@@ -22,10 +22,10 @@ import uvloop
 from .. import __version__
 from ..runtime.child import Child
 from ..runtime.config import EngineConfig
-from ..runtime.control import PeerDied, Stop
+from ..runtime.control import Order, PeerDied, PeersLost, PeersReady, Stop
 from ..runtime.feasibility import Capacity
 from ..runtime.ipc import AsyncInbox, Outbox
-from ..runtime.messages import ManagerInput
+from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.server_config import ServerConfig
 from .chat_template import ChatTemplate, load_chat_template
@@ -86,7 +86,10 @@ async def _serve(
         send=outbox.send,
         metrics=metrics,
         draw_seed=seed_source(settings.config),
+        life=settings.life,
     )
+    if settings.life:  # the one before has left requests behind
+        outbox.send(AbandonRequests(before_s=time.monotonic()))
     services = Services(
         manager=manager,
         gate=gate,
@@ -150,7 +153,7 @@ async def _pump(inbox: AsyncInbox[ManagerInput], manager: TokenizerManager) -> N
 class Orders(Protocol):
     """Where the supervisor's orders come from: `Child`."""
 
-    async def next_order(self) -> Stop | PeerDied:
+    async def next_order(self) -> Order:
         """The next one; waits for it."""
         ...
 
@@ -174,6 +177,10 @@ async def obey(orders: Orders, manager: TokenizerManager, drain_timeout_s: float
                 drained = drained or asyncio.create_task(_wait_drained(manager, drain_timeout_s))
             case Stop():
                 break
+            case PeersLost(message=message):
+                manager.peers_lost(message)
+            case PeersReady(capacity=capacity):
+                manager.peers_back(capacity)
             case PeerDied(message=message):
                 manager.engine_died(message)
                 break

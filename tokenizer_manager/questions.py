@@ -16,12 +16,12 @@ A = TypeVar("A", FlushCacheDone, PinDone, Explanation, RequestList)
 class Questions:
     """The questions that are open; ids are unique across their kinds."""
 
-    def __init__(self, send: Callable[[SchedulerInput], None], timeout_s: float) -> None:
-        """Ask through `send`, and wait so long for each answer."""
+    def __init__(self, send: Callable[[SchedulerInput], None], timeout_s: float, first_id: int = 0) -> None:
+        """Ask through `send`, and wait so long for each answer; ids come after `first_id`."""
         self._send = send
         self._timeout_s = timeout_s
         self._open: dict[int, asyncio.Future[Answer]] = {}
-        self._num_asked = 0
+        self._last_id = first_id
 
     def __len__(self) -> int:
         """How many are open."""
@@ -33,8 +33,8 @@ class Questions:
         Raises:
             EngineDeadError: none comes.
         """
-        self._num_asked += 1
-        question_id = self._num_asked
+        self._last_id += 1
+        question_id = self._last_id
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._open[question_id] = future
         try:

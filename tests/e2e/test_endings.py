@@ -42,7 +42,8 @@ class Stream:
 
 @pytest.fixture
 def engine(start_serve, model):
-    return start_serve(str(model), "--dtype", "float32", *SLOW).wait_until_ready()
+    """One that restarts nothing; what it does else is in `tests/faults`."""
+    return start_serve(str(model), "--dtype", "float32", "--max-restarts", "0", *SLOW).wait_until_ready()
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])

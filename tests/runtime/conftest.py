@@ -95,7 +95,10 @@ StartEngine = Callable[..., Engine]
 
 @pytest.fixture
 def start_engine() -> Iterator[StartEngine]:
-    """Starts an engine: of fake rooms that behave as named, or with a model; further arguments are `ServerConfig`'s."""
+    """Starts an engine: of fake rooms that behave as named, or with a model; further arguments are `ServerConfig`'s.
+
+    Lost processes end it, unless `max_restarts` says something else.
+    """
     with contextlib.ExitStack() as stack:
 
         def start(
@@ -108,7 +111,7 @@ def start_engine() -> Iterator[StartEngine]:
         ) -> Engine:
             rooms = {"model": str(model)} if model else {"behaviours": behaviours, "tp": tp}
             clock = {"an_hour_after": an_hour_after} if an_hour_after else {}
-            arguments = {"server": server, **rooms, **clock}
+            arguments = {"server": {"max_restarts": 0, **server}, **rooms, **clock}
             # Not `tmp_path`: the paths of sockets must be short.
             engine = Engine(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))), arguments)
             stack.callback(engine.process.communicate)

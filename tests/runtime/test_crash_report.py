@@ -44,7 +44,8 @@ class Child:
 @pytest.fixture
 def config(tmp_path):
     return EngineConfig(
-        log=LogConfig(crash_dir=str(tmp_path / "crashes")), server=ServerConfig(api_key=("s3cret",), port=8123)
+        log=LogConfig(crash_dir=str(tmp_path / "crashes")),
+        server=ServerConfig(api_key=("s3cret",), port=8123),
     )
 
 

@@ -93,7 +93,11 @@ def test_wherever_the_answer_was_cut_it_is_the_same(data):
 
 @pytest.mark.parametrize(
     ("output_ids", "reason"),
-    [(b"", "at least one"), (b"\1\0\0", "3 bytes"), (np.int32([1] * 4).tobytes(), "4 tokens were delivered")],
+    [
+        (b"", "at least one"),
+        (b"\1\0\0", "3 bytes"),
+        (np.ones(4, dtype=np.int32).tobytes(), "4 tokens were delivered"),
+    ],
 )
 def test_what_cannot_be_gone_on_with_is_refused(make_scheduler, output_ids, reason):
     harness = make_scheduler()

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 from engine.runtime.child import Child
-from engine.runtime.control import PeerDied, Role, Stop
+from engine.runtime.control import PeerDied, PeersLost, PeersReady, Role, Stop
 from engine.runtime.errors import ConfigError, RankLostError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S
@@ -80,6 +80,22 @@ def crashes(child: Child) -> None:
     ctypes.string_at(0)
 
 
+def breaks_its_configuration(child: Child) -> None:
+    """What starts first works; what takes its place finds something that the user must mend."""
+    if child.settings.life:
+        raise ConfigError("model.gguf is gone; download it again")
+    works(child)
+
+
+def crashes_when_told(child: Child) -> None:
+    """Crashes as soon as there is a note that says so."""
+    child.ready(capacity=CAPACITY)
+    while not (NOTES / "crash").exists():
+        child.heartbeat()
+        select.select([], [], [], 0.01)
+    ctypes.string_at(0)
+
+
 def hangs_up(child: Child) -> None:
     """Closes its control channel, and lives."""
     child.ready(capacity=CAPACITY)
@@ -95,6 +111,14 @@ def hangs_at_start(child: Child) -> None:
 def hangs_later(child: Child) -> None:
     child.ready(capacity=CAPACITY)
     threading.Event().wait()
+
+
+def hangs_at_first(child: Child) -> None:
+    """Hangs when told to, and what takes its place does not."""
+    if child.settings.life:
+        works(child)
+    else:
+        hangs_when_told(child)
 
 
 def hangs_when_told(child: Child) -> None:
@@ -162,9 +186,14 @@ def _loop(child: Child) -> None:
 
 async def _manage(child: Child, capacity: Capacity, *, finishes: bool, hangs: bool = False) -> None:
     beating = asyncio.create_task(child.keep_beating())
+    (NOTES / f"life-{child.settings.life}").touch()
     child.ready(url=f"http://localhost/{capacity.num_pages}", port="none")
     while True:
         match await child.next_order():
+            case PeersLost(message=message):
+                (NOTES / "peers-lost").write_text(message)
+            case PeersReady(capacity=capacity):
+                (NOTES / "peers-back").write_text(str(capacity.num_pages))
             case PeerDied(message=message):
                 (NOTES / "clients-were-told").write_text(message)
                 break

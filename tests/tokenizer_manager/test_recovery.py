@@ -1,0 +1,198 @@
+"""What clients see of a lost scheduler or detokenizer: a pause."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.runtime.errors import EngineDeadError, RequestError
+from engine.runtime.messages import BatchTextOutput, Delivered, Finish, FinishKind, TextOutput, Usage
+from engine.tokenizer_manager.admission import QueueFullError
+
+from .fake_engine import CAPACITY, LENGTH, TOKENIZER, ids_of, row, say_all
+from .test_manager import Setup, run, texts
+
+WHY = "scheduler was killed by SIGKILL"
+
+
+def test_a_stream_goes_on_behind_what_was_delivered():
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi", max_new_tokens=9, seed=5, prompt_logprobs=1)
+        first = setup.engine.next_request()
+        setup.manager.on_message(BatchTextOutput([row(first, "ab", total=2, cached=1)]))
+        setup.manager.peers_lost(WHY)
+        assert setup.engine.generate.empty()
+        setup.manager.on_message(BatchTextOutput([row(first, "c", total=3, cached=1)]))  # was still under way
+        setup.manager.peers_back(CAPACITY)
+        again = setup.engine.next_request()
+
+        assert setup.engine.aborts.get_nowait().rid == first.rid
+        assert again.rid != first.rid
+        assert (ids_of(again), again.arrival_s) == (ids_of(first), first.arrival_s)
+        assert again.sampling.seed == 5
+        assert again.sampling.prompt_logprobs is None  # the client has them
+        usage = Usage(2, 3, cached_tokens=1, queue_s=0.25)
+        assert again.delivered == Delivered(row(first, "abc").token_ids, usage)
+
+        setup.manager.on_message(
+            BatchTextOutput([row(first, "X", finish=LENGTH)])
+        )  # nobody knows it any more
+        setup.manager.on_message(BatchTextOutput([row(again, "d", finish=LENGTH)]))
+        assert await texts(generation) == ["abcd"]
+        assert len(setup.manager.request_log) == 0
+        assert "engine:resumed_reqs_total 1" in setup.services.metrics.render(None)
+
+    run(test)
+
+
+def test_a_second_loss_starts_from_what_was_delivered_by_then():
+    async def test(setup: Setup) -> None:
+        await setup.start("hi")
+        request = setup.engine.next_request()
+        for text in ("a" * 20, "b" * 20):
+            setup.manager.on_message(BatchTextOutput([row(request, text)]))
+            setup.manager.peers_lost(WHY)
+            setup.manager.peers_back(CAPACITY)
+            request = setup.engine.next_request()
+
+        assert request.delivered is not None
+        assert (
+            TOKENIZER.decode(memoryview(request.delivered.output_ids).cast("i").tolist())
+            == "a" * 20 + "b" * 20
+        )
+
+    run(test)
+
+
+def test_new_requests_wait_and_the_server_says_why():
+    async def test(setup: Setup) -> None:
+        setup.manager.peers_lost(WHY)
+        waiting = await setup.start("hi")
+
+        assert setup.engine.generate.empty()
+        assert setup.manager.unhealthy_reason() == WHY
+        setup.manager.peers_back(CAPACITY)
+        assert setup.manager.unhealthy_reason() is None
+        request = setup.engine.next_request()
+        assert request.delivered is None
+        assert setup.engine.aborts.empty()
+        setup.manager.on_message(BatchTextOutput([row(request, "x", finish=LENGTH)]))
+        assert await texts(waiting) == ["x"]
+
+    run(test)
+
+
+def test_the_queue_of_those_who_wait_has_its_limit():
+    async def test(setup: Setup) -> None:
+        setup.manager.peers_lost(WHY)
+        for _ in range(4 + CAPACITY.max_running_requests):
+            await setup.start("hi")
+        with pytest.raises(QueueFullError):
+            await setup.start("hi")
+
+    run(test, max_queued_requests=4)
+
+
+def test_questions_are_answered_with_the_reason():
+    async def test(setup: Setup) -> None:
+        setup.engine.answers = False
+        asked = asyncio.create_task(setup.manager.flush_cache())
+        await asyncio.sleep(0)
+        setup.manager.peers_lost(WHY)
+        with pytest.raises(EngineDeadError, match=WHY):
+            await asked
+        with pytest.raises(EngineDeadError, match=WHY):
+            await setup.manager.explain("cmpl-1")
+
+    run(test)
+
+
+def test_a_client_that_leaves_meanwhile_is_forgotten():
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi")
+        request = setup.engine.next_request()
+        setup.manager.peers_lost(WHY)
+        generation.close()
+        setup.manager.peers_back(CAPACITY)
+
+        assert setup.engine.generate.empty()
+        assert setup.engine.aborts.get_nowait().rid == request.rid
+        await setup.manager.wait_idle()
+
+    run(test)
+
+
+def test_an_abort_that_was_asked_for_is_asked_for_again():
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi")
+        setup.manager.peers_lost(WHY)
+        assert setup.manager.abort(generation.id, "aborted by request") == 1
+        setup.manager.peers_back(CAPACITY)
+        first, request = setup.engine.next_request(), setup.engine.next_request()
+        aborted = [setup.engine.aborts.get_nowait().rid for _ in range(3)]
+        assert aborted == [first.rid, first.rid, request.rid]
+
+        ended = TextOutput(
+            request.rid, "", b"", Usage(2, 0), Finish(FinishKind.ABORT, message="aborted by request")
+        )
+        setup.manager.on_message(BatchTextOutput([ended]))
+        assert await texts(generation) == [""]
+
+    run(test)
+
+
+@pytest.mark.parametrize("choice", ["", "-1"])
+def test_clients_keep_the_ids_that_they_know(choice):
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi", n=2)
+        rids = [setup.engine.next_request().rid for _ in range(2)]
+        setup.manager.peers_lost(WHY)
+        setup.manager.peers_back(CAPACITY)
+        new = [setup.engine.next_request().rid for _ in range(2)]
+        while not setup.engine.aborts.empty():
+            setup.engine.aborts.get_nowait()
+
+        known = f"{generation.id}{choice}"
+        assert setup.manager.abort(known, "aborted by request") == (1 if choice else 2)
+        assert setup.engine.aborts.get_nowait().rid == (new[1] if choice else new[0])
+        assert set(rids).isdisjoint(new)
+
+    run(test)
+
+
+def test_a_request_that_was_lost_twice_and_got_nowhere_ends_with_an_error():
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi", n=2)
+        for _ in range(2):
+            setup.manager.peers_lost(WHY)
+            setup.manager.peers_back(CAPACITY)
+        assert setup.engine.generate.qsize() == 4
+        with pytest.raises(RequestError, match="not tried again") as failure:
+            await texts(generation)
+
+        assert (failure.value.status, failure.value.code) == (500, "poison_request")
+        assert len(setup.manager.request_log) == 0
+
+        setup.engine.script = say_all("x")
+        assert await texts(await setup.start("other")) == ["x"]
+
+    run(test)
+
+
+def test_suspects_are_tried_one_after_the_other():
+    async def test(setup: Setup) -> None:
+        generations = [await setup.start("hi") for _ in range(3)]
+        for _ in range(2):
+            while not setup.engine.generate.empty():
+                setup.engine.next_request()
+            setup.manager.peers_lost(WHY)
+            setup.manager.peers_back(CAPACITY)
+        for generation in generations:
+            assert setup.engine.generate.qsize() == 1
+            request = setup.engine.next_request()
+            assert request.rid.startswith(generation.id)
+            setup.manager.on_message(BatchTextOutput([row(request, "x", finish=LENGTH)]))
+            assert await texts(generation) == ["x"]
+
+    run(test)

@@ -1,0 +1,110 @@
+"""`Recovery`: what becomes of live requests while the scheduler or the detokenizer is gone, and when it is back.
+
+Streams pause meanwhile, and new requests wait in the request log: they count for the queue's limit as any others. Then
+every live request is submitted again as far as its answer was delivered, and its client sees no more than the pause.
+Which of them may have been the cause is the matter of `Suspects`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from ..runtime.errors import RequestError
+from ..runtime.messages import AbortRequest, SchedulerInput
+from .admission import QueueGate
+from .generation import Generation
+from .metrics import Metrics
+from .request_log import LoggedRequest, RequestLog
+from .suspects import Suspects
+
+logger = logging.getLogger(__name__)
+
+_POISON: Final = (
+    "a process of the server was lost twice while it worked on this request, which is not tried again; change the "
+    "request before you send it again, and tell who runs the server: its log has the cause"
+)
+
+
+class Recovery:
+    """Submits requests, now or later.
+
+    Attributes:
+        reason: why there is no scheduler or no detokenizer at present; None if there is.
+    """
+
+    def __init__(
+        self,
+        log: RequestLog,
+        *,
+        gate: QueueGate,
+        metrics: Metrics,
+        send: Callable[[SchedulerInput], None],
+        fail: Callable[[Generation, RequestError], None],
+    ) -> None:
+        """All is well in the beginning.
+
+        Args:
+            fail: ends a stream with an error, and all its requests.
+        """
+        self.reason: str | None = None
+        self._log = log
+        self._gate = gate
+        self._metrics = metrics
+        self._send = send
+        self._fail = fail
+        self._suspects = Suspects()
+
+    def submit_new(self, logged: LoggedRequest) -> None:
+        """Send a request that has just been logged, or let it wait."""
+        if self.reason is None:
+            self._send(logged.send())
+
+    def lost(self, reason: str) -> None:
+        """The scheduler or the detokenizer is gone, and with it what they had of every request; it will be back."""
+        logger.warning("streams pause live_requests=%d: %s", len(self._log), reason)
+        self.reason = reason
+        self._suspects.lost(self._log)
+
+    def back(self, now_s: float) -> None:
+        """Both are there again: submit every live request."""
+        guilty = self._suspects.judge(list(self._log))
+        for logged in guilty:
+            logger.error("not submitted a third time rid=%s", logged.rid)
+            self._fail(logged.generation, RequestError(_POISON, code="poison_request", status=500))
+        self.reason = None
+        self._gate.restarted(len(self._log), now_s)
+        self._submit(self._suspects.to_submit(list(self._log)))
+        logger.info(
+            "streams go on live_requests=%d failed=%d on_trial=%d",
+            len(self._log),
+            len(guilty),
+            self._suspects.num_on_trial,
+        )
+
+    def progressed(self, logged: LoggedRequest) -> None:
+        """Tokens of a request have arrived."""
+        if logged.num_strikes:
+            self._try_next(logged, ended=False)
+
+    def ended(self, logged: LoggedRequest) -> None:
+        """A request has left the log."""
+        if logged.num_strikes:
+            self._try_next(logged, ended=True)
+
+    def _try_next(self, logged: LoggedRequest, *, ended: bool) -> None:
+        following = self._suspects.next_to_try(logged, ended=ended)
+        if following is not None and self.reason is None:
+            self._submit([following])
+
+    def _submit(self, requests: Iterable[LoggedRequest]) -> None:
+        """Send logged requests, for the first time or again."""
+        for logged, lost_rid in self._log.send_again(requests):
+            if lost_rid is not None:
+                # A scheduler that has outlived the detokenizer, or got the message of before, shall not work on both.
+                self._send(AbortRequest(rid=lost_rid, reason="submitted again"))
+                self._metrics.num_resumed_reqs += 1
+            self._send(logged.message)
+            if logged.choice.abort_asked:
+                self._send(AbortRequest(rid=logged.rid, reason="aborted by request"))
