@@ -74,27 +74,31 @@ class BatchBuilder:
         Args:
             plan: with at least one token; its new requests are in `RowStates` already.
         """
-        step = _Step.of(plan)
-        return self._build_recorded(plan, step) or self._build_eager(plan, step)
+        return self._build_recorded(plan) or self._build_eager(plan, _Step.of(plan))
 
-    def _build_recorded(self, plan: StepPlan, step: _Step) -> ForwardBatch | None:
+    def _build_recorded(self, plan: StepPlan) -> ForwardBatch | None:
         """The batch of a step that is replayed; None if it cannot be.
 
         It can if everybody computes one token and samples, as in a decode. Nobody wants log-probabilities of his prompt
         then: those are made by the tokens before its last one.
         """
-        if not step.decodes:
+        if not _each_decodes(plan):
             return None
-        known_ids = self._known_ids(step.rows, step.computed, step.scheduled, step.starts)
-        known_ids[step.computed >= self._states.known_len[step.rows]] = RELAYED
+        rows, computed, out_cache_loc = (
+            _int64(plan.rows),
+            _int64(plan.num_computed_tokens),
+            _int64(plan.out_cache_loc),
+        )
+        num = len(rows)
+        known_ids = np.full(num, RELAYED, dtype=np.int64)
+        for idx in (computed < self._states.known_len[rows]).nonzero()[0].tolist():
+            known_ids[idx] = self._states[int(rows[idx])].input_ids[int(computed[idx])]
         if plan.new_reqs or plan.row_updates:  # the slots of the new tokens are a matter of the recording
             indices, slots = self._buffers.put_all([*self._slot_news(plan, _NOTHING, _NOTHING)])
             self.req_to_token.view(-1).index_copy_(0, indices, slots)
-        num = len(step.rows)
-        recorded = self._recordings.ready(step.rows, step.computed, step.out_cache_loc, known_ids)
+        recorded = self._recordings.ready(rows, computed, out_cache_loc, known_ids)
         if recorded is None:
             return None
-        recorded = recorded.without_padding(num)
         self.last_step_id = plan.step_id
         return ForwardBatch(
             mode=plan.mode,
@@ -108,7 +112,7 @@ class BatchBuilder:
             sampled_idx_np=np.arange(num),
             cut_indices=None,
             cut_idx_np=_NOTHING,
-            sampling=self._plan_sampling(step.rows, step.computed + 1),
+            sampling=self._plan_sampling(rows, computed + 1),
             prompt_spans=(),
             recorded=recorded,
         )
@@ -274,10 +278,10 @@ class _Step(NamedTuple):
             _int64(plan.draft_ids),
         )
 
-    @property
-    def decodes(self) -> bool:
-        """Whether everybody computes one token, and samples the next."""
-        return len(self.out_cache_loc) == len(self.rows) and bool(self.samples.all())
+
+def _each_decodes(plan: StepPlan) -> bool:
+    """Whether everybody computes one token, and samples the next."""
+    return len(plan.out_cache_loc) == len(plan.rows) and b"\0" not in plan.samples
 
 
 def _int64(data: bytes) -> Int64s:

@@ -116,7 +116,7 @@ class DecodeGraphs:
             return None
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         self._inputs.upload(size, rows, positions, out_cache_loc, known_ids)
-        return self._steps[size]
+        return self._steps[size].without_padding(len(rows))
 
     def ready_tokens(
         self, layout: BatchLayout, positions: Tensor, out_cache_loc: Tensor, input_ids: Tensor

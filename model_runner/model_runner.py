@@ -67,7 +67,7 @@ class Fetched(NamedTuple):
 
     Attributes:
         batch: whose results they are.
-        sampled: `token_ids` are int32; None if nobody samples.
+        sampled: None if nobody samples.
         num_tokens: see `Checked`; None in a step without drafts.
         cut_finite: [number of `ForwardBatch.cut_idx_np`] bool; where False the chunk's KV is not made of numbers.
         prompts: see `PromptLogprobs`.
@@ -239,7 +239,7 @@ class ModelRunner:
             last_ids, num_tokens = checked.last_ids, fetch(checked.num_tokens)
         self._relay.store(batch.sample_rows, last_ids)
         fetched = Sampled(
-            token_ids=fetch(sampled.token_ids.to(torch.int32)),
+            token_ids=fetch(sampled.token_ids),
             finite=fetch(sampled.finite),
             logprobs=sampled.logprobs.through(fetch) if sampled.logprobs is not None else None,
         )
@@ -284,11 +284,12 @@ class PendingStep:
         errors: dict[int, str] = {}
         next_ids = counts = finite = None
         if sampled is not None:
-            next_ids, finite = sampled.token_ids.numpy(), sampled.finite.numpy()
+            next_ids, finite = sampled.token_ids.numpy().astype(np.int32), sampled.finite.numpy()
             if batch.drafts is not None and num_tokens is not None:
                 counts = num_tokens.numpy()
                 next_ids, finite = batch.drafts.runs(next_ids, counts), batch.drafts.all_true(finite, counts)
-            errors |= dict.fromkeys(batch.sampled_idx_np[~finite].tolist(), NOT_FINITE)
+            if np.count_nonzero(finite) < len(finite):
+                errors = dict.fromkeys(batch.sampled_idx_np[~finite].tolist(), NOT_FINITE)
         if cut_finite is not None:
             errors |= dict.fromkeys(batch.cut_idx_np[~cut_finite.numpy()].tolist(), NOT_FINITE)
         prompt_logprobs = {}

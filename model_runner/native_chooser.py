@@ -9,7 +9,9 @@ has none. `kernels/cpu/sampler.cpp` says how, `torch_chooser` what the filters m
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +55,15 @@ def reasons_against_native_chooser(device: torch.device) -> list[str]:
     return reasons_against_library()
 
 
+class _Layout(NamedTuple):
+    """Of logits: [num_rows, vocab_size] float32 at an address, with so many numbers from row to row."""
+
+    address: int
+    row_stride: int
+    num_rows: int
+    vocab_size: int
+
+
 class NativeChooser:
     """See `TokenChooser`."""
 
@@ -62,13 +73,16 @@ class NativeChooser:
         self._counts = counts
         self._choose = library.choose_tokens
         self._logprobs = library.token_logprobs
+        self._known_logits: Callable[[], Tensor | None] = lambda: None
+        self._layout = _Layout(0, 0, 0, 0)
 
     def choose(self, logits: Tensor, batch: SamplingBatch) -> Choice:
         """See `TokenChooser.choose`."""
-        _check(logits)
-        num_rows, vocab_size = logits.shape
-        token_ids = torch.empty(num_rows, dtype=torch.int64)
-        finite = torch.empty(num_rows, dtype=torch.bool)
+        layout = self._layout_of(logits)
+        num_rows, vocab_size = layout.num_rows, layout.vocab_size
+        # numpy's: with cold caches, as between two steps, torch takes some 40 us for its first operation
+        token_ids = torch.from_numpy(np.empty(num_rows, dtype=np.int64))
+        finite = torch.from_numpy(np.empty(num_rows, dtype=np.bool_))
         rows = in_prompt = in_output = edit_ids = edit_values = masks = None
         mask_words = 0
         if batch.draw is not None or batch.processes_logits:
@@ -84,8 +98,8 @@ class NativeChooser:
             masks, mask_words = bits.ctypes.data, bits.shape[1]
             assert mask_words * _WORD_BITS >= vocab_size, "a mask that is shorter than the vocabulary"
         self._choose(
-            logits.data_ptr(),
-            logits.stride(0),
+            layout.address,
+            layout.row_stride,
             rows,
             in_prompt,
             in_output,
@@ -99,6 +113,14 @@ class NativeChooser:
             vocab_size,
         )
         return Choice(token_ids, finite)
+
+    def _layout_of(self, logits: Tensor) -> _Layout:
+        """Where they are; asked once of the logits of a recorded step, which are the same tensor in each step."""
+        if self._known_logits() is not logits:
+            _check(logits)
+            self._layout = _Layout(logits.data_ptr(), logits.stride(0), *logits.shape)
+            self._known_logits = weakref.ref(logits)
+        return self._layout
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
         """See `TokenChooser.logprobs`. Of equally likely tokens the first come first."""

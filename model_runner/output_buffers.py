@@ -15,6 +15,7 @@ class OutputBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._is_host = device.type == "cpu"
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """A host tensor that holds `tensor` once the device has done all that is queued by now.
@@ -22,7 +23,7 @@ class OutputBuffers:
         On the CPU it is the tensor itself. On a GPU its memory is pinned; torch reuses it only after the copy is done,
         so nobody has to keep it for that.
         """
-        if self.device.type == "cpu":
+        if self._is_host:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)

@@ -55,7 +55,7 @@ class StepRecordings(Protocol):
         The slot table is up to date but for `out_cache_loc`, which is a matter of the recording.
 
         Returns:
-            the recording; None if there is none for such a step.
+            the recording without its padding; None if there is none for such a step.
         """
         ...
 

@@ -9,7 +9,7 @@ device what his kernels want, in one copy or without any (`torch_chooser`, `trit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
+
+
+_FOR_SAMPLER: Final = np.int32(~SamplingFlag.PROMPT_LOGPROBS)
+"""Wishes with which it has to do anything but take the argmax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +142,9 @@ def plan_sampling(
         positions: [S] position of the token to be sampled, which is the number of tokens before it.
     """
     flags = states.flags[rows]
-    union = int(np.bitwise_or.reduce(flags)) if len(rows) else 0
-    if union & ~SamplingFlag.PROMPT_LOGPROBS == 0:
+    if not np.count_nonzero(flags & _FOR_SAMPLER):
         return SamplingBatch(len(rows))
+    union = int(np.bitwise_or.reduce(flags))
     planner = _Planner(rows, positions, flags, states)
     edits = union & (SamplingFlag.LOGIT_BIAS | SamplingFlag.MIN_NEW_TOKENS)
     return SamplingBatch(

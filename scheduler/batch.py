@@ -104,12 +104,14 @@ class ScheduleBatch:
             out_cache_loc=out_cache_loc.tobytes(),
             samples=samples.tobytes(),
             total_num_scheduled_tokens=len(out_cache_loc),
-            new_reqs=tuple(_new_req(chunk, pool) for chunk in chunks if chunk.is_first),
+            new_reqs=tuple([_new_req(chunk, pool) for chunk in chunks if chunk.is_first]),
             row_updates=tuple(
-                RowUpdate(row, start, pool.slots(row, start, stop).tobytes())
-                for row, start, stop in kv.take_moved()
+                [
+                    RowUpdate(row, start, pool.slots(row, start, stop).tobytes())
+                    for row, start, stop in kv.take_moved()
+                ]
             ),
-            finished_rows=np.array(pool.take_left_rows(), dtype=np.int32).tobytes(),
+            finished_rows=_int32_bytes(pool.take_left_rows()),
             page_copies=kv.take_copies(),
             swap_outs=swap_outs.tobytes(),
             swap_ins=swap_ins.tobytes(),
@@ -132,6 +134,10 @@ class ScheduleBatch:
         """[B] whether the request still has the row it had; False once it finished, was aborted or was retracted."""
         result: BoolArray = pool.epoch[self.rows] == self.epochs
         return result
+
+
+def _int32_bytes(values: list[int]) -> bytes:
+    return np.array(values, dtype=np.int32).tobytes() if values else b""
 
 
 def _mode(num_extends: int, num_decodes: int) -> ForwardMode:

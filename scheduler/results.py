@@ -148,13 +148,16 @@ class ResultSettler:
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
         """Append the sampled tokens; a row for each request that sampled."""
-        positions = np.flatnonzero(here[batch.sampled])  # in `next_token_ids`
-        batch_indices = batch.sampled[positions]
-        token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32)[positions]
-        pool_rows = batch.rows[batch_indices]
+        positions = batch_indices = batch.sampled  # `positions`: in `next_token_ids`
+        token_ids, pool_rows = np.frombuffer(result.next_token_ids, dtype=np.int32), batch.rows
+        if np.count_nonzero(here[batch.sampled]) < len(batch):  # else all sampled, and are here
+            positions = np.flatnonzero(here[batch.sampled]).astype(np.int32)
+            batch_indices, token_ids = batch.sampled[positions], token_ids[positions]
+            pool_rows = batch.rows[batch_indices]
         lengths = self._states.append(pool_rows, token_ids)
         suspects = self._stop_rules.suspects(self._states, pool_rows, token_ids, lengths)
-        suspects |= batch_indices < batch.num_extends  # the first row of a request says more
+        if batch.num_extends:
+            suspects |= batch_indices < batch.num_extends  # the first row of a request says more
         self._stats.generation_tokens += len(positions)
 
         reqs = batch.reqs
@@ -162,7 +165,7 @@ class ResultSettler:
             reqs = [reqs[idx] for idx in batch_indices.tolist()]
         for req in reqs:
             req.output_len += 1
-        watched = np.flatnonzero(suspects).tolist()
+        watched = suspects.nonzero()[0].tolist()
         watched_rows = []
         for k in watched:
             req, token_id = reqs[k], int(token_ids[k])

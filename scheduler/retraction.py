@@ -54,7 +54,7 @@ def make_room(
     rows, reqs = running.rows, running.reqs
     to_decode = states.num_computed[rows] < states.max_kv_len[rows]
     # the last token of some may be in flight: they need no step, and their pages come back when it lands
-    landing = not to_decode.all()
+    landing = np.count_nonzero(to_decode) < len(rows)
     if landing:
         rows = rows[to_decode]
         reqs = [reqs[idx] for idx in np.flatnonzero(to_decode)]
