@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
     "bench": (".bench.commands", "Measure throughput and latency."),
     "doctor": (".doctor.command", "Whether it will serve here, and if not, what mends it."),
+    "top": (".top.command", "Watch a server: who runs, who waits and why, memory, rates."),
     "why": (".why", "Why a request waited, lost its place or missed the cache."),
     "replay": (".replay", "Make all decisions of a log again, or ask what if."),
     "trace": (".trace.command", "Draw what the scheduler did, from its decision log."),

@@ -52,6 +52,14 @@ def test_live_requests_in_figures_and_without_texts(serve: Serve):
     assert reply.result(WAIT_S).status_code == 200
 
 
+def test_it_is_the_admins(serve: Serve):
+    """The ids of others' requests are what those could be aborted by."""
+    client = serve(api_key="k", admin_api_key="boss").client
+    refused = client.get("/v1/requests", headers={"Authorization": "Bearer k"})
+    check_error(refused, 403, None, "/v1/requests concerns everybody's requests")
+    assert client.get("/v1/requests", headers={"Authorization": "Bearer boss"}).json()["data"] == []
+
+
 def test_it_wants_the_key_and_no_other_method(serve: Serve):
     client = serve(api_key="k").client
     check_error(client.get("/v1/requests"), 401, None, "the API key is missing")

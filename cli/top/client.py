@@ -1,0 +1,75 @@
+"""`Client`: asks a server for snapshots."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+
+from ...runtime.errors import EngineError
+from ..chat.http import base_url, error_of
+from .snapshot import Snapshot
+
+_TIMEOUT_S: Final = 10.0
+
+
+class Unreachable(EngineError):
+    """Nobody answers at present; a live view goes on asking."""
+
+
+class Client:
+    """One server. A context manager."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float = _TIMEOUT_S) -> None:
+        """Connect to nobody yet.
+
+        Raises:
+            RequestError: not a URL.
+        """
+        self.base = base_url(url)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(headers=headers, timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def look(self) -> Snapshot:
+        """The state of this moment.
+
+        Raises:
+            Unreachable: no server answers, or it is shutting down.
+            EngineError: one that refuses, or that is no engine.
+        """
+        info = self._get("/server_info")
+        return Snapshot.from_answers(self.base, info, self._get("/v1/requests"))
+
+    def _get(self, path: str) -> dict[str, Any]:
+        try:
+            response = self._client.get(f"{self.base}{path}")
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            raise Unreachable(
+                f"no server answers at {self.base}; start one with `engine serve`, or give the URL of one"
+            ) from None
+        except httpx.HTTPError as error:
+            raise Unreachable(
+                f"the connection to {self.base} broke: {str(error) or type(error).__name__}; try again"
+            ) from None
+        if response.status_code == httpx.codes.NOT_FOUND:
+            raise EngineError(f"{self.base} has no {path}; is it an engine of this version? Check the URL")
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            raise Unreachable(str(error_of(response)))
+        if response.status_code != httpx.codes.OK:
+            raise error_of(response)
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise EngineError(f"{self.base}{path} is no JSON object; is it an engine? Check the URL")
+        return answer

@@ -1,0 +1,136 @@
+"""`engine top [URL]`: watch a server from a terminal, or take one look for a script."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Annotated, Final, NamedTuple
+
+import typer
+
+from ...runtime.errors import RequestError
+from ..options import CONTEXT_SETTINGS
+from ..why import DEFAULT_URL
+from .client import Client, Unreachable
+from .snapshot import Rates, Snapshot
+from .view import render
+
+MIN_INTERVAL_S: Final = 0.1
+_KEY_VARIABLES: Final = ("ENGINE_ADMIN_API_KEY", "ENGINE_API_KEY")
+_ONCE_COLUMNS: Final = 200
+_ONCE_LINES: Final = 10_000
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(context_settings=CONTEXT_SETTINGS)
+def top(
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help=f"The server to watch  [default: {DEFAULT_URL}]")
+    ] = None,
+    url_option: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="The same as the argument.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="TEXT",
+            help="The admin's key, where the server has one (or set ENGINE_ADMIN_API_KEY, ENGINE_API_KEY).",
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="NUMBER", help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One look, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: as a JSON object.")] = False,
+) -> int:
+    """Who runs, who waits and why; KV memory, prefix tree, budgets and rates. Leave it with Ctrl-C.
+
+    Example: engine top http://127.0.0.1:30000
+    """
+    if url is not None and url_option not in (None, url):
+        raise RequestError(f"the URL is given twice: {url!r} and --url {url_option!r}; drop one")
+    if not interval >= MIN_INTERVAL_S or interval == float("inf"):
+        raise RequestError(f"--interval is {interval:g}, but it must be {MIN_INTERVAL_S:g} seconds or more")
+    if as_json and not once:
+        raise RequestError("--json is one look; add --once")
+    if not once and not sys.stdout.isatty():
+        raise RequestError("standard output is no terminal to draw on; use --once, or --once --json")
+    key = api_key or next((value for name in _KEY_VARIABLES if (value := os.environ.get(name))), None)
+    with Client(url or url_option or DEFAULT_URL, key) as client:
+        if once:
+            print_once(client.look(), as_json=as_json)
+        else:
+            watch(client, interval)
+    return 0
+
+
+def print_once(snapshot: Snapshot, *, as_json: bool) -> None:
+    """One look on standard output."""
+    from rich.console import Console
+
+    if as_json:
+        typer.echo(json.dumps(snapshot.as_dict(None), indent=2, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    width = console.width if console.is_terminal else _ONCE_COLUMNS
+    console = Console(highlight=False, width=width)
+    console.print(render(snapshot, None, width=width, height=_ONCE_LINES))
+
+
+class Look(NamedTuple):
+    """What there is to show: `note` says why it is an old one, if it is."""
+
+    snapshot: Snapshot
+    rates: Rates | None
+    note: str
+
+
+def looks(look: Callable[[], Snapshot]) -> Iterator[Look]:
+    """One for each time the caller wants one, without end; a server that goes away for a while is waited for.
+
+    Raises:
+        EngineError: the first look failed, or the server refuses.
+    """
+    snapshot, rates = look(), None
+    yield Look(snapshot, rates, "")
+    while True:
+        try:
+            latest = look()
+        except Unreachable as error:
+            yield Look(snapshot, None, str(error))
+            continue
+        # The scheduler reports twice a second: between two reports the rates are those of before.
+        rates = Rates.between(snapshot, latest) or (rates if _same_report(snapshot, latest) else None)
+        snapshot = latest
+        yield Look(snapshot, rates, "")
+
+
+def _same_report(before: Snapshot, after: Snapshot) -> bool:
+    return before.report.sent_s == after.report.sent_s
+
+
+def watch(client: Client, interval_s: float) -> None:
+    """Draw until Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    each = looks(client.look)
+    first = next(each)  # before the screen is cleared: an error shall be seen
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        for look in chain([first], each):
+            width, height = console.size
+            live.update(
+                render(look.snapshot, look.rates, width=width, height=height, note=look.note), refresh=True
+            )
+            time.sleep(interval_s)

@@ -1,0 +1,169 @@
+"""`Snapshot`: what a server says of itself at one moment, checked; `Rates`: what happened between two of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import msgspec
+
+from ...runtime.errors import EngineError
+from ...runtime.messages import SchedulerReport
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A live request, as `GET /v1/requests` tells of it."""
+
+    id: str
+    phase: str
+    prompt_tokens: int
+    completion_tokens: int
+    max_tokens: int
+    age_s: float
+    cached_tokens: int = 0
+    ttft_s: float | None = None
+    num_retractions: int = 0
+    priority: int = 0
+    reason: str = ""
+    why: str = ""
+    need: int = 0
+    have: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no place at present."""
+        return self.phase not in ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """See the module.
+
+    Attributes:
+        url: whom it was asked of.
+        model, version: what is served, by which engine.
+        max_running_requests: the most that may run at once.
+        report: the scheduler's figures.
+        requests: the live ones, those that run first.
+        total: how many there are, those that were not told of included.
+        last_pass: the budgets of the scheduler's last pass.
+    """
+
+    url: str
+    model: str
+    version: str
+    max_running_requests: int
+    report: SchedulerReport
+    requests: tuple[Request, ...]
+    total: int
+    last_pass: dict[str, int]
+
+    @classmethod
+    def from_answers(cls, url: str, info: dict[str, Any], listed: dict[str, Any]) -> Self:
+        """Read the answers of `/server_info` and `/v1/requests`. Fields that a newer server adds do no harm.
+
+        Raises:
+            EngineError: they are not those of an engine.
+        """
+        try:
+            return cls(
+                url=url,
+                model=printable(str(info["model"])),
+                version=printable(str(info["version"])),
+                max_running_requests=int(info["capacity"]["max_running_requests"]),
+                report=_report_of(info["scheduler"]),
+                requests=tuple(map(_printable, msgspec.convert(listed["data"], list[Request]))),
+                total=int(listed["total"]),
+                last_pass=msgspec.convert(listed.get("last_pass", {}), dict[str, int]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"{url} gave an answer that is not an engine's of this version ({error}); check the URL"
+            ) from None
+
+    @property
+    def free_tokens(self) -> int:
+        """KV slots that belong to nobody."""
+        return max(0, self.report.kv_total_tokens - self.report.kv_used_tokens - self.report.kv_cached_tokens)
+
+    def as_dict(self, rates: Rates | None) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "url": self.url,
+            "model": self.model,
+            "version": self.version,
+            "scheduler": msgspec.structs.asdict(self.report),
+            "kv_free_tokens": self.free_tokens,
+            "last_pass": self.last_pass,
+            "rates": None if rates is None else asdict(rates),
+            "num_requests": self.total,
+            "requests": [msgspec.structs.asdict(request) for request in self.requests],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Per second, between two snapshots; `busy` and `cached` are shares in [0, 1]."""
+
+    seconds: float
+    output_tokens: float
+    prompt_tokens: float
+    cached: float
+    steps: float
+    busy: float
+    evicted_tokens: float
+    retractions: int
+
+    @classmethod
+    def between(cls, before: Snapshot, after: Snapshot) -> Rates | None:
+        """None where nothing can be said: no time has passed for the server, or it was restarted between."""
+        old, new = before.report, after.report
+        seconds = new.sent_s - old.sent_s
+        if seconds <= 0 or new.num_steps_total < old.num_steps_total:
+            return None
+        prompt = new.prompt_tokens_total - old.prompt_tokens_total
+        return cls(
+            seconds=seconds,
+            output_tokens=(new.generation_tokens_total - old.generation_tokens_total) / seconds,
+            prompt_tokens=prompt / seconds,
+            cached=(new.cached_tokens_total - old.cached_tokens_total) / prompt if prompt > 0 else 0.0,
+            steps=(new.num_steps_total - old.num_steps_total) / seconds,
+            busy=min(1.0, (new.step_s_total - old.step_s_total) / seconds),
+            evicted_tokens=(new.evicted_tokens_total - old.evicted_tokens_total) / seconds,
+            retractions=new.retracted_reqs_total - old.retracted_reqs_total,
+        )
+
+
+def printable(text: str) -> str:
+    """What a server says, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _printable(request: Request) -> Request:
+    texts = {name: printable(getattr(request, name)) for name in ("id", "phase", "reason", "why")}
+    return msgspec.structs.replace(request, **texts)
+
+
+def _report_of(values: dict[str, Any] | None) -> SchedulerReport:
+    """A report from its fields by name, as JSON has them; those that an older server lacks are their defaults."""
+    if values is None:  # it has just started
+        return SchedulerReport(sent_s=0.0)
+    row: list[Any] = [
+        SchedulerReport.__name__
+    ]  # as it travels between the processes: a tag, then the fields in order
+    for field in msgspec.structs.fields(SchedulerReport):
+        if field.name in values:
+            row.append(values[field.name])
+        elif field.default_factory is not msgspec.NODEFAULT:
+            row.append(field.default_factory())
+        elif field.default is not msgspec.NODEFAULT:
+            row.append(field.default)
+        else:
+            raise KeyError(field.name)
+    report = msgspec.convert(row, SchedulerReport)
+    return msgspec.structs.replace(
+        report,
+        policy=printable(report.policy),
+        stalled=printable(report.stalled),
+        waiting_by_reason={printable(name): count for name, count in report.waiting_by_reason.items()},
+    )

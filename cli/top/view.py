@@ -1,0 +1,210 @@
+"""`render`: a snapshot as a screen of text: figures above, one line per request below. Pure: no terminal, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from .snapshot import Rates, Request, Snapshot
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
+
+_LABEL_COLUMNS: Final = 8
+_BAR_COLUMNS: Final = 24
+_MEDIUM: Final = 100
+_WIDE: Final = 120
+"""From here on ids are shown whole, as `engine why` wants them."""
+_SHORT_ID: Final = 15
+_PHASE_STYLES: Final = {"prefill": "cyan", "decode": "green", "retracted": "red", "swapped": "red"}
+_BUDGETS: Final = (
+    ("rem_total_tokens", "memory promised"),
+    ("rem_input_tokens", "prompts of a step"),
+    ("rem_chunk_tokens", "chunk"),
+)
+
+
+def render(snapshot: Snapshot, rates: Rates | None, *, width: int, height: int, note: str = "") -> Group:
+    """The screen.
+
+    Args:
+        rates: since the snapshot before; None for the first.
+        width, height: columns and lines that there are.
+        note: what the reader must know, such as a connection that is lost.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    lines = [*_head(snapshot), *_memory(snapshot, rates), *_queue(snapshot), *_budgets(snapshot)]
+    if note:
+        lines.append(Text(note, style="bold red"))
+    lines.append(Text())
+    room = max(1, height - len(lines) - 2)  # the table's head, and the line below it
+    lines += _requests(snapshot, width, room)
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+        line.no_wrap = True
+    return Group(*lines[:height])
+
+
+def _line(label: str, *parts: str | tuple[str, str]) -> Text:
+    from rich.text import Text
+
+    return Text.assemble((f"{label:<{_LABEL_COLUMNS}}", "bold"), *parts)
+
+
+def _head(snapshot: Snapshot) -> Iterator[Text]:
+    report = snapshot.report
+    policy = f" · {report.policy}" if report.policy else ""
+    yield _line("engine", (snapshot.model, "bold"), f" at {snapshot.url} · {snapshot.version}{policy}")
+    yield _line(
+        "reqs",
+        (f"{report.num_running_reqs}", "green"),
+        f" of {snapshot.max_running_requests} running · ",
+        (f"{report.num_queue_reqs}", "yellow" if report.num_queue_reqs else ""),
+        f" waiting · {report.num_swapped_reqs} swapped · {report.retracted_reqs_total} retracted, "
+        f"{report.timed_out_reqs_total} timed out so far",
+    )
+    if report.stalled:
+        yield _line("STALLED", (report.stalled, "bold red"))
+
+
+def _memory(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
+    report = snapshot.report
+    total = report.kv_total_tokens
+    pinned = f" · pinned {_share(report.pinned_tokens, total)}" if report.pinned_tokens else ""
+    yield _line(
+        "KV",
+        *_bar(report.kv_used_tokens, report.kv_cached_tokens, total),
+        f" requests {_share(report.kv_used_tokens, total)} · tree {_share(report.kv_cached_tokens, total)} · free "
+        f"{_share(snapshot.free_tokens, total)} of {total:,}{pinned}",
+    )
+    if report.host_total_tokens:
+        yield _line(
+            "host",
+            *_bar(report.host_used_tokens, 0, report.host_total_tokens),
+            f" swapped {_share(report.host_used_tokens, report.host_total_tokens)} of {report.host_total_tokens:,}",
+        )
+    if rates is None:
+        yield _line("rates", "...")
+        return
+    yield _line(
+        "rates",
+        (f"{rates.output_tokens:,.0f}", "green"),
+        f" tok/s out · {rates.prompt_tokens:,.0f} tok/s prompts, {rates.cached:.0%} cached · {rates.steps:,.1f} "
+        f"steps/s · busy {rates.busy:.0%} · evicted {rates.evicted_tokens:,.0f}/s",
+    )
+
+
+def _bar(used: int, cached: int, total: int) -> list[tuple[str, str]]:
+    """`####::::....`: what requests hold, what the tree has, what is free; what is there shows, however little."""
+    if total <= 0:
+        return [("." * _BAR_COLUMNS, "dim")]
+    num_used = min(_BAR_COLUMNS, -(-used * _BAR_COLUMNS // total))
+    num_cached = min(_BAR_COLUMNS - num_used, -(-cached * _BAR_COLUMNS // total))
+    return [
+        ("#" * num_used, "green"),
+        (":" * num_cached, "cyan"),
+        ("." * (_BAR_COLUMNS - num_used - num_cached), "dim"),
+    ]
+
+
+def _share(tokens: int, total: int) -> str:
+    return f"{tokens / total:.0%}" if total > 0 else "-"
+
+
+def _queue(snapshot: Snapshot) -> Iterator[Text]:
+    reasons = sorted(snapshot.report.waiting_by_reason.items(), key=lambda item: (-item[1], item[0]))
+    if reasons:
+        yield _line("why", " · ".join(f"{name} {count}" for name, count in reasons))
+
+
+def _budgets(snapshot: Snapshot) -> Iterator[Text]:
+    figures = snapshot.last_pass
+    words = [
+        f"{words} {figures[f'{name}_before']:,} -> {figures[f'{name}_after']:,}"
+        for name, words in _BUDGETS
+        if f"{name}_before" in figures and f"{name}_after" in figures
+    ]
+    if words:
+        yield _line("budget", " · ".join(words))
+
+
+# ---------------------------------------------------------------- requests
+
+
+def _requests(snapshot: Snapshot, width: int, room: int) -> Iterator[Text]:
+    from rich.text import Text
+
+    columns = _Columns(_id_columns(snapshot, width), narrow=width < _MEDIUM)
+    yield Text(columns.head(), style="reverse")
+    shown = snapshot.requests[:room]
+    for request in shown:
+        yield columns.line(request)
+    left_out = snapshot.total - len(shown)
+    if left_out > 0:
+        yield Text(f"and {left_out:,} more", style="dim")
+    elif not snapshot.total:
+        yield Text("no requests", style="dim")
+
+
+def _id_columns(snapshot: Snapshot, width: int) -> int:
+    if width < _WIDE:
+        return _SHORT_ID
+    return max((len(request.id) for request in snapshot.requests), default=_SHORT_ID)
+
+
+class _Columns(NamedTuple):
+    """What there is room for: a narrow screen has the code of a reason and not its words, and no cached tokens."""
+
+    id_columns: int
+    narrow: bool
+
+    def head(self) -> str:
+        cached = "" if self.narrow else f" {'CACHED':>6}"
+        left = f"{'ID':<{self.id_columns}} {'PHASE':<9} {'AGE':>6} {'TTFT':>6} {'PROMPT':>7}"
+        return f"{left}{cached} {'OUT':>11} WHY"
+
+    def line(self, request: Request) -> Text:
+        from rich.text import Text
+
+        cached = "" if self.narrow else f" {request.cached_tokens:>6}"
+        out = f"{request.completion_tokens}/{request.max_tokens}"
+        return Text.assemble(
+            f"{short_id(request.id, self.id_columns):<{self.id_columns}} ",
+            (f"{request.phase[:9]:<9}", _PHASE_STYLES.get(request.phase, "yellow")),
+            f" {seconds_text(request.age_s):>6} {seconds_text(request.ttft_s):>6} {request.prompt_tokens:>7}{cached} "
+            f"{out:>11} {self.why(request)}",
+        )
+
+    def why(self, request: Request) -> str:
+        words = request.reason if self.narrow else request.why
+        if words and (request.need or request.have):
+            words += f" (need {request.need:,}, have {request.have:,})"
+        if request.num_retractions:
+            return f"lost its place {request.num_retractions}x{'; ' if words else ''}{words}"
+        return words
+
+
+def short_id(rid: str, columns: int) -> str:
+    """An id in so many columns; both of its ends say something: `chatcmpl-3f…a2-0`."""
+    if len(rid) <= columns:
+        return rid
+    tail = min(5, columns // 2)
+    return f"{rid[: columns - tail - 1]}…{rid[-tail:]}"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """In at most six columns: `41ms`, `2.31s`, `4m05s`, `2h03m`; `-` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f}ms"
+    if seconds < 100:
+        return f"{seconds:.2f}s" if seconds < 10 else f"{seconds:.1f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 100 else f"{hours // 24}d"

@@ -1,0 +1,113 @@
+"""The screen, at the sizes that people have."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from engine.cli.top.snapshot import Rates, Snapshot
+from engine.cli.top.view import render, seconds_text, short_id
+
+from .conftest import RUNS, URL, WAITS, answers
+
+RATES = Rates(
+    seconds=1.0,
+    output_tokens=1234.4,
+    prompt_tokens=200.0,
+    cached=0.25,
+    steps=20.0,
+    busy=0.5,
+    evicted_tokens=32.0,
+    retractions=0,
+)
+
+
+def screen(snapshot, rates=RATES, width=80, height=24, note=""):
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(render(snapshot, rates, width=width, height=height, note=note))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def test_at_80_by_24(snapshot):
+    assert screen(snapshot) == [
+        "engine  tiny at http://127.0.0.1:30000 · 0.1.0 · fcfs",
+        "reqs    1 of 64 running · 2 waiting · 0 swapped · 0 retracted, 0 timed out so f…",
+        "KV      ############::::::...... requests 50% · tree 25% · free 25% of 1,000",
+        "rates   1,234 tok/s out · 200 tok/s prompts, 25% cached · 20.0 steps/s · busy 5…",
+        "why     no_kv 2",
+        "budget  memory promised 4,000 -> 3,904",
+        "",
+        "ID              PHASE        AGE   TTFT  PROMPT         OUT WHY",
+        "chatcmpl-…7c1-0 decode     2.44s   59ms     812      83/400",
+        "cmpl-b          waiting    61.0s      -     812       0/400 no_kv (need 4,176, …",
+        "cmpl-c          retracted  61.0s      -     812       0/400 lost its place 2x; …",
+    ]
+
+
+def test_at_200_by_50_ids_and_reasons_are_whole(snapshot):
+    lines = screen(snapshot, width=200, height=50)
+    assert lines[8].startswith(f"{RUNS['id']} decode ")
+    assert lines[9].endswith("KV memory is short (need 4,176, have 3,904)")
+    assert lines[10].endswith("lost its place 2x; KV memory is short")
+    assert " CACHED " in lines[7]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (40, 12), (20, 5), (1, 1)])
+def test_it_never_outgrows_its_screen(width, height):
+    many = [RUNS | {"id": f"cmpl-{i:032x}-0"} for i in range(300)]
+    crowded = Snapshot.from_answers(URL, *answers(many, stalled="2 requests wait, NO_KV need 9 have 4"))
+    lines = screen(crowded, width=width, height=height, note="the connection broke")
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+
+
+def test_requests_without_a_line_are_counted():
+    many = [RUNS | {"id": f"cmpl-{i}"} for i in range(30)]
+    info, listed = answers(many)
+    lines = screen(Snapshot.from_answers(URL, info, listed | {"total": 5000}))
+    assert len(lines) == 24
+    assert lines[-1] == "and 4,985 more"
+    assert lines[-2].startswith("cmpl-14 ")
+
+
+def test_an_idle_server_has_a_screen_too():
+    figures = {"num_running_reqs": 0, "num_queue_reqs": 0, "kv_used_tokens": 0, "kv_cached_tokens": 0}
+    idle = Snapshot.from_answers(URL, *answers([], **figures, waiting_by_reason={}))
+    lines = screen(idle, rates=None)
+    assert lines[-1] == "no requests"
+    assert "rates   ..." in lines
+    assert not any(line.startswith("why") for line in lines)
+
+
+def test_what_is_there_shows_however_little():
+    little = Snapshot.from_answers(
+        URL, *answers([WAITS], kv_used_tokens=1, kv_cached_tokens=1, kv_total_tokens=10**6)
+    )
+    assert screen(little)[2].startswith("KV      #:......")
+
+
+def test_trouble_is_on_the_screen(snapshot):
+    stalled = Snapshot.from_answers(URL, *answers(stalled="2 requests wait"))
+    assert "STALLED 2 requests wait" in screen(stalled)
+    assert "no server answers" in screen(snapshot, note="no server answers")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((None, "-"), (0.0, "0ms"), (0.0412, "41ms"), (2.314, "2.31s"), (61.26, "61.3s"), (245, "4m05s")),
+        *((7380, "2h03m"), (359_999, "99h59m"), (10**6, "11d")),
+    ],
+)
+def test_times_take_at_most_six_columns(seconds, text):
+    assert seconds_text(seconds) == text
+    assert len(text) <= 6
+
+
+def test_both_ends_of_an_id_say_something():
+    assert short_id("cmpl-1", 15) == "cmpl-1"
+    assert short_id("chatcmpl-3f2a90bb-12", 15) == "chatcmpl-…bb-12"
+    assert len(short_id("x" * 100, 15)) == 15
