@@ -8,6 +8,7 @@ end and their private directory is still there; the last line that the command p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import platform
@@ -87,9 +88,8 @@ class CrashReports:
         reports = crash_dir(self._config.log.crash_dir)
         reports.mkdir(mode=0o700, parents=True, exist_ok=True)
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._clock()))
-        path = reports / f"{_PREFIX}{when}-{os.getpid()}.txt"
         text = "\n".join(self._lines(cause, children, folder, what))
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        path, fd = _create(reports / f"{_PREFIX}{when}-{os.getpid()}")
         with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{text}\n")
         _remove_old(reports)
@@ -137,6 +137,15 @@ def _end_of(child: Crashed) -> str:
     if code is None:
         return "did not end when it was told to"
     return "ended when it was told to" if code == 0 else child.describe_end()
+
+
+def _create(stem: Path) -> tuple[Path, int]:
+    """A new file, open for writing: two reports of one second are two files."""
+    for count in itertools.count(1):
+        path = stem.with_name(f"{stem.name}{f'-{count}' if count > 1 else ''}.txt")
+        with contextlib.suppress(FileExistsError):
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    raise AssertionError("there is always a next number")
 
 
 def _remove_old(folder: Path) -> None:

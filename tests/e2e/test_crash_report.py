@@ -22,7 +22,8 @@ def title(pid):
 
 
 def test_a_report_and_json_logs_of_a_server_whose_detokenizer_died(start_serve, model):
-    engine = start_serve(str(model), "--dtype", "float32", "--log-format", "json").wait_until_ready()
+    flags = ("--dtype", "float32", "--log-format", "json", "--max-restarts", "0")
+    engine = start_serve(str(model), *flags).wait_until_ready()
     assert {role: title(pid) for role, pid in engine.pids.items()} == {
         role: f"engine: {role}" for role in ("scheduler", "detokenizer", "tokenizer_manager")
     }

@@ -86,6 +86,11 @@ def test_it_has_the_cause_every_process_the_decisions_and_the_settings(config, t
     assert "s3cret" not in text
 
 
+def test_two_reports_of_one_second_are_two_files(config, tmp_path):
+    first, second, third = (write(config, tmp_path) for _ in range(3))
+    assert (second, third) == (first.replace(".txt", "-2.txt"), first.replace(".txt", "-3.txt"))
+
+
 def test_only_its_owner_can_read_it(config, tmp_path):
     mode = stat.S_IMODE(os.stat(write(config, tmp_path)).st_mode)
     assert mode == 0o600
