@@ -18,7 +18,7 @@ from .device_config import KernelConfig, ParallelConfig
 from .errors import ConfigError
 from .model_files.quantisation import Quantization
 from .request_limits import RequestLimits
-from .server_config import ServerConfig
+from .server_config import OverloadMode, ServerConfig
 from .setting_checks import check_at_least, check_finite
 
 Auto = Literal["auto"]
@@ -181,6 +181,13 @@ class SchedulerConfig:
         int | Auto, "Requests that may run at the same time.", Alias("max_num_seqs")
     ] = "auto"
     max_queued_requests: Annotated[int, "Requests that may wait; over it clients get 429."] = 4096
+    max_queued_tokens: Annotated[int, "Tokens of the prompts that may wait; over it clients get 429."] = (
+        16_777_216
+    )
+    overload: Annotated[
+        OverloadMode,
+        "What happens then: 429, where the least urgent goes first; or waiting before the queue.",
+    ] = "refuse"
     queue_timeout: Annotated[
         float | None, "Seconds that a request may wait to be started (default: no limit)."
     ] = None
@@ -271,6 +278,7 @@ class SchedulerConfig:
             "static_batch_size",
             "max_running_requests",
             "max_queued_requests",
+            "max_queued_tokens",
             "max_prefill_tokens",
             "max_prefill_steps_in_a_row",
             "max_num_partial_prefills",

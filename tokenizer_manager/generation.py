@@ -104,6 +104,10 @@ class Generation:
 
     The iterator gives all rows that wait, so that a reader who was busy catches up in one go. It ends when every
     choice has its finished row, and raises what `fail` was given after the rows that came before.
+
+    Attributes:
+        scheduling: the wishes it came with.
+        queue_position: how many requests had no token yet when it came.
     """
 
     def __init__(
@@ -113,9 +117,11 @@ class Generation:
         n: int,
         arrival_s: float,
         on_close: Callable[[Generation], None],
-        owner: str = "",
+        scheduling: Scheduling = Scheduling(),  # noqa: B008  (immutable)
+        queue_position: int = 0,
     ) -> None:
-        self.owner = owner
+        self.scheduling = scheduling
+        self.queue_position = queue_position
         self.id = generation_id
         self.choices = choices
         self.n = n
@@ -130,6 +136,11 @@ class Generation:
     def prompt_choices(self) -> list[Choice]:
         """The first choice of each prompt."""
         return self.choices[:: self.n]
+
+    @property
+    def started(self) -> bool:
+        """Whether one of the choices has a token."""
+        return any(choice.first_token_s is not None for choice in self.choices)
 
     @property
     def finished(self) -> bool:

@@ -10,7 +10,6 @@ Everything runs on one event loop; only tokenising of long prompts leaves it (`p
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import time
@@ -42,7 +41,8 @@ from ..runtime.messages import (
     TextOutput,
 )
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
-from .admission import QueueGate, check_may_fit, resolve_length
+from .admission import check_may_fit, resolve_length
+from .door import Door, DoorLimits
 from .generation import Choice, Generation, GenerationRequest, Prompt
 from .metrics import Metrics
 from .prompt_encoder import PromptEncoder, prompt_name
@@ -73,7 +73,7 @@ class TokenizerManager:
         *,
         encoder: PromptEncoder,
         capacity: Capacity,
-        max_queued_requests: int,
+        limits: DoorLimits,
         watchdog_timeout_s: float,
         send: Callable[[SchedulerInput], None],
         metrics: Metrics,
@@ -86,7 +86,7 @@ class TokenizerManager:
         Args:
             encoder: tokenises prompts.
             capacity: of the scheduler.
-            max_queued_requests: over it, new requests are refused with 429.
+            limits: how much may wait.
             watchdog_timeout_s: a scheduler silent for longer is not healthy.
             send: to the scheduler; must not block.
             metrics: where latencies are counted.
@@ -99,7 +99,6 @@ class TokenizerManager:
         self.report: SchedulerReport | None = None
         self.draining = False
         self._encoder = encoder
-        self._gate = QueueGate(max_queued_requests, capacity.max_running_requests)
         self._watchdog_timeout_s = watchdog_timeout_s
         self._send = send
         self._metrics = metrics
@@ -110,6 +109,16 @@ class TokenizerManager:
         )  # the scheduler has just told its capacity, which counts as its first heartbeat
         self._death: str | None = None  # not the error: raising one object twice keeps every traceback alive
         self._generations: dict[str, Generation] = {}
+        self._door = Door(
+            limits,
+            capacity.max_running_requests,
+            generations=self._generations.values,
+            num_live=lambda: len(self.request_log),
+            send_away=self._send_away,
+            check_open=self._check_open,
+            clock=clock,
+        )
+        self._gate = self._door.gate
         self._questions = Questions(send, _ANSWER_TIMEOUT_S, first_id=life << 32)
         self._recovery = Recovery(
             self.request_log, gate=self._gate, metrics=metrics, send=send, fail=self._fail
@@ -130,9 +139,7 @@ class TokenizerManager:
         arrival_s = self._clock()
         self._check_open()
         request.sampling.verify(self.capacity.vocab_size)
-        num_choices = len(request.prompts) * request.n
-        gate = self._gate.hold(num_choices, len(self.request_log), self._clock())
-        with contextlib.nullcontext() if request.probe else gate:
+        async with self._door.places_for(request, arrival_s):
             encoded = await self._encode(request)
             self._check_open()  # it may have changed while we tokenised
             resolved = [
@@ -145,6 +152,8 @@ class TokenizerManager:
                 )
                 for i, ids in enumerate(encoded)
             ]
+            await self._door.room_for_tokens(request, request.n * sum(map(len, encoded)), arrival_s)
+            self._check_open()
             return self._open(request, encoded, resolved, arrival_s)
 
     def abort(self, request_id: str | None, reason: str, owner: str | None = None) -> int:
@@ -161,7 +170,7 @@ class TokenizerManager:
         choices = self._choices_of(request_id) if request_id is not None else self._all_choices()
         live = [logged for choice in choices if (logged := self.request_log.get(choice.rid)) is not None]
         if owner is not None:
-            live = [logged for logged in live if logged.generation.owner == owner]
+            live = [logged for logged in live if logged.generation.scheduling.owner == owner]
         for logged in live:
             logged.choice.abort_asked = True
             self._send(AbortRequest(rid=logged.rid, reason=reason))
@@ -267,6 +276,7 @@ class TokenizerManager:
             case SchedulerReport():
                 self.report = message
                 self._gate.reported(message)
+                self._door.may_have_room()
             case FlushCacheDone():
                 self._questions.answered(message.flush_id, message)
             case PinDone():
@@ -297,6 +307,7 @@ class TokenizerManager:
     def drain(self) -> None:
         """Take no new requests; those that run go on."""
         self.draining = True
+        self._door.close()
 
     async def wait_idle(self) -> None:
         """Return when no stream is open."""
@@ -313,6 +324,7 @@ class TokenizerManager:
         if self._death is not None:
             return
         self._death = message
+        self._door.close()
         self._questions.fail(message)
         for generation in list(self._generations.values()):
             generation.fail(EngineDeadError(message))
@@ -390,7 +402,13 @@ class TokenizerManager:
                     )
                 )
         generation = Generation(
-            generation_id, choices, request.n, arrival_s, self._on_reader_gone, wishes.owner
+            generation_id,
+            choices,
+            request.n,
+            arrival_s,
+            self._on_reader_gone,
+            wishes,
+            self._gate.num_unstarted,
         )
         self._generations[generation_id] = generation
         self._idle.clear()
@@ -398,7 +416,7 @@ class TokenizerManager:
         for choice, message in zip(choices, messages, strict=True):
             logged = LoggedRequest(message, generation, choice)
             self.request_log.add(logged)
-            self._gate.sent(now_s)
+            self._gate.sent(now_s, len(choice.prompt_ids))
             self._recovery.submit_new(logged)
         return generation
 
@@ -407,7 +425,10 @@ class TokenizerManager:
         if logged is None:
             return  # answered or aborted already, or under way from a lost process: late rows are expected
         generation, choice = logged.generation, logged.choice
+        waited = choice.first_token_s is None
         self._metrics.row_arrived(generation, choice, output, now_s)
+        if waited and choice.first_token_s is not None:
+            self._gate.started(len(choice.prompt_ids))
         if output.token_ids:
             logged.delivered_ids += output.token_ids
             logged.usage = output.usage
@@ -455,8 +476,15 @@ class TokenizerManager:
         self._retire(generation)
 
     def _forget(self, rid: str, now_s: float) -> None:
-        self._recovery.ended(self.request_log.remove(rid))
+        logged = self.request_log.remove(rid)
+        if logged.choice.first_token_s is None:
+            self._gate.started(len(logged.choice.prompt_ids))
+        self._recovery.ended(logged)
         self._gate.finished(now_s)
+        self._door.may_have_room()
+
+    def _send_away(self, generation: Generation, error: RequestError) -> None:
+        self._fail(generation, error, "made room for a more urgent request")
 
     def _retire(self, generation: Generation) -> None:
         self._generations.pop(generation.id, None)

@@ -29,6 +29,7 @@ from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.server_config import ServerConfig
 from .chat_template import ChatTemplate, load_chat_template
+from .door import DoorLimits
 from .http.app import App
 from .http.auth import Gate, read_keys
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
@@ -81,7 +82,7 @@ async def _serve(
     manager = TokenizerManager(
         encoder=encoder,
         capacity=capacity,
-        max_queued_requests=settings.config.scheduler.max_queued_requests,
+        limits=door_limits(settings.config),
         watchdog_timeout_s=settings.config.server.watchdog_timeout,
         send=outbox.send,
         metrics=metrics,
@@ -125,6 +126,16 @@ async def _serve(
         encoder.close()
         inbox.close()
         outbox.close()
+
+
+def door_limits(config: EngineConfig) -> DoorLimits:
+    """How much may wait before the scheduler, and how."""
+    return DoorLimits(
+        max_queued_requests=config.scheduler.max_queued_requests,
+        max_queued_tokens=config.scheduler.max_queued_tokens,
+        overload=config.scheduler.overload,
+        queue_timeout_s=config.scheduler.queue_timeout,
+    )
 
 
 def warn_of_unknown_tokens(tokenizer: Tokenizer, capacity: Capacity) -> None:

@@ -13,9 +13,9 @@ from typing import Final
 
 from ..runtime.errors import RequestError
 from ..runtime.messages import AbortRequest, SchedulerInput
-from .admission import QueueGate
 from .generation import Generation
 from .metrics import Metrics
+from .queue_gate import QueueGate
 from .request_log import LoggedRequest, RequestLog
 from .suspects import Suspects
 

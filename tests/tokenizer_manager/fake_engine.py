@@ -51,6 +51,7 @@ from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.metrics import Metrics
+from engine.tokenizer_manager.process import door_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 
 WAIT_S = 60.0  # a bound for what must happen at once on an idle machine
@@ -236,6 +237,7 @@ def make_services(
     capacity: Capacity = CAPACITY,
     max_queued_requests: int = 16,
     loopback: bool = True,
+    scheduler: dict[str, Any] | None = None,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -244,13 +246,13 @@ def make_services(
     metrics = Metrics()
     config = EngineConfig(
         model=ModelConfig(served_model_name=MODEL, dtype="float32"),
-        scheduler=SchedulerConfig(max_queued_requests=max_queued_requests),
+        scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
         server=ServerConfig(**server),
     )
     manager = TokenizerManager(
         encoder=encoder,
         capacity=capacity,
-        max_queued_requests=max_queued_requests,
+        limits=door_limits(config),
         watchdog_timeout_s=config.server.watchdog_timeout,
         send=engine.receive,
         metrics=metrics,

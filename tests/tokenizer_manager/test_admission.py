@@ -4,9 +4,8 @@ import pytest
 
 from engine.runtime.errors import RequestError
 from engine.runtime.feasibility import Capacity, fits
-from engine.runtime.messages import SchedulerReport
 from engine.runtime.sampling_params import SamplingParams
-from engine.tokenizer_manager.admission import QueueFullError, QueueGate, check_may_fit, resolve_length
+from engine.tokenizer_manager.admission import check_may_fit, resolve_length
 
 from .fake_engine import TOKENIZER
 
@@ -63,62 +62,6 @@ def test_min_tokens_beyond_what_can_be_generated_is_refused():
     assert caught.value.param == "min_tokens"
 
 
-def test_the_gate_takes_what_runs_and_what_may_wait():
-    gate = QueueGate(max_queued_requests=2, max_running_requests=3)
-    for num_live in range(5):
-        gate.check(1, num_live, 0.0)
-        gate.sent(0.0)
-
-    with pytest.raises(QueueFullError, match="the limit is 2"):
-        gate.check(1, 5, 0.0)
-
-
-def test_the_gate_counts_free_rows_only_when_nobody_waits_for_memory():
-    gate = QueueGate(max_queued_requests=2, max_running_requests=8)
-    gate.reported(SchedulerReport(sent_s=1.0, num_running_reqs=1, num_queue_reqs=2))  # memory is full
-
-    with pytest.raises(QueueFullError):
-        gate.check(1, 3, 1.0)
-
-
-def test_the_gate_forgets_what_the_report_has_seen():
-    gate = QueueGate(max_queued_requests=1, max_running_requests=1)
-    gate.sent(1.0)
-    gate.sent(1.0)
-    gate.reported(SchedulerReport(sent_s=2.0, num_running_reqs=1, num_queue_reqs=0))
-
-    gate.check(1, 1, 2.0)  # one runs, one has finished
-
-
-def test_requests_one_after_another_are_never_refused_between_two_reports():
-    gate = QueueGate(max_queued_requests=1, max_running_requests=1)
-    for _ in range(50):
-        gate.check(1, 0, 1.0)
-        gate.sent(1.0)
-        gate.finished(1.0)
-
-
-def test_more_at_once_than_the_gate_could_ever_take_is_not_told_to_retry():
-    gate = QueueGate(max_queued_requests=2, max_running_requests=3)
-
-    with pytest.raises(RequestError, match="6 answers") as caught:
-        gate.check(6, 0, 0.0)
-
-    assert caught.value.status == 400
-
-
-def test_retry_after_follows_the_rate_at_which_requests_finish():
-    gate = QueueGate(max_queued_requests=1, max_running_requests=1)
-    for second in range(11):
-        gate.finished(float(second))  # one per second
-    gate.reported(SchedulerReport(sent_s=10.0, num_running_reqs=1, num_queue_reqs=8))
-
-    with pytest.raises(QueueFullError) as caught:
-        gate.check(1, 9, 10.0)
-
-    assert 7 <= caught.value.retry_after_s <= 8
-
-
 @pytest.mark.parametrize("prompt_len", [79, 80, 81, 99, 100])
 def test_a_text_is_refused_untokenised_only_if_no_tokenising_could_make_it_fit(prompt_len):
     """A token of the longest kind, `<|im_start|>`, is 12 bytes; 80 tokens fit."""
@@ -130,13 +73,6 @@ def test_a_text_is_refused_untokenised_only_if_no_tokenising_could_make_it_fit(p
         with pytest.raises(RequestError, match=f"at least {prompt_len} tokens, but at most 80 fit") as caught:
             check_may_fit(text, TOKENIZER, CAPACITY, "prompt")
         assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
-
-
-def test_what_is_being_tokenised_counts_as_waiting():
-    gate = QueueGate(max_queued_requests=2, max_running_requests=3)
-    with gate.hold(5, 0, 0.0), pytest.raises(QueueFullError, match="5 requests wait"):
-        gate.check(1, 0, 0.0)
-    gate.check(5, 0, 0.0)
 
 
 def test_the_prompt_of_a_list_is_named():

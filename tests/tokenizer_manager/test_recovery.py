@@ -8,7 +8,7 @@ import pytest
 
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import BatchTextOutput, Delivered, Finish, FinishKind, TextOutput, Usage
-from engine.tokenizer_manager.admission import QueueFullError
+from engine.tokenizer_manager.queue_gate import QueueFullError
 
 from .fake_engine import CAPACITY, LENGTH, TOKENIZER, ids_of, row, say_all
 from .test_manager import Setup, run, texts

@@ -8,13 +8,14 @@ from typing import Final
 import msgspec
 
 from ...runtime.errors import EngineDeadError, RequestError
-from ..admission import QueueFullError
+from ..queue_gate import QueueFullError
 from .json_body import shortened
 
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS: Final = 2000  # messages name fields and paths, which clients choose
 _MAX_PARAM_CHARS: Final = 200
+POSITION_HEADER: Final = b"x-engine-queue-position"
 _TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error", 404: "invalid_request_error"}
 
 
@@ -60,9 +61,11 @@ def reply_to(error: Exception, request_id: str) -> ErrorReply:
             kind = _TYPE_OF_STATUS.get(
                 error.status, "server_error" if error.status >= 500 else "invalid_request_error"
             )
-            headers = (
-                [(b"retry-after", b"%d" % error.retry_after_s)] if isinstance(error, QueueFullError) else []
-            )
+            headers: list[tuple[bytes, bytes]] = []
+            if isinstance(error, QueueFullError):
+                headers = [(b"retry-after", b"%d" % error.retry_after_s)]
+                if error.position is not None:
+                    headers.append((POSITION_HEADER, b"%d" % error.position))
             if isinstance(error, MethodNotAllowedError):
                 headers = [(b"allow", ", ".join(error.allowed).encode())]
             if error.status == 401:

@@ -111,7 +111,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
     )
     async with exchange.abort_on_disconnect():
         with renamed_fields(_OUR_NAMES):
-            generation = await services.manager.start(generation_request)
+            generation = await services.start(exchange, generation_request)
         with generation:
             if request.stream:
                 writer = _NativeStream(

@@ -115,7 +115,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     )
     async with exchange.abort_on_disconnect():
         with renamed_fields({"max_tokens": length_param}):
-            generation = await services.manager.start(generation_request)
+            generation = await services.start(exchange, generation_request)
         with generation:
             if options is not None:
                 await stream(exchange, generation, _ChatStream(services, generation, options, warnings))

@@ -81,7 +81,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
     )
     async with exchange.abort_on_disconnect():
         with renamed_fields({"n": "best_of"} if wanted.ranked else {}):
-            generation = await services.manager.start(generation_request)
+            generation = await services.start(exchange, generation_request)
         with generation:
             writer = _CompletionWriter(services, generation, request, prompts, warnings)
             if options is not None:

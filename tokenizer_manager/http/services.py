@@ -9,10 +9,12 @@ from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
 from ..chat_template import ChatTemplate
+from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
 from .auth import Gate
+from .errors import POSITION_HEADER
 from .exchange import Exchange
 from .json_body import Body, parse_object, show
 
@@ -63,6 +65,12 @@ class Services:
         """
         body = await exchange.body(int(self.config.server.max_body_mb * 2**20))
         return parse_object(body, self.config.limits.max_json_depth)
+
+    async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
+        """Have something generated; the answer says how many requests were before it. As `TokenizerManager.start`."""
+        generation = await self.manager.start(request)
+        exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
+        return generation
 
     def check_model(self, model: str | None) -> None:
         """Accept the served model's name, or none.

@@ -359,6 +359,7 @@ def test_a_full_queue_is_a_429_with_retry_after(serve: Serve):
     check_error(reply, 429, None, "9 requests wait, the limit is 1")
     assert reply.json()["error"]["type"] == "rate_limit_error"
     assert int(reply.headers["retry-after"]) >= 1
+    assert reply.headers["x-engine-queue-position"] == "9"
     served.engine.loop.call_soon_threadsafe(served.services.manager.engine_died, "over")  # type: ignore[union-attr]
     assert [one.result(WAIT_S).status_code for one in waiting] == [503] * 3
 

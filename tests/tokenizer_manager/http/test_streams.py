@@ -119,3 +119,23 @@ def test_rows_that_wait_for_a_slow_reader_arrive_in_order(serve: Serve):
     chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
 
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "0123456789" * 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/generate", {"text": "hi"}),
+    ],
+)
+def test_an_answer_says_how_many_requests_were_before_it(serve: Serve, path, body, stream):
+    served = serve()
+    first = served.post_later(path, json=body)
+    before = served.engine.next_request()
+    second = served.post_later(path, json=body | {"stream": stream})
+    for request in (served.engine.next_request(), before):
+        served.engine.say(row(request, "x", finish=LENGTH))
+    assert second.result(WAIT_S).headers["x-engine-queue-position"] == "1"
+    assert first.result(WAIT_S).headers["x-engine-queue-position"] == "0"
