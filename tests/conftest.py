@@ -17,6 +17,16 @@ hypothesis.settings.register_profile("engine", deadline=None, print_blob=True, d
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("engine")
 
+# What the caller's shell says is no part of a test: keys and clusters of engines, the terminal's looks, how machines are
+# connected. A proxy is for what lies outside: the tests' servers are on the loopback interface.
+for name in (
+    *("ENGINE_API_KEY", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "XDG_STATE_HOME"),
+):
+    os.environ.pop(name, None)
+for name in ("NO_PROXY", "no_proxy"):
+    os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
+
 # Triton asks when a kernel is defined. Without a driver kernels run in its interpreter, on CPU tensors; with one they
 # run on the GPU, so the same tests check both.
 HAS_NVIDIA_DRIVER = Path("/dev/nvidiactl").exists()
