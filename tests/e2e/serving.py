@@ -197,7 +197,7 @@ class EngineServe:
             while True:
                 report = client.get("/server_info").json()["scheduler"]
                 metrics = Metrics(client.get("/metrics").text)
-                if report["sent_s"] > began_s and condition(metrics):
+                if report is not None and report["sent_s"] > began_s and condition(metrics):
                     return metrics
                 assert time.monotonic() < began_s + DEADLINE_S, f"it never came to this:\n{metrics.page}"
 

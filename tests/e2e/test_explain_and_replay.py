@@ -219,7 +219,8 @@ def test_a_request_that_never_was_by_the_command(recorded):
 def cut_short(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The log of a scheduler that was killed in the middle of an answer."""
     log = tmp_path_factory.mktemp("killed") / "decisions.edl"
-    with EngineServe(str(model), "--dtype", "float32", *SLOW, "--decision-log", str(log)) as engine:
+    arguments = ("--dtype", "float32", *SLOW, "--max-restarts", "0", "--decision-log", str(log))
+    with EngineServe(str(model), *arguments) as engine:
         engine.wait_until_ready()
         with Stream(engine) as stream:
             os.kill(engine.pids["scheduler"], signal.SIGKILL)

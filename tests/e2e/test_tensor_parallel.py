@@ -13,7 +13,7 @@ from .serving import DEADLINE_S, SLOW, EngineServe
 
 pytestmark = pytest.mark.real_process
 
-ARGUMENTS = ("--dtype", "float32", "--tp", "2", *SLOW)
+ARGUMENTS = ("--dtype", "float32", "--tp", "2", "--max-restarts", "0", *SLOW)
 
 
 def answers(url: str) -> list[Any]:

@@ -1,0 +1,1 @@
+"""Processes that are killed, crash or freeze under load, with real processes."""

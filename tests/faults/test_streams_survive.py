@@ -1,0 +1,151 @@
+"""Processes that are killed, crash or freeze while requests of every kind run: clients see a pause and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.e2e.serving import DEADLINE_S, SLOW, EngineServe
+
+from .load import KINDS, Load, answers_of
+
+pytestmark = pytest.mark.real_process
+
+WATCHDOG_S = 6.0  # longer than a busy machine keeps a healthy process from a heartbeat
+ARGUMENTS = ("--watchdog-timeout", str(WATCHDOG_S), "--max-restarts", "100", *SLOW)
+SHORT = {"prompt": "one two", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    """A server that all tests of the file share: each leaves it whole and idle."""
+    with EngineServe(str(model), "--dtype", "float32", *ARGUMENTS) as engine:
+        yield engine.wait_until_ready()
+        assert engine.stop() == 0, engine.log
+        assert engine.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def bodies(engine):
+    """One request of each kind, and one that ends with a stop string in the middle of its answer."""
+    probe = dict(KINDS["greedy"], stream=False)
+    text = httpx.post(f"{engine.url}/v1/completions", json=probe, timeout=DEADLINE_S).json()["choices"][0][
+        "text"
+    ]
+    stop = text[-30:-24]
+    assert text.index(stop) > len(text) // 2, "it would end too early to be disturbed"
+    return [*KINDS.values(), dict(KINDS["greedy"], stop=[stop])]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine, bodies):
+    """What they are answered when nothing happens."""
+    answers = answers_of(engine, bodies)
+    assert all(answer.complete for answer in answers)
+    return answers
+
+
+def health(engine):
+    return httpx.get(f"{engine.url}/health", timeout=DEADLINE_S)
+
+
+def wait_for_health(engine, status):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while (response := health(engine)).status_code != status:
+        assert time.monotonic() < deadline_s, engine.log
+    return response
+
+
+@pytest.mark.parametrize(
+    ("role", "signum"),
+    [
+        ("scheduler", signal.SIGKILL),
+        ("detokenizer", signal.SIGKILL),
+        pytest.param("scheduler", signal.SIGSEGV, marks=pytest.mark.slow),
+        pytest.param("detokenizer", signal.SIGSEGV, marks=pytest.mark.slow),
+        pytest.param("scheduler", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("detokenizer", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_every_answer_is_what_it_would_have_been(engine, bodies, undisturbed, role, signum):
+    resumed_before = engine.idle_metrics()["resumed_reqs_total"]
+    with Load(engine, bodies) as load, ThreadPoolExecutor(1) as later:
+        load.wait_until_they_run()
+        lost = engine.pids[role]
+        os.kill(lost, signum)
+        unhealthy = wait_for_health(engine, 503)
+        # Whoever comes now waits, and is not refused.
+        new = later.submit(httpx.post, f"{engine.url}/v1/completions", json=SHORT, timeout=DEADLINE_S)
+        wait_for_health(engine, 200)
+        answers = load.answers()
+        assert new.result().status_code == 200
+
+    reason = "hangs" if signum == signal.SIGSTOP else f"was killed by {signum.name}"
+    assert f"{role} {reason}" in unhealthy.json()["error"]["message"]
+    assert engine.pids[role] != lost
+    for answer, before in zip(answers, undisturbed, strict=True):
+        answer.assert_equals(before)
+    assert engine.idle_metrics()["resumed_reqs_total"] > resumed_before
+
+
+def test_a_lost_tokenizer_manager_breaks_connections_and_is_back_on_its_port(engine, bodies):
+    before = engine.pids
+    with Load(engine, bodies[:2]) as load:
+        load.wait_until_they_run()
+        os.kill(before["tokenizer_manager"], signal.SIGKILL)
+        for failure in load.failures():
+            # Not an end that looks like one: the client's library sees that the response is not complete.
+            assert isinstance(failure, httpx.RemoteProtocolError | httpx.ReadError)
+
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            health(engine)
+        except httpx.TransportError:
+            assert time.monotonic() < deadline_s, engine.log
+        else:
+            break
+    assert engine.pids["scheduler"] == before["scheduler"]
+    engine.idle_metrics()  # waits until nothing runs and nothing is held
+    assert httpx.post(f"{engine.url}/v1/completions", json=SHORT, timeout=DEADLINE_S).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_drain_waits_for_streams_that_are_being_recovered(start_serve, bodies, undisturbed):
+    engine = start_serve(*SLOW)
+    with Load(engine, bodies[:2]) as load:
+        load.wait_until_they_run()
+        os.kill(engine.pids["scheduler"], signal.SIGKILL)
+        wait_for_health(engine, 503)
+        engine.process.terminate()
+        answers = load.answers()
+
+    for answer, before in zip(answers, undisturbed, strict=False):
+        answer.assert_equals(before)
+    assert engine.wait() == 0
+    assert engine.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["model_runner_1", "scheduler"])
+def test_a_lost_rank_costs_a_pause(start_serve, role):
+    engine = start_serve("--tp", "2", *SLOW)
+    bodies = list(KINDS.values())
+    undisturbed = answers_of(engine, bodies)
+    before = engine.pids
+    with Load(engine, bodies) as load:
+        load.wait_until_they_run()
+        os.kill(before[role], signal.SIGKILL)
+        answers = load.answers()
+
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        answer.assert_equals(expected)
+    kept = {name for name, pid in engine.pids.items() if pid == before[name]}
+    assert kept == {"tokenizer_manager"}
+    assert engine.stop() == 0
+    assert engine.leftovers() == []
