@@ -27,6 +27,7 @@ from ..runtime.feasibility import Capacity
 from ..runtime.ipc import AsyncInbox, Outbox
 from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from ..runtime.open_files import make_room_for
 from ..runtime.server_config import ServerConfig
 from .chat_template import ChatTemplate, load_chat_template
 from .door import DoorLimits
@@ -45,6 +46,7 @@ def main(child: Child) -> None:
     """Serve HTTP until the supervisor says stop."""
     config = child.settings.config
     keys = read_keys(config.server)
+    make_room_for(config.server.max_connections)
     check_tls(config.server)
     with bind(config.server.host, config.server.port) as listener:
         tokenizer = load_tokenizer(child.settings.source)

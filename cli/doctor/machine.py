@@ -8,14 +8,11 @@ from typing import Final
 from ...runtime.config import EngineConfig
 from ...runtime.host_facts import usable_threads
 from ...runtime.memory_budget import GIB, MIB, size_text
+from ...runtime.open_files import OWN_FILES
 from .check import Check, fail, ok, refused, warn
 from .machine_facts import MachineFacts
 
 MIN_PYTHON: Final = (3, 11)
-MIN_OPEN_FILES: Final = 64
-"""Sockets between the processes, libraries and logs of one process take some 40."""
-GOOD_OPEN_FILES: Final = 1024
-"""Each client is a connection; systems give 1024 as a rule."""
 LITTLE_MEMORY_BYTES: Final = 1 * GIB
 NCCL_SHM_BYTES: Final = 256 * MIB
 
@@ -27,6 +24,7 @@ def check_machine(facts: MachineFacts, config: EngineConfig) -> Iterator[Check]:
     yield from check_at_start(facts, config)
     yield check_cpus(facts)
     yield check_port_is_free(facts, config)
+    yield check_server(facts)
 
 
 def check_at_start(facts: MachineFacts, config: EngineConfig) -> Iterator[Check]:
@@ -34,7 +32,7 @@ def check_at_start(facts: MachineFacts, config: EngineConfig) -> Iterator[Check]
     yield check_driver(facts)
     yield check_memory(facts)
     yield check_shm(facts, config)
-    yield check_open_files(facts)
+    yield check_open_files(facts, config)
     yield check_orphans(facts)
     yield check_socket_dirs(facts)
     yield check_cache(facts)
@@ -118,19 +116,23 @@ def check_shm(facts: MachineFacts, config: EngineConfig) -> Check:
     return ok("shm", f"/dev/shm has {size_text(free)} free")
 
 
-def check_open_files(facts: MachineFacts) -> Check:
-    """Each connection of a client is an open file of the tokenizer manager."""
-    soft, hard = facts.open_files
-    if soft < 0 or soft >= GOOD_OPEN_FILES:
-        return ok("nofile", "open files: no limit" if soft < 0 else f"open files: {soft}")
-    text = f"a process may open {soft} files, and each client is one"
-    more = hard < 0 or hard >= GOOD_OPEN_FILES
-    fix = (
-        f"ulimit -n {GOOD_OPEN_FILES * 4 if hard < 0 else min(hard, GOOD_OPEN_FILES * 64)}"
-        if more
-        else f"raise the hard limit, now {hard}: LimitNOFILE= of systemd, --ulimit nofile= of docker"
+def check_open_files(facts: MachineFacts, config: EngineConfig) -> Check:
+    """Each connection of a client is an open file; the server raises the soft limit itself, so the hard one counts."""
+    hard, wanted = facts.open_files[1], config.server.max_connections + OWN_FILES
+    if hard < 0 or hard >= wanted:
+        return ok("nofile", "open files: no limit" if hard < 0 else f"open files: up to {hard}")
+    fix = "raise the hard limit: ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker"
+    if hard < OWN_FILES:
+        return fail(
+            "nofile", f"a process may open {hard} files, {OWN_FILES} are needed without any client", fix
+        )
+    room = hard - OWN_FILES
+    return warn(
+        "nofile",
+        f"a process may open {hard} files: room for {room} clients, and --max-connections is "
+        f"{config.server.max_connections}",
+        f"--max-connections {room}, or {fix}",
     )
-    return (fail if soft < MIN_OPEN_FILES else warn)("nofile", text, fix)
 
 
 def check_cpus(facts: MachineFacts) -> Check:
@@ -157,6 +159,13 @@ def check_port_is_free(facts: MachineFacts, config: EngineConfig) -> Check:
         return ok("port", f"{where} is free")
     check = refused("port", facts.port_error)
     return check._replace(text=f"{check.text} (it is {facts.port_holder})") if facts.port_holder else check
+
+
+def check_server(facts: MachineFacts) -> Check:
+    """Keys and certificate, as the server will read them."""
+    if facts.server_error:
+        return refused("server", facts.server_error)
+    return ok("server", "keys and certificate can be read, as far as there are some")
 
 
 def check_orphans(facts: MachineFacts) -> Check:

@@ -60,6 +60,7 @@ class MachineFacts:
         shm_free_bytes: of /dev/shm; None: there is none.
         open_files: soft and hard limit.
         port_error: why nobody can listen at the address; "" if somebody can.
+        server_error: why the server's keys or its certificate cannot be used; "" if they can.
         port_holder: who listens there, as far as that can be seen.
         orphans: processes of an engine that has died.
         socket_dirs: directories of engines that were killed.
@@ -77,6 +78,7 @@ class MachineFacts:
     open_files: tuple[int, int]
     port_error: str
     port_holder: str
+    server_error: str
     orphans: tuple[Process, ...]
     socket_dirs: tuple[Path, ...]
     cache_error: str
@@ -103,6 +105,7 @@ def gather_machine(server: ServerConfig, *, at_start: bool = False, root: Path =
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         port_error=error,
         port_holder=_port_holder(root, server.port) if error else "",
+        server_error="" if at_start else server_error(server),
         orphans=tuple(find_orphans(root)),
         socket_dirs=tuple(abandoned_dirs(Path(tempfile.gettempdir()))),
         cache_error=_cache_error(),
@@ -178,6 +181,19 @@ def port_error(server: ServerConfig) -> str:
 
     try:
         check_port(server)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def server_error(server: ServerConfig) -> str:
+    """Why the keys or the certificate cannot be used, with the way out; "" if they can, or there are none."""
+    from ...tokenizer_manager.http.auth import read_keys
+    from ...tokenizer_manager.http.server import check_tls
+
+    try:
+        read_keys(server)
+        check_tls(server)
     except ConfigError as error:
         return str(error)
     return ""

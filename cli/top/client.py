@@ -52,9 +52,10 @@ class Client:
     def _get(self, path: str) -> dict[str, Any]:
         try:
             response = self._client.get(f"{self.base}{path}")
-        except (httpx.ConnectError, httpx.ConnectTimeout):
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            why = str(error) or type(error).__name__  # refused, a certificate that nobody knows, ...
             raise Unreachable(
-                f"no server answers at {self.base}; start one with `engine serve`, or give the URL of one"
+                f"no server answers at {self.base} ({why}); start one with `engine serve`, or give the URL of one"
             ) from None
         except httpx.HTTPError as error:
             raise Unreachable(

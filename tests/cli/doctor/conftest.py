@@ -42,6 +42,7 @@ def machine(**changes: Any) -> MachineFacts:
         "open_files": (65536, 65536),
         "port_error": "",
         "port_holder": "",
+        "server_error": "",
         "orphans": (),
         "socket_dirs": (),
         "cache_error": "",

@@ -35,8 +35,15 @@ def not_well(checks):
 def test_a_machine_that_is_well_has_one_line_for_each_check_and_none_to_worry_about():
     checks = [*check_machine(machine(), config()), *check_compute(torch(), host(), config())]
     assert not_well(checks) == []
-    codes = "python packages driver memory shm nofile orphans sockets cache cores port torch cpu kernels"
+    codes = (
+        "python packages driver memory shm nofile orphans sockets cache cores port server torch cpu kernels"
+    )
     assert " ".join(check.code for check in checks) == codes
+
+
+@pytest.mark.parametrize("limits", [(1024, 524288), (256, -1), (-1, -1)])
+def test_the_soft_limit_of_open_files_is_raised_by_the_server_and_no_worry(limits):
+    assert not_well(check_machine(machine(open_files=limits), config())) == []
 
 
 def test_so_has_one_with_a_gpu(gpu_host):
@@ -67,10 +74,23 @@ MACHINE_FAULTS = [
         *({"tp": 2}, "shm", WARN, "64 MiB free", "--shm-size=1g"),
     ),
     ({"host": GPU_HOST, "shm_free_bytes": None}, {"tp": 2}, "shm", FAIL, "does not exist", "mount"),
-    ({"open_files": (256, 524288)}, {}, "nofile", WARN, "256 files", "ulimit -n 65536"),
-    ({"open_files": (256, -1)}, {}, "nofile", WARN, "256 files", "ulimit -n 4096"),
-    ({"open_files": (256, 256)}, {}, "nofile", WARN, "256 files", "hard limit, now 256"),
-    ({"open_files": (20, 4096)}, {}, "nofile", FAIL, "20 files", "ulimit -n 4096"),
+    (
+        {"open_files": (256, 4096)},
+        {},
+        "nofile",
+        WARN,
+        "room for 3968 clients, and --max-conn",
+        "-connections 3968",
+    ),
+    ({"open_files": (20, 60)}, {}, "nofile", FAIL, "60 files, 128 are needed", "raise the hard limit"),
+    (
+        {"server_error": "keys: there is no API key in it; write one"},
+        {},
+        "server",
+        FAIL,
+        "no API key",
+        "write one",
+    ),
     ({"host": host(cpu_quota=0.5)}, {}, "cores", WARN, "0.5 of one CPU", "--cpus"),
     (
         {"port_error": "127.0.0.1:80 is in use; use --port 81", "port_holder": "pid 7, nginx"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.doctor.machine_facts import Process, find_orphans, gather_machine
+from engine.cli.doctor.machine_facts import Process, find_orphans, gather_machine, server_error
 from engine.runtime.server_config import ServerConfig
 from engine.runtime.socket_dir import SocketDir
 
@@ -26,6 +26,13 @@ def test_a_port_that_is_taken_names_its_holder(listening):
     facts = gather_machine(ServerConfig(port=listening))
     assert f"127.0.0.1:{listening} is in use" in facts.port_error
     assert facts.port_holder.startswith(f"pid {os.getpid()}, ")
+
+
+def test_keys_and_a_certificate_that_cannot_be_read_are_found(tmp_path):
+    (tmp_path / "keys").write_text("# none\n")
+    assert "there is no API key in it" in server_error(ServerConfig(api_key_file=str(tmp_path / "keys")))
+    assert "cannot be used" in server_error(ServerConfig(ssl_certfile=str(tmp_path / "no.pem")))
+    assert server_error(ServerConfig(api_key=("k",))) == ""
 
 
 def test_a_start_does_not_look_twice(listening):
