@@ -128,6 +128,7 @@ def _run_node(merged: MergedConfig) -> int:
     """The ranks of a machine other than 0."""
     import setproctitle
 
+    from ..runtime.crash_report import CrashReports
     from ..runtime.logs import configure_logging
     from ..runtime.node_supervisor import NodeSupervisor
     from ..runtime.prepare import prepare
@@ -136,7 +137,8 @@ def _run_node(merged: MergedConfig) -> int:
     setproctitle.setproctitle(_TITLE)
     with StartupDisplay() as display:
         prepared = prepare(merged, on_step=display.step, on_download=display.download)
-    outcome = NodeSupervisor(prepared.config, prepared.source, prepared.spec).run()
+    reports = CrashReports(prepared.config, _decision_lines)
+    outcome = NodeSupervisor(prepared.config, prepared.source, prepared.spec, crash_reports=reports).run()
     if outcome.exit_code != 0:
         typer.echo(f"engine: {outcome.message}", err=True)
     return outcome.exit_code

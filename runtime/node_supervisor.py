@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from .child_watch import NODES_GRACE_S, ChildFailure, ChildWatch, Interrupted
 from .config import EngineConfig
 from .control import Role, Settings
+from .crash_report import CrashReports
 from .model_files.model_spec import ModelSpec
 from .model_files.source import ModelSource
 from .node_link import NodeFailed, NodeLink, NodeReady, NodeStopped
@@ -30,6 +31,7 @@ class NodeSupervisor:
         source: where the model's files lie here.
         spec: the model's architecture facts.
         rooms: the module of each process.
+        crash_reports: writes a report when a failure here ends the ranks.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class NodeSupervisor:
         source: ModelSource,
         spec: ModelSpec,
         rooms: Mapping[Role, str] = ROOMS,
+        crash_reports: CrashReports | None = None,
     ) -> None:
         self._config = config
         self._source = source
         self._spec = spec
         self._rooms = rooms
+        self._crash_reports = crash_reports
         self._signals = SignalQueue()
 
     def run(self) -> Outcome:
@@ -72,8 +76,12 @@ class NodeSupervisor:
                 return Outcome(1 if stopped.cause else 0, stopped.cause or "stopped")
             except ChildFailure as failure:
                 link.send(NodeFailed(failure.message))
+                watch.show_stacks()
                 watch.stop()
-                return Outcome(failure.exit_code, failure.message)
+                report = ""
+                if self._crash_reports is not None and failure.exit_code == 1:
+                    report = self._crash_reports.note(failure.message, watch.children, socket_dir.path)
+                return Outcome(failure.exit_code, failure.message + report)
             except Interrupted as interrupt:
                 message = f"stopped by {interrupt.signum.name}"
                 link.send(NodeFailed(message))

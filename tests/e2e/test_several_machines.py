@@ -88,6 +88,10 @@ def test_a_rank_that_dies_is_named_on_both_machines(start_machines, key):
     assert (first.wait(), second.wait()) == (1, 1)
     assert first.causes[0].startswith("engine: machine 1: model_runner of rank 1 was killed by SIGKILL")
     assert second.causes[0].startswith("engine: model_runner of rank 1 was killed by SIGKILL")
+    for machine in (first, second):
+        (report,) = machine.crash_dir.iterdir()
+        assert machine.causes[0].endswith(f"; report: {report}")
+        assert "model_runner of rank 1 was killed by SIGKILL" in report.read_text()
     assert first.leftovers() == second.leftovers() == []
 
 
