@@ -2,7 +2,8 @@
 
 The standard library's parser is used and not msgspec's, because it alone can refuse duplicate keys and NaN by name;
 it costs 10 us more for a chat and 0.5 ms more for 8,192 token ids. The event loop waits meanwhile, 0.3 s for the 16 MB
-that `--max-body-mb` lets in; a thread would not help, since parsing holds the GIL.
+that `--max-body-mb` lets in, as `--max-json-items` bounds what is slow to parse; a thread would not help, since parsing
+holds the GIL.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ...runtime.errors import RequestError
+from ...runtime.request_limits import RequestLimits
 from .limits import DEFAULT_LIMITS
 
 Body = dict[str, Any]
 
+_ITEM_MARKS: Final = ("[", "{", ":")
+_STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH: Final = re.compile(r" - at `(?:key in )?(.*)`$")
 _EXPECTED: Final = re.compile(r"^Expected `([^`]*)`(.*?)(?:, got `[^`]*`)?$")
@@ -39,24 +43,25 @@ _WORDS: Final = {
 T = TypeVar("T")
 
 
-def parse_object(body: bytes, max_depth: int = DEFAULT_LIMITS.max_json_depth) -> Body:
+def parse_object(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Body:
     """The JSON object in a request body. Floats with whole values become integers: 575.0 is a valid count.
 
     Args:
         body: as it came.
-        max_depth: of lists and objects inside each other.
+        limits: on how deep it is and how many lists, objects and keys it has.
 
     Raises:
         RequestError: not UTF-8, not JSON, not an object, a key twice, NaN, half a surrogate pair, too deep.
     """
     try:
         text = body.decode()
+        _check_items(text, limits.max_json_items)
     except UnicodeDecodeError as error:
         raise _invalid(f"it is not UTF-8: byte {body[error.start]:#04x} at offset {error.start}") from None
     try:
         value = _decoded(text)
-        if body.count(b"[") + body.count(b"{") > max_depth:  # else it cannot be deeper
-            _check_depth(value, max_depth)
+        if body.count(b"[") + body.count(b"{") > limits.max_json_depth:  # else it cannot be deeper
+            _check_depth(value, limits.max_json_depth)
         if isinstance(value, dict) and _SURROGATE.search(body):
             _refuse_lone_surrogates(value)
     except json.JSONDecodeError as error:
@@ -71,6 +76,20 @@ def parse_object(body: bytes, max_depth: int = DEFAULT_LIMITS.max_json_depth) ->
     if not isinstance(value, dict):
         raise _invalid("it must be an object, {...}")
     return value
+
+
+def _check_items(text: str, max_items: int) -> None:
+    """Refuse a body that would take long to parse: objects and keys, not lists of numbers."""
+    if sum(map(text.count, _ITEM_MARKS)) <= max_items:
+        return
+    structure = _STRINGS.sub('""', text)  # the same marks may stand in strings: prompts with code in them
+    count = sum(map(structure.count, _ITEM_MARKS))
+    if count > max_items:
+        raise RequestError(
+            f"the body has {count} keys, lists and objects, the limit is {max_items}; send less, or raise "
+            f"--max-json-items",
+            code="invalid_json",
+        )
 
 
 def _check_depth(value: object, max_depth: int) -> None:

@@ -64,7 +64,7 @@ class Services:
             RequestError: it is too large, or not one.
         """
         body = await exchange.body(int(self.config.server.max_body_mb * 2**20))
-        return parse_object(body, self.config.limits.max_json_depth)
+        return parse_object(body, self.config.limits)
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """Have something generated; the answer says how many requests were before it. As `TokenizerManager.start`."""

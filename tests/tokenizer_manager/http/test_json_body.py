@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runtime.errors import RequestError
+from engine.runtime.request_limits import RequestLimits
 from engine.tokenizer_manager.http.json_body import convert, parse_object
 from engine.tokenizer_manager.http.protocol import ChatRequest, Int, prompts_of
 
@@ -55,8 +57,8 @@ def test_whole_floats_are_integers():
         (b"[1]", "must be an object"),
         (b'"text"', "must be an object"),
         (b'{"a": "\xff"}', "not UTF-8: byte 0xff at offset 7"),
-        (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
-        (b'{"a": ' + b'{"a": ' * 200_000, "nested too deeply"),
+        (b'{"a": ' + b"[" * 40_000, "nested too deeply"),
+        (b'{"a": ' + b'{"a": ' * 40_000, "nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "4300 digits"),
         (b'{"a": undefined}', "Expecting value"),
         (b"{'a': 1}", "double quotes"),
@@ -186,13 +188,25 @@ def test_depth_is_limited_exactly(opening: bytes, closing: bytes, beside: bytes)
     def nested(depth: int) -> bytes:
         return b'{"x": [' + beside + opening * (depth - 2) + b"5" + closing * (depth - 2) + b"]}"
 
-    assert parse_object(nested(10), max_depth=10)
+    assert parse_object(nested(10), RequestLimits(max_json_depth=10))
     with pytest.raises(
         RequestError, match=r"nested too deeply, the limit is 10; .* --max-json-depth"
     ) as caught:
-        parse_object(nested(11), max_depth=10)
+        parse_object(nested(11), RequestLimits(max_json_depth=10))
     assert caught.value.code == "invalid_json"
 
 
 def test_many_flat_values_are_not_deep():
-    assert parse_object(b'{"x": [' + b"[1], " * 1000 + b"[]]}", max_depth=3)
+    assert parse_object(b'{"x": [' + b"[1], " * 1000 + b"[]]}", RequestLimits(max_json_depth=3))
+
+
+def test_keys_lists_and_objects_are_counted_and_what_looks_like_them_in_strings_is_not():
+    limits = RequestLimits(max_json_items=10)
+    code = '{"a": [1, "b"], "c": {"d": "\\\\"}}' * 50
+    text = json.dumps({"prompt": [code, 'x"', "[{:"], "ids": [0] * 1000}).encode()
+    assert len(parse_object(text, limits)["ids"]) == 1000
+    for body in (b'{"x": [[], [], [], [], [], [], [], []]}', b'{"x": {"a": {}, "b": {}, "c": {}, "d": {}}}'):
+        with pytest.raises(
+            RequestError, match=r"11 keys, lists and objects, the limit is 10; .* --max-json-items"
+        ):
+            parse_object(body, limits)
