@@ -204,6 +204,35 @@ messages = st.lists(
 )
 SAMPLING = [field.encode_name for field in msgspec.structs.fields(NativeSampling)]
 sampling_params = st.dictionaries(st.sampled_from([*SAMPLING, "json_schema", "wibble"]), values, max_size=3)
+
+
+def like(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values of the type that a schema asks for, with numbers and texts that are trouble."""
+    if "anyOf" in schema:
+        return st.one_of(*(like(option) for option in schema["anyOf"]))
+    if "$ref" in schema:
+        inner = SCHEMAS[schema["$ref"].rpartition("/")[2]]
+        return st.dictionaries(st.sampled_from(list(inner["properties"])), scalars, max_size=3)
+    match schema.get("type"):
+        case "integer":
+            return st.sampled_from(INTEGERS)
+        case "number":
+            return st.sampled_from([*INTEGERS, *FLOATS])
+        case "string":
+            return st.sampled_from(STRINGS) | st.text(max_size=8)
+        case "boolean":
+            return st.booleans()
+        case "array":
+            return st.lists(like(schema["items"]), max_size=4)
+        case "object":
+            inner = schema.get("additionalProperties", {})
+            return st.dictionaries(
+                st.sampled_from(["0", "5", "257", "258", "-1", "²", "a", ""]), like(inner), max_size=3
+            )
+        case _:
+            return values
+
+
 BY_NAME = {"messages": messages, "sampling_params": sampling_params}
 
 
@@ -217,7 +246,10 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         if draw(st.integers(0, 9)) == 0:
             body.pop(name, None)
         else:
-            body[name] = draw(BY_NAME.get(name, values))
+            schema = SCHEMAS[POSTS[path]]["properties"].get(name, {})
+            body[name] = draw(
+                values | BY_NAME.get(name, like(schema) if isinstance(schema, dict) else values)
+            )
     return path, body
 
 
