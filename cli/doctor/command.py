@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Final
 
@@ -26,6 +26,8 @@ from ..options import (
 )
 from ..startup import StartupDisplay
 from .check import Check, Verdict, will_serve
+
+logger = logging.getLogger(__name__)
 
 EXIT_WILL_NOT_SERVE: Final = 1
 _STYLES: Final = {
@@ -126,7 +128,7 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def warn_at_start(config: EngineConfig) -> HostFacts:
-    """For `engine serve`: the half that takes milliseconds, and of it what is not well, on standard error.
+    """For `engine serve`: the half that takes milliseconds; what of it is not well is a warning in the log.
 
     Returns:
         what it has read of the machine, so that nobody has to read it again.
@@ -137,5 +139,5 @@ def warn_at_start(config: EngineConfig) -> HostFacts:
     facts = gather_machine(config.server, at_start=True)
     for check in check_at_start(facts, config):
         if not check.is_well:
-            print(f"{check.verdict}: {check.code}: {check.text} -> {check.fix}", file=sys.stderr, flush=True)
+            logger.warning("check=%s %s -> %s", check.code, check.text, check.fix)
     return facts.host

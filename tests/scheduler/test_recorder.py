@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.runtime.config import EngineConfig
-from engine.runtime.messages import Explain, FlushCache, GenerateRequest
+from engine.runtime.messages import Explain, FlushCache, GenerateRequest, ListRequests
 from engine.scheduler.decision_log import Arrived, PassRecord, Settled
 from engine.scheduler.log_file import Idle, Input, LogRecord, Planning, read_runs
 from engine.scheduler.recorder import NoRecorder, make_recorder
@@ -140,6 +140,7 @@ def test_of_quiet_passes_the_last_is_written_when_something_happens(path):
 def test_questions_are_not_recorded(path):
     harness = record(path)
     harness.scheduler.handle(Explain(1, "r1"), 100.0)
+    harness.scheduler.handle(ListRequests(2, 10), 100.0)
     harness.scheduler.on_idle()
     finish(harness)
 
