@@ -1,8 +1,4 @@
-// x @ weight.T + bias in bfloat16, for any number of tokens, from a weight that is packed once.
-//
-// Packed: panels of 64 outputs; within a panel, for each pair of inputs, the pairs of its outputs side by side:
-//
-//   [panel][k / 2][output of the panel][2]        the last panel may be narrower, in steps of 16
+// x @ weight.T + bias in bfloat16, for any number of tokens, from a weight that is packed once (linear.h), by vectors.
 //
 // One vector of the panel is multiplied with a pair of x, which needs no shuffling and no sums across a vector. A thread
 // reads its panels from the first byte to the last, which is what memory is fastest at. With more tokens than a tile has
@@ -11,6 +7,8 @@
 
 #include <algorithm>
 
+#include "linear.h"
+#include "linear_tiles.h"
 #include "parallel.h"
 #include "program.h"
 #include "simd.h"
@@ -19,37 +17,17 @@
 namespace engine {
 namespace {
 
-constexpr int64_t PANEL = 64;  // outputs
-constexpr int64_t PER_PANEL = PANEL / LANES;
 constexpr int64_t BLOCK_STRIPS = 21;    // of tokens, whose x stays in the second-level cache beside a panel
 constexpr int64_t SHARED_TOKENS = 60;   // more are cut into such blocks
 constexpr int64_t PART_STEPS = 384;     // of k: 96 KB of a panel
 constexpr int64_t FEW_STRIPS = 3;       // wait for memory and not for sums, and ...
 constexpr int64_t FEW_PART_STEPS = 64;  // ... what they have fetched is still in the first-level cache: 16 KB
 constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 4 KB
-constexpr int64_t LINE = 64 / sizeof(uint32_t);
 constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
-
-int64_t padded(int64_t outputs) { return (outputs + LANES - 1) / LANES * LANES; }
 
 int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
 
-struct Linear {
-    const bf16* x;
-    int64_t x_stride;
-    const uint32_t* packed;
-    const bf16* bias;
-    void* out;
-    bool float_out;
-    int64_t num_tokens, inputs, outputs;
-
-    // Some vectors of one panel.
-    struct Columns {
-        int64_t column, vectors;
-        const uint32_t* weights;
-        int64_t width;
-    };
-
+struct Linear : LinearCall {
     // What a strip fetches while it adds: so many cache lines at each step.
     struct Fetch {
         const uint32_t* from;
@@ -130,26 +108,21 @@ struct Linear {
 
     // The vectors [begin, end) of the outputs.
     void multiply_vectors(int64_t first, int64_t last, int64_t begin, int64_t end, const uint32_t* next) const {
-        for (int64_t v = begin; v < end;) {
-            int64_t in_panel = std::min(end - v, PER_PANEL - v % PER_PANEL);
-            int64_t vectors = std::min<int64_t>(in_panel, TILE_VECTORS), column = v * LANES;
-            v += vectors;
-            multiply(first, last, {column, vectors, at(column), panel_width(column / PANEL)},
-                     v < end ? at(v * LANES) : next);
-        }
+        for_columns(begin, end, TILE_VECTORS, next, [&](const Columns& columns, const uint32_t* after) {
+            multiply(first, last, columns, after);
+        });
     }
 
     void run() const {
-        int64_t num_vectors = padded(outputs) / LANES;
-        int64_t vector_bytes = inputs * LANES * 2;
+        int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         if (num_tokens <= SHARED_TOKENS) {
-            share_out(num_vectors, (MIN_BYTES + vector_bytes - 1) / vector_bytes, [&](int64_t begin, int64_t end) {
-                const uint32_t* next = end < num_vectors ? at(end * LANES) : nullptr;
+            share_out(vectors, (MIN_BYTES + vector_bytes - 1) / vector_bytes, [&](int64_t begin, int64_t end) {
+                const uint32_t* next = end < vectors ? at(end * LANES) : nullptr;
                 multiply_vectors(0, num_tokens, begin, end, next);
             });
             return;
         }
-        int64_t panels = (num_vectors + PER_PANEL - 1) / PER_PANEL, strips = strips_of(num_tokens);
+        int64_t panels = num_panels(), strips = strips_of(num_tokens);
         int64_t blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
         int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
         hand_out(blocks * panels, [&](int64_t n) {
@@ -157,14 +130,8 @@ struct Linear {
             int64_t first = num_tokens * (strips * block / blocks) / strips;
             int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
             const uint32_t* next = n + ahead < blocks * panels ? at((n + ahead) % panels * PANEL) : nullptr;
-            multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + 1) * PER_PANEL, num_vectors), next);
+            multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + 1) * PER_PANEL, vectors), next);
         });
-    }
-
-    int64_t panel_width(int64_t panel) const { return std::min(PANEL, padded(outputs) - panel * PANEL); }
-
-    const uint32_t* at(int64_t column) const {
-        return packed + column / PANEL * PANEL * (inputs / 2) + column % PANEL;
     }
 };
 
@@ -172,21 +139,23 @@ struct Linear {
 }  // namespace engine
 
 // Bytes of the packed form of [outputs, inputs]; inputs must be even.
-EXPORT int64_t packed_linear_bytes(int64_t outputs, int64_t inputs) { return engine::padded(outputs) * inputs * 2; }
+EXPORT int64_t packed_linear_bytes(int64_t outputs, int64_t inputs) {
+    return engine::padded(outputs) * engine::steps_of(inputs) * engine::STEP_PAIRS * 4;
+}
 
 EXPORT void pack_linear(const void* weight_, int64_t outputs, int64_t inputs, void* packed_) {
     using namespace engine;
     const uint16_t* weight = static_cast<const uint16_t*>(weight_);
     uint32_t* packed = static_cast<uint32_t*>(packed_);
-    int64_t all = padded(outputs), panels = (all + PANEL - 1) / PANEL;
+    int64_t all = padded(outputs), panels = (all + PANEL - 1) / PANEL, pairs = steps_of(inputs) * STEP_PAIRS;
     share_out(panels, 1, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) {
             int64_t width = std::min(PANEL, all - panel * PANEL);
-            uint32_t* to = packed + panel * PANEL * (inputs / 2);
+            uint32_t* to = packed + panel * PANEL * pairs;
             for (int64_t n = 0; n < width; ++n) {
-                int64_t output = panel * PANEL + n;
-                for (int64_t k = 0; k < inputs / 2; ++k)
-                    to[k * width + n] = output < outputs ? load_pair(weight + output * inputs + 2 * k) : 0;
+                const uint16_t* from = weight + (panel * PANEL + n) * inputs;
+                int64_t filled = panel * PANEL + n < outputs ? inputs / 2 : 0;
+                for (int64_t k = 0; k < pairs; ++k) to[pair_at(n, k, width)] = k < filled ? load_pair(from + 2 * k) : 0;
             }
         }
     });
@@ -196,16 +165,20 @@ EXPORT void pack_linear(const void* weight_, int64_t outputs, int64_t inputs, vo
 EXPORT void linear_to(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
                       int64_t num_tokens, int64_t inputs, int64_t outputs, int float_out) {
     using namespace engine;
-    Linear{static_cast<const bf16*>(x),
-           x_stride,
-           static_cast<const uint32_t*>(packed),
-           static_cast<const bf16*>(bias),
-           out,
-           float_out != 0,
-           num_tokens,
-           inputs,
-           outputs}
-        .run();
+    LinearCall call = {static_cast<const bf16*>(x),
+                       x_stride,
+                       static_cast<const uint32_t*>(packed),
+                       static_cast<const bf16*>(bias),
+                       out,
+                       float_out != 0,
+                       num_tokens,
+                       inputs,
+                       outputs};
+#if TILES
+    TileLinear{call}.run();
+#else
+    Linear{call}.run();
+#endif
 }
 
 EXPORT void linear(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
@@ -219,12 +192,12 @@ EXPORT void linear_rows(const void* packed_, const int64_t* ids, void* out_, int
     using namespace engine;
     const uint32_t* packed = static_cast<const uint32_t*>(packed_);
     uint32_t* out = static_cast<uint32_t*>(out_);
-    int64_t steps = inputs / 2;
     share_out(num_rows, MIN_BYTES / (inputs * 2) + 1, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
             int64_t panel = ids[n] / PANEL, width = std::min(PANEL, padded(outputs) - panel * PANEL);
-            const uint32_t* from = packed + panel * PANEL * steps + ids[n] % PANEL;
-            for (int64_t k = 0; k < steps; ++k) std::memcpy(out + n * steps + k, from + k * width, sizeof *out);
+            const uint32_t* from = packed + panel * PANEL * steps_of(inputs) * STEP_PAIRS;
+            for (int64_t k = 0; k < inputs / 2; ++k)
+                std::memcpy(out + n * (inputs / 2) + k, from + pair_at(ids[n] % PANEL, k, width), sizeof *out);
         }
     });
 }

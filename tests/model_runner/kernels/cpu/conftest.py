@@ -1,7 +1,9 @@
 """The compiled kernels under test: those of this CPU in every run, those of lesser CPUs in slow ones.
 
+One more has AMX in plain C++ (`amx.h`), so that what is built on it is tested on every CPU.
+
 With ENGINE_TEST_SANITIZE set the libraries are compiled with the address sanitizer: `test_sanitizer.py` runs the tests
-once more in a process of that kind.
+once more in a process of that kind. The sanitizer does not see what tiles read, so that the plain form is tested there.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,8 @@ SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1")
 _USABLE = runnable_isas()
 # The first test of a level compiles it, maybe behind another worker that compiles another one.
 _COMPILES = (pytest.mark.slow, pytest.mark.timeout(600))
+EMULATED = "emulated amx"
+_WITHOUT_AMX = next(isa for isa in _USABLE if isa != "amx")
 
 
 def library_of(isa: Isa, *options: str) -> ctypes.CDLL:
@@ -35,9 +40,17 @@ def library_of(isa: Isa, *options: str) -> ctypes.CDLL:
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=[isa if isa == _USABLE[0] else pytest.param(isa, marks=_COMPILES) for isa in ISAS])
+def _levels() -> Iterator[Any]:
+    in_every_run = {_USABLE[0], EMULATED} if "ENGINE_TEST_SANITIZE" in os.environ else {_USABLE[0]}
+    for level in (*ISAS, EMULATED):
+        yield level if level in in_every_run else pytest.param(level, marks=_COMPILES)
+
+
+@pytest.fixture(params=_levels())
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """Compiled kernels, level by level."""
+    if request.param == EMULATED:
+        return library_of(_WITHOUT_AMX, "-DEMULATE_AMX")
     return library_of(request.param)
 
 

@@ -1,0 +1,68 @@
+// What a product of linear.cpp is given, and how its weight is packed.
+//
+//   [panel][step][vector of the panel][pair of k of the step][output of the vector][2]
+//
+// A step is one pair of k, and a panel has 64 outputs; where products are made of tiles (amx.h), a step is the 16 pairs of
+// a tile, and a panel has 32 outputs. The last panel may be narrower, in vectors of 16. What is filled up has zeros.
+
+#pragma once
+
+#include <algorithm>
+
+#include "amx.h"
+#include "simd.h"
+
+namespace engine {
+
+constexpr int64_t PANEL = TILES ? 32 : 64;      // outputs
+constexpr int64_t STEP_PAIRS = TILES ? 16 : 1;  // of k
+constexpr int64_t PER_PANEL = PANEL / LANES;
+constexpr int64_t LINE = 64 / sizeof(uint32_t);
+
+inline int64_t padded(int64_t outputs) { return (outputs + LANES - 1) / LANES * LANES; }
+
+inline int64_t steps_of(int64_t inputs) { return (inputs / 2 + STEP_PAIRS - 1) / STEP_PAIRS; }
+
+// Where in a panel of `width` outputs a pair of one of them is.
+inline int64_t pair_at(int64_t output, int64_t pair, int64_t width) {
+    return pair / STEP_PAIRS * STEP_PAIRS * width + output / LANES * STEP_PAIRS * LANES + pair % STEP_PAIRS * LANES +
+           output % LANES;
+}
+
+// Some vectors of one panel.
+struct Columns {
+    int64_t column, vectors;
+    const uint32_t* weights;
+    int64_t width;
+};
+
+struct LinearCall {
+    const bf16* x;
+    int64_t x_stride;
+    const uint32_t* packed;
+    const bf16* bias;
+    void* out;
+    bool float_out;
+    int64_t num_tokens, inputs, outputs;
+
+    int64_t num_vectors() const { return padded(outputs) / LANES; }
+    int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
+    int64_t panel_width(int64_t panel) const { return std::min(PANEL, padded(outputs) - panel * PANEL); }
+
+    // The first step of a vector, which begins at `column`.
+    const uint32_t* at(int64_t column) const {
+        return packed + column / PANEL * PANEL * steps_of(inputs) * STEP_PAIRS + column % PANEL * STEP_PAIRS;
+    }
+
+    // Calls body(columns, what is read after them or null) for the vectors [begin, end), cut at panels and at `most`.
+    template <class Body>
+    void for_columns(int64_t begin, int64_t end, int64_t most, const uint32_t* next, const Body& body) const {
+        for (int64_t v = begin; v < end;) {
+            int64_t vectors = std::min({end - v, PER_PANEL - v % PER_PANEL, most}), column = v * LANES;
+            v += vectors;
+            body(Columns{column, vectors, at(column), panel_width(column / PANEL)}, v < end ? at(v * LANES) : next);
+        }
+    }
+};
+
+}  // namespace engine
