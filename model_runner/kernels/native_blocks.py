@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .cpu.library import load_library, reasons_against_library
+from .native_product import NativeProduct
 from .quantised_weights import BLOCK_SIZE, BlockWeight
 
 _HALF_EXPONENT: Final = 15
@@ -38,86 +39,37 @@ def reasons_against_native_blocks(
     return reasons + against_library
 
 
-class NativeBlockLinear:
-    """A `BlockWeight` [N, K] packed for our product, which needs no other copy of it for any number of tokens.
+class NativeBlockLinear(NativeProduct):
+    """A `BlockWeight` [N, K].
 
     Scales and minima are rounded to half precision, which most formats have them in; where they differ by more than
-    2^29 within a weight, the smallest lose bits.
+    2^29 within a weight, the smallest lose bits. `rows` rounds to bfloat16 once.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: BlockWeight) -> None:
-        self._library = library
-        self._outputs, self._inputs = weight.shape
+        _check(weight)
         self._bits, self._zero = weight.bits, weight.zero if weight.minima is None else 0
         self._has_minima = weight.minima is not None
-        _check(weight)
+        outputs, inputs = weight.shape
+        num_bytes = library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima)
+        super().__init__(library, outputs, inputs, num_bytes)
         exponent = _HALF_EXPONENT - _exponent(weight)
         self._factor = 2.0**-exponent
         numbers = weight.numbers.contiguous()
         scales = _halves(weight.scales, exponent)
         minima = None if weight.minima is None else _halves(weight.minima, exponent)
-        self._packed = torch.empty(
-            library.packed_blocks_bytes(self._outputs, self._inputs, self._bits, self._has_minima),
-            dtype=torch.uint8,
-        )
-        self._address = self._packed.data_ptr()
         library.pack_blocks(
             numbers.data_ptr(),
             scales.data_ptr(),
             None if minima is None else minima.data_ptr(),
-            self._outputs,
-            self._inputs,
+            outputs,
+            inputs,
             self._bits,
             self._address,
         )
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
-        return self._multiply(x, bias, torch.bfloat16)
-
-    def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same product before it is rounded: [T, N] float32, as whoever samples wants his logits."""
-        return self._multiply(x, bias, torch.float32)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """weight[ids], rounded to bfloat16 once: an embedding that shares its weight needs no table of its own.
-
-        Args:
-            ids: [T] int64, 0 <= id < N: not checked, as memory beside the weight would be read.
-
-        Returns:
-            [T, K] bfloat16.
-        """
-        assert ids.dtype == torch.int64 and ids.dim() == 1, (ids.dtype, ids.shape)
-        ids = ids.contiguous()
-        out = torch.empty((len(ids), self._inputs), dtype=torch.bfloat16)
-        self._library.blocks_rows(
-            self._address,
-            ids.data_ptr(),
-            out.data_ptr(),
-            len(ids),
-            self._inputs,
-            self._bits,
-            self._has_minima,
-            self._zero,
-            self._factor,
-        )
-        return out
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weight."""
-        return self._packed.nbytes
-
-    def _multiply(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        assert x.dtype == torch.bfloat16 and x.shape[1] == self._inputs, (x.dtype, x.shape)
-        if bias is not None:
-            assert bias.dtype == torch.bfloat16 and bias.shape == (self._outputs,), (bias.dtype, bias.shape)
-            bias = bias.contiguous()
-        if x.stride(1) != 1:
-            x = x.contiguous()
+    def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         num_tokens = x.shape[0]
-        out = x.new_empty((num_tokens, self._outputs), dtype=dtype)
         workspace = torch.empty(
             self._library.blocks_workspace_bytes(num_tokens, self._inputs), dtype=torch.uint8
         )
@@ -135,9 +87,21 @@ class NativeBlockLinear:
             self._has_minima,
             self._zero,
             self._factor,
-            dtype == torch.float32,
+            out.dtype == torch.float32,
         )
-        return out
+
+    def _take_rows(self, ids: Tensor, out: Tensor) -> None:
+        self._library.blocks_rows(
+            self._address,
+            ids.data_ptr(),
+            out.data_ptr(),
+            len(ids),
+            self._inputs,
+            self._bits,
+            self._has_minima,
+            self._zero,
+            self._factor,
+        )
 
 
 def _check(weight: BlockWeight) -> None:

@@ -37,8 +37,6 @@ WITH_HEAD_DIM = ("mistral", "qwen3", "gemma3_text")
 def compiled():
     if reasons := reasons_against_library():
         pytest.skip("; ".join(reasons))
-    if torch.cpu._is_amx_tile_supported():
-        pytest.skip("linear layers are oneDNN's on this CPU, which are no native calls")
 
 
 Make = Callable[..., tuple[Driver, Driver]]

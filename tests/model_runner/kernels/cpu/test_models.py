@@ -54,9 +54,7 @@ def make_pair(make_tiny_model: Any, make_driver: Any, caplog: Any) -> Any:
         with caplog.at_level(logging.INFO):
             driver = make_driver(tiny.spec, tiny.folder, dtype=dtype, page_size=16)
         assert "attention_backend prompts=native decodes=native" in caplog.text
-        linear = "native"
-        if dtype == "float32" or torch.cpu._is_amx_tile_supported():
-            linear = "onednn"
+        linear = "onednn" if dtype == "float32" else "native"
         assert f"maker={linear}" in next(
             line for line in caplog.text.splitlines() if "op=pack_linear" in line
         )

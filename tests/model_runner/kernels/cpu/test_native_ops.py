@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native import (
     NativeOps,
     reasons_against_native,
@@ -113,11 +116,80 @@ def test_weights_that_our_product_cannot_take_go_to_onednn(ops):
     assert not isinstance(ops.pack_linear(odd), NativeLinear)
 
 
-def test_with_amx_the_product_is_onednn_s(monkeypatch):
-    """And not ours for few tokens beside it: that would keep each weight twice."""
+def test_with_amx_the_product_is_ours_too(monkeypatch):
+    """And not oneDNN's, whose calls cannot be recorded."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(plain, "reasons_against_onednn", lambda _device, _dtype: [])
-    assert "AMX" in reasons_against_native_linear(CPU, BF16)[0]
+    assert reasons_against_native_linear(CPU, BF16) == reasons_against_library()
+
+
+def test_a_long_weight_is_cut_along_its_inputs(library):
+    """For some tokens; the sums that wait meanwhile go on as they were."""
+    weight = guarded((40, 8350), BF16, 0) / 91
+    linear, x = NativeLinear(library, weight), guarded((230, 8350), BF16, 1)
+    everybody = linear.to_float32(x)
+    torch.testing.assert_close(everybody.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-3)
+    for first, num_tokens in ((0, 1), (31, 2), (96, 33), (100, 65), (213, 17)):
+        assert torch.equal(
+            linear.to_float32(x[first : first + num_tokens]), everybody[first : first + num_tokens]
+        )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    inputs=st.integers(1, 120).map(lambda half: 2 * half),
+    outputs=st.integers(1, 150),
+    num_tokens=st.integers(0, 70),
+    offset=st.integers(0, 33),
+    gap=st.integers(0, 5),
+    has_bias=st.booleans(),
+)
+def test_linear_of_any_shape_and_stride(request, inputs, outputs, num_tokens, offset, gap, has_bias):
+    library = request.getfixturevalue("best_library")
+    weight = guarded((outputs, inputs), BF16, 0)
+    bias = guarded((outputs,), BF16, 1) if has_bias else None
+    wide = guarded((num_tokens, offset + inputs + gap), BF16, 2)
+    wide[:, :offset] = torch.nan
+    wide[:, offset + inputs :] = torch.nan
+    x = wide[:, offset : offset + inputs]
+    linear = NativeLinear(library, weight)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(linear.to_float32(x, bias).double(), exact, rtol=1e-5, atol=2e-6 * inputs)
+    some = slice(num_tokens // 3, num_tokens // 3 + 5)
+    assert torch.equal(linear(x[some], bias), linear(x, bias)[some])
+
+
+def test_linear_writes_its_result_and_nothing_beside_it(library):
+    linear, x = NativeLinear(library, guarded((41, 70), BF16, 0)), guarded((35, 70), BF16, 1)
+    for dtype in (BF16, F32):
+        memory = torch.full((64 + 35 * 41 + 64,), 7.0, dtype=dtype)
+        out = memory[64:-64].view(35, 41)
+        linear._multiply(x, None, out)
+        assert (memory[:64] == 7).all() and (memory[-64:] == 7).all()
+        assert torch.equal(out, linear(x) if dtype == BF16 else linear.to_float32(x))
+
+
+def test_numbers_that_are_none_stay_with_their_token(library):
+    linear, x = NativeLinear(library, guarded((64, 96), BF16, 0)), guarded((40, 96), BF16, 1)
+    expected = linear(x)
+    x[3, 5], x[17, 95], x[33, 0] = torch.nan, torch.inf, -torch.inf
+    out = linear(x)
+    broken = [3, 17, 33]
+    assert not out[broken].isfinite().any()
+    others = [n for n in range(40) if n not in broken]
+    assert torch.equal(out[others], expected[others])
+
+
+def test_ours_and_onednn_s_products_take_turns_in_one_thread(best_library):
+    """Both may use tiles, each with shapes of its own."""
+    weight, x = guarded((96, 128), BF16, 0), guarded((50, 128), BF16, 1)
+    linear = NativeLinear(best_library, weight)
+    if plain.reasons_against_onednn(CPU, BF16):
+        pytest.skip("oneDNN has no such product here")
+    theirs = plain.pack_linear_onednn(weight)
+    ours, other = linear(x), theirs(x)
+    for num_tokens in (1, 50, 17, 33):
+        assert torch.equal(linear(x[:num_tokens]), ours[:num_tokens])
+        assert torch.equal(theirs(x), other)
 
 
 def test_what_would_read_foreign_memory_is_refused(best_library):

@@ -1,0 +1,77 @@
+"""`NativeProduct`: what our products with packed weights have in common (`native_linear`, `native_blocks`).
+
+They are checked here, once, so that no kernel reads or writes beside its tensors; how a weight is packed and which
+kernel is called is the subclass's.
+"""
+
+# Shapes: T tokens, K inputs, N outputs.
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class NativeProduct(ABC):
+    """A weight [N, K] packed for one of our kernels, which needs no other copy of it; a `LinearWeight`."""
+
+    def __init__(self, library: ctypes.CDLL, outputs: int, inputs: int, packed_bytes: int) -> None:
+        self._library = library
+        self._outputs, self._inputs = outputs, inputs
+        self._packed = torch.empty(packed_bytes, dtype=torch.uint8)
+        self._address = self._packed.data_ptr()
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `LinearWeight`."""
+        return self._checked(x, bias, torch.bfloat16)
+
+    def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same product before it is rounded: [T, N] float32, as whoever samples wants his logits."""
+        return self._checked(x, bias, torch.float32)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """weight[ids] in bfloat16: an embedding that shares its weight needs no table of its own.
+
+        Args:
+            ids: [T] int64, 0 <= id < N: not checked, as memory beside the weight would be read.
+
+        Returns:
+            [T, K] bfloat16.
+        """
+        assert ids.dtype == torch.int64 and ids.dim() == 1, (ids.dtype, ids.shape)
+        out = torch.empty((len(ids), self._inputs), dtype=torch.bfloat16)
+        self._take_rows(ids.contiguous(), out)
+        return out
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weight."""
+        return self._packed.nbytes
+
+    def _checked(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert x.dtype == torch.bfloat16 and x.shape[1] == self._inputs, (x.dtype, x.shape)
+        if bias is not None:
+            assert bias.dtype == torch.bfloat16 and bias.shape == (self._outputs,), (bias.dtype, bias.shape)
+            bias = bias.contiguous()
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = x.new_empty((x.shape[0], self._outputs), dtype=dtype)
+        self._multiply(x, bias, out)
+        return out
+
+    @abstractmethod
+    def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """out = x @ weight.T + bias.
+
+        Args:
+            x: [T, K] bfloat16; numbers of a row are neighbours.
+            bias: [N] bfloat16, contiguous.
+            out: [T, N] contiguous, bfloat16 or float32.
+        """
+
+    @abstractmethod
+    def _take_rows(self, ids: Tensor, out: Tensor) -> None:
+        """out = weight[ids]: [T, K] bfloat16 from [T] int64, both contiguous."""
