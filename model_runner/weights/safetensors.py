@@ -68,7 +68,7 @@ class _File:
         if size < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
             raise ConfigError(f"{self.path}: truncated, or not a safetensors file; download it again")
         try:
-            header = json.loads(self.data[8 : 8 + header_bytes])
+            header = json.loads(self.data[8 : 8 + header_bytes], object_pairs_hook=_unique)
             entries = {
                 name: self._entry(8 + header_bytes, value)
                 for name, value in header.items()
@@ -78,24 +78,44 @@ class _File:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{self.path}: the header is damaged ({error!r}); download it again") from error
-        for name, entry in entries.items():
+        taken, before = 8 + header_bytes, ""
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
             end = entry.offset + entry.num_bytes
             if end > size:
                 raise ConfigError(
                     f"{self.path}: truncated: tensor {name!r} ends at byte {end}, the file has {size}; "
                     "download it again"
                 )
+            if entry.num_bytes and entry.offset < taken:
+                raise ConfigError(
+                    f"{self.path}: the header is damaged: tensors {before!r} and {name!r} overlap; download it again"
+                )
+            if entry.num_bytes:
+                taken, before = end, name
         return entries
 
     def _entry(self, data_start: int, value: dict[str, Any]) -> _Entry:
         begin, end = value["data_offsets"]
         shape = tuple(value["shape"])
         dtype = _DTYPES.get(value["dtype"])
-        if any(not isinstance(dim, int) or dim < 0 for dim in shape) or not 0 <= begin <= end:
+        numbers = (*shape, begin, end)
+        if (
+            not isinstance(value["dtype"], str)
+            or any(type(n) is not int or n < 0 for n in numbers)
+            or begin > end
+        ):
             raise ValueError(f"impossible shape {shape} or offsets {begin}, {end}")
         if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"shape {shape} does not take {end - begin} bytes")
         return _Entry(self, value["dtype"], shape, data_start + begin, end - begin)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the header; which of two tensors of one name is meant, nobody can tell."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name is there twice")
+    return fields
 
 
 class SafetensorsStore:
