@@ -10,6 +10,7 @@ millisecond. What a process only hands on (`Usage`, `Logprobs`, `SchedulerReport
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 import msgspec
 
@@ -97,6 +98,19 @@ class Logprobs(Record, frozen=True):
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     top_k: int = 0
+
+
+_LIFE: Final = "+"
+
+
+def rid_of_life(rid: str, life: int) -> str:
+    """The id under which a request is submitted for the (life + 1)-th time, after a process was lost with it."""
+    return f"{first_rid(rid)}{_LIFE}{life}"
+
+
+def first_rid(rid: str) -> str:
+    """The id under which a request was submitted first, which is how its client knows it."""
+    return rid.partition(_LIFE)[0]
 
 
 # ---------------------------------------------------------------- tokenizer manager -> scheduler

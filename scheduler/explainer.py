@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
-from ..runtime.messages import Explain, Explanation
+from ..runtime.messages import Explain, Explanation, first_rid
 from .decision_log import Arrived, DecisionLog, Settled
 from .req import Req, ReqStatus
 from .request_story import Beginning
@@ -72,12 +72,13 @@ class Explainer:
         for name in names:
             if name in self._reqs:
                 return name
+        found = None
         for record in self._decisions:
             if isinstance(record, Settled):
                 for left in record.left:
-                    if left.rid in names:
-                        return left.rid
-        return None
+                    if left.rid in names or first_rid(left.rid) in names:
+                        found = left.rid  # the last one, should it have been submitted again
+        return found
 
 
 def _beginning_of(req: Req) -> Beginning:

@@ -12,11 +12,10 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ..runtime.messages import Delivered, GenerateRequest, Usage
+from ..runtime.messages import Delivered, GenerateRequest, Usage, rid_of_life
 from .generation import Choice, Generation
 
 _TOKEN_ID_BYTES: Final = 4
-_AGAIN: Final = "+"
 
 
 class LoggedRequest:
@@ -80,8 +79,7 @@ class LoggedRequest:
             if self.usage is not None and self.delivered_ids:
                 delivered = Delivered(bytes(self.delivered_ids), self.usage)
                 sampling = replace(sampling, prompt_logprobs=None)  # they came with the first token
-            first_rid = self.message.rid.partition(_AGAIN)[0]
-            rid = f"{first_rid}{_AGAIN}{self._num_sent}"
+            rid = rid_of_life(self.message.rid, self._num_sent)
             self.message = replace(self.message, rid=rid, sampling=sampling, delivered=delivered)
             self.choice.rid = rid
         self._num_sent += 1

@@ -141,3 +141,20 @@ def test_a_client_does_not_learn_the_ids_of_others(make_scheduler):
     assert "secret" in str(explain(harness.scheduler.decisions, "r19"))
     assert "secret" not in str(told)
     assert "another request" in str(told)
+
+
+def test_who_was_submitted_again_is_known_by_its_first_name(make_scheduler):
+    harness = make_scheduler()
+    harness.submit("cmpl-1-0", prompt=[1, 2, 3], max_new_tokens=8)
+    harness.step()
+    harness.abort("cmpl-1-0", "submitted again")
+    tokens = harness.answers["cmpl-1-0"].tokens
+    harness.submit("cmpl-1-0+1", prompt=[1, 2, 3], max_new_tokens=8, delivered=tokens)
+    harness.run_until_idle()
+
+    for name in ("cmpl-1", "cmpl-1-0"):
+        harness.step()  # one question is answered per pass
+        told = ask(harness, name)
+        assert told.found
+        assert told.sentence.startswith("cmpl-1-0+1 ")
+        assert f"{len(tokens)} of them delivered before a process was lost" in str(told.rows)
