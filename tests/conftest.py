@@ -13,11 +13,15 @@ import pytest
 
 # The machine may be busy with other things; `timeout` in pyproject.toml ends what really hangs. Every run has the same
 # examples, so that a red run is somebody's change; to look for new ones: make test ARGS=--hypothesis-profile=explore
-hypothesis.settings.register_profile("engine", deadline=None, print_blob=True, derandomize=True)
-hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+# Hypothesis' own check that ten examples are drawn within 30 s is a limit on the wall clock, too.
+PATIENT = hypothesis.settings(
+    deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("engine", PATIENT, derandomize=True)
+hypothesis.settings.register_profile("explore", PATIENT)
 hypothesis.settings.load_profile("engine")
 
-# What the caller's shell says is no part of a test: keys and clusters of engines, the terminal's looks, how machines are
+# What the caller's shell says is no part of a test: engines' keys and clusters, the terminal's looks, how machines are
 # connected. A proxy is for what lies outside: the tests' servers are on the loopback interface.
 for name in (
     *("ENGINE_API_KEY", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),

@@ -193,7 +193,7 @@ def test_a_verified_draft_has_the_bits_of_decodes(make):
     max_examples=25,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(lens=st.lists(st.integers(1, 130), min_size=1, max_size=8), seed=st.integers(0, 99))
 def test_any_batch(fast_driver, lens, seed):

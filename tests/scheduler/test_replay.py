@@ -120,7 +120,11 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(config=CONFIGS, seed=st.integers(0, 1 << 30))
 def test_every_decision_is_made_again(tmp_path, config, seed):
     path = tmp_path / "decisions.log"

@@ -46,7 +46,10 @@ def pages_of(kernels: Any, *args: Any, **kwargs: Any) -> Pages:
     return Pages(*args, **kwargs, backend=backend)
 
 
-@settings(max_examples=60 // SLOWDOWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60 // SLOWDOWN,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     batch=batches(),
     heads=st.sampled_from(
@@ -108,7 +111,10 @@ def share(pages: Pages, members: list[int], stop: int) -> None:
         pages.values[other][:stop] = pages.values[first][:stop]
 
 
-@settings(max_examples=30 // SLOWDOWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30 // SLOWDOWN,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     own_lens=st.lists(st.integers(1, 200), min_size=2, max_size=12),
     common=st.integers(0, 70),
@@ -228,7 +234,10 @@ def test_bits_of_a_decode_do_not_depend_on_the_batch(library, kv_dtype):
 STARTS = st.integers(0, 20) | st.integers(55, 68) | st.integers(115, 132) | st.integers(245, 420)
 
 
-@settings(max_examples=60 // SLOWDOWN, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60 // SLOWDOWN,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     requests=st.lists(st.tuples(STARTS, st.sampled_from([0, 1, 2, 8, 8, 17, 40])), min_size=1, max_size=5),
     shared=st.sampled_from([0, 0, 64, 96, 528]),

@@ -181,7 +181,11 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=600,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(edits=EDITS, length=st.integers(0, len(fuzz_seed()) + 16))
 def test_mutated_files_are_read_or_refused(
     tmp_path: Path, edits: list[tuple[int, bytes]], length: int

@@ -208,7 +208,11 @@ def test_a_lone_surrogate_is_the_clients_error(make_gguf: MakeGGUF, smollm: Core
         load(make_gguf, gguf_metadata(smollm, "smollm")).encode("abc\ud800")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(text=st.text(max_size=60))
 def test_token_bytes_join_to_the_text(make_gguf: MakeGGUF, smollm: CoreTokenizer, text: str) -> None:
     tokenizer = load(make_gguf, gguf_metadata(smollm, "smollm"))
