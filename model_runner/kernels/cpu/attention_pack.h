@@ -5,6 +5,7 @@
 //   keys     [head_dim / 2][64][2]   pairs of dimensions of all keys. bfloat16; floats are [head_dim][64]
 //   values   [64 / 2][head_dim][2]   pairs of keys, of all dimensions. bfloat16; floats are [64][head_dim]
 //   scales   [64] of keys, [64] of values, where the pool is quantised
+//   norm     the length of the longest key
 //
 // A pair of values is that of positions n and n + 16 of 32: so weights, which are computed 16 at a time, become pairs
 // without being shuffled. Dimensions of keys are filled up with zeros to whole steps of the product.
@@ -25,6 +26,7 @@ struct Block {
     const Packed* values;
     const float* key_scales;  // with the scale of all scores
     const float* value_scales;
+    const float* norm;  // with the key's scale
 };
 
 template <class T, class KV>
@@ -46,14 +48,15 @@ class Packer {
 
     int64_t block_bytes() const {
         int64_t numbers = (padded_dim_ + dim_) / Kind::NUMBERS * TILE_KEYS;
-        return int64_t(sizeof(Packed)) * numbers + (IS_QUANTISED ? 2 * TILE_KEYS * int64_t(sizeof(float)) : 0);
+        int64_t floats = (IS_QUANTISED ? 2 * TILE_KEYS : 0) + LANES;
+        return int64_t(sizeof(Packed)) * numbers + int64_t(sizeof(float)) * floats;
     }
 
     Block<Packed> at(const char* memory) const {
         auto keys = reinterpret_cast<const Packed*>(memory);
         auto values = keys + padded_dim_ / Kind::NUMBERS * TILE_KEYS;
         auto scales = reinterpret_cast<const float*>(values + dim_ / Kind::NUMBERS * TILE_KEYS);
-        return {keys, values, scales, scales + TILE_KEYS};
+        return {keys, values, scales, scales + TILE_KEYS, scales + (IS_QUANTISED ? 2 * TILE_KEYS : 0)};
     }
 
     // One that is packed for all items: in the plan's memory the KV heads of a block lie side by side.
@@ -72,10 +75,6 @@ class Packer {
         const KV* rows[TILE_KEYS];
         for (int64_t n = 0; n < TILE_KEYS; ++n)
             rows[n] = n >= begin && n < end ? in_.k + slots[n] * in_.kv_stride() + kv_head * dim_ : nullptr;
-        pack_keys(rows, const_cast<Packed*>(block.keys));
-        for (const KV*& row : rows)
-            if (row != nullptr) row = in_.v + (row - in_.k);
-        pack_values(rows, const_cast<Packed*>(block.values));
         if constexpr (IS_QUANTISED) {
             for (int64_t n = 0; n < TILE_KEYS; ++n) {
                 bool is_seen = n >= begin && n < end;
@@ -84,6 +83,10 @@ class Packer {
                 const_cast<float*>(block.value_scales)[n] = is_seen ? in_.v_scale[from] : 0.0f;
             }
         }
+        pack_keys(rows, block);
+        for (const KV*& row : rows)
+            if (row != nullptr) row = in_.v + (row - in_.k);
+        pack_values(rows, const_cast<Packed*>(block.values));
     }
 
   private:
@@ -106,8 +109,10 @@ class Packer {
         if constexpr (Kind::NUMBERS == 1) return load(p);
     }
 
-    void pack_keys(const KV* const* keys, Packed* to) const {
-        for (int64_t first = 0; first < TILE_KEYS; first += LANES)
+    void pack_keys(const KV* const* keys, const Block<Packed>& block) const {
+        f32x16 longest = {};
+        for (int64_t first = 0; first < TILE_KEYS; first += LANES) {
+            f32x16 squares = {};
             for (int64_t d = 0; d < dim_; d += LANES * Kind::NUMBERS) {
                 Vector rows[LANES];
                 for (int64_t n = 0; n < LANES; ++n) {
@@ -115,9 +120,16 @@ class Packer {
                     rows[n] = key != nullptr ? load_numbers(key + d, dim_ - d) : Vector{};
                 }
                 transpose(rows);
-                Packed* at = to + d / Kind::NUMBERS * TILE_KEYS + first;
-                for (int64_t n = 0; n < LANES; ++n) std::memcpy(at + n * TILE_KEYS, &rows[n], sizeof(Vector));
+                Packed* at = const_cast<Packed*>(block.keys) + d / Kind::NUMBERS * TILE_KEYS + first;
+                for (int64_t n = 0; n < LANES; ++n) {
+                    std::memcpy(at + n * TILE_KEYS, &rows[n], sizeof(Vector));
+                    squares = Kind::multiply_add(squares, rows[n], rows[n]);
+                }
             }
+            if constexpr (IS_QUANTISED) squares *= load(block.key_scales + first) * load(block.key_scales + first);
+            longest = maximum(longest, squares);
+        }
+        *const_cast<float*>(block.norm) = __builtin_sqrtf(largest(longest));
     }
 
     void pack_values(const KV* const* values, Packed* to) const {

@@ -110,7 +110,7 @@ class Plan {
     // Of all KV heads; of floats, which are the largest. Memory that is not written costs nothing.
     int64_t block_bytes() const {
         int64_t padded_dim = divide_up(step.head_dim, 32) * 32;
-        return step.num_kv_heads * TILE_KEYS * int64_t(sizeof(float)) * (padded_dim + step.head_dim + 2);
+        return step.num_kv_heads * TILE_KEYS * int64_t(sizeof(float)) * (padded_dim + step.head_dim + 3);
     }
 
     // The beginning of a range of positions, as far as there is memory.

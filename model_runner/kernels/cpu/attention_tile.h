@@ -1,7 +1,8 @@
 // Tile items: tokens and keys that they have in common, one KV head, by matrix products.
 //
 // Block by block of keys, and of each strip by strip of rows: scores, weights, weighted values. A row's weights are
-// relative to one of its scores, the largest until it is passed by far: what the row has so far is rarely scaled anew.
+// relative to one of its scores, until another one is larger by far: what it has so far is rarely scaled anew. Mostly
+// the lengths of queries and keys alone say that none is.
 //
 // In bfloat16 weights are cut, not rounded, and it is cut weights that are added up, too: what a cut takes from a
 // weighted value it takes from the sum by which that is divided. (Weights of quantised values are rounded: their sums
@@ -32,15 +33,15 @@ class Tile {
         int64_t last = *std::max_element(room.to, room.to + room.num_rows);
         for (int64_t key = first / TILE_KEYS * TILE_KEYS; key < last; key += TILE_KEYS) {
             Block block = find_block(item, key, first, last, room);
-            for (int64_t row = 0; row < room.num_rows; row += ROWS) strip(products, row, key, block, room);
+            for (int64_t n = 0; n < room.num_strips; ++n) add(products, room.strips[n], key, block, room);
         }
         write_results(item, room);
     }
 
   private:
     static constexpr bool IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
-    static constexpr float HEADROOM = 8.0f;  // a power of 2: how much larger than 1 a weight may become
-    static constexpr int64_t STEP = 2 * LANES;  // keys of a strip come in so many
+    static constexpr float HEADROOM = 64.0f;  // a power of 2: how much larger than 1 a weight may become
+    static constexpr int64_t STEP = 2 * LANES;  // keys are taken in so many
     typedef typename Packer<T, KV>::Kind Kind;
     typedef typename Kind::Number Number;
     typedef engine::Block<typename Kind::Step> Block;
@@ -52,6 +53,14 @@ class Tile {
 #endif
     static constexpr int64_t ROWS = Products::ROWS;
 
+    // Rows that are multiplied at once.
+    struct Strip {
+        int64_t first, end;
+        int64_t least_from, most_from, least_to, most_to;  // keys that its rows see
+        float norm;            // the length of the longest query
+        float least_relative;  // what its rows are relative to
+    };
+
     // What a thread works with; rows are the query heads of all tokens, a token's heads side by side.
     struct Room {
         int64_t num_rows, padded_rows;
@@ -60,6 +69,8 @@ class Tile {
         float* relative_to;  // [padded_rows]: the score whose weight is 1
         float* sums_of;      // [padded_rows][LANES]: added up in the end
         int64_t *from, *to;  // [padded_rows], keys that a row sees
+        Strip* strips;       // [num_strips]
+        int64_t num_strips;
         float* scores;       // [ROWS][TILE_KEYS]
         Number* weights;     // [ROWS][TILE_KEYS]
         char* packed;        // a block
@@ -70,7 +81,8 @@ class Tile {
         Room room;
         int64_t dim = step_.head_dim;
         room.num_rows = num_tokens * step_.group;
-        room.padded_rows = (room.num_rows + ROWS - 1) / ROWS * ROWS;
+        room.num_strips = (room.num_rows + ROWS - 1) / ROWS;
+        room.padded_rows = room.num_strips * ROWS;
         size_t rows = size_t(room.padded_rows), all = 0;
         auto place = [&](size_t bytes) {
             size_t at = all;
@@ -80,7 +92,7 @@ class Tile {
         size_t queries = place(sizeof(Number) * rows * packer_.padded_dim()), values = place(sizeof(float) * rows * dim),
                relative_to = place(sizeof(float) * rows), sums_of = place(sizeof(float) * rows * LANES),
                from = place(sizeof(int64_t) * rows), to = place(sizeof(int64_t) * rows),
-               scores = place(sizeof(float) * ROWS * TILE_KEYS), weights = place(sizeof(Number) * ROWS * TILE_KEYS),
+               strips = place(sizeof(Strip) * room.num_strips), scores = place(sizeof(float) * ROWS * TILE_KEYS), weights = place(sizeof(Number) * ROWS * TILE_KEYS),
                packed = place(size_t(packer_.block_bytes()));
         char* memory = scratch.get(all);
         room.queries = reinterpret_cast<Number*>(memory + queries);
@@ -89,6 +101,7 @@ class Tile {
         room.sums_of = reinterpret_cast<float*>(memory + sums_of);
         room.from = reinterpret_cast<int64_t*>(memory + from);
         room.to = reinterpret_cast<int64_t*>(memory + to);
+        room.strips = reinterpret_cast<Strip*>(memory + strips);
         room.scores = reinterpret_cast<float*>(memory + scores);
         room.weights = reinterpret_cast<Number*>(memory + weights);
         room.packed = memory + packed;
@@ -110,8 +123,29 @@ class Tile {
             room.from[row] = std::max(item.start, step_.seen_from[token]);
             room.to[row] = std::min(item.stop, step_.seen_to[token]);
             const T* from = in_.q + token * in_.q_stride + head * dim;
-            for (int64_t d = 0; d < dim; d += LANES) convert(from + d, room.queries + row * padded_dim + d);
+            f32x16 squares = {};
+            for (int64_t d = 0; d < dim; d += LANES) {
+                convert(from + d, room.queries + row * padded_dim + d);
+                squares += load(from + d) * load(from + d);
+            }
+            room.sums_of[row * LANES] = sum(squares);  // until the strips are made
         }
+        for (int64_t n = 0; n < room.num_strips; ++n) room.strips[n] = make_strip(n * ROWS, room);
+    }
+
+    Strip make_strip(int64_t first, Room& room) const {
+        Strip strip{first, std::min(first + ROWS, room.num_rows), room.from[first], 0, room.to[first], 0, 0.0f, NOTHING};
+        float longest = 0.0f;
+        for (int64_t row = first; row < strip.end; ++row) {
+            strip.least_from = std::min(strip.least_from, room.from[row]);
+            strip.most_from = std::max(strip.most_from, room.from[row]);
+            strip.least_to = std::min(strip.least_to, room.to[row]);
+            strip.most_to = std::max(strip.most_to, room.to[row]);
+            longest = std::max(longest, room.sums_of[row * LANES]);
+            room.sums_of[row * LANES] = 0.0f;
+        }
+        strip.norm = __builtin_sqrtf(longest);
+        return strip;
     }
 
     static void convert(const T* from, T* to) { std::memcpy(to, from, sizeof(T) * LANES); }
@@ -129,80 +163,85 @@ class Tile {
     }
 
     // One strip of rows with the block of keys that begins at `key`.
-    void strip(const Products& products, int64_t row, int64_t key, const Block& block, Room& room) const {
-        int64_t end = std::min(row + ROWS, room.num_rows);
-        int64_t least = std::numeric_limits<int64_t>::max(), most = 0, least_to = least, most_from = 0;
-        for (int64_t r = row; r < end; ++r) {
-            least = std::min(least, room.from[r]);
-            most_from = std::max(most_from, room.from[r]);
-            least_to = std::min(least_to, room.to[r]);
-            most = std::max(most, room.to[r]);
-        }
-        if (most <= key || least >= key + TILE_KEYS) return;
-        int64_t num_keys = std::min((most - key + STEP - 1) / STEP * STEP, TILE_KEYS);
-        bool all_seen = most_from <= key && least_to >= key + num_keys;
-        products.score(room.queries + row * packer_.padded_dim(), block.keys, num_keys, room.scores);
-        for (int64_t r = row; r < end; ++r) {
-            float* scores = room.scores + (r - row) * TILE_KEYS;
-            if constexpr (IS_QUANTISED)
-                for (int64_t n = 0; n < num_keys; n += LANES)
-                    store(scores + n, load(scores + n) * load(block.key_scales + n));
-            if (!all_seen)
-                for (int64_t n = 0; n < num_keys; n += LANES)
-                    store(scores + n, only_between(load(scores + n), room.from[r] - key - n, room.to[r] - key - n));
-            Number* weights = room.weights + (r - row) * TILE_KEYS;
-            num_keys == TILE_KEYS ? weigh(scores, r, TILE_KEYS, block, weights, room)
-                                  : weigh(scores, r, num_keys, block, weights, room);
-        }
-        products.add_values(room.weights, block.values, num_keys, room.values + row * step_.head_dim);
+    void add(const Products& products, Strip& strip, int64_t key, const Block& block, Room& room) const {
+        if (strip.most_to <= key || strip.least_from >= key + TILE_KEYS) return;
+        int64_t num_keys = std::min((strip.most_to - key + STEP - 1) / STEP * STEP, TILE_KEYS);
+        bool all_seen = strip.most_from <= key && strip.least_to >= key + num_keys;
+        products.score(room.queries + strip.first * packer_.padded_dim(), block.keys, num_keys, room.scores);
+        for (int64_t row = strip.first; IS_QUANTISED && row < strip.end; ++row)
+            for (int64_t n = 0; n < num_keys; n += LANES) {
+                float* at = room.scores + (row - strip.first) * TILE_KEYS + n;
+                store(at, load(at) * load(block.key_scales + n));
+            }
+        for (int64_t row = strip.first; !all_seen && row < strip.end; ++row)
+            for (int64_t n = 0; n < num_keys; n += LANES) {
+                float* at = room.scores + (row - strip.first) * TILE_KEYS + n;
+                store(at, only_between(load(at), room.from[row] - key - n, room.to[row] - key - n));
+            }
+        // No product is larger than that of the lengths.
+        bool fits = strip.norm * *block.norm * scale_ * 1.01f <= strip.least_relative + HEADROOM;
+        if (!fits) raise(strip, num_keys, room);
+        num_keys == TILE_KEYS ? weigh(strip, TILE_KEYS, block, room) : weigh(strip, num_keys, block, room);
+        products.add_values(room.weights, block.values, num_keys, room.values + strip.first * step_.head_dim);
     }
 
-    // Scores of one row to weights.
-    inline __attribute__((always_inline)) void weigh(const float* scores, int64_t row, int64_t num_keys,
-                                                     const Block& block, Number* weights, Room& room) const {
-        f32x16 tops = load(scores), other_tops = load(scores + LANES);
-        for (int64_t n = STEP; n < num_keys; n += STEP) {
-            tops = maximum(tops, load(scores + n));
-            other_tops = maximum(other_tops, load(scores + n + LANES));
-        }
-        tops = maximum(tops, other_tops) * scale_;
-        if (any_above(tops, room.relative_to[row] + HEADROOM)) raise(row, largest(tops), room);
-        float shift = room.relative_to[row] == NOTHING ? 0.0f : room.relative_to[row];
-        f32x16 total = load(room.sums_of + row * LANES), other_total = {};
-        for (int64_t n = 0; n < num_keys; n += STEP) {
-            f32x16 first = load(scores + n) * scale_ - shift, second = load(scores + n + LANES) * scale_ - shift;
-            if constexpr (IS_PAIRS) {
-                first = exp2_rough(first);
-                second = exp2_rough(second);
-                if constexpr (IS_QUANTISED) {
+    // Scores to weights.
+    inline __attribute__((always_inline)) void weigh(const Strip& strip, int64_t num_keys, const Block& block,
+                                                     Room& room) const {
+        const float* scores = room.scores;
+        Number* weights = room.weights;
+        for (int64_t row = strip.first; row < strip.end; ++row, scores += TILE_KEYS, weights += TILE_KEYS) {
+            float shift = room.relative_to[row] == NOTHING ? 0.0f : room.relative_to[row];
+            f32x16 total = load(room.sums_of + row * LANES), other_total = {};
+#pragma GCC unroll 4
+            for (int64_t n = 0; n < num_keys; n += STEP) {
+                f32x16 first = load(scores + n) * scale_ - shift, second = load(scores + n + LANES) * scale_ - shift;
+                if constexpr (IS_PAIRS) {
+                    first = exp2_rough(first);
+                    second = exp2_rough(second);
+                    if constexpr (IS_QUANTISED) {
+                        total += first;
+                        other_total += second;
+                        first = round_up(first * load(block.value_scales + n));
+                        second = round_up(second * load(block.value_scales + n + LANES));
+                    } else {
+                        total += upper_half(first);
+                        other_total += upper_half(second);
+                    }
+                    u32x16 pairs = upper_halves(first, second);
+                    std::memcpy(weights + n, &pairs, sizeof pairs);
+                } else {
+                    first = exp2_small(first);
+                    second = exp2_small(second);
                     total += first;
                     other_total += second;
-                    first = round_up(first * load(block.value_scales + n));
-                    second = round_up(second * load(block.value_scales + n + LANES));
-                } else {
-                    total += upper_half(first);
-                    other_total += upper_half(second);
+                    if constexpr (IS_QUANTISED) {
+                        first *= load(block.value_scales + n);
+                        second *= load(block.value_scales + n + LANES);
+                    }
+                    store(weights + n, first);
+                    store(weights + n + LANES, second);
                 }
-                u32x16 pairs = upper_halves(first, second);
-                std::memcpy(weights + n, &pairs, sizeof pairs);
-            } else {
-                first = exp2_small(first);
-                second = exp2_small(second);
-                total += first;
-                other_total += second;
-                if constexpr (IS_QUANTISED) {
-                    first *= load(block.value_scales + n);
-                    second *= load(block.value_scales + n + LANES);
-                }
-                store(weights + n, first);
-                store(weights + n + LANES, second);
             }
+            store(room.sums_of + row * LANES, total + other_total);
         }
-        store(room.sums_of + row * LANES, total + other_total);
+    }
+
+    // Rows whose scores might be too large for what they are relative to.
+    __attribute__((noinline)) void raise(Strip& strip, int64_t num_keys, Room& room) const {
+        strip.least_relative = -NOTHING;
+        for (int64_t row = strip.first; row < strip.end; ++row) {
+            const float* scores = room.scores + (row - strip.first) * TILE_KEYS;
+            f32x16 tops = splat(NOTHING);
+            for (int64_t n = 0; n < num_keys; n += LANES) tops = maximum(tops, load(scores + n));
+            tops *= scale_;
+            if (any_above(tops, room.relative_to[row] + HEADROOM)) raise(row, largest(tops), room);
+            strip.least_relative = std::min(strip.least_relative, room.relative_to[row]);
+        }
     }
 
     // A score of the row is larger by far than the one whose weight is 1, or no number.
-    __attribute__((noinline)) void raise(int64_t row, float top, Room& room) const {
+    void raise(int64_t row, float top, Room& room) const {
         float before = room.relative_to[row];
         if (!(top > before)) return;
         room.relative_to[row] = top;
