@@ -78,7 +78,8 @@ class _File:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{self.path}: the header is damaged ({error!r}); download it again") from error
-        taken, before = 8 + header_bytes, ""
+        begin = taken = 8 + header_bytes
+        before = ""
         for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
             end = entry.offset + entry.num_bytes
             if end > size:
@@ -86,12 +87,12 @@ class _File:
                     f"{self.path}: truncated: tensor {name!r} ends at byte {end}, the file has {size}; "
                     "download it again"
                 )
-            if entry.num_bytes and entry.offset < taken:
+            if entry.num_bytes and begin < entry.offset < taken:  # at one place: tied weights of old exports
                 raise ConfigError(
                     f"{self.path}: the header is damaged: tensors {before!r} and {name!r} overlap; download it again"
                 )
-            if entry.num_bytes:
-                taken, before = end, name
+            if end > taken:
+                begin, taken, before = entry.offset, end, name
         return entries
 
     def _entry(self, data_start: int, value: dict[str, Any]) -> _Entry:
