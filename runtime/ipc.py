@@ -163,10 +163,16 @@ def decode_waiting(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[M
     """
     taken = 0
     # of those that parse: where none comes back, the socket is empty
-    while taken < _MAX_MESSAGES_PER_POLL and socket.get(_EVENTS) & _POLLIN:
+    while taken < _MAX_MESSAGES_PER_POLL and _has_message(socket):
         if (message := decode_or_drop(socket.recv(zmq.NOBLOCK), decoder)) is not None:
             taken += 1
             yield message
+
+
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    events = socket.get(_EVENTS)
+    assert isinstance(events, int)  # as this option's are
+    return bool(events & _POLLIN)
 
 
 def decode_or_drop(data: bytes, decoder: msgspec.msgpack.Decoder[M]) -> M | None:
