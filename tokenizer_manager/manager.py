@@ -18,8 +18,6 @@ from array import array
 from collections.abc import Callable
 from typing import Final, assert_never
 
-import msgspec
-
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
@@ -30,7 +28,6 @@ from ..runtime.messages import (
     FinishKind,
     FlushCache,
     FlushCacheDone,
-    GenerateRequest,
     ListRequests,
     ManagerInput,
     PinDone,
@@ -40,11 +37,12 @@ from ..runtime.messages import (
     SchedulerReport,
     TextOutput,
 )
-from ..runtime.sampling_params import MAX_SEED, SamplingParams
+from ..runtime.sampling_params import SamplingParams
 from .admission import check_may_fit, resolve_length
 from .door import Door, DoorLimits
 from .generation import Choice, Generation, GenerationRequest, Prompt
 from .metrics import Metrics
+from .opening import scheduler_requests
 from .prompt_encoder import PromptEncoder, prompt_name
 from .questions import Questions
 from .recovery import Recovery
@@ -376,44 +374,24 @@ class TokenizerManager:
         arrival_s: float,
     ) -> Generation:
         generation_id = f"{request.id_prefix}-{uuid.uuid4().hex}"
-        wishes = request.scheduling
-        choices: list[Choice] = []
-        messages: list[GenerateRequest] = []
-        for ids, sampling in zip(encoded, resolved, strict=True):
-            seed = sampling.seed if sampling.seed is not None else self._draw_seed()
-            input_ids = ids.tobytes()  # one copy for all n
-            # The first sibling's id names the group: nobody else has it.
-            group = f"{generation_id}-{len(choices)}" if request.n > 1 else ""
-            for i in range(request.n):
-                choice = Choice(f"{generation_id}-{len(choices)}", len(choices), ids, (seed + i) & MAX_SEED)
-                choices.append(choice)
-                messages.append(
-                    GenerateRequest(
-                        rid=choice.rid,
-                        input_ids=input_ids,
-                        sampling=msgspec.structs.replace(sampling, seed=choice.seed),
-                        arrival_s=arrival_s,
-                        priority=wishes.priority,
-                        extra_key=wishes.extra_key,
-                        tenant=wishes.tenant,
-                        group=group,
-                        queue_timeout_s=wishes.queue_timeout_s,
-                        timeout_s=wishes.timeout_s,
-                    )
-                )
+        opened = list(
+            scheduler_requests(
+                request, generation_id, encoded, resolved, arrival_s=arrival_s, draw_seed=self._draw_seed
+            )
+        )
         generation = Generation(
             generation_id,
-            choices,
+            [choice for choice, _ in opened],
             request.n,
             arrival_s,
             self._on_reader_gone,
-            wishes,
+            request.scheduling,
             self._gate.num_unstarted,
         )
         self._generations[generation_id] = generation
         self._idle.clear()
         now_s = self._clock()
-        for choice, message in zip(choices, messages, strict=True):
+        for choice, message in opened:
             logged = LoggedRequest(message, generation, choice)
             self.request_log.add(logged)
             self._gate.sent(now_s, len(choice.prompt_ids))
