@@ -106,7 +106,7 @@ def linears() -> Iterator[Case]:
     ops = native_ops()
     sides = [[pack(weight) for weight in weights] for pack in (plain.pack_linear_onednn, ops.pack_linear)]
     numbers = sum(weight.numel() for weight in weights)
-    for num_tokens in (1, 4, 16, 64, 512):
+    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 256, 512):
         xs = {size: torch.randn(num_tokens, size).to(torch.bfloat16) for size in (HIDDEN, INNER)}
 
         def run(side: list[Any], xs: dict[int, Any] = xs) -> None:
