@@ -410,7 +410,8 @@ class TokenizerManager:
         if output.token_ids:
             logged.delivered_ids += output.token_ids
             logged.usage = output.usage
-            self._recovery.progressed(logged)
+            if logged.num_strikes:
+                self._recovery.progressed(logged)
         finish = output.finish
         if finish is None:
             generation.put(choice, output)

@@ -84,9 +84,8 @@ class Recovery:
         )
 
     def progressed(self, logged: LoggedRequest) -> None:
-        """Tokens of a request have arrived."""
-        if logged.num_strikes:
-            self._try_next(logged, ended=False)
+        """Tokens of a request with strikes have arrived."""
+        self._try_next(logged, ended=False)
 
     def ended(self, logged: LoggedRequest) -> None:
         """A request has left the log."""

@@ -18,7 +18,9 @@ from engine.runtime.control import (
     Endpoints,
     Failed,
     Heartbeat,
+    Order,
     PeerDied,
+    PeersLost,
     PeersReady,
     Ready,
     Role,
@@ -94,6 +96,20 @@ def test_what_came_along_with_the_settings_is_not_lost(pair):
     supervisor.send(PeersReady(CAPACITY))
 
     assert Child(channel).wait_for_peers() == CAPACITY
+
+
+def test_the_first_news_of_the_peers_opens_the_port_and_later_ones_are_orders(pair):
+    supervisor, channel = pair
+    news = [PeersReady(CAPACITY), PeersLost("scheduler was killed"), PeersReady(CAPACITY), Stop(drain=True)]
+    for message in (SETTINGS, *news):
+        supervisor.send(message)
+    child = Child(channel)
+
+    async def orders() -> list[Order]:
+        return [await child.next_order() for _ in news[1:]]
+
+    assert child.wait_for_peers() == CAPACITY
+    assert asyncio.run(orders()) == news[1:]
 
 
 def test_a_child_says_ready_and_then_beats_at_most_once_per_interval(child, supervisor, monkeypatch):

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.runtime.config import EngineConfig, ModelConfig
-from engine.runtime.control import PeerDied, Stop
+from engine.runtime.control import Order, PeerDied, PeersLost, PeersReady, Stop
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.generation import GenerationRequest
@@ -53,15 +53,13 @@ class Orders:
     """The supervisor's orders, as `Child.next_order` gives them."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[Stop | PeerDied] = asyncio.Queue()
+        self.queue: asyncio.Queue[Order] = asyncio.Queue()
 
-    async def next_order(self) -> Stop | PeerDied:
+    async def next_order(self) -> Order:
         return await self.queue.get()
 
 
-def obeying(
-    *orders: Stop | PeerDied, live: bool, drain_timeout_s: float = WAIT_S
-) -> tuple[bool, str | None, int]:
+def obeying(*orders: Order, live: bool, drain_timeout_s: float = WAIT_S) -> tuple[bool, str | None, int]:
     """Whether it ended, what a stream was told, and how many aborts were sent, after these orders."""
 
     async def main() -> tuple[bool, str | None, int]:
@@ -108,6 +106,14 @@ def test_a_stop_without_drain_ends_at_once(orders):
 
     assert (ended, num_aborts) == (True, 1)
     assert "the server stopped" in str(failure)
+
+
+@pytest.mark.parametrize("before", [[], [Stop(drain=True)]])
+def test_a_lost_peer_that_is_back_ends_nothing(before):
+    lost, back = PeersLost("scheduler was killed"), PeersReady(CAPACITY)
+
+    # One abort: of what a lost scheduler may have left to its successor.
+    assert obeying(*before, lost, back, live=True) == (False, None, 1)
 
 
 @pytest.mark.parametrize("before", [[], [Stop(drain=True)]])
