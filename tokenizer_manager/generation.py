@@ -3,7 +3,7 @@
 A request with p prompts and n answers each becomes p * n *choices*, numbered prompt by prompt; each is one request
 of the scheduler with an id of its own. The manager writes into a `Generation`, one HTTP handler reads from it.
 
-What a slow reader has not fetched yet is kept here; it is bounded by what its own request may generate.
+What a slow reader has not fetched yet is kept here; `sweep` bounds it.
 """
 
 from __future__ import annotations
@@ -136,6 +136,11 @@ class Generation:
     def prompt_choices(self) -> list[Choice]:
         """The first choice of each prompt."""
         return self.choices[:: self.n]
+
+    @property
+    def num_waiting_rows(self) -> int:
+        """Rows that nobody has read yet."""
+        return len(self._rows)
 
     @property
     def started(self) -> bool:

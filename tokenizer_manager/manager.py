@@ -47,6 +47,7 @@ from .prompt_encoder import PromptEncoder, prompt_name
 from .questions import Questions
 from .recovery import Recovery
 from .request_log import LoggedRequest, RequestLog
+from .sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class TokenizerManager:
         self._recovery = Recovery(
             self.request_log, gate=self._gate, metrics=metrics, send=send, fail=self._fail
         )
+        self._sweep = Sweep(send, self._fail)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -275,6 +277,7 @@ class TokenizerManager:
                 self.report = message
                 self._gate.reported(message)
                 self._door.may_have_room()
+                self._sweep.slow_readers(self._generations.values())
             case FlushCacheDone():
                 self._questions.answered(message.flush_id, message)
             case PinDone():
@@ -401,7 +404,8 @@ class TokenizerManager:
     def _deliver(self, output: TextOutput, now_s: float) -> None:
         logged = self.request_log.get(output.rid)
         if logged is None:
-            return  # answered or aborted already, or under way from a lost process: late rows are expected
+            self._sweep.stray(output, now_s)  # answered, aborted, or from a lost process: some late rows come
+            return
         generation, choice = logged.generation, logged.choice
         waited = choice.first_token_s is None
         self._metrics.row_arrived(generation, choice, output, now_s)

@@ -187,13 +187,18 @@ def test_what_is_no_http_is_hung_up_on(http, serve):
 
 
 def test_a_key_guards_everything_but_health(start_serve, model):
-    engine = start_serve(str(model), "--api-key", "s3cret").wait_until_ready()
+    keys = ("--api-key", "s3cret", "--api-key", "s3cond", "--admin-api-key", "s3admin")
+    engine = start_serve(str(model), *keys).wait_until_ready()
     with httpx.Client(base_url=engine.url, timeout=DEADLINE_S) as http:
         for path in ("/v1/models", "//v1/models", "/metrics", "/server_info", "/openapi.json", "/nothing"):
             error_of(http.get(path), 401)
         error_of(http.get("/v1/models", headers={b"authorization": b"Bearer s3cre\xff"}), 401)
         error_of(http.post("/flush_cache"), 401)
         assert http.get("/health").status_code == 200
-        assert http.get("/v1/models", headers={"authorization": "Bearer s3cret"}).status_code == 200
+        for key in ("s3cret", "s3cond", "s3admin"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert http.get("/v1/models", headers=headers).status_code == 200
+            flushed = http.post("/flush_cache", headers=headers)
+            assert flushed.status_code == (200 if key == "s3admin" else 403)
     assert engine.stop() == 0
-    assert "s3cret" not in engine.log
+    assert not any(key in engine.log for key in ("s3cret", "s3cond", "s3admin"))
