@@ -137,10 +137,15 @@ class Scheduler:
             logger.info("dropped a request of a tokenizer manager that is gone rid=%s", message.rid)
             return
         prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
-        reason = reason_to_refuse(message, self._capacity)
+        status = 400
+        try:
+            reason = reason_to_refuse(message, self._capacity)
+        except Exception:  # one request's trouble must not end everyone's
+            logger.error("looking at a request failed rid=%s", message.rid, exc_info=True)
+            reason, status = "the request could not be looked at; the server's log has the cause", 500
         if reason is not None:
             logger.info("refused rid=%s: %s", message.rid, reason)
-            finish = Finish(FinishKind.ERROR, message=reason, status=400)
+            finish = Finish(FinishKind.ERROR, message=reason, status=status)
             options = text_options(message.sampling)
             self._answers.rows([TokenOutput(message.rid, b"", Usage(prompt_len, 0), finish, options)])
             return

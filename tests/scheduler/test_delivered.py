@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.messages import AbandonRequests, Delivered, FinishKind, GenerateRequest, Usage
 from engine.runtime.sampling_params import SamplingParams
+from engine.scheduler import scheduler as scheduler_module
 
 from .fake_runner import expected_output, ints
 from .harness import VOCAB_SIZE, Harness
@@ -143,3 +144,22 @@ def test_what_it_had_sent_and_comes_late_is_dropped(make_scheduler):
 
     assert harness.scheduler.num_unfinished == 0
     assert harness.answers.pop(late).rows == []
+
+
+# ---------------------------------------------------------------- one request's own trouble
+
+
+def test_a_request_that_cannot_even_be_looked_at_ends_alone(make_scheduler, monkeypatch):
+    harness = make_scheduler()
+    good = harness.submit("good")
+    harness.step()
+
+    def fail(message, capacity):
+        raise RuntimeError("who would have thought of that")
+
+    monkeypatch.setattr(scheduler_module, "reason_to_refuse", fail)
+    bad = harness.submit("bad")
+    harness.run_until_idle()
+
+    assert harness.answers[good].finish.kind is FinishKind.LENGTH
+    assert (harness.answers[bad].finish.kind, harness.answers[bad].finish.status) == (FinishKind.ERROR, 500)
