@@ -11,27 +11,140 @@ from engine.runtime.config_fields import setting_names
 from engine.runtime.errors import ConfigError
 
 SERVE_FLAGS = """
---admin-api-key --admission-estimator --api-key --api-key-file --async-scheduling --attention-backend --block-size
---body-timeout --chaos --chat-template --chunked-prefill-size --cluster-key-file --config --context-length --cors-origin
---crash-dir --cuda-graph --cuda-graph-max-bs --decision-log --deterministic --device --disable-cuda-graph
---disable-overlap-schedule --disable-radix-cache --dist-init-addr --dist-timeout --drain-timeout --dtype
---enable-chunked-prefill --enable-mixed-chunk --enable-prefix-caching --enforce-eager --eviction-policy --executor
---header-timeout --host --in-batch-prefix-caching --isolate-tenants --keep-alive-timeout --kv-cache-dtype
---length-ageing --length-estimate --load-format --log-format --log-interval --log-level --long-prefill-token-threshold
---look-ahead --max-body-mb --max-connections --max-header-kb --max-json-depth --max-json-items --max-logit-bias
---max-logprobs --max-long-partial-prefills --max-loras-per-batch --max-messages --max-model-len --max-n
---max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-prefill-steps-in-a-row --max-prefill-tokens
---max-prompts --max-queued-requests --max-queued-tokens --max-restarts --max-running-requests --max-stop-chars
---max-stop-strings --max-total-tokens --mem-fraction --model --model-impl --nnodes --no-async-scheduling --no-cuda-graph
---no-deterministic --no-enable-chunked-prefill --no-enable-mixed-chunk --no-enable-prefix-caching
---no-in-batch-prefix-caching --no-isolate-tenants --no-overlap --no-priority-preemption --no-radix-cache --no-strict
---node-rank --num-lookahead-slots --num-lookahead-tokens --num-speculative-tokens --num-threads --overlap --overload
---page-size --phases --pin-fraction --policy-seed --port --preemption-mode --prefill-decode-interval --preset
---print-config --priority-ageing --priority-preemption --priority-preemption-threshold
---priority-scheduling-preemption-threshold --quantization --queue-timeout --radix-cache --radix-eviction-policy
---request-timeout --schedule-conservativeness --schedule-policy --seed --send-timeout --served-model-name --speculative
---speculative-num-draft-tokens --ssl-certfile --ssl-keyfile --startup-timeout --static-batch-size --static-batch-wait
---strict --swap-space --target-step-ms --tenant-quantum --tensor-parallel-size --tp --tp-size --watchdog-timeout
+--admin-api-key
+--admission-estimator
+--api-key
+--api-key-file
+--async-scheduling
+--attention-backend
+--block-size
+--body-timeout
+--chaos
+--chat-template
+--chunked-prefill-size
+--cluster-key-file
+--config
+--context-length
+--cors-origin
+--crash-dir
+--cuda-graph
+--cuda-graph-max-bs
+--decision-log
+--deterministic
+--device
+--disable-cuda-graph
+--disable-overlap-schedule
+--disable-radix-cache
+--dist-init-addr
+--dist-timeout
+--drain-timeout
+--dtype
+--enable-chunked-prefill
+--enable-mixed-chunk
+--enable-prefix-caching
+--enforce-eager
+--eviction-policy
+--executor
+--header-timeout
+--host
+--in-batch-prefix-caching
+--isolate-tenants
+--keep-alive-timeout
+--kv-cache-dtype
+--length-ageing
+--length-estimate
+--load-format
+--log-format
+--log-interval
+--log-level
+--long-prefill-token-threshold
+--look-ahead
+--max-body-mb
+--max-connections
+--max-header-kb
+--max-json-depth
+--max-json-items
+--max-logit-bias
+--max-logprobs
+--max-long-partial-prefills
+--max-loras-per-batch
+--max-messages
+--max-model-len
+--max-n
+--max-num-batched-tokens
+--max-num-partial-prefills
+--max-num-seqs
+--max-prefill-steps-in-a-row
+--max-prefill-tokens
+--max-prompts
+--max-queued-requests
+--max-queued-tokens
+--max-restarts
+--max-running-requests
+--max-stop-chars
+--max-stop-strings
+--max-total-tokens
+--mem-fraction
+--model
+--model-impl
+--nnodes
+--no-async-scheduling
+--no-cuda-graph
+--no-deterministic
+--no-enable-chunked-prefill
+--no-enable-mixed-chunk
+--no-enable-prefix-caching
+--no-in-batch-prefix-caching
+--no-isolate-tenants
+--no-overlap
+--no-priority-preemption
+--no-radix-cache
+--no-strict
+--node-rank
+--num-lookahead-slots
+--num-lookahead-tokens
+--num-speculative-tokens
+--num-threads
+--overlap
+--overload
+--page-size
+--phases
+--pin-fraction
+--policy-seed
+--port
+--preemption-mode
+--prefill-decode-interval
+--preset
+--print-config
+--priority-ageing
+--priority-preemption
+--priority-preemption-threshold
+--priority-scheduling-preemption-threshold
+--quantization
+--queue-timeout
+--radix-cache
+--radix-eviction-policy
+--request-timeout
+--schedule-conservativeness
+--schedule-policy
+--seed
+--send-timeout
+--served-model-name
+--speculative
+--speculative-num-draft-tokens
+--ssl-certfile
+--ssl-keyfile
+--startup-timeout
+--static-batch-size
+--static-batch-wait
+--strict
+--swap-space
+--target-step-ms
+--tenant-quantum
+--tensor-parallel-size
+--tp
+--tp-size
+--watchdog-timeout
 """
 
 
