@@ -149,7 +149,7 @@ class ChildProcess:
 
     def abort(self) -> None:
         """Ask for the tracebacks of all its threads (faulthandler prints them) and its end."""
-        self._is_aborted = True
+        self._is_aborted = not self.is_suspended()  # such a one can show nothing
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGABRT)
 

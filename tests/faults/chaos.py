@@ -48,7 +48,7 @@ class Client:
     """Sends requests one after the other.
 
     Attributes:
-        outcomes: how they ended: right, wrong, lost, hung, broken (by the loss of the tokenizer manager).
+        outcomes: right, wrong, lost, hung; by the loss of the tokenizer manager: broken, not connected.
         longest_pause_s: between two events of a stream.
         num_events: so far, of the streams; whole answers count like many.
     """
@@ -79,8 +79,10 @@ class Client:
             answer = self._answer(body)
         except httpx.TimeoutException:
             return "hung: no answer in time"
+        except httpx.ConnectError:
+            time.sleep(0.05)  # nobody listens until the next tokenizer manager does
+            return "not connected"
         except httpx.TransportError:
-            time.sleep(0.05)  # the port may be closed for a moment
             return "broken"
         if answer.error is not None or not answer.complete:
             return f"lost: {answer.error}"
