@@ -210,3 +210,18 @@ def test_keys_lists_and_objects_are_counted_and_what_looks_like_them_in_strings_
             RequestError, match=r"11 keys, lists and objects, the limit is 10; .* --max-json-items"
         ):
             parse_object(body, limits)
+
+
+@pytest.mark.parametrize("end", [b"", b"\\"])
+def test_a_string_without_an_end_is_looked_through_once(end: bytes):
+    """Looking for its end from each quote inside took a second for 10 KB, and days for what `--max-body-mb` lets in."""
+    body = b'{"x": "' + b'\\"[' * 300_000 + end
+    with pytest.raises(RequestError, match="the body is not valid JSON: Unterminated string"):
+        parse_object(body, RequestLimits(max_json_items=10))
+
+
+def test_a_flaw_behind_many_values_is_found_by_its_place():
+    with pytest.raises(RequestError, match=r"x\[3\]\[1\] is NaN"):
+        parse_object(b'{"x": [1, "a", {"b": 1}, [2, NaN]]}')
+    with pytest.raises(RequestError, match=r"x\[3\]\[1\] has half of a surrogate pair"):
+        parse_object(b'{"x": [1, "a", {"b": 1}, ["\\u00e9", "\\ud800"]]}')
