@@ -48,9 +48,11 @@ class Suspects:
 
     def judge(self, live: list[LoggedRequest]) -> list[LoggedRequest]:
         """Those of the live requests that are guilty of the last loss; who else is suspect is tried from now on."""
-        struck = [each for each in self._struck if each.num_strikes >= _MAX_STRIKES and each in live]
+        suspects = [each for each in self._struck if each.num_strikes >= _MAX_STRIKES]
         self._struck = []
-        if len({request.generation for request in struck}) == 1:
+        struck = [each for each in suspects if each in live]
+        # One whose client has left meanwhile may have been the cause as well: who is left is not alone then.
+        if len({request.generation for request in suspects}) == 1:
             self._on_trial = [request for request in self._on_trial if request not in struck]
             return struck
         self._on_trial += [request for request in struck if request not in self._on_trial]

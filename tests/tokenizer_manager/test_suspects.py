@@ -132,3 +132,14 @@ def test_a_loss_before_anything_was_submitted_again_accuses_nobody():
     engine.suspects.lost(engine.log)
 
     assert engine.suspects.judge(list(engine.log)) == []
+
+
+def test_who_is_left_alone_because_another_suspect_went_is_tried_and_not_condemned():
+    engine = Engine("a", "b")
+    engine.lose()
+    engine.suspects.lost(engine.log)
+    engine.end("b")  # its client left while nothing could be judged
+
+    assert engine.suspects.judge(list(engine.log)) == []
+    assert names(engine.suspects.to_submit(list(engine.log))) == ["a"]
+    assert engine.suspects.num_on_trial == 1
