@@ -15,7 +15,7 @@ import contextlib
 import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -28,6 +28,14 @@ _MAX_WAITING_BYTES: Final = 1 << 30  # of the prompts that --overload queue keep
 _BYTES_PER_ID: Final = 40  # an int in a list
 
 
+class _Freed(NamedTuple):
+    """What would wait no more."""
+
+    requests: int
+    tokens: int
+
+
+_NOTHING: Final = _Freed(0, 0)
 _Turn = tuple[bool, int, int]
 """Whose turn comes first: who has its places and lacks tokens only; the more urgent; the earlier."""
 
@@ -104,7 +112,7 @@ class Door:
         await self._room(
             request,
             arrival_s,
-            lambda: self.gate.reason_against(num_new, self._num_live(), self._clock()),
+            lambda freed: self.gate.reason_against(num_new, self._num_live(), self._clock(), freed.requests),
             has_places=False,
         )
         with self.gate.hold(num_new):
@@ -122,7 +130,7 @@ class Door:
             await self._room(
                 request,
                 arrival_s,
-                lambda: self.gate.reason_against_tokens(num_tokens, self._clock()),
+                lambda freed: self.gate.reason_against_tokens(num_tokens, self._clock(), freed.tokens),
                 has_places=True,
             )
 
@@ -141,34 +149,44 @@ class Door:
         self,
         request: GenerationRequest,
         arrival_s: float,
-        reason: Callable[[], QueueFullError | None],
+        reason: Callable[[_Freed], QueueFullError | None],
         *,
         has_places: bool,
     ) -> None:
         """Return once there is no reason any more."""
         priority = request.scheduling.priority
         if self._limits.overload == "refuse":
-            while (refusal := reason()) is not None:
-                if not self._send_less_urgent_away(priority, refusal):
-                    raise refusal
+            if (refusal := reason(_NOTHING)) is not None:
+                self._make_room(priority, reason, refusal)
             return
         turn = (not has_places, -priority, next(self._num_arrivals))
-        while (refusal := reason()) is not None or self._is_behind(turn):
+        while (refusal := reason(_NOTHING)) is not None or self._is_behind(turn):
             await self._wait(request, turn, arrival_s, refusal)
 
-    def _send_less_urgent_away(self, priority: int, refusal: QueueFullError) -> bool:
-        """End the least urgent request that has no token yet, if it is less urgent than this priority."""
-        waiting = (g for g in self._generations() if g.scheduling.priority < priority and not g.started)
-        victim = min(waiting, key=lambda g: (g.scheduling.priority, -g.arrival_s), default=None)
-        if victim is None:
-            return False
-        message = (
-            f"a more urgent request took the place of this one, whose priority is {victim.scheduling.priority}; retry "
-            f"later, or send a higher priority"
-        )
-        self.gate.withdrawn(len(victim.choices), self._clock())
-        self._send_away(victim, QueueFullError(message, refusal.retry_after_s, refusal.position))
-        return True
+    def _make_room(
+        self, priority: int, reason: Callable[[_Freed], QueueFullError | None], refusal: QueueFullError
+    ) -> None:
+        """End as many less urgent requests without a token as it takes; none if that would not be enough.
+
+        Raises:
+            QueueFullError: it would not.
+        """
+        waiting = [g for g in self._generations() if g.scheduling.priority < priority and not g.started]
+        waiting.sort(key=lambda g: (g.scheduling.priority, -g.arrival_s))
+        freed, victims = _NOTHING, list[Generation]()
+        while reason(freed) is not None:
+            if len(victims) == len(waiting):
+                raise refusal
+            victims.append(victim := waiting[len(victims)])
+            num_tokens = sum(len(choice.prompt_ids) for choice in victim.choices)
+            freed = _Freed(freed.requests + len(victim.choices), freed.tokens + num_tokens)
+        for victim in victims:
+            message = (
+                f"a more urgent request took the place of this one, whose priority is {victim.scheduling.priority}; "
+                f"retry later, or send a higher priority"
+            )
+            self.gate.withdrawn(len(victim.choices), self._clock())
+            self._send_away(victim, QueueFullError(message, refusal.retry_after_s, refusal.position))
 
     def _is_behind(self, turn: _Turn) -> bool:
         """Whether somebody waits here whose turn comes first."""

@@ -85,15 +85,20 @@ class QueueGate:
                 code="invalid_value",
             )
 
-    def reason_against(self, num_new: int, num_live: int, now_s: float) -> QueueFullError | None:
+    def reason_against(
+        self, num_new: int, num_live: int, now_s: float, num_freed: int = 0
+    ) -> QueueFullError | None:
         """Why `num_new` more requests would have to wait in a full queue; None if there is room.
 
         Args:
             num_new: scheduler requests to be sent.
             num_live: those sent and not answered; exact, while what the reports say may be over by now.
             now_s: the time.
+            num_freed: as if so many had been withdrawn.
         """
-        waiting = min(max(self._num_queued + len(self._sent_s) - len(self._withdrawn_s), 0), num_live)
+        num_live -= num_freed
+        num_withdrawn = len(self._withdrawn_s) + num_freed
+        waiting = min(max(self._num_queued + len(self._sent_s) - num_withdrawn, 0), num_live)
         running = min(self._num_running, num_live - waiting)
         free_rows = self._max_running - running if self._num_queued == 0 else 0
         waiting += self._num_held
@@ -106,13 +111,16 @@ class QueueGate:
             waiting,
         )
 
-    def reason_against_tokens(self, num_tokens: int, now_s: float) -> QueueFullError | None:
+    def reason_against_tokens(
+        self, num_tokens: int, now_s: float, num_freed: int = 0
+    ) -> QueueFullError | None:
         """The same for the tokens of their prompts. Where none wait, any number may come: else it never could."""
-        if self._num_tokens == 0 or self._num_tokens + num_tokens <= self._max_tokens:
+        num_waiting = self._num_tokens - num_freed
+        if num_waiting == 0 or num_waiting + num_tokens <= self._max_tokens:
             return None
-        share = min((self._num_tokens + num_tokens - self._max_tokens) / self._num_tokens, 1.0)
+        share = min((num_waiting + num_tokens - self._max_tokens) / num_waiting, 1.0)
         return QueueFullError(
-            f"{self._num_tokens} tokens of prompts wait, the limit is {self._max_tokens}, and this request has "
+            f"{num_waiting} tokens of prompts wait, the limit is {self._max_tokens}, and this request has "
             f"{num_tokens}; retry later, or raise --max-queued-tokens",
             self._seconds_for(math.ceil(share * self.num_unstarted), now_s),
             self.num_unstarted,

@@ -113,6 +113,23 @@ def test_more_urgent_requests_find_room_for_their_tokens_too():
     run(test, scheduler={"max_queued_tokens": 100})
 
 
+@pytest.mark.parametrize(("n", "num_sent_away"), [(2, 2), (3, 0)])
+def test_nobody_is_sent_away_where_that_would_not_make_room(n, num_sent_away):
+    async def test(setup: Setup) -> None:
+        low = [await start(setup, -1) for _ in range(2)]
+        for _ in range(ROOM - 2):
+            await start(setup, 5)
+        if num_sent_away:
+            await start(setup, 5, n=n)
+        else:
+            with pytest.raises(QueueFullError, match="10 requests wait"):
+                await start(setup, 5, n=n)
+        assert [generation.failure is not None for generation in low].count(True) == num_sent_away
+        assert setup.engine.aborts.qsize() == num_sent_away
+
+    run(test, max_queued_requests=2)
+
+
 def test_what_is_refused_or_leaves_gives_its_tokens_back():
     async def test(setup: Setup) -> None:
         for _ in range(50):
