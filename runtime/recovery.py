@@ -18,6 +18,7 @@ several machines any loss does.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +46,19 @@ _GOES_WITH: Final[Mapping[Role, Sequence[Role]]] = {
 
 
 class RestartBudget:
-    """So many restarts within `WINDOW_S`; knows the first of their causes."""
+    """So many restarts within `WINDOW_S`; knows the first of their causes.
+
+    The time in which a restart has not come to its end does not count: a start may take longer than the window
+    (`--startup-timeout`), and one that never succeeds would be tried for ever.
+    """
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
-        self._restarts: deque[tuple[float, str]] = deque()
+        self._restarts: deque[tuple[float, str]] = deque()  # when it had succeeded, or inf; why it was made
+
+    def succeeded(self, now_s: float) -> None:
+        """All processes can work: the window of the restarts that led to it begins."""
+        self._restarts = deque([(min(at_s, now_s), cause) for at_s, cause in self._restarts])
 
     def take(self, now_s: float, cause: str) -> str | None:
         """One more restart.
@@ -63,7 +72,7 @@ class RestartBudget:
         if self._max_restarts == 0:
             return cause
         if len(restarts) < self._max_restarts:
-            restarts.append((now_s, cause))
+            restarts.append((math.inf, cause))
             return None
         return (
             f"{restarts[0][1]}; that was the first of {len(restarts) + 1} crashes within {WINDOW_S / 60:g} minutes, "
@@ -173,7 +182,9 @@ class Recovery:
             self._manager_knows = True
         if self._manager_knows and self.manager.ready:
             self._is_whole = True
-            recovery_s = self._clock() - self._started_s
+            now_s = self._clock()
+            self._budget.succeeded(now_s)
+            recovery_s = now_s - self._started_s
             logger.info("recovered restart=%d recovery_s=%.2f", self._num_restarts, recovery_s)
 
 

@@ -29,13 +29,25 @@ def test_so_many_restarts_and_no_more():
 def test_old_restarts_are_forgotten():
     budget = RestartBudget(1)
 
-    assert budget.take(10.0, "first") is None
+    assert budget.take(9.0, "first") is None
+    budget.succeeded(10.0)
     assert budget.take(10.0 + WINDOW_S, "too soon") is not None
     assert budget.take(10.1 + WINDOW_S, "second") is None
     end = budget.take(10.2 + WINDOW_S, "third")
 
     assert end is not None
     assert end.startswith("second")
+
+
+def test_restarts_that_come_to_no_end_are_not_forgotten_however_long_they_take():
+    budget = RestartBudget(2)
+
+    assert budget.take(0.0, "lost") is None
+    assert budget.take(2 * WINDOW_S, "not ready") is None
+    end = budget.take(4 * WINDOW_S, "not ready")
+
+    assert end is not None
+    assert end.startswith("lost; that was the first of 3 crashes")
 
 
 def test_without_restarts_the_cause_is_all_there_is_to_say():
