@@ -84,7 +84,8 @@ class Gate:
         self._clients = tuple(map(_hashed, keys.clients))
         self._admin = None if keys.admin is None else _hashed(keys.admin)
         self._isolate = isolate
-        self._everyone_is_admin = self._admin is None and loopback
+        # Tenants that must not learn of each other come through a proxy on this machine: none of them is an admin.
+        self._everyone_is_admin = self._admin is None and loopback and not isolate
 
     @property
     def needs_key(self) -> bool:

@@ -57,7 +57,12 @@ class Connection(HttpToolsProtocol):
         self._clocked = _Phase.IDLE
         self._clock: asyncio.TimerHandle | None = None
         self._send_clock: asyncio.TimerHandle | None = None
-        self._num_head_bytes = 0
+        self._num_head_bytes = 0  # of what has come since there last was a request, or a part of its body
+        self._had_body = False  # in what is being parsed
+        self._framing = (
+            b""  # headers with which the body of a request that wants another protocol is yet to be read
+        )
+        self._repeats_head = False
         self._refusal: RequestError | None = None
         self._answering: RequestResponseCycle | None = None
         self._deaf = False  # what comes is thrown away; that the client leaves is still noticed
@@ -95,16 +100,15 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._deaf:
             return
-        was_in_head = self._phase is not _Phase.BODY
+        phase_before, self._had_body = self._phase, False
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._deaf = True  # what follows is not HTTP; the request itself is answered
+            self._parse(data)
         except httptools.HttpParserError:
             self._on_parser_stopped()
             return
-        if self._phase is _Phase.HEAD:
-            self._num_head_bytes += len(data) if was_in_head else 0
+        if self._phase is not _Phase.IDLE:
+            goes_on = phase_before is self._phase or phase_before is _Phase.IDLE
+            self._num_head_bytes += len(data) if goes_on and not self._had_body else 0
             if self._num_head_bytes > self._max_head_bytes:
                 self._refuse(self._head_too_large())
                 return
@@ -126,24 +130,25 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        if self._repeats_head:
+            return
         super().on_message_begin()
         self._phase = _Phase.HEAD
         self._num_head_bytes = 0
 
     def on_headers_complete(self) -> None:
         """Its head is there."""
+        if self._repeats_head:
+            return
         self._phase = _Phase.BODY
+        self._num_head_bytes = 0
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > self._max_head_bytes:
             self._refusal = self._head_too_large()
             raise _Refused
         length, chunked = self._announced_body()
-        if self.parser.should_upgrade() and (length or chunked):
-            self._refusal = RequestError(
-                "the request has the headers `Connection: Upgrade` and a body, and there is no other protocol to "
-                "change to; leave them out (curl: --http1.1)",
-                code="upgrade_not_supported",
-            )
-            raise _Refused
+        if self.parser.should_upgrade():
+            framing = (b"content-length", b"transfer-encoding")
+            self._framing = b"".join(b"%b: %b\r\n" % line for line in self.headers if line[0] in framing)
         if not self._is_busy:
             super().on_headers_complete()
             self._answering = self.cycle
@@ -155,6 +160,17 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self.flow.resume_reading()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of its headers. What stands behind a body in chunks (trailers) is none: nobody has asked for it."""
+        if self._phase is _Phase.HEAD:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """A part of its body."""
+        self._num_head_bytes = 0
+        self._had_body = True
+        super().on_body(body)
+
     def on_response_complete(self) -> None:
         """An answer is out; the next in line has its turn."""
         self._answering = self.pipeline[-1][0] if self.pipeline else None
@@ -162,6 +178,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Its last byte."""
+        if self._framing:
+            return
         self._phase = _Phase.IDLE
         super().on_message_complete()
 
@@ -212,6 +230,28 @@ class Connection(HttpToolsProtocol):
         newest: RequestResponseCycle | None = self.cycle
         return newest
 
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._decline_upgrade()
+
+    def _decline_upgrade(self) -> None:
+        """Go on as if the request did not want another protocol, which HTTP allows.
+
+        The parser takes it for one without a body; so another parser goes on, which has read what says how its body
+        comes, and nothing else, of its head.
+        """
+        self.parser = httptools.HttpRequestParser(self)
+        if self._framing:
+            framing, self._framing = self._framing, b""
+            self._repeats_head = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
+            self._repeats_head = False
+
     def _announced_body(self) -> tuple[int, bool]:
         """Content-Length, and whether the body comes in chunks."""
         length, chunked = 0, False
@@ -243,7 +283,8 @@ class Connection(HttpToolsProtocol):
         self._deaf = True
         self._phase = _Phase.IDLE
         self._watch()
-        answered = self._is_busy and self.cycle.response_started
+        first = self._answering  # of those in line
+        answered = first is not None and first.response_started and not first.response_complete
         if not answered:
             reply = reply_to(error, "")
             body = msgspec.json.encode(reply.body)

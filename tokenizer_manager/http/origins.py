@@ -18,7 +18,6 @@ Headers = list[tuple[bytes, bytes]]
 
 _PREFLIGHT_ANSWER: Final[Headers] = [
     (b"access-control-allow-methods", b"GET, POST"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
     (b"access-control-max-age", b"600"),
 ]
 _EXPOSED: Final = b"retry-after, x-engine-queue-position, x-request-id"
@@ -48,7 +47,11 @@ class Origins:
         or not from an allowed origin.
         """
         asks = exchange.method == "OPTIONS" and b"access-control-request-method" in exchange.headers
-        return _PREFLIGHT_ANSWER if asks and self.headers_for(exchange) else None
+        if not (asks and self.headers_for(exchange)):
+            return None
+        # Whatever it wants to send: OpenAI's client adds ten headers of its own, and none means anything here.
+        wanted = exchange.headers.get(b"access-control-request-headers", b"")
+        return [*_PREFLIGHT_ANSWER, *([(b"access-control-allow-headers", wanted)] if wanted else [])]
 
     def check(self, exchange: Exchange) -> None:
         """Refuse a request that some page had a browser send.

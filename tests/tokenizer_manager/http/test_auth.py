@@ -280,6 +280,22 @@ def test_why_tells_no_isolated_tenant_where_else_a_prefix_is_cached(serve: Serve
     assert served.client.get("/v1/requests/x/why", headers=bearer("admin")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/flush_cache", None),
+        ("POST", "/abort_request", {"abort_all": True}),
+        ("GET", "/v1/requests", None),
+        ("GET", "/v1/requests/x/why", None),
+    ],
+)
+def test_no_isolated_tenant_is_an_admin_because_of_where_the_server_listens(serve: Serve, method, path, body):
+    """Tenants come through a proxy on this machine, too."""
+    client = serve(say_all("x"), api_key=("a", "b"), isolate_tenants=True, loopback=True).client
+    refused = client.request(method, path, json=body, headers=bearer("a"))
+    assert (refused.status_code, error_code(refused)) == (403, "admin_key_required")
+
+
 def test_without_isolation_prefixes_are_shared(serve: Serve):
     served = serve(say_all("x"), api_key=("a", "b"))
     assert extra_keys(served, "a")[0] == extra_keys(served, "b")[0] == ""

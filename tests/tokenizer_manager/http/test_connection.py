@@ -271,15 +271,25 @@ def test_garbage_behind_a_request_under_way_does_not_get_into_its_answer(serve: 
 
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
-def test_an_upgrade_is_not_taken_and_the_request_answered(serve: Serve, protocol):
-    served = serve(say_all("x"))
-    upgrade = b"Connection: Upgrade\r\nUpgrade: %b\r\n" % protocol
-    with connect(served) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")
-        assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
-    with connect(served) as connection:
-        connection.sendall(post(more=upgrade))
-        assert error_in(read_to_end(connection), 400)["code"] == "upgrade_not_supported"
+@pytest.mark.parametrize(
+    "request_bytes",
+    [HEALTH, post(), HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)],
+    ids=["GET", "POST", "chunked"],
+)
+def test_an_upgrade_is_not_taken_and_the_request_answered(serve: Serve, protocol, request_bytes):
+    """Java's HttpClient offers h2c with every first request, also with one that has a body."""
+    served = serve(say_all("the answer"))
+    head, _, body = request_bytes.partition(b"\r\n\r\n")
+    head += b"\r\nConnection: Upgrade\r\nUpgrade: %b\r\n\r\n" % protocol
+    for parts in ([head + body], [head, body]):
+        with connect(served) as connection:
+            for part in parts:
+                connection.sendall(part)
+            answer = read_answer(connection)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert (b"the answer" in answer) == bool(body)
+            connection.sendall(HEALTH)
+            assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
     check_alive(served)
 
 
@@ -307,3 +317,45 @@ def test_what_is_no_http_is_answered_with_an_error_object(serve: Serve, request_
     assert error_in(answer, int(answer[9:12]))["message"]
     assert 400 <= int(answer[9:12]) < 500
     check_alive(served)
+
+
+def test_what_stands_behind_a_body_in_chunks_is_bounded_and_is_no_header(serve: Serve):
+    """Trailers: a client could fill the memory with them, and nothing here reads them."""
+    served = serve(say_all("x"), max_header_kb=4.0)
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(BODY), BODY)
+    with connect(served) as connection:
+        connection.sendall(HEAD + chunks + b"X-Request-Id: from-a-trailer\r\n\r\n")
+        answer = read_answer(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"from-a-trailer" not in answer
+    with connect(served) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):
+                connection.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
+        assert error_in(read_to_end(connection), 431)["code"] == "headers_too_large"
+
+
+def test_a_body_may_come_in_tiny_chunks(serve: Serve):
+    served = serve(say_all("x"), max_header_kb=1.0)
+    body = BODY + b" " * 2000
+    with connect(served) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        for i in range(len(body)):
+            connection.sendall(b"1\r\n%b\r\n" % body[i : i + 1])
+        connection.sendall(b"0\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_garbage_behind_a_request_in_line_does_not_get_into_the_answer_before_it(serve: Serve):
+    served = serve()
+    body = json.dumps({"prompt": "hi", "stream": True}).encode()
+    with connect(served) as connection:
+        connection.sendall(post(body))
+        request = served.engine.next_request()
+        served.engine.say(row(request, "a"))
+        answer = connection.recv(65536)
+        connection.sendall(HEALTH + b"NONSENSE\r\n\r\n")
+        answer += read_to_end(connection)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert served.engine.next_abort().rid == request.rid

@@ -49,6 +49,17 @@ def test_an_allowed_page_asks_beforehand_and_reads_the_answer(serve: Serve):
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
 
 
+def test_an_allowed_page_may_send_the_headers_that_its_client_library_adds(serve: Serve):
+    """OpenAI's JavaScript client sends ten `x-stainless-*` ones; a browser refuses all if one is not allowed."""
+    client = serve(say_all("x"), cors_origin=(PAGE,), api_key=("k",)).client
+    wanted = "authorization,content-type,x-stainless-os"
+    asked = client.options(
+        "/v1/chat/completions",
+        headers={"Origin": PAGE} | ASKS | {"Access-Control-Request-Headers": wanted},
+    )
+    assert asked.headers["access-control-allow-headers"] == wanted
+
+
 def test_another_page_learns_nothing_from_a_server_with_keys(serve: Serve):
     client = serve(say_all("x"), cors_origin=(PAGE,), api_key=("k",)).client
     asked = client.options("/v1/completions", headers={"Origin": "https://evil.example"} | ASKS)
