@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 import uuid
 from array import array
@@ -23,15 +22,11 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
     AbortRequest,
     BatchTextOutput,
-    Explain,
     Explanation,
     FinishKind,
-    FlushCache,
     FlushCacheDone,
-    ListRequests,
     ManagerInput,
     PinDone,
-    PinPrefix,
     RequestList,
     SchedulerInput,
     SchedulerReport,
@@ -39,8 +34,9 @@ from ..runtime.messages import (
 )
 from ..runtime.sampling_params import SamplingParams
 from .admission import check_may_fit, resolve_length
+from .control import Control
 from .door import Door, DoorLimits
-from .generation import Choice, Generation, GenerationRequest, Prompt
+from .generation import Choice, Generation, GenerationRequest
 from .metrics import Metrics
 from .opening import scheduler_requests
 from .prompt_encoder import PromptEncoder, prompt_name
@@ -54,7 +50,6 @@ logger = logging.getLogger(__name__)
 _ANSWER_TIMEOUT_S: Final = 10.0
 _TIMEOUT_CODES: Final = {503: "queue_timeout", 504: "request_timeout"}
 """What the scheduler's error status says about a request that ran out of time."""
-_GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
 
 
 class TokenizerManager:
@@ -63,6 +58,7 @@ class TokenizerManager:
     Attributes:
         capacity: of the scheduler.
         request_log: the live requests.
+        control: questions and orders that are no generation.
         report: the scheduler's latest; None before the first.
         draining: no new requests are taken.
     """
@@ -119,6 +115,13 @@ class TokenizerManager:
         )
         self._gate = self._door.gate
         self._questions = Questions(send, _ANSWER_TIMEOUT_S, first_id=life << 32)
+        self.control = Control(
+            self._questions,
+            encoder,
+            capacity=lambda: self.capacity,
+            check_answering=self._check_answering,
+            first_choice=self._first_choice,
+        )
         self._recovery = Recovery(
             self.request_log, gate=self._gate, metrics=metrics, send=send, fail=self._fail
         )
@@ -175,72 +178,6 @@ class TokenizerManager:
             logged.choice.abort_asked = True
             self._send(AbortRequest(rid=logged.rid, reason=reason))
         return len(live)
-
-    async def flush_cache(self) -> FlushCacheDone:
-        """Drop what the prefix cache can drop.
-
-        Raises:
-            EngineDeadError: the scheduler does not answer.
-        """
-        self._check_answering()
-        return await self._questions.ask(FlushCache, FlushCacheDone)
-
-    async def explain(self, request_id: str) -> Explanation:
-        """Why a request fared as it did, also one that has ended, as far as the scheduler remembers.
-
-        Args:
-            request_id: of one choice, or of a generation, which stands for its first choice.
-
-        Raises:
-            EngineDeadError: the scheduler does not answer.
-        """
-        self._check_answering()
-        rid = f"{request_id}-0" if _GENERATION_ID.fullmatch(request_id) else request_id
-        if choices := self._choices_of(request_id):
-            rid = choices[0].rid
-        return await self._questions.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
-
-    async def pin(
-        self, prompt: Prompt, *, ttl_s: float, extra_key: str, add_special_tokens: bool, param: str
-    ) -> PinDone:
-        """Keep what is cached of a prompt for `ttl_s` seconds; 0 unpins.
-
-        Args:
-            prompt: of which a prefix is pinned.
-            ttl_s: verified.
-            extra_key: namespace of the prefix cache.
-            add_special_tokens: as in `GenerationRequest`.
-            param: the field that errors shall name.
-
-        Raises:
-            RequestError: the prompt is empty, has tokens that there are not, or is longer than any prompt that can run.
-            EngineDeadError: the scheduler does not answer.
-        """
-        self._check_answering()
-        if isinstance(prompt, str):
-            check_may_fit(prompt, self._encoder.tokenizer, self.capacity, param)
-        [ids] = await self._encoder.encode([prompt], add_special_tokens=add_special_tokens, param=param)
-        if not 1 <= len(ids) < self.capacity.max_model_len:
-            raise RequestError(
-                f"{param} has {len(ids)} tokens, but a prompt has at least 1 and at most "
-                f"{self.capacity.max_model_len - 1}; pin what requests will begin with",
-                param=param,
-                code="invalid_value",
-            )
-        self._check_answering()  # it may have died while we tokenised
-        input_ids = ids.tobytes()
-        return await self._questions.ask(
-            lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone
-        )
-
-    async def list_requests(self, limit: int) -> RequestList:
-        """The live requests as the scheduler sees them.
-
-        Raises:
-            EngineDeadError: the scheduler does not answer.
-        """
-        self._check_answering()
-        return await self._questions.ask(lambda list_id: ListRequests(list_id, limit), RequestList)
 
     def ttft_s(self, rid: str) -> float | None:
         """Seconds from the arrival of a live request to its first token; None if there is none yet."""
@@ -352,6 +289,10 @@ class TokenizerManager:
         generation_id, _, index = request_id.rpartition("-")
         generation = self._generations.get(generation_id)
         return [] if generation is None else [c for c in generation.choices if str(c.index) == index]
+
+    def _first_choice(self, request_id: str) -> str | None:
+        choices = self._choices_of(request_id)
+        return choices[0].rid if choices else None
 
     def _check_open(self) -> None:
         self._check_alive()

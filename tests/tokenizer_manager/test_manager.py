@@ -239,7 +239,7 @@ def test_a_failure_does_not_overtake_rows_that_came_before():
 def test_a_dead_engine_ends_every_stream_and_refuses_new_requests():
     async def test(setup: Setup) -> None:
         generations = [await setup.start("hi") for _ in range(2)]
-        flush = asyncio.create_task(setup.manager.flush_cache())
+        flush = asyncio.create_task(setup.manager.control.flush_cache())
         await asyncio.sleep(0)
         setup.manager.engine_died("the scheduler died")
 
@@ -385,7 +385,7 @@ def test_before_the_first_report_the_start_counts_as_a_heartbeat():
 
 def test_flushing_waits_for_the_schedulers_answer():
     async def test(setup: Setup) -> None:
-        done = await setup.manager.flush_cache()
+        done = await setup.manager.control.flush_cache()
 
         assert (done.flushed_tokens, done.kept_tokens) == (32, 8)
 
@@ -549,9 +549,9 @@ def test_questions_to_a_dead_engine_raise_at_once():
     async def test(setup: Setup) -> None:
         setup.manager.engine_died("the scheduler fell over")
         questions = [
-            setup.manager.flush_cache(),
-            setup.manager.explain("gen-1"),
-            setup.manager.pin("hi", ttl_s=1.0, extra_key="", add_special_tokens=True, param="prompt"),
+            setup.manager.control.flush_cache(),
+            setup.manager.control.explain("gen-1"),
+            setup.manager.control.pin("hi", ttl_s=1.0, extra_key="", add_special_tokens=True, param="prompt"),
         ]
         for question in questions:
             with pytest.raises(EngineDeadError, match="fell over"):

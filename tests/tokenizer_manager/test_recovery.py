@@ -97,13 +97,13 @@ def test_the_queue_of_those_who_wait_has_its_limit():
 def test_questions_are_answered_with_the_reason():
     async def test(setup: Setup) -> None:
         setup.engine.answers = False
-        asked = asyncio.create_task(setup.manager.flush_cache())
+        asked = asyncio.create_task(setup.manager.control.flush_cache())
         await asyncio.sleep(0)
         setup.manager.peers_lost(WHY)
         with pytest.raises(EngineDeadError, match=WHY):
             await asked
         with pytest.raises(EngineDeadError, match=WHY):
-            await setup.manager.explain("cmpl-1")
+            await setup.manager.control.explain("cmpl-1")
 
     run(test)
 

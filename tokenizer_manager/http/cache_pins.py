@@ -63,7 +63,7 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
         [prompt] = prompts
         add_special_tokens, param = request.add_special_tokens is not False, "prompt"
     async with exchange.abort_on_disconnect():
-        done = await services.manager.pin(
+        done = await services.manager.control.pin(
             prompt,
             ttl_s=request.ttl,
             extra_key=exchange.caller.namespace(checked_salt(request.cache_salt)),

@@ -104,7 +104,7 @@ async def why(exchange: Exchange, services: Services) -> None:
     if exchange.caller.isolated:  # it tells where else a prefix is cached
         services.gate.check_admin(exchange.caller, exchange.path)
     async with exchange.abort_on_disconnect():
-        answer = await services.manager.explain(request_id)
+        answer = await services.manager.control.explain(request_id)
         if not answer.found:
             raise _unknown_request(request_id)
         await exchange.send_json(
@@ -122,7 +122,7 @@ async def live_requests(exchange: Exchange, services: Services) -> None:
     """The requests that are not finished, in figures: never their texts."""
     async with exchange.abort_on_disconnect():
         manager = services.manager
-        answer = await manager.list_requests(MAX_LISTED)
+        answer = await manager.control.list_requests(MAX_LISTED)
         await exchange.send_json(
             {
                 "object": "list",
@@ -173,7 +173,7 @@ async def abort_request(exchange: Exchange, services: Services) -> None:
 
 async def flush_cache(exchange: Exchange, services: Services) -> None:
     """Empty the prefix cache."""
-    done = await services.manager.flush_cache()
+    done = await services.manager.control.flush_cache()
     await exchange.send_json({"flushed_tokens": done.flushed_tokens, "kept_tokens": done.kept_tokens})
 
 
