@@ -150,3 +150,42 @@ def test_what_the_user_must_mend_is_not_tried_again(start_engine):
     lose(engine, "detokenizer")
 
     assert engine.end() == (2, "model.gguf is gone; download it again")
+
+
+@pytest.mark.real_process
+def test_all_that_are_lost_at_once_are_replaced(start_engine):
+    engine = start_engine(max_restarts=3)
+    engine.read()
+    before = engine.pids
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+    while restarted(engine, before) != set(before) or "recovered restart=" not in engine.log:
+        assert not engine.wait_for_end(engine.process.pid, 0.01), engine.log
+
+    stop(engine)
+
+
+@pytest.mark.real_process
+def test_a_loss_during_a_recovery_is_another_one(start_engine):
+    engine = start_engine("scheduler=hangs_at_its_second_start", max_restarts=3)
+    engine.read()
+    lose(engine, "scheduler")
+    engine.wait_for_note("hangs")
+    (engine.tmp / "hangs").unlink()
+    lose(engine, "detokenizer")
+    lose(engine, "scheduler")
+
+    engine.wait_for_note("hangs")
+
+    assert not (engine.tmp / "peers-back").exists()
+    stop(engine)
+
+
+@pytest.mark.real_process
+def test_a_stop_during_a_recovery_leaves_nothing(start_engine):
+    engine = start_engine("scheduler=hangs_at_its_second_start", max_restarts=1)
+    engine.read()
+    lose(engine, "scheduler")
+    engine.wait_for_note("hangs")
+
+    stop(engine)

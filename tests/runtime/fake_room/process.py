@@ -121,6 +121,14 @@ def hangs_at_first(child: Child) -> None:
         hangs_when_told(child)
 
 
+def hangs_at_its_second_start(child: Child) -> None:
+    """Works, and what takes its place never gets ready."""
+    if child.settings.life:
+        hangs_at_start(child)
+    else:
+        works(child)
+
+
 def hangs_when_told(child: Child) -> None:
     """Works until the test leaves a note."""
     child.ready(capacity=CAPACITY)
