@@ -115,6 +115,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), EXIT_USER)
     except EngineError as error:
         return _fail(str(error), EXIT_FAILED)
+    except PermissionError as error:
+        return _fail(
+            f"{error.filename}: {error.strerror}; let this user at it, or name another place", EXIT_USER
+        )
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:

@@ -81,7 +81,7 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
     from .chat.http import base_url, error_of
 
     base = base_url(url)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
     try:
         response = httpx.get(
             f"{base}/v1/requests/{quote(rid, safe='')}/why", headers=headers, timeout=_TIMEOUT_S

@@ -33,7 +33,7 @@ class HttpBackend:
             EngineError: no server, or one that refuses.
         """
         self._base = base_url(url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT)
         self.where = f"at {self._base}"
         entry = self._find_model(model)

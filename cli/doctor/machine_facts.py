@@ -165,7 +165,7 @@ def _cache_error() -> str:
         folder = cache_dir()
     except ConfigError as error:
         return str(error)
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:  # False, too, where this user may not look
         folder = folder.parent
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
         return ""

@@ -6,6 +6,7 @@ Nothing is downloaded: a model that is not here yet is said to be that.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
         return look(), ""
     except ConfigError as error:
         return None, str(error)
+    except OSError as error:  # files of another user, a disk that fails
+        return None, f"{error.filename}: {error.strerror}; let this user read it, or give another one"
 
 
 def _not_fetched(model: str | None) -> str:
@@ -135,7 +138,9 @@ def _not_fetched(model: str | None) -> str:
 
 def _is_hub_name(model: str | None) -> bool:
     return (
-        model is not None and not Path(model).expanduser().exists() and HUB_NAME.fullmatch(model) is not None
+        model is not None
+        and HUB_NAME.fullmatch(model) is not None
+        and not os.path.exists(os.path.expanduser(model))
     )
 
 

@@ -28,7 +28,7 @@ class Client:
             RequestError: not a URL.
         """
         self.base = base_url(url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=timeout_s)
 
     def __enter__(self) -> Self:

@@ -52,11 +52,19 @@ def resolve_source(
     """
     if model is None or model == "default":
         return ModelSource("gguf", str(ensure_default_model(progress)), DEFAULT_MODEL_NAME)
-    path = Path(model).expanduser().absolute()
-    if path.is_dir():
-        return _folder_source(path, need_weights)
-    if path.exists():
-        return _file_source(path)
+    path = Path(
+        os.path.expanduser(model)
+    ).absolute()  # leaves ~nobody as it is, and then there is no such folder
+    try:
+        if path.is_dir():
+            return _folder_source(path, need_weights)
+        if path.exists():
+            return _file_source(path)
+    except OSError as error:  # a folder of another user, a name that is too long
+        shown = error.filename or path
+        raise ConfigError(
+            f"{shown}: cannot be read: {error.strerror or error}; let this user read it"
+        ) from None
     if model.endswith(".gguf") or model.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(model):
         raise ConfigError(
             f"{model}: there is no such folder or .gguf file; give one, a hub name like org/name, "

@@ -105,6 +105,12 @@ def test_errors_become_exit_codes(capsys, monkeypatch, error, code):
     assert capsys.readouterr().err == ("" if code == 130 else "engine: the reason\n")
 
 
+def test_a_file_of_another_user_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "app", failing(PermissionError(13, "Permission denied", "/hers")))
+    assert cli.run([]) == 2
+    assert capsys.readouterr().err.startswith("engine: /hers: Permission denied; ")
+
+
 def test_a_bug_is_a_traceback(monkeypatch):
     monkeypatch.setattr(cli, "app", failing(ZeroDivisionError("x")))
     with pytest.raises(ZeroDivisionError):

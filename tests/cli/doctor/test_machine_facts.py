@@ -67,6 +67,22 @@ def test_a_cache_folder_that_cannot_be_written_is_found(monkeypatch, tmp_path):
     assert gather_machine(ServerConfig(port=0)).cache_error == ""
 
 
+def test_a_cache_folder_of_another_user_is_found(monkeypatch, tmp_path):
+    real = os.stat
+
+    def stat(path, *args, **options):
+        if os.fspath(path).startswith(str(tmp_path / "hers" / "cache")):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return real(path, *args, **options)
+
+    (tmp_path / "hers").mkdir()
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / "hers")
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "hers" / "cache"))
+    error = gather_machine(ServerConfig(port=0), at_start=True).cache_error
+    assert error.startswith(f"{tmp_path}/hers cannot be written; set ENGINE_CACHE_DIR")
+
+
 def process(root: Path, pid: int, parent: int, *command: str) -> None:
     folder = root / "proc" / str(pid)
     folder.mkdir(parents=True)

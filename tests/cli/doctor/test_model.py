@@ -240,6 +240,22 @@ def test_what_is_no_model_is_said_and_the_rest_is_not_looked_at(tmp_path, name, 
     assert re.search(text, check.text), check.text
 
 
+@pytest.mark.parametrize("name", ["~nobodyhere/model", "x" * 5000])
+def test_what_cannot_even_be_looked_for_is_said(name):
+    check = not_well(examine(name))[0]
+    assert (check.code, check.verdict) == ("model", FAIL)
+    assert re.search("there is no such folder|too long", check.text), check.text
+
+
+def test_files_of_another_user_are_said(monkeypatch, model):
+    def refuse(*_args, **_options):
+        raise PermissionError(13, "Permission denied", "/hers/model")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    check = not_well(examine(model))[0]
+    assert (check.code, check.text) == ("model", "/hers/model: cannot be read: Permission denied")
+
+
 def test_a_model_that_is_not_here_yet_is_not_fetched(monkeypatch, tmp_path):
     monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
     checks = examine("default")

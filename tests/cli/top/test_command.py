@@ -100,6 +100,11 @@ def says(capsys, *arguments):
     return code, captured.err
 
 
+def test_a_key_may_have_any_characters(server):
+    assert cli.run(["top", server.url, "--once", "--api-key", "ключ"]) == 0
+    assert server.keys[-1].encode("latin-1").decode() == "Bearer ключ"
+
+
 def test_no_server(capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
