@@ -1,7 +1,8 @@
 """`load_library`: the C++ kernels as a shared library, compiled on first use by the system's compiler.
 
 A plain C interface on raw pointers, without torch's headers, so that compiling takes seconds. The library is compiled
-for one level of instructions (`isa`), the best one of this CPU; `build` says where it is kept.
+for one level of instructions (`isa`): the best one of this CPU for which there is a file, or a compiler that can make
+it; `build` says where it is kept.
 
 Its threads are torch's: the calls to OpenMP are left unresolved, and the loader binds them to the runtime that torch
 has brought along. A second runtime would have its own threads, which would fight with torch's for the cores.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -21,12 +23,15 @@ import torch
 from .build import build
 from .compiler import NoLibraryError, torch_openmp
 from .function import NativeFunction, Tap
-from .isa import Isa, best_isa
+from .isa import ISAS, Isa, best_isa
 
 logger = logging.getLogger(__name__)
 
 _FASTER_THAN_TORCH: Final[tuple[Isa, ...]] = ("amx", "avx512_bf16", "avx512")
 """Elsewhere the compiler keeps vectors of 16 floats in memory: decoding attention takes 5 times as long as torch's."""
+
+_PATIENCE_S: Final = 60.0
+"""After a level has failed for longer than that, no other one is tried: compilers fail at once, or are stuck."""
 
 _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "num_threads": ("i", ""),
@@ -95,28 +100,48 @@ def load_library(isa: Isa | None = None) -> ctypes.CDLL:
     """The library, with its functions' types declared; the same object for the same level.
 
     Args:
-        isa: the level to compile for; None: the best that this process can run.
+        isa: the level to compile for; None: the best that this process can run and that can be had.
 
     Raises:
         NoLibraryError: there is none and it cannot be made; says why. The first time a warning says what that costs.
     """
-    loaded = _load(isa or best_isa())
+    loaded = _load_best(best_isa()) if isa is None else _load(isa)
     if isinstance(loaded, str):
         raise NoLibraryError(loaded)
     return loaded
 
 
 @functools.cache
+def _load_best(best: Isa) -> ctypes.CDLL | str:
+    """The library of the best level, or of the next one that is worth having; or why there is none.
+
+    Assemblers know AMX since binutils 2.36, compilers bfloat16 since GCC 10; and an image without a compiler may bring
+    along what was compiled on a lesser CPU. A failure is remembered, too, so that it costs and warns once.
+    """
+    started_s, failures = time.monotonic(), []
+    for isa in ISAS[ISAS.index(best) :]:  # each level has the instructions of those behind it
+        if failures and (isa not in _FASTER_THAN_TORCH or time.monotonic() - started_s > _PATIENCE_S):
+            break
+        loaded = _load(isa)
+        if not isinstance(loaded, str):
+            if failures:
+                logger.warning("cpu_kernels=%s instead of %s: %s", isa, best, failures[0])
+            return loaded
+        failures.append(loaded)
+    logger.warning(
+        "cpu_kernels=none: %s. The engine runs on torch's kernels: answers are equal up to rounding, decoding takes "
+        "1.5 to 4 times as long on a CPU with AVX-512",
+        failures[0],
+    )
+    return failures[0]
+
+
+@functools.cache
 def _load(isa: Isa) -> ctypes.CDLL | str:
-    """The library or why there is none: a failure is remembered, too, so that it costs and warns once."""
+    """The library of a level, or why there is none."""
     try:
         return open_library(build(isa))
     except NoLibraryError as error:
-        logger.warning(
-            "cpu_kernels=none: %s. The engine runs on torch's kernels: answers are equal up to rounding, decoding "
-            "takes 1.5 to 4 times as long on a CPU with AVX-512",
-            error,
-        )
         return str(error)
 
 

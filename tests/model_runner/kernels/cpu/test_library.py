@@ -41,21 +41,80 @@ def test_without_avx512_torch_s_kernels_are_the_faster_ones(monkeypatch, compile
     assert not (compiler.parent / "calls").exists()
 
 
+@pytest.fixture
+def nothing_loaded():
+    """As in a process that has not looked for the library yet."""
+    caches = module._load_best, module._load
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_loaded")
 def test_without_a_compiler_one_warning_says_what_it_costs(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(module, "best_isa", lambda: "avx512")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))  # where nothing was compiled before
     find_compilers.cache_clear()
-    module._load.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             reasons = [module.reasons_against_library() for _ in range(3)]
     finally:
         find_compilers.cache_clear()
-        module._load.cache_clear()
     assert reasons[0] == reasons[2] and "apt install g++" in reasons[0][0]
     assert len(caplog.records) == 1
     assert "1.5 to 4 times as long" in caplog.text
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+class TestTheNextLevel:
+    """An assembler that is older than AMX, or an image without a compiler, from a CPU without AMX."""
+
+    @pytest.fixture(autouse=True)
+    def on_a_cpu_with_amx(self, monkeypatch):
+        monkeypatch.setattr(module, "best_isa", lambda: "amx")
+        monkeypatch.setattr(module, "open_library", lambda path: path)
+
+    def can_build(self, monkeypatch, *levels):
+        tried = []
+
+        def build(isa):
+            tried.append(isa)
+            if isa not in levels:
+                raise NoLibraryError(f"no such mnemonic in {isa}")
+            return Path(isa)
+
+        monkeypatch.setattr(module, "build", build)
+        return tried
+
+    def test_is_taken_where_the_best_one_cannot_be_had_and_one_warning_says_why(self, monkeypatch, caplog):
+        tried = self.can_build(monkeypatch, "avx512_bf16", "avx512")
+        assert {module.load_library() for _ in range(3)} == {Path("avx512_bf16")}
+        assert tried == ["amx", "avx512_bf16"]
+        assert len(caplog.records) == 1
+        assert "avx512_bf16 instead of amx: no such mnemonic in amx" in caplog.text
+
+    def test_is_not_taken_where_torch_is_faster(self, monkeypatch, caplog):
+        tried = self.can_build(monkeypatch, "avx2", "portable")
+        for _ in range(3):
+            with pytest.raises(NoLibraryError, match="no such mnemonic in amx"):
+                module.load_library()
+        assert tried == ["amx", "avx512_bf16", "avx512"]
+        assert len(caplog.records) == 1 and "1.5 to 4 times as long" in caplog.text
+
+    def test_is_not_tried_where_the_best_one_has_taken_long(self, monkeypatch):
+        tried = self.can_build(monkeypatch, "avx512")
+        monkeypatch.setattr(module, "_PATIENCE_S", -1.0)
+        with pytest.raises(NoLibraryError):
+            module.load_library()
+        assert tried == ["amx"]
+
+    def test_is_another_level_than_one_that_is_asked_for_by_name(self, monkeypatch):
+        self.can_build(monkeypatch, "avx512")
+        with pytest.raises(NoLibraryError, match="in amx"):
+            module.load_library("amx")
 
 
 def test_a_library_that_does_not_load_is_a_reason(compiler, tmp_path):
