@@ -106,3 +106,16 @@ class TestThisProcess:
         monkeypatch.setattr(huge_pages, "_SETTING", setting)
         monkeypatch.setattr(huge_pages, "find_madvise", lambda: FakeSystem(MADV_HUGEPAGE, MADV_COLLAPSE))
         assert huge_pages.collapse_resident_memory() == 0
+
+    def test_a_system_that_does_not_show_its_memory_is_left_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        setting = tmp_path / "enabled"
+        setting.write_text("always [madvise] never\n")
+        monkeypatch.setattr(huge_pages, "_SETTING", setting)
+        system = FakeSystem(MADV_HUGEPAGE, MADV_COLLAPSE)
+        monkeypatch.setattr(huge_pages, "find_madvise", lambda: system)
+        for smaps in (tmp_path / "missing", tmp_path):  # the second one is there, and cannot be read
+            monkeypatch.setattr(huge_pages, "_SMAPS", smaps)
+            assert huge_pages.collapse_resident_memory() == 0
+        assert not system.calls
