@@ -233,9 +233,10 @@ def _refuse_lone_surrogates(value: object, path: str = "") -> None:
             try:
                 value.encode()
             except UnicodeEncodeError as error:
+                name = path or "a field without a name"
                 raise RequestError(
-                    f"{path} has half of a surrogate pair at character {error.start}; send valid Unicode",
-                    param=path,
+                    f"{name} has half of a surrogate pair at character {error.start}; send valid Unicode",
+                    param=path or None,
                     code="invalid_json",
                 ) from None
         case dict():

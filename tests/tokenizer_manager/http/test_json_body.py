@@ -92,6 +92,8 @@ def test_a_key_twice_is_refused_at_any_depth():
 def test_half_a_surrogate_pair_is_refused_where_it_stands():
     assert refusal(b'{"messages": [{"content": "a\\ud800b"}]}').param == "messages[0].content"
     assert refusal(b'{"\\udfff": 1}').message.startswith("the body has half of a surrogate pair")
+    unnamed = refusal(b'{"": "\\ud800"}')
+    assert unnamed.param is None and unnamed.message.startswith("a field without a name has half")
     assert parse_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
     assert parse_object(b'{"a": "\\\\ud800"}') == {"a": "\\ud800"}  # a backslash, not an escape
 
