@@ -113,7 +113,8 @@ class ConfigField:
         elif self.kind is float and isinstance(value, int):
             return float(value)
         hint = "; put it in quotes" if self.kind is str and value is not None and not self.choices else ""
-        raise ConfigError(f"{self.name} is {value!r}, but it must be {self.wants}{hint}")
+        shown = "no text" if self.name in SECRETS else repr(value)
+        raise ConfigError(f"{self.name} is {shown}, but it must be {self.wants}{hint}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

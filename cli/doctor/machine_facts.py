@@ -215,7 +215,9 @@ def _port_holder(root: Path, port: int) -> str:
             except OSError:
                 continue
             if target.startswith("socket:[") and target[8:-1] in inodes:
-                return f"pid {process.pid}, {process.title}"
+                # Of other programs the name alone: their arguments may have keys, and reports are shown to others.
+                is_ours = process.title.startswith(f"{_PACKAGE}: ")
+                return f"pid {process.pid}, {process.title if is_ours else process.title.split()[0]}"
     return "a process of another user"
 
 

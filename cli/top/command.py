@@ -63,6 +63,10 @@ def top(
     if not once and not sys.stdout.isatty():
         raise RequestError("standard output is no terminal to draw on; use --once, or --once --json")
     key = api_key or next((value for name in _KEY_VARIABLES if (value := os.environ.get(name))), None)
+    if api_key:
+        import setproctitle
+
+        setproctitle.setproctitle("engine: top")  # instead of the command line, which has the key
     with Client(url or url_option or DEFAULT_URL, key) as client:
         if once:
             print_once(client.look(), as_json=as_json)

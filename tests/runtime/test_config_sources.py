@@ -127,6 +127,12 @@ def test_null_resets_an_optional_setting(yaml_file):
     assert merge(from_yaml_file(yaml_file("api_key: null\n"))).config.server.api_key == ()
 
 
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
+def test_a_key_that_is_no_text_is_refused_without_showing_it(yaml_file, name):
+    with pytest.raises(ConfigError, match=f"{name} is no text, but it must be text; put it in quotes"):
+        from_yaml_file(yaml_file(f"{name}: 123456\n"))
+
+
 def test_a_value_out_of_range_names_its_origin(yaml_file):
     path = yaml_file("host: x\nport: 70000\n")
     with pytest.raises(

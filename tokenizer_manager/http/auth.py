@@ -59,7 +59,7 @@ def read_keys(config: ServerConfig) -> Keys:
 def _keys_in(path: str) -> list[tuple[int, str]]:
     """Line number and key of each line that has one."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: the API keys cannot be read: {reason}; see --api-key-file") from None

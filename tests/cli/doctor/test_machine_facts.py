@@ -28,6 +28,12 @@ def test_a_port_that_is_taken_names_its_holder(listening):
     assert facts.port_holder.startswith(f"pid {os.getpid()}, ")
 
 
+def test_the_holders_arguments_are_not_shown_as_they_may_have_keys(listening):
+    title = gather_machine(ServerConfig(port=listening)).port_holder.partition(", ")[2]
+    command = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+    assert title == command[0].decode()
+
+
 def test_keys_and_a_certificate_that_cannot_be_read_are_found(tmp_path):
     (tmp_path / "keys").write_text("# none\n")
     assert "there is no API key in it" in server_error(ServerConfig(api_key_file=str(tmp_path / "keys")))

@@ -54,6 +54,14 @@ class Server:
         self._http.server_close()
 
 
+@pytest.fixture(autouse=True)
+def titles(monkeypatch) -> list[str]:
+    """Those that the process has given itself."""
+    given: list[str] = []
+    monkeypatch.setattr("setproctitle.setproctitle", given.append)
+    return given
+
+
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
     for name in ("ENGINE_API_KEY", "ENGINE_ADMIN_API_KEY"):
@@ -98,6 +106,13 @@ def says(capsys, *arguments):
     assert captured.out == ""
     assert captured.err.startswith("engine: ") and captured.err.count("\n") == 1
     return code, captured.err
+
+
+def test_a_key_on_the_command_line_does_not_stay_in_the_list_of_processes(server, titles):
+    assert cli.run(["top", server.url, "--once"]) == 0
+    assert titles == []
+    assert cli.run(["top", server.url, "--once", "--api-key", "secret"]) == 0
+    assert titles == ["engine: top"]
 
 
 def test_a_key_may_have_any_characters(server):

@@ -171,6 +171,12 @@ def test_a_file_without_keys_does_not_open_the_server(tmp_path, content, message
         read_keys(ServerConfig(api_key_file=str(path)))
 
 
+def test_a_file_that_an_editor_began_with_a_byte_order_mark_has_the_same_keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbfk1\r\nk2\r\n")
+    assert read_keys(ServerConfig(api_key_file=str(path))).clients == ("k1", "k2")
+
+
 CONTROL = [("/flush_cache", None), ("/abort_request", {"abort_all": True})]
 
 
