@@ -11,6 +11,7 @@ import msgspec
 
 from ...runtime.config_fields import SECRETS, config_fields
 from ...runtime.errors import RequestError
+from ...runtime.messages import first_rid
 from ...runtime.sampling_params import SamplingParams
 from ..generation import GenerationRequest
 from ..metrics import CONTENT_TYPE
@@ -130,7 +131,7 @@ async def live_requests(exchange: Exchange, services: Services) -> None:
                 "last_pass": answer.last_pass,
                 "data": [
                     {
-                        "id": each.rid,
+                        "id": first_rid(each.rid),  # by which it can be aborted and explained
                         "phase": each.phase,
                         "prompt_tokens": each.prompt_len,
                         "cached_tokens": each.cached_tokens,

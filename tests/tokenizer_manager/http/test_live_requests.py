@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.runtime.messages import LiveRequest, RequestList
 
 from ..conftest import Serve
-from ..fake_engine import LENGTH, WAIT_S, row
+from ..fake_engine import CAPACITY, LENGTH, WAIT_S, row
 from .test_bad_input import check_error
 
 
@@ -49,6 +49,28 @@ def test_live_requests_in_figures_and_without_texts(serve: Serve):
     )
     assert "secret" not in found.text
     served.engine.say(row(request, "", total=1, finish=LENGTH))
+    assert reply.result(WAIT_S).status_code == 200
+
+
+def test_a_request_that_was_submitted_again_has_the_id_by_which_it_can_be_aborted(serve: Serve):
+    served = serve()
+    reply = served.post_later("/v1/completions", json={"prompt": "hi"})
+    first = served.engine.next_request()
+    for tell in (
+        lambda: served.services.manager.peers_lost("gone"),
+        lambda: served.services.manager.peers_back(CAPACITY),
+    ):
+        assert served.engine.loop is not None
+        served.engine.loop.call_soon_threadsafe(tell)
+    again = served.engine.next_request()
+    served.engine.live = RequestList(0, [LiveRequest(again.rid, "decode", 2, 1, 16, 2, 0.5)], 1, {})
+    assert served.engine.next_abort().rid == first.rid
+
+    [listed] = served.client.get("/v1/requests").json()["data"]
+    assert listed["id"] == first.rid
+    assert served.client.post("/abort_request", json={"rid": listed["id"]}).json()["aborted"] == 1
+    assert served.engine.next_abort().rid == again.rid
+    served.engine.say(row(again, "x", finish=LENGTH))
     assert reply.result(WAIT_S).status_code == 200
 
 
