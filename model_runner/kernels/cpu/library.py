@@ -23,7 +23,7 @@ import torch
 from .build import build
 from .compiler import NoLibraryError, torch_openmp
 from .function import NativeFunction, Tap
-from .isa import ISAS, Isa, best_isa
+from .isa import ISAS, Isa, best_isa, runnable_isas
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +103,12 @@ def load_library(isa: Isa | None = None) -> ctypes.CDLL:
         isa: the level to compile for; None: the best that this process can run and that can be had.
 
     Raises:
-        NoLibraryError: there is none and it cannot be made; says why. The first time a warning says what that costs.
+        NoLibraryError: there is none and it cannot be made, or this process cannot run it; says why. The first
+            time that the best one is asked for, a warning says what that costs.
     """
+    # Asks for AMX's registers, too, without which its instructions end the process.
+    if isa is not None and isa not in runnable_isas():
+        raise NoLibraryError(f"this process cannot run {isa}, only {', '.join(runnable_isas())}")
     loaded = _load_best(best_isa()) if isa is None else _load(isa)
     if isinstance(loaded, str):
         raise NoLibraryError(loaded)

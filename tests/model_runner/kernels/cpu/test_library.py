@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,7 @@ class TestTheNextLevel:
 
     def test_is_another_level_than_one_that_is_asked_for_by_name(self, monkeypatch):
         self.can_build(monkeypatch, "avx512")
+        monkeypatch.setattr(module, "runnable_isas", lambda: isa_module.ISAS)
         with pytest.raises(NoLibraryError, match="in amx"):
             module.load_library("amx")
 
@@ -144,6 +147,26 @@ def test_levels_by_the_cpu_s_flags(flags, isas):
 def test_this_cpu_can_run_something():
     assert runnable_isas()[-1] == "portable"
     assert set(runnable_isas()) <= set(usable_isas(cpu_flags()))
+
+
+def test_a_level_by_name_is_asked_for_its_registers_first():
+    """A process of its own: a process that has AMX's registers keeps them."""
+    if "amx" not in runnable_isas():
+        pytest.skip("this CPU has no AMX")
+    code = (
+        "import torch\n"
+        "from engine.model_runner.kernels.cpu.library import load_library\n"
+        "from engine.model_runner.kernels.native_linear import NativeLinear\n"
+        "one = torch.ones(32, 32, dtype=torch.bfloat16)\n"
+        "assert NativeLinear(load_library('amx'), one)(one).eq(32).all()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_a_level_that_this_process_cannot_run_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(module, "runnable_isas", lambda: ("avx2", "portable"))
+    with pytest.raises(NoLibraryError, match="cannot run amx, only avx2, portable"):
+        module.load_library("amx")
 
 
 @pytest.fixture
