@@ -194,11 +194,13 @@ class TokenizerManager:
             return "the server is shutting down"
         if self._recovery.reason is not None:
             return self._recovery.reason
-        age_s = self._clock() - (self._started_s if self.report is None else self.report.sent_s)
+        # What was said before the last loss is no heartbeat of those that live now.
+        report = self.report if self.report is not None and self.report.sent_s >= self._started_s else None
+        age_s = self._clock() - (self._started_s if report is None else report.sent_s)
         if age_s > self._watchdog_timeout_s:
             return f"the scheduler's last heartbeat is {age_s:.1f} s old, the limit is {self._watchdog_timeout_s:g} s"
-        if self.report is not None and self.report.stalled:
-            return f"requests wait and nothing moves: {self.report.stalled}"
+        if report is not None and report.stalled:
+            return f"requests wait and nothing moves: {report.stalled}"
         return None
 
     # ------------------------------------------------------------ from the other processes
@@ -236,7 +238,6 @@ class TokenizerManager:
     def peers_back(self, capacity: Capacity) -> None:
         """There is a scheduler and a detokenizer again."""
         self.capacity = capacity
-        self.report = None
         self._started_s = self._clock()
         self._recovery.back(self._started_s)
 

@@ -7,7 +7,15 @@ import asyncio
 import pytest
 
 from engine.runtime.errors import EngineDeadError, RequestError
-from engine.runtime.messages import BatchTextOutput, Delivered, Finish, FinishKind, TextOutput, Usage
+from engine.runtime.messages import (
+    BatchTextOutput,
+    Delivered,
+    Finish,
+    FinishKind,
+    SchedulerReport,
+    TextOutput,
+    Usage,
+)
 from engine.tokenizer_manager.queue_gate import QueueFullError
 
 from .fake_engine import CAPACITY, LENGTH, TOKENIZER, ids_of, row, say_all
@@ -92,6 +100,25 @@ def test_the_queue_of_those_who_wait_has_its_limit():
             await setup.start("hi")
 
     run(test, max_queued_requests=4)
+
+
+def test_counters_do_not_fall_to_nothing_until_the_next_report():
+    """A scheduler that outlived the detokenizer goes on counting: to Prometheus all of it would be new."""
+
+    async def test(setup: Setup) -> None:
+        now_s = setup.clock.now_s
+        setup.manager.on_message(SchedulerReport(sent_s=now_s, generation_tokens_total=1000, stalled="full"))
+        setup.clock.now_s += 300.0
+        setup.manager.peers_lost(WHY)
+        setup.manager.peers_back(CAPACITY)
+        page = setup.services.metrics.render(setup.manager.report)
+
+        assert "engine:generation_tokens_total 1000\n" in page
+        assert setup.manager.unhealthy_reason() is None
+        setup.manager.on_message(SchedulerReport(sent_s=now_s + 1.0, stalled="full"))  # was under way
+        assert setup.manager.unhealthy_reason() is None
+
+    run(test)
 
 
 def test_questions_are_answered_with_the_reason():
