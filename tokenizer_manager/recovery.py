@@ -75,7 +75,13 @@ class Recovery:
             self._fail(logged.generation, RequestError(_POISON, code="poison_request", status=500))
         self.reason = None
         self._gate.restarted(len(self._log), now_s)
-        self._submit(self._suspects.to_submit(list(self._log)))
+        live = list(self._log)
+        submitted = self._suspects.to_submit(live)
+        running = set(submitted)
+        waiting = [logged for logged in live if logged not in running]
+        for rid in self._log.take_back(waiting):
+            self._send(AbortRequest(rid=rid, reason="waits for its trial"))
+        self._submit(submitted)
         logger.info(
             "streams go on live_requests=%d failed=%d on_trial=%d",
             len(self._log),

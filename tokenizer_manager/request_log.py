@@ -32,6 +32,7 @@ class LoggedRequest:
 
     __slots__ = (
         "_num_bytes_before",
+        "_num_names",
         "_num_sent",
         "choice",
         "delivered_ids",
@@ -52,6 +53,7 @@ class LoggedRequest:
         self.num_strikes = 0
         self._num_sent = 0
         self._num_bytes_before = 0
+        self._num_names = 0
 
     @property
     def rid(self) -> str:
@@ -79,13 +81,18 @@ class LoggedRequest:
             if self.usage is not None and self.delivered_ids:
                 delivered = Delivered(bytes(self.delivered_ids), self.usage)
                 sampling = replace(sampling, prompt_logprobs=None)  # they came with the first token
-            rid = rid_of_life(self.message.rid, self._num_sent)
-            self.message = replace(self.message, rid=rid, sampling=sampling, delivered=delivered)
-            self.choice.rid = rid
+            self.message = replace(self.message, sampling=sampling, delivered=delivered)
+            self.rename()
         self._num_sent += 1
         self._num_bytes_before = len(self.delivered_ids)
         self.is_sent = True
         return self.message
+
+    def rename(self) -> None:
+        """Another id from now on: nobody knows the one under which it was sent."""
+        self._num_names += 1
+        self.choice.rid = rid_of_life(self.message.rid, self._num_names)
+        self.message = replace(self.message, rid=self.choice.rid)
 
 
 class RequestLog:
@@ -121,5 +128,17 @@ class RequestLog:
         lost_rids = [(logged, logged.rid if logged.was_sent else None) for logged in requests]
         for logged, _ in lost_rids:
             logged.send()
-        self._requests = {logged.rid: logged for logged in self._requests.values()}
+        self._take_in_names()
         return lost_rids
+
+    def take_back(self, requests: Iterable[LoggedRequest]) -> list[str]:
+        """These are not to run for now: the ids under which a process may have them that has outlived the other."""
+        sent = [logged for logged in requests if logged.was_sent]
+        lost_rids = [logged.rid for logged in sent]
+        for logged in sent:
+            logged.rename()
+        self._take_in_names()
+        return lost_rids
+
+    def _take_in_names(self) -> None:
+        self._requests = {logged.rid: logged for logged in self._requests.values()}

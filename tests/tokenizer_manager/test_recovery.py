@@ -223,3 +223,25 @@ def test_suspects_are_tried_one_after_the_other():
             assert await texts(generation) == ["x"]
 
     run(test)
+
+
+def test_who_waits_for_its_trial_does_not_run_in_a_scheduler_that_has_outlived_the_detokenizer():
+    async def test(setup: Setup) -> None:
+        first, second = [await setup.start("hi") for _ in range(2)]
+        for _ in range(2):
+            sent = [setup.engine.next_request() for _ in range(2)]
+            while not setup.engine.aborts.empty():
+                setup.engine.next_abort()
+            setup.manager.peers_lost(WHY)
+            setup.manager.peers_back(CAPACITY)
+        aborted = {setup.engine.next_abort().rid for _ in range(2)}
+
+        assert aborted == {request.rid for request in sent}
+        ended = TextOutput(sent[1].rid, "", b"", Usage(2, 0), Finish(FinishKind.ABORT, message="trial"))
+        setup.manager.on_message(BatchTextOutput([ended]))  # of the id that nobody has any more
+        for generation in (first, second):
+            request = setup.engine.next_request()
+            setup.manager.on_message(BatchTextOutput([row(request, "x", finish=LENGTH)]))
+            assert await texts(generation) == ["x"]
+
+    run(test)
