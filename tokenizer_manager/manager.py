@@ -23,6 +23,7 @@ from ..runtime.messages import (
     AbortRequest,
     BatchTextOutput,
     Explanation,
+    Finish,
     FinishKind,
     FlushCacheDone,
     ManagerInput,
@@ -31,6 +32,7 @@ from ..runtime.messages import (
     SchedulerInput,
     SchedulerReport,
     TextOutput,
+    Usage,
 )
 from ..runtime.sampling_params import SamplingParams
 from .admission import check_may_fit, resolve_length
@@ -177,6 +179,10 @@ class TokenizerManager:
         for logged in live:
             logged.choice.abort_asked = True
             self._send(AbortRequest(rid=logged.rid, reason=reason))
+            if (
+                not logged.is_sent and self._recovery.reason is None
+            ):  # no scheduler has it, to give it its end
+                self._deliver(_aborted_row(logged, reason), self._clock())
         return len(live)
 
     def ttft_s(self, rid: str) -> float | None:
@@ -415,3 +421,8 @@ class TokenizerManager:
         self._generations.pop(generation.id, None)
         if not self._generations:
             self._idle.set()
+
+
+def _aborted_row(logged: LoggedRequest, reason: str) -> TextOutput:
+    usage = logged.usage or Usage(prompt_tokens=len(logged.choice.prompt_ids), completion_tokens=0)
+    return TextOutput(logged.rid, "", b"", usage, Finish(FinishKind.ABORT, message=reason))

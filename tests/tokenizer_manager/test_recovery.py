@@ -245,3 +245,19 @@ def test_who_waits_for_its_trial_does_not_run_in_a_scheduler_that_has_outlived_t
             assert await texts(generation) == ["x"]
 
     run(test)
+
+
+def test_an_abort_of_one_that_waits_for_its_trial_is_answered_at_once():
+    async def test(setup: Setup) -> None:
+        tried, waiting = [await setup.start("hi") for _ in range(2)]
+        for _ in range(2):
+            setup.manager.peers_lost(WHY)
+            setup.manager.peers_back(CAPACITY)
+
+        assert setup.manager.abort(waiting.id, "aborted by request") == 1
+        assert waiting.finished
+        assert await texts(waiting) == [""]
+        assert not tried.finished
+        assert len(setup.manager.request_log) == 1
+
+    run(test)
