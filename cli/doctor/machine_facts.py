@@ -249,7 +249,11 @@ def find_orphans(root: Path = Path("/")) -> Iterator[Process]:
 
 def _processes(root: Path) -> Iterator[Process]:
     proc = os.fspath(root / "proc")
-    for name in os.listdir(proc):  # paths as text: with pathlib a look at 100 processes takes twice as long
+    try:
+        names = os.listdir(proc)  # paths as text: with pathlib a look at 100 processes takes twice as long
+    except OSError:  # no Linux
+        return
+    for name in names:
         if not name.isdecimal():
             continue
         try:

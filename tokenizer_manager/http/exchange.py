@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...runtime.errors import RequestError
+from .body_room import Share
 from .caller import Caller
 
 Scope = MutableMapping[str, Any]
@@ -73,11 +74,15 @@ class Exchange:
         scheme, _, token = self.headers.get(b"authorization", b"").partition(b" ")
         return token.strip() if scheme.lower() == b"bearer" else b""
 
-    async def body(self, max_bytes: int) -> bytes:
+    async def body(self, max_bytes: int, share: Share) -> bytes:
         """The whole body; one that is too large is refused before it is read, or as soon as it shows.
 
+        Args:
+            max_bytes: it may have.
+            share: told how many it has, as they come in.
+
         Raises:
-            RequestError: 413.
+            RequestError: 413, or 429 when there is no room.
             ClientGone: it ended early.
         """
         declared = self.headers.get(b"content-length", b"0")
@@ -93,6 +98,7 @@ class Exchange:
             size += len(part)
             if size > max_bytes:
                 raise _too_large(max_bytes)
+            share.grow_to(size)
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)

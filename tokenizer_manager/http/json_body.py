@@ -23,7 +23,7 @@ from .limits import DEFAULT_LIMITS
 Body = dict[str, Any]
 
 _ITEM_MARKS: Final = ("[", "{", ":")
-_STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_STRINGS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """Also one without an end, which is found once: to look for its end from each quote inside would take days."""
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH: Final = re.compile(r" - at `(?:key in )?(.*)`$")

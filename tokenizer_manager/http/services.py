@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...runtime.config import EngineConfig
 from ...runtime.errors import RequestError
@@ -14,6 +14,7 @@ from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
 from .auth import Gate
+from .body_room import BodyRoom
 from .errors import POSITION_HEADER
 from .exchange import Exchange
 from .json_body import Body, parse_object, show
@@ -34,6 +35,7 @@ class Services:
         served_model: the name clients use for it.
         created_s: Unix time when serving began.
         version: of the engine.
+        body_room: for what comes in.
     """
 
     manager: TokenizerManager
@@ -46,6 +48,7 @@ class Services:
     served_model: str
     created_s: int
     version: str
+    body_room: BodyRoom = field(default_factory=BodyRoom)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -61,10 +64,11 @@ class Services:
         """The request's JSON object.
 
         Raises:
-            RequestError: it is too large, or not one.
+            RequestError: it is too large, not one, or there is no room for it.
         """
-        body = await exchange.body(int(self.config.server.max_body_mb * 2**20))
-        return parse_object(body, self.config.limits)
+        with self.body_room.hold() as share:
+            body = await exchange.body(int(self.config.server.max_body_mb * 2**20), share)
+            return parse_object(body, self.config.limits)
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """Have something generated; the answer says how many requests were before it. As `TokenizerManager.start`."""

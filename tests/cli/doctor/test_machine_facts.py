@@ -111,6 +111,10 @@ def test_orphans_are_our_processes_without_an_engine_above_them(tmp_path):
     assert found == [Process(20, "engine: scheduler"), Process(21, "engine: model_runner_1")]
 
 
+def test_a_system_without_proc_has_no_orphans(tmp_path):
+    assert list(find_orphans(tmp_path)) == []
+
+
 def test_in_a_container_the_engine_may_be_process_1(tmp_path):
     process(tmp_path, 1, 0, "engine: supervisor http://0.0.0.0:30000")
     process(tmp_path, 11, 1, "engine: scheduler")
