@@ -12,6 +12,7 @@ from engine.runtime.messages import (
     Delivered,
     Finish,
     FinishKind,
+    GenerateRequest,
     SchedulerReport,
     TextOutput,
     Usage,
@@ -228,6 +229,7 @@ def test_suspects_are_tried_one_after_the_other():
 def test_who_waits_for_its_trial_does_not_run_in_a_scheduler_that_has_outlived_the_detokenizer():
     async def test(setup: Setup) -> None:
         first, second = [await setup.start("hi") for _ in range(2)]
+        sent: list[GenerateRequest] = []
         for _ in range(2):
             sent = [setup.engine.next_request() for _ in range(2)]
             while not setup.engine.aborts.empty():
