@@ -122,7 +122,8 @@ def _load_best(best: Isa) -> ctypes.CDLL | str:
     Assemblers know AMX since binutils 2.36, compilers bfloat16 since GCC 10; and an image without a compiler may bring
     along what was compiled on a lesser CPU. A failure is remembered, too, so that it costs and warns once.
     """
-    started_s, failures = time.monotonic(), []
+    started_s = time.monotonic()
+    failures: list[str] = []
     for isa in ISAS[ISAS.index(best) :]:  # each level has the instructions of those behind it
         if failures and (isa not in _FASTER_THAN_TORCH or time.monotonic() - started_s > _PATIENCE_S):
             break

@@ -93,7 +93,7 @@ class TestTheNextLevel:
 
     def test_is_taken_where_the_best_one_cannot_be_had_and_one_warning_says_why(self, monkeypatch, caplog):
         tried = self.can_build(monkeypatch, "avx512_bf16", "avx512")
-        assert {module.load_library() for _ in range(3)} == {Path("avx512_bf16")}
+        assert {str(module.load_library()) for _ in range(3)} == {"avx512_bf16"}
         assert tried == ["amx", "avx512_bf16"]
         assert len(caplog.records) == 1
         assert "avx512_bf16 instead of amx: no such mnemonic in amx" in caplog.text
