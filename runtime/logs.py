@@ -25,9 +25,12 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 _PACKAGE = __name__.split(".", 1)[0]
 _PLACE: Final = re.compile(r"(?:\b(\w+)=)?%(%|[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?[a-zA-Z])")
 
+_UNSAFE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Line breaks of all kinds, control characters, and halves of surrogate pairs, which cannot be written."""
+
 
 class KeyValueFormatter(logging.Formatter):
-    """Time (UTC), level, process and logger as keys, then the message with its line breaks escaped.
+    """Time (UTC), level, process and logger as keys, then the message with what a terminal would obey escaped.
 
     A traceback follows its line as it is.
     """
@@ -38,7 +41,7 @@ class KeyValueFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One record as text, without the final line break."""
-        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        message = _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), record.getMessage())
         line = (
             f"{_time_text(record)} level={record.levelname.lower()} process={self._process} "
             f"logger={_logger_name(record)} {message}"

@@ -40,6 +40,12 @@ def test_a_line_break_in_a_value_cannot_forge_a_line(formatter):
     assert line.endswith(r"user=x\n2026 level=error")
 
 
+def test_a_value_cannot_tell_the_terminal_anything(formatter):
+    line = formatter.format(record("user=%s", "\x1b[2J\x9b\x85\u2028\ud800 naïve \\n"))
+
+    assert line.endswith(r"user=\x1b[2J\x9b\x85\u2028\ud800 naïve \n")
+
+
 def test_a_traceback_follows_its_line(formatter):
     try:
         raise ValueError("odd")
