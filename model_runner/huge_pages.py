@@ -12,6 +12,7 @@ Memory that is reserved for later belongs to `host_memory`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import re
 import sys
@@ -34,7 +35,7 @@ _MAPPING: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ [0-9a-f:]+
 _OTHER_MAPPING: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")
 
 Madvise = Callable[[int, int, int], int]
-"""(address, bytes, advice) -> 0, or another number where the system refuses."""
+"""(address, bytes, advice) -> 0, or the number of the system's error."""
 
 
 class Mapping(NamedTuple):
@@ -78,8 +79,25 @@ def collapse(found: Iterable[Mapping], madvise: Madvise) -> int:
         start, num_bytes = mapping.inner()
         if num_bytes and mapping.resident_bytes >= _LEAST_FILLED * (mapping.stop - mapping.start):
             madvise(start, num_bytes, MADV_HUGEPAGE)
-            if madvise(start, num_bytes, MADV_COLLAPSE) == 0:
-                moved_bytes += num_bytes
+            moved_bytes += _collapse_range(start, num_bytes, madvise)
+    return moved_bytes
+
+
+def _collapse_range(start: int, num_bytes: int, madvise: Madvise) -> int:
+    """Whole huge pages. A call ends at the first one of which nobody has touched anything: then they go one by one."""
+    error = madvise(start, num_bytes, MADV_COLLAPSE)
+    if error != errno.EINVAL:
+        return 0 if error else num_bytes
+    moved_bytes = 0
+    for address in range(start, start + num_bytes, HUGE_PAGE_BYTES):
+        error = madvise(address, HUGE_PAGE_BYTES, MADV_COLLAPSE)
+        if error in (
+            errno.ENOMEM,
+            errno.EBUSY,
+        ):  # the system or the container has none left: a further try would look
+            break
+        if error == 0:
+            moved_bytes += HUGE_PAGE_BYTES
     return moved_bytes
 
 
@@ -99,11 +117,11 @@ def find_madvise() -> Madvise | None:
     """The system's; None where there is none of this kind."""
     if not sys.platform.startswith("linux"):
         return None
-    function = ctypes.CDLL(None).madvise
+    function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def madvise(address: int, num_bytes: int, advice: int) -> int:
-        return int(function(address, num_bytes, advice))
+        return ctypes.get_errno() if function(address, num_bytes, advice) else 0
 
     return madvise
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pytest
@@ -16,6 +19,8 @@ from engine.model_runner.huge_pages import (
     collapse,
     mappings,
 )
+
+MADV_NOHUGEPAGE: Final = 15
 
 SMAPS = """\
 55d0c0000000-55d0c0021000 rw-p 00000000 00:00 0                          [heap]
@@ -38,15 +43,30 @@ Rss:                 132 kB
 
 
 class FakeSystem:
-    """Remembers the calls; refuses those with an advice that it does not know."""
+    """Remembers the calls; refuses those with an advice that it does not know.
 
-    def __init__(self, *known: int) -> None:
+    As Linux does, it ends a collapse at a huge page that nobody has touched, and where it has no more of them.
+    """
+
+    def __init__(self, *known: int, untouched: tuple[int, ...] = (), num_free: int = 1000) -> None:
         self.known = known
+        self.untouched = untouched  # addresses
+        self.num_free = num_free
+        self.moved: set[int] = set()
         self.calls: list[tuple[int, int, int]] = []
 
     def __call__(self, address: int, num_bytes: int, advice: int) -> int:
         self.calls.append((address, num_bytes, advice))
-        return 0 if advice in self.known else -1
+        if advice not in self.known:
+            return errno.EINVAL
+        if advice == MADV_COLLAPSE:
+            for page in range(address, address + num_bytes, HUGE_PAGE_BYTES):
+                if page in self.untouched:
+                    return errno.EINVAL
+                if page not in self.moved and len(self.moved) == self.num_free:
+                    return errno.ENOMEM
+                self.moved.add(page)
+        return 0
 
 
 class TestMappings:
@@ -87,6 +107,46 @@ class TestCollapse:
         system = FakeSystem(MADV_HUGEPAGE)
         assert collapse([Mapping(0, 2 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)], system) == 0
         assert (0, 2 * HUGE_PAGE_BYTES, MADV_HUGEPAGE) in system.calls
+
+    def test_a_huge_page_that_nobody_has_touched_does_not_keep_those_behind_it(self) -> None:
+        hole = 7 * HUGE_PAGE_BYTES
+        system = FakeSystem(MADV_HUGEPAGE, MADV_COLLAPSE, untouched=(hole,))
+        filled = Mapping(0, 20 * HUGE_PAGE_BYTES, 19 * HUGE_PAGE_BYTES)
+        assert collapse([filled], system) == 19 * HUGE_PAGE_BYTES
+        assert system.moved == set(range(0, 20 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)) - {hole}
+
+    def test_a_system_without_any_left_is_not_asked_for_each(self) -> None:
+        system = FakeSystem(MADV_HUGEPAGE, MADV_COLLAPSE, untouched=(0,), num_free=3)
+        filled = Mapping(0, 20 * HUGE_PAGE_BYTES, 19 * HUGE_PAGE_BYTES)
+        assert collapse([filled], system) == 3 * HUGE_PAGE_BYTES
+        assert len(system.calls) == 1 + 1 + 5
+
+    def test_linux_leaves_a_hole_and_all_numbers_as_they_are(self) -> None:
+        """The real system, in memory with a hole."""
+        madvise = huge_pages.find_madvise()
+        if madvise is None or not huge_pages._allowed():
+            pytest.skip("this system has no huge pages")
+        num, hole = 12, 5
+        memory = mmap.mmap(
+            -1,
+            (num + 1) * HUGE_PAGE_BYTES,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+        block = np.frombuffer(memory, dtype=np.uint8)
+        first = -block.ctypes.data % HUGE_PAGE_BYTES
+        madvise(block.ctypes.data, len(block), MADV_NOHUGEPAGE)
+        for page in range(num):
+            if page != hole:
+                block[first + page * HUGE_PAGE_BYTES :][:HUGE_PAGE_BYTES] = page
+        start = block.ctypes.data + first
+        moved = collapse([Mapping(start, start + num * HUGE_PAGE_BYTES, num * HUGE_PAGE_BYTES)], madvise)
+        if not moved:
+            pytest.skip("this kernel moves nothing at once")
+        assert moved <= (num - 1) * HUGE_PAGE_BYTES  # fewer, if memory is short
+        assert [int(block[first + page * HUGE_PAGE_BYTES]) for page in range(num)] == [
+            0 if page == hole else page for page in range(num)
+        ]
 
 
 class TestThisProcess:
