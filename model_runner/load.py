@@ -16,12 +16,14 @@ from ..runtime.measured_pool import fit_pool
 from ..runtime.memory_budget import kv_dtype_of
 from ..runtime.pool_size import largest_step_of
 from ..runtime.rank_spec import rank_spec
+from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .assembly import LoadedModel, assemble_runner
 from .decode_graphs import sizes_to_record
 from .device_memory import explained, make_device_memory
 from .fixed_order import MAKERS_IN_FIXED_ORDER, check_fixed_order
 from .huge_pages import collapse_resident_memory
 from .join_group import ALONE, Place
+from .kernels.native_blocks import NO_TILES, TILES_FROM
 from .model_context import ModelContext
 from .models.registry import build_model
 from .op_selection import Target, select_ops
@@ -170,7 +172,9 @@ def _load_own_model(
     context = ModelContext(
         spec=spec,
         weights=weights,
-        linear_format=make_linear_format(config.model.quantization, spec, ops, device, dtype),
+        linear_format=make_linear_format(
+            config.model.quantization, spec, ops, device, dtype, _tiles_from(config)
+        ),
         ops=ops,
         max_model_len=capacity.max_model_len,
         device=device,
@@ -179,6 +183,15 @@ def _load_own_model(
     model = build_model(context)
     weights.finish()
     return model
+
+
+def _tiles_from(config: EngineConfig) -> int:
+    """From how many tokens on blocks may be multiplied in another way, which gives other bits."""
+    if config.kernels.deterministic:
+        return NO_TILES
+    if config.scheduler.speculative != "off":
+        return MAX_DRAFT_STEP_TOKENS + 1  # drafts are checked as they would have been decoded
+    return TILES_FROM
 
 
 def _open_store(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> TensorStore:

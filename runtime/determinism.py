@@ -5,9 +5,10 @@ last bit alone or among others, whatever is cached, wherever its prompt is cut, 
 computed again. (A request that draws must bring a seed, or the engine have one, to draw the same tokens again.)
 
 It holds because every operation then computes a token from the tokens before it in one fixed order. Our CPU kernels do:
-products are one chain of additions for each output, norms, activations and rotary see one token, attention reads keys
-in blocks that begin at fixed positions, and the sampler looks at one row. So drafts change nothing, either. What other
-libraries compute may be cut otherwise for another number of tokens.
+products are one chain of additions for each output (blocks of 4 or 8 bits then in one way for any number of tokens),
+norms, activations and rotary see one token, attention reads keys in blocks that begin at fixed positions, and the
+sampler looks at one row. So drafts change nothing, either. What other libraries compute may be cut otherwise for
+another number of tokens.
 """
 
 from __future__ import annotations

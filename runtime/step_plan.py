@@ -10,10 +10,13 @@ Arrays are bytes in C order, int32 unless said otherwise; `numpy.frombuffer` vie
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from .messages import Logprobs, Record
 from .sampling_params import SamplingParams
+
+MAX_DRAFT_STEP_TOKENS: Final = 64
+"""No step that checks drafts has more tokens, so that a runner may compute larger ones in another way than decodes."""
 
 
 class ForwardMode(enum.IntEnum):

@@ -15,7 +15,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-MAX_TOKENS: Final = 64
+from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+
+MAX_TOKENS: Final = MAX_DRAFT_STEP_TOKENS
 """Larger decode steps are not told apart, and have no drafts: computing is the limit there on most devices."""
 _WEIGHT: Final = 0.5
 _MAX_AGE: Final = 512

@@ -1,7 +1,9 @@
 """`NativeBlockLinear`: products with block-quantised weights by our C++ kernels (`kernels/cpu/blocks.cpp`).
 
-Activations are quantised, too, each token's block of 32 to whole numbers in -127..127 with one scale. Sums are exact
-within a block and float32 beyond, in one order: a token's bits do not depend on the other tokens of its batch.
+Few tokens are quantised, too, each block of 32 to whole numbers in -127..127 with one scale. Sums are exact within a
+block and float32 beyond, in one order. From `tiles_from` tokens on, where the CPU has AMX, activations stay as they are
+and the weight is rounded to bfloat16, panel by panel. So a token's bits depend on whether its call has so many tokens,
+and on nothing else; `NO_TILES` is for whoever cannot have that.
 """
 
 # Shapes: T tokens, K inputs, N outputs.
@@ -21,6 +23,11 @@ from .quantised_weights import BLOCK_SIZE, BlockWeight
 
 _HALF_EXPONENT: Final = 15
 """Scales and minima are kept in half precision, times a power of two that makes the largest just smaller than 2^15."""
+
+TILES_FROM: Final = 32
+"""Of fewer tokens some shapes are slower with tiles; with so many none is."""
+NO_TILES: Final = 2**62
+"""No call has so many tokens."""
 
 
 def reasons_against_native_blocks(
@@ -46,8 +53,11 @@ class NativeBlockLinear(NativeProduct):
     2^29 within a weight, the smallest lose bits. `rows` rounds to bfloat16 once.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: BlockWeight) -> None:
+    def __init__(self, library: ctypes.CDLL, weight: BlockWeight, tiles_from: int = TILES_FROM) -> None:
+        """`tiles_from`: the number of tokens, 1 or more, from which tiles multiply where the CPU has them."""
         _check(weight)
+        assert tiles_from > 0, tiles_from
+        self._tiles_from = tiles_from
         self._bits, self._zero = weight.bits, weight.zero if weight.minima is None else 0
         self._has_minima = weight.minima is not None
         outputs, inputs = weight.shape
@@ -71,7 +81,8 @@ class NativeBlockLinear(NativeProduct):
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         num_tokens = x.shape[0]
         workspace = torch.empty(
-            self._library.blocks_workspace_bytes(num_tokens, self._inputs), dtype=torch.uint8
+            self._library.blocks_workspace_bytes(num_tokens, self._inputs, self._tiles_from),
+            dtype=torch.uint8,
         )
         self._library.blocks(
             x.data_ptr(),
@@ -88,6 +99,7 @@ class NativeBlockLinear(NativeProduct):
             self._zero,
             self._factor,
             out.dtype == torch.float32,
+            self._tiles_from,
         )
 
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops import LinearWeight, PackLinear
 from .cpu.library import load_library
-from .native_blocks import NativeBlockLinear, reasons_against_native_blocks
+from .native_blocks import TILES_FROM, NativeBlockLinear, reasons_against_native_blocks
 from .quantised_linear import Fp8Linear, Fp8WeightLinear, Int4Linear, SglProduct, SideBySide, torch_product
 from .quantised_weights import (
     BLOCK_SIZE,
@@ -51,6 +51,7 @@ class QuantTarget:
         capability: of the GPU, (0, 0) without one.
         triton_reason: why Triton's kernels cannot run; empty: they can.
         sgl_reason: the same of sgl_kernel's.
+        tiles_from: the number of tokens from which blocks may be multiplied in another way (`native_blocks`).
     """
 
     device: torch.device
@@ -58,6 +59,7 @@ class QuantTarget:
     capability: tuple[int, int]
     triton_reason: str
     sgl_reason: str
+    tiles_from: int = TILES_FROM
 
 
 class Maker(NamedTuple):
@@ -171,8 +173,8 @@ def _against_blocks_native(target: QuantTarget, weight: BlockWeight) -> list[str
     return reasons_against_native_blocks(target.device, target.dtype, weight.shape)
 
 
-def _make_blocks_native(_target: QuantTarget, weight: BlockWeight) -> LinearWeight:
-    return NativeBlockLinear(load_library(), weight)
+def _make_blocks_native(target: QuantTarget, weight: BlockWeight) -> LinearWeight:
+    return NativeBlockLinear(load_library(), weight, target.tiles_from)
 
 
 # ---------------------------------------------------------------- choice

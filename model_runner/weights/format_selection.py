@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.quantisation import BLOCK_METHODS
 from ...runtime.model_files.quantisation_choice import with_quantisation
+from ..kernels.native_blocks import TILES_FROM
 from ..kernels.probe import probe_kernels
 from ..kernels.quantised import QuantisedLinears, QuantTarget, reasons_against_blocks
 from .awq_format import AwqParts
@@ -29,18 +31,24 @@ logger = logging.getLogger(__name__)
 
 
 def make_linear_format(
-    quantization: Quantization | None, spec: ModelSpec, ops: Ops, device: torch.device, dtype: torch.dtype
+    quantization: Quantization | None,
+    spec: ModelSpec,
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    tiles_from: int = TILES_FROM,
 ) -> LinearFormat:
     """How this model's linear layers are read, and who multiplies with them.
 
     Args:
         quantization: what the user wants; None: as the checkpoint says.
+        tiles_from: the number of tokens from which blocks may be multiplied in another way (`native_blocks`).
 
     Raises:
         ConfigError: the two contradict each other, or weights are to be made that nothing here multiplies.
     """
     spec = with_quantisation(spec, quantization)
-    quantisation, target = spec.quantisation, quant_target(device, dtype)
+    quantisation, target = spec.quantisation, replace(quant_target(device, dtype), tiles_from=tiles_from)
     if quantisation is None:
         return PlainFormat(ops.pack_linear)
     linears = QuantisedLinears(target, ops.pack_linear, keep=quantisation.kept)

@@ -16,7 +16,14 @@ import torch
 
 from engine.model_runner.host_kv_pool import HostKVPool
 from engine.model_runner.load import load_model_runner
-from engine.runtime.config import CacheConfig, EngineConfig, KVCacheDType, ModelConfig, SchedulerConfig
+from engine.runtime.config import (
+    CacheConfig,
+    EngineConfig,
+    KVCacheDType,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeName,
+)
 from engine.runtime.device_config import KernelConfig
 from engine.runtime.feasibility import Capacity, pages_for
 from engine.runtime.messages import Logprobs
@@ -273,6 +280,7 @@ def make_driver() -> Callable[..., Driver]:
         kv_cache_dtype: KVCacheDType = "auto",
         quantization: Quantization | None = None,
         deterministic: bool = False,
+        speculative: SpeculativeName = "off",
         num_threads: int | None = None,
     ) -> Driver:
         capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size, num_host_pages)
@@ -288,7 +296,8 @@ def make_driver() -> Callable[..., Driver]:
         source = ModelSource(kind, str(path or "dummy"), "test")
         cache = CacheConfig(page_size=page_size, kv_cache_dtype=kv_cache_dtype)
         kernels = KernelConfig(deterministic=deterministic)
-        whole = EngineConfig(model=config, cache=cache, kernels=kernels)
+        scheduler = SchedulerConfig(speculative=speculative)
+        whole = EngineConfig(model=config, cache=cache, kernels=kernels, scheduler=scheduler)
         runner = load_model_runner(whole, source, spec, capacity)
         if poison:  # whoever reads a slot that nobody wrote gets NaN
             for pool in (*runner.kv_pool.k, *runner.kv_pool.v):

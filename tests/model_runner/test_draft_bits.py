@@ -5,6 +5,7 @@ So in bfloat16, too, speculation changes no answer: near ties fall as they would
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from engine.model_runner.decode_graphs import Replayed
 from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.model_runner.kernels.native_blocks import NO_TILES, TILES_FROM, NativeBlockLinear
 from engine.model_runner.recorded_step import NoRecordings
+from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 
 from .conftest import Driver, Request, TinyModel, int32
 
@@ -23,6 +26,7 @@ NUM_DRAFTS = 8
 LENGTHS = (2, 50, 56, 60, 63, 64, 65, 118, 120, 124, 127, 128, 129, 190, 250, 256)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "llama in blocks": {"head_dim": 16, "hidden_size": 96, "intermediate_size": 160},
     "qwen3": {"head_dim": 32, "num_attention_heads": 5, "num_key_value_heads": 1},
     "gemma3_text": {
         "head_dim": 16,
@@ -41,7 +45,7 @@ def compiled():
 @pytest.fixture
 def make(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[..., Driver]) -> Any:
     def make_one(shape: str, **options: Any) -> Driver:
-        tiny = make_tiny_model(shape, dtype="bfloat16", **SHAPES[shape])
+        tiny = make_tiny_model(shape.split(maxsplit=1)[0], dtype="bfloat16", **SHAPES[shape])
         options = {"page_size": 16, "max_model_len": 512, **options}
         return make_driver(tiny.spec, tiny.folder, dtype="bfloat16", **options)
 
@@ -100,7 +104,7 @@ def prompt_of(length: int) -> list[int]:
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "eager"])
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"deterministic": True}], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gemma3_text"])
 def test_logits_are_those_of_decodes(make, shape, options, recorded):
     driver = make(shape, **options)
     if not recorded:
@@ -143,3 +147,42 @@ def test_so_they_are_among_others(make, options):
     check_drafts(driver, [(r, d[:n]) for r, d, n in zip(reqs, drafts, counts, strict=True)])
     rows = [each[: n + 1] for each, n in zip(expected, counts, strict=True)]
     assert torch.equal(seen.take(), torch.cat(rows))
+
+
+def test_so_they_are_in_steps_of_more_tokens_than_there_are_decodes(make):
+    """From many tokens on, weights in blocks are multiplied in another way; drafts must not get there alone."""
+    driver = make("llama in blocks", speculative="ngram", quantization="int8")
+    seen = Seen(driver)
+    prompts = [prompt_of(length) for length in (40, 17, 90, 64, 23, 70, 8)]
+    expected, drafts = [], []
+    for prompt in prompts:
+        (req,) = begin(driver, [prompt])
+        seen.take()
+        for _ in range(NUM_DRAFTS + 1):
+            driver.step([(req, 1)])
+        expected.append(seen.take())
+        drafts.append(req.output[1 : NUM_DRAFTS + 1])
+        driver.finish(req)
+    reqs = begin(driver, prompts)
+    seen.take()
+    check_drafts(driver, list(zip(reqs, drafts, strict=True)))
+    logits = seen.take()
+    assert TILES_FROM <= len(logits) <= MAX_DRAFT_STEP_TOKENS
+    assert torch.equal(logits, torch.cat(expected))
+
+
+def test_only_speculation_asks_for_that(make):
+    """Without it, many decodes at once have the faster product; in a fixed order nobody has."""
+    found = {}
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "drafts": {"speculative": "ngram"},
+        "fixed": {"deterministic": True},
+    }
+    for name, options in ways.items():
+        driver = make("llama in blocks", quantization="int8", **options)
+        products = [each for each in gc.get_objects() if isinstance(each, NativeBlockLinear)]
+        found[name] = {each._tiles_from for each in products}
+        del driver, products
+        gc.collect()
+    assert found == {"plain": {TILES_FROM}, "drafts": {MAX_DRAFT_STEP_TOKENS + 1}, "fixed": {NO_TILES}}

@@ -9,17 +9,13 @@
 // in float, in the order of the blocks, whatever the number of tokens: a token's bits do not depend on its batch. Where
 // there are no minima but one zero for all, -zero * sum is what the dot product begins with.
 //
-// Packed: panels of 32 outputs (the last one filled up with zeros), and a panel's blocks one after the other:
-//
-//   numbers: [inputs / 4][output of the panel][4] bytes; of 4 bits, groups k and k + 4 share bytes, k in the low halves
-//   scales: [32] half precision
-//   minima: [32] half precision, where there are any
-//
-// All scales and minima of a weight are multiplied by a power of two that makes the best of half precision's range;
-// x's scales are divided by it.
+// Where there are tiles, `tiles_from` and more tokens are multiplied with a weight that becomes bfloat16 instead, and x
+// stays as it is (block_tiles.h). So a token's bits depend on whether its call has so many, and on nothing else.
 
 #include <algorithm>
 
+#include "block_tiles.h"
+#include "blocks.h"
 #include "parallel.h"
 #include "program.h"
 #include "simd.h"
@@ -28,11 +24,6 @@
 namespace engine {
 namespace {
 
-constexpr int64_t BLOCK = 32;  // inputs
-constexpr int64_t PANEL = 32;  // outputs
-constexpr int VECTORS = PANEL / LANES;
-constexpr int GROUPS = BLOCK / 4;  // of four inputs: what one instruction adds up
-constexpr int64_t LINE = 64;
 #if defined(__AVX512F__)
 constexpr int STRIP_ROWS = 6;  // 12 dot products, 12 sums, 2 vectors of numbers, 1 splat, and what unpacks: 31 registers
 #else
@@ -69,25 +60,7 @@ struct Quantised {
     }
 };
 
-struct Blocks {
-    const bf16* x;
-    int64_t x_stride;
-    const uint8_t* packed;
-    const bf16* bias;
-    void* out;
-    bool float_out;
-    int64_t num_tokens, inputs, outputs;
-    int bits, zero;
-    bool has_minima;
-    float factor;  // what x's scales are multiplied with
-
-    static int64_t block_bytes(int bits, bool has_minima) {
-        return PANEL * (BLOCK * bits / 8 + (has_minima ? 4 : 2));
-    }
-
-    int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
-    int64_t panel_bytes() const { return inputs / BLOCK * block_bytes(bits, has_minima); }
-
+struct Blocks : BlockCall {
     // ------------------------------------------------------------ x
 
     void quantise(int64_t token, const Quantised& to) const {
@@ -278,12 +251,13 @@ EXPORT int blocks_are_fast() { return HAS_BYTE_DOT; }
 // Bytes of the packed form of [outputs, inputs]; inputs must be a multiple of 32, bits 4 or 8.
 EXPORT int64_t packed_blocks_bytes(int64_t outputs, int64_t inputs, int bits, int has_minima) {
     using namespace engine;
-    return (outputs + PANEL - 1) / PANEL * (inputs / BLOCK) * Blocks::block_bytes(bits, has_minima != 0);
+    return (outputs + Blocks::PANEL - 1) / Blocks::PANEL * (inputs / BLOCK) * Blocks::block_bytes(bits, has_minima != 0);
 }
 
 // Bytes that `blocks` needs for quantised tokens.
-EXPORT int64_t blocks_workspace_bytes(int64_t num_tokens, int64_t inputs) {
+EXPORT int64_t blocks_workspace_bytes(int64_t num_tokens, int64_t inputs, int64_t tiles_from) {
     using namespace engine;
+    if (TILES && num_tokens >= tiles_from) return 0;
     return Quantised::bytes(num_tokens, inputs);
 }
 
@@ -292,46 +266,49 @@ EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const ui
                         int64_t inputs, int bits, uint8_t* packed) {
     using namespace engine;
     int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, minima != nullptr);
-    share_out((outputs + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
+    share_out((outputs + Blocks::PANEL - 1) / Blocks::PANEL, 1, [&](int64_t begin, int64_t end) {
         std::memset(packed + begin * blocks * bytes, 0, (end - begin) * blocks * bytes);
-        for (int64_t output = begin * PANEL; output < std::min(end * PANEL, outputs); ++output) {
-            uint8_t* to = packed + output / PANEL * blocks * bytes;
-            int64_t column = output % PANEL;
+        for (int64_t output = begin * Blocks::PANEL; output < std::min(end * Blocks::PANEL, outputs); ++output) {
+            uint8_t* to = packed + output / Blocks::PANEL * blocks * bytes;
+            int64_t column = output % Blocks::PANEL;
             for (int64_t block = 0; block < blocks; ++block, to += bytes) {
                 const uint8_t* from = numbers + output * inputs + block * BLOCK;
                 for (int64_t k = 0; k < BLOCK; ++k) {
                     int64_t group = k / 4 % (GROUPS * bits / 8);
-                    uint8_t* at = to + group * PANEL * 4 + column * 4 + k % 4;
+                    uint8_t* at = to + group * Blocks::PANEL * 4 + column * 4 + k % 4;
                     *at = uint8_t(*at | from[k] << (k / 4 == group ? 0 : 4));
                 }
-                uint8_t* halves = to + PANEL * BLOCK * bits / 8;
+                uint8_t* halves = to + Blocks::PANEL * BLOCK * bits / 8;
                 std::memcpy(halves + 2 * column, scales + output * blocks + block, 2);
                 if (minima != nullptr)
-                    std::memcpy(halves + 2 * (PANEL + column), minima + output * blocks + block, 2);
+                    std::memcpy(halves + 2 * (Blocks::PANEL + column), minima + output * blocks + block, 2);
             }
         }
     });
 }
 
-// `workspace`: of blocks_workspace_bytes; `out` is float where float_out is not 0, else bfloat16.
+// `workspace`: of blocks_workspace_bytes for the same `tiles_from`, which is at least 1; `out` is float where float_out is not 0, else bfloat16.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
-                   int zero, float factor, int float_out) {
+                   int zero, float factor, int float_out, int64_t tiles_from) {
     using namespace engine;
-    Blocks{static_cast<const bf16*>(x),
-           x_stride,
-           packed,
-           static_cast<const bf16*>(bias),
-           out,
-           float_out != 0,
-           num_tokens,
-           inputs,
-           outputs,
-           bits,
-           zero,
-           has_minima != 0,
-           factor}
-        .run(workspace);
+    BlockCall call = {static_cast<const bf16*>(x),
+                      x_stride,
+                      packed,
+                      static_cast<const bf16*>(bias),
+                      out,
+                      float_out != 0,
+                      num_tokens,
+                      inputs,
+                      outputs,
+                      bits,
+                      zero,
+                      has_minima != 0,
+                      factor};
+#if TILES
+    if (num_tokens >= tiles_from) return BlockTiles{call}.run();
+#endif
+    Blocks{call}.run(workspace);
 }
 
 // Rows of the weight: out[n] = weight[ids[n]], rounded to bfloat16; ids in [0, outputs).
@@ -342,15 +319,15 @@ EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, i
     int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, has_minima != 0);
     share_out(num_rows, MIN_NUMBERS / inputs + 1, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
-            const uint8_t* from = packed + ids[n] / PANEL * blocks * bytes;
-            int64_t column = ids[n] % PANEL;
+            const uint8_t* from = packed + ids[n] / Blocks::PANEL * blocks * bytes;
+            int64_t column = ids[n] % Blocks::PANEL;
             for (int64_t block = 0; block < blocks; ++block, from += bytes) {
-                const uint8_t* halves = from + PANEL * BLOCK * bits / 8;
+                const uint8_t* halves = from + Blocks::PANEL * BLOCK * bits / 8;
                 float scale = half_to_float(halves + 2 * column) * factor, minimum = -float(zero) * scale;
-                if (has_minima) minimum = half_to_float(halves + 2 * (PANEL + column)) * factor;
+                if (has_minima) minimum = half_to_float(halves + 2 * (Blocks::PANEL + column)) * factor;
                 for (int64_t k = 0; k < BLOCK; ++k) {
                     int64_t group = k / 4 % (GROUPS * bits / 8);
-                    uint8_t number = from[group * PANEL * 4 + column * 4 + k % 4];
+                    uint8_t number = from[group * Blocks::PANEL * 4 + column * 4 + k % 4];
                     if (bits == 4) number = k / 4 == group ? number & 15 : number >> 4;
                     from_float(float(number) * scale + minimum, out + n * inputs + block * BLOCK + k);
                 }

@@ -16,6 +16,7 @@
 
 #if TILES
 
+#include <type_traits>
 #include <utility>
 
 namespace engine {
@@ -28,6 +29,7 @@ inline __attribute__((always_inline)) void each(const Body& body) {
     }(std::make_integer_sequence<int, COUNT>());
 }
 
+// Without a packed weight (`packed` is null) it multiplies columns that its caller has unpacked (block_tiles.h).
 struct TileLinear : LinearCall {
     static constexpr int64_t TILE = amx::MAX_ROWS;     // tokens
     static constexpr int64_t STRIP = 2 * TILE;
@@ -46,6 +48,19 @@ struct TileLinear : LinearCall {
 
         void operator()(int64_t step) const {
             for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (step * lines + n) * LINE, 0, 2);
+        }
+    };
+
+    // What else a strip does at each step, before that step's tiles are loaded: `next(step)`, and it fetches.
+    template <class Next>
+    struct FetchAnd {
+        Fetch fetch;
+        const Next& next;
+        int64_t begin;
+
+        inline __attribute__((always_inline)) void operator()(int64_t step) const {
+            fetch(step);
+            next(begin + step);
         }
     };
 
@@ -144,8 +159,8 @@ struct TileLinear : LinearCall {
         return shapes;
     }
 
-    template <int ROW_TILES, int VECTORS>
-    void multiply_strip(const Strip& strip, const Columns& columns, const Fetch& fetch, Finish& finish) const {
+    template <int ROW_TILES, int VECTORS, class Ahead>
+    void multiply_strip(const Strip& strip, const Columns& columns, const Ahead& ahead, Finish& finish) const {
         each<ROW_TILES>([&]<int R>() {
             each<VECTORS>([&]<int V>() {
                 if (strip.begin == 0)
@@ -169,7 +184,7 @@ struct TileLinear : LinearCall {
         int64_t to_finish = (finish.left() + strip.end - strip.begin - 1) / (strip.end - strip.begin);
         const int64_t whole = strip.end - has_tail;
         for (int64_t n = strip.begin; n < whole; ++n, rows += INPUTS, weights += STEP_PAIRS * width) {
-            fetch(n - strip.begin);
+            ahead(n - strip.begin);
             step(rows, stride, weights);
             finish.advance(to_finish);
         }
@@ -183,20 +198,27 @@ struct TileLinear : LinearCall {
         if (is_last) finish.take(strip);
     }
 
-    void multiply_strip(const Strip& strip, const Columns& columns, const Fetch& fetch, Finish& finish) const {
+    template <class Ahead>
+    void multiply_strip(const Strip& strip, const Columns& columns, const Ahead& ahead, Finish& finish) const {
         if (strip.rows > TILE)
-            columns.vectors == 1 ? multiply_strip<2, 1>(strip, columns, fetch, finish)
-                                 : multiply_strip<2, 2>(strip, columns, fetch, finish);
+            columns.vectors == 1 ? multiply_strip<2, 1>(strip, columns, ahead, finish)
+                                 : multiply_strip<2, 2>(strip, columns, ahead, finish);
         else
-            columns.vectors == 1 ? multiply_strip<1, 1>(strip, columns, fetch, finish)
-                                 : multiply_strip<1, 2>(strip, columns, fetch, finish);
+            columns.vectors == 1 ? multiply_strip<1, 1>(strip, columns, ahead, finish)
+                                 : multiply_strip<1, 2>(strip, columns, ahead, finish);
     }
 
-    // Tokens [first, last) times some columns of one panel; `next` is what is read after them, if anything.
+    void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
+        multiply(first, last, columns, next, nullptr);
+    }
+
+    // Tokens [first, last) times some columns of one panel; `next` is what is read after them, if anything. `unpack`, or
+    // null, is called with each step of the columns once, in order, before that step is read.
     //
     // Memory is kept busy meanwhile: a single strip fetches what it reads a little later; several, which find all but the
     // first in a cache, fetch the next part, and with the last part what is at `next`.
-    void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
+    template <class Unpack>
+    void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next, const Unpack& unpack) const {
         int64_t tokens = last - first, steps = steps_of(inputs);
         Workspace memory = workspace(tokens);
         Finish finish(*this, columns, memory.added, memory.sums);
@@ -206,11 +228,17 @@ struct TileLinear : LinearCall {
             return Strip{row, rows, begin, end, memory.waiting + (row - first) * PANEL,
                          has_tail ? memory.tails + (row - first) * INPUTS : nullptr};
         };
+        auto multiply_first = [&](const Strip& strip, const Fetch& fetch) {
+            if constexpr (std::is_null_pointer_v<Unpack>)
+                multiply_strip(strip, columns, fetch, finish);
+            else
+                multiply_strip(strip, columns, FetchAnd<Unpack>{fetch, unpack, strip.begin}, finish);
+        };
         int64_t strips = (tokens + STRIP - 1) / STRIP, rest = tokens - (strips - 1) * STRIP;
         if (strips == 1) {
             amx::Tiles tiles(shapes(tokens));
-            Fetch fetch = {columns.weights + AHEAD, columns.vectors * STEP_PAIRS};
-            multiply_strip(strip_at(first, tokens, 0, steps), columns, fetch, finish);
+            Fetch fetch = {columns.weights + AHEAD, packed != nullptr ? columns.vectors * STEP_PAIRS : 0};
+            multiply_first(strip_at(first, tokens, 0, steps), fetch);
             finish.advance(tokens);
             return;
         }
@@ -225,7 +253,8 @@ struct TileLinear : LinearCall {
             };
             {
                 amx::Tiles tiles(shapes(STRIP));
-                for (int64_t strip = 0; strip < strips - 1; ++strip)
+                multiply_first(strip_at(first, STRIP, begin, end), fetch(0));
+                for (int64_t strip = 1; strip < strips - 1; ++strip)
                     multiply_strip(strip_at(first + strip * STRIP, STRIP, begin, end), columns, fetch(strip), finish);
             }
             amx::Tiles tiles(shapes(rest));
@@ -253,17 +282,26 @@ struct TileLinear : LinearCall {
             });
             return;
         }
+        hand_out_panels([&](int64_t first, int64_t last, int64_t panel, int64_t after) {
+            const uint32_t* next = after < num_panels() ? at(after * PANEL) : nullptr;
+            for_columns(panel * PER_PANEL, std::min((panel + 1) * PER_PANEL, num_vectors()), PER_PANEL, next,
+                        [&](const Columns& columns, const uint32_t* after) { multiply(first, last, columns, after); });
+        });
+    }
+
+    // body(first, last, panel, after) for blocks of tokens [first, last) and panels; `after` is the panel that this thread
+    // is likely to get next, or num_panels().
+    template <class Body>
+    void hand_out_panels(const Body& body) const {
         int64_t panels = num_panels(), strips = (num_tokens + STRIP - 1) / STRIP;
         int64_t most = std::max<int64_t>(BLOCK_BYTES / (inputs * int64_t(sizeof(bf16)) * STRIP), 2);
         int64_t blocks = (strips + most - 1) / most;
         int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
         hand_out(blocks * panels, [&](int64_t n) {
-            int64_t block = n / panels, panel = n % panels;
+            int64_t block = n / panels;
             int64_t first = strips * block / blocks * STRIP;
             int64_t last = std::min(strips * (block + 1) / blocks * STRIP, num_tokens);
-            const uint32_t* next = n + ahead < blocks * panels ? at((n + ahead) % panels * PANEL) : nullptr;
-            for_columns(panel * PER_PANEL, std::min((panel + 1) * PER_PANEL, num_vectors()), PER_PANEL, next,
-                        [&](const Columns& columns, const uint32_t* after) { multiply(first, last, columns, after); });
+            body(first, last, n % panels, n + ahead < blocks * panels ? (n + ahead) % panels : panels);
         });
     }
 };

@@ -109,6 +109,13 @@ inline void store(bf16* p, f32x16 v) {
 
 // ---------------------------------------------------------------- arithmetic
 
+// Lane by lane a pair of bfloat16, (a, b), of finite numbers. Halves are rounded away from zero, which is cheaper.
+inline void store_pairs(f32x16 a, f32x16 b, uint32_t* p) {
+    u32x16 low = ((u32x16)a + 0x8000u) >> 16, high = ((u32x16)b + 0x8000u) & 0xffff0000u;
+    u32x16 both = low | high;
+    std::memcpy(p, &both, sizeof both);
+}
+
 inline f32x16 maximum(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);

@@ -26,7 +26,7 @@ _USABLE = runnable_isas()
 # The first test of a level compiles it, maybe behind another worker that compiles another one.
 _COMPILES = (pytest.mark.slow, pytest.mark.timeout(600))
 EMULATED = "emulated amx"
-_WITHOUT_AMX = next(isa for isa in _USABLE if isa != "amx")
+WITHOUT_AMX = next(isa for isa in _USABLE if isa != "amx")
 
 
 def library_of(isa: Isa, *options: str) -> ctypes.CDLL:
@@ -50,7 +50,7 @@ def _levels() -> Iterator[Any]:
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """Compiled kernels, level by level."""
     if request.param == EMULATED:
-        return library_of(_WITHOUT_AMX, "-DEMULATE_AMX")
+        return library_of(WITHOUT_AMX, "-DEMULATE_AMX")
     return library_of(request.param)
 
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.model_runner.arena import Arena
 from engine.model_runner.kernels import native_blocks
-from engine.model_runner.kernels.native_blocks import NativeBlockLinear, reasons_against_native_blocks
+from engine.model_runner.kernels.cpu.isa import best_isa
+from engine.model_runner.kernels.native_blocks import (
+    NO_TILES,
+    TILES_FROM,
+    NativeBlockLinear,
+    reasons_against_native_blocks,
+)
 from engine.model_runner.kernels.quantised_weights import BLOCK_SIZE, BlockWeight
+from engine.model_runner.native_program import record
+
+from .conftest import WITHOUT_AMX, library_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -67,7 +80,7 @@ def check(
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (64, 64), (576, 200), (1536, 33), (96, 97)])
 def test_it_is_the_product_for_any_number_of_tokens(library, bits, has_minima, inputs, outputs):
     weight = block_weight(outputs, inputs, bits, has_minima)
-    linear = NativeBlockLinear(library, weight)
+    linear = NativeBlockLinear(library, weight, NO_TILES)
     bias = guarded((outputs,), 1) if inputs == 576 else None
     for num_tokens in (0, 1, 2, 5, 6, 7, 8, 9, 61, 130):
         check(linear, weight, guarded((num_tokens, inputs), 2), bias)
@@ -75,7 +88,7 @@ def test_it_is_the_product_for_any_number_of_tokens(library, bits, has_minima, i
 
 @pytest.mark.parametrize(("bits", "has_minima"), FORMS)
 def test_a_token_gets_the_same_bits_in_every_batch(library, bits, has_minima):
-    linear = NativeBlockLinear(library, block_weight(97, 192, bits, has_minima))
+    linear = NativeBlockLinear(library, block_weight(97, 192, bits, has_minima), NO_TILES)
     x = guarded((300, 192), 1)
     everybody = linear.to_float32(x)
     for num_tokens in (1, 2, 3, 6, 7, 8, 9, 50, 64, 121):
@@ -118,6 +131,131 @@ def test_any_shape_stride_and_scale(
     )
     wide = guarded((num_tokens, offset + blocks * BLOCK_SIZE + 3), 1) * magnitude
     check(NativeBlockLinear(library, weight), weight, wide[:, offset : offset + blocks * BLOCK_SIZE])
+
+
+# ---------------------------------------------------------------- tiles
+
+
+@pytest.fixture(params=["instructions", "emulated"])
+def tiles(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Kernels with tiles: AMX where this CPU has it, and what stands for it everywhere."""
+    if request.param == "emulated":
+        return library_of(WITHOUT_AMX, "-DEMULATE_AMX")
+    if best_isa() != "amx":
+        pytest.skip("AMX cannot run here")
+    return library_of("amx")
+
+
+def check_tiles(
+    linear: NativeBlockLinear, weight: BlockWeight, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """Against float64: x is not rounded, weights are to bfloat16, into memory that held NaN before."""
+    exact_weight = weight.dequantised(torch.float64)
+    exact = x.double() @ exact_weight.T + (0 if bias is None else bias.double())
+    numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
+    sizes = x.double().abs()
+    bound = sizes @ exact_weight.abs().T * 2**-8.99 + sizes @ numbers.T * 4e-6 + exact.abs() * 1e-6
+    outs = []
+    for dtype in (F32, BF16):
+        out = torch.full((len(x), weight.shape[0]), torch.nan, dtype=dtype)
+        linear._multiply(x, bias, out)
+        outs.append(out)
+    assert ((outs[0].double() - exact).abs() <= bound).all()
+    assert torch.equal(outs[1], outs[0].to(BF16))
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), FORMS)
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(32, 1), (64, 64), (576, 200), (1536, 33), (96, 97), (4192, 40)]
+)
+def test_tiles_give_the_product_for_any_number_of_tokens(tiles, bits, has_minima, inputs, outputs):
+    weight = block_weight(outputs, inputs, bits, has_minima)
+    linear = NativeBlockLinear(tiles, weight, 1)
+    bias = guarded((outputs,), 1) if inputs == 576 else None
+    for num_tokens in (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 130):
+        check_tiles(linear, weight, guarded((num_tokens, inputs), 2), bias)
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), FORMS)
+def test_tiles_round_weights_to_the_nearest(tiles, bits, has_minima):
+    """Each alone, so that no sum hides it."""
+    weight = block_weight(48, 64, bits, has_minima)
+    found = NativeBlockLinear(tiles, weight, 1)(torch.eye(64, dtype=BF16)).T.double()
+    exact = weight.dequantised(torch.float64)
+    half_a_step = torch.ldexp(torch.ones_like(exact), exact.frexp().exponent - 9)
+    numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
+    assert ((found - exact).abs() <= half_a_step + 2**-20 * numbers).all()
+
+
+def test_weights_of_large_and_small_scales_in_tiles(tiles):
+    for scale in (2.0**-60, 2.0**60):
+        weight = block_weight(33, 96, 4, True)
+        assert weight.minima is not None
+        weight = replace(weight, scales=weight.scales * scale, minima=weight.minima * scale)
+        wide = guarded((40, 35 + 96), 1)
+        check_tiles(NativeBlockLinear(tiles, weight), weight, wide[:, 17 : 17 + 96])
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), FORMS)
+def test_with_tiles_bits_depend_on_whether_there_are_many_tokens_alone(tiles, bits, has_minima):
+    weight = block_weight(97, 192, bits, has_minima)
+    linear, never = NativeBlockLinear(tiles, weight), NativeBlockLinear(tiles, weight, NO_TILES)
+    x = guarded((3000, 192), 1)
+    many, few = linear.to_float32(x), never.to_float32(x)
+    assert not torch.equal(many, few)
+    for num_tokens in (1, 8, TILES_FROM - 1, TILES_FROM, TILES_FROM + 1, 64, 65, 121, 1500):
+        part = slice(100, 100 + num_tokens)
+        assert torch.equal(linear.to_float32(x[part]), (many if num_tokens >= TILES_FROM else few)[part])
+        assert torch.equal(never.to_float32(x[part]), few[part])
+
+
+def test_without_tiles_many_tokens_change_nothing(library_without_tiles):
+    weight = block_weight(64, 192, 4, True)
+    x = guarded((100, 192), 1)
+    expected = NativeBlockLinear(library_without_tiles, weight, NO_TILES).to_float32(x)
+    assert torch.equal(NativeBlockLinear(library_without_tiles, weight, 1).to_float32(x), expected)
+
+
+@pytest.fixture
+def library_without_tiles() -> ctypes.CDLL:
+    return library_of(WITHOUT_AMX)
+
+
+def test_tiles_of_several_threads_and_of_a_recording(tiles):
+    before = torch.get_num_threads()
+    weight = block_weight(1000, 576, 4, True)
+    linear = NativeBlockLinear(tiles, weight)
+    outs: list[Any] = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            outs.append([linear(guarded((n, 576), 1)) for n in (TILES_FROM, 64, 200)])
+            for n, expected in zip((TILES_FROM, 64, 200), outs[0], strict=True):
+                x = guarded((n, 576), 1)
+                recorded = record(tiles, Arena(), partial(linear, x))
+                assert recorded.program is not None, recorded.reason_against
+                recorded.result.fill_(torch.nan)
+                recorded.program.run()
+                assert torch.equal(recorded.result, expected)
+    finally:
+        torch.set_num_threads(before)
+    for one, two, three in zip(*outs, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_row_of_tiles(tiles):
+    weight = block_weight(40, 64, 4, True)
+    linear = NativeBlockLinear(tiles, weight)
+    x = guarded((TILES_FROM + 1, 64), 1)
+    expected = linear(x)
+    x[3, 5], x[20, 63] = torch.inf, torch.nan
+    out = linear(x)
+    others = [n for n in range(len(x)) if n not in (3, 20)]
+    assert torch.equal(out[others], expected[others])
+    assert not out[3].isfinite().any() and out[20].isnan().all()
+
+
+# ---------------------------------------------------------------- edges
 
 
 def test_whole_numbers_at_the_ends_do_not_overflow(library):

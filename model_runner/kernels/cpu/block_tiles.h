@@ -1,0 +1,123 @@
+// The product of blocks.cpp for many tokens, from tiles: a panel of the weight is unpacked to bfloat16, once for each block
+// of tokens, as the tiles that the loop of linear_tiles.h multiplies with. x stays as it is.
+//
+// Unpacking keeps the vector units busy and the product the tiles: so a panel is unpacked while its first strip of tokens
+// is multiplied, a few steps ahead, and is then in the second-level cache for the others.
+
+#pragma once
+
+#include <algorithm>
+
+#include "blocks.h"
+#include "linear_tiles.h"
+#include "parallel.h"
+#include "simd.h"
+
+#if TILES
+
+namespace engine {
+
+struct BlockTiles : BlockCall {
+    static constexpr int64_t AHEAD = 4096;         // bytes of the packed weight that are fetched in advance
+    static constexpr int64_t MIN_BYTES = 1 << 15;  // of the packed weight for each thread: less is not worth waking it
+    static constexpr int64_t LEAD = 2;             // steps between unpacking a block and loading its tiles
+    static constexpr int64_t STEP_WORDS = STEP_PAIRS * PANEL;  // of a block that is unpacked
+    static_assert(PANEL == engine::PANEL && BLOCK == TileLinear::INPUTS, "a block is a step of a panel");
+
+    // [4 inputs][4 bytes a lane] to two pairs of bfloat16 a lane. A number is put behind the ones of a float, 2^BITS, which
+    // makes number + 2^BITS of it without a conversion; `start` is the minimum without that.
+    template <int BITS>
+    static inline __attribute__((always_inline)) void unpack_group(u32x16 numbers, bool high, f32x16 scale, f32x16 start, uint32_t* to) {
+        constexpr uint32_t ONES = uint32_t(127 + BITS) << 23, MASK = ((1u << BITS) - 1) << (23 - BITS);
+        auto number = [&](int byte) __attribute__((always_inline)) {
+            int left = 23 - BITS - 8 * byte - (high ? 4 : 0);
+            u32x16 placed = left >= 0 ? numbers << left : numbers >> -left;
+            return (f32x16)((placed & MASK) | ONES) * scale + start;
+        };
+        for (int pair = 0; pair < 2; ++pair)
+            store_pairs(number(2 * pair), number(2 * pair + 1), to + pair * LANES);
+    }
+
+    template <int BITS, bool MINIMA>
+    inline __attribute__((always_inline)) void unpack_block(const uint8_t* from, uint32_t* to) const {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + PANEL * BLOCK * BITS / 8);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v, to += STEP_PAIRS * LANES) {
+            f32x16 scale = load_halves(halves + v * LANES) * splat(factor);
+            f32x16 start = scale * splat(-float((1 << BITS) + (MINIMA ? 0 : zero)));
+            if (MINIMA) start += load_halves(halves + PANEL + v * LANES) * splat(factor);
+#pragma GCC unroll 8
+            for (int group = 0; group < GROUPS * BITS / 8; ++group) {
+                u32x16 numbers = load_pairs(from + (group * VECTORS + v) * LINE);
+                unpack_group<BITS>(numbers, false, scale, start, to + group * 2 * LANES);
+                if (BITS == 4) unpack_group<BITS>(numbers, true, scale, start, to + (group + GROUPS / 2) * 2 * LANES);
+            }
+        }
+    }
+
+    // Unpacks block after block, LEAD steps before the tiles are loaded: loads would wait for what was stored just before.
+    template <int BITS, bool MINIMA>
+    struct Unpack {
+        static constexpr int64_t BYTES = block_bytes(BITS, MINIMA);
+
+        const BlockTiles& call;
+        const uint8_t* from;
+        uint32_t* to;
+        int64_t blocks;
+
+        inline __attribute__((always_inline)) void operator()(int64_t step) const {
+            int64_t block = step + LEAD;
+            if (block < blocks) unpack(block);
+        }
+
+        // Before the first step.
+        void begin() const {
+            for (int64_t block = 0; block < std::min(LEAD, blocks); ++block) unpack(block);
+        }
+
+        inline __attribute__((always_inline)) void unpack(int64_t block) const {
+            const uint8_t* at = from + block * BYTES;
+            for (int64_t n = 0; n < BYTES; n += LINE) __builtin_prefetch(at + AHEAD + n);
+            call.unpack_block<BITS, MINIMA>(at, to + block * STEP_WORDS);
+        }
+    };
+
+    template <int BITS, bool MINIMA>
+    void multiply(int64_t first, int64_t last, int64_t panel) const {
+        uint32_t* unpacked = panel_memory();
+        Unpack<BITS, MINIMA> unpack = {*this, packed + panel * panel_bytes(), unpacked, inputs / BLOCK};
+        unpack.begin();
+        product().multiply(first, last, {panel * PANEL, VECTORS, unpacked, PANEL}, nullptr, unpack);
+    }
+
+    uint32_t* panel_memory() const {
+        thread_local Scratch scratch;
+        return reinterpret_cast<uint32_t*>(scratch.get(inputs * PANEL * sizeof(bf16)));
+    }
+
+    TileLinear product() const {
+        return {{x, x_stride, nullptr, bias, out, float_out, num_tokens, inputs, outputs}};
+    }
+
+    // Tokens [first, last) times one panel.
+    void multiply(int64_t first, int64_t last, int64_t panel) const {
+        if (bits == 4)
+            has_minima ? multiply<4, true>(first, last, panel) : multiply<4, false>(first, last, panel);
+        else
+            has_minima ? multiply<8, true>(first, last, panel) : multiply<8, false>(first, last, panel);
+    }
+
+    void run() const {
+        if (num_tokens <= TileLinear::SHARED_TOKENS) {
+            share_out(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {
+                for (int64_t panel = begin; panel < end; ++panel) multiply(0, num_tokens, panel);
+            });
+            return;
+        }
+        product().hand_out_panels([&](int64_t first, int64_t last, int64_t panel, int64_t) { multiply(first, last, panel); });
+    }
+};
+
+}  // namespace engine
+
+#endif  // TILES
