@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -64,6 +66,18 @@ def pytest_runtest_setup() -> None:
     """The same random numbers in every run, whatever ran before: a red run is somebody's change."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """What a test sets up for its process' logs ends with it: the reports of later tests hold what those log."""
+    root, ours = logging.getLogger(), logging.getLogger("engine")
+    root_level, our_level, handlers = root.level, ours.level, list(root.handlers)
+    yield
+    root.setLevel(root_level)
+    ours.setLevel(our_level)
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
 
 
 def _skip_gpu_tests(items: list[pytest.Item]) -> None:

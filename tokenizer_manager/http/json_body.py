@@ -140,12 +140,12 @@ def convert(value: object, target: type[T], at: str = "") -> T:
 
 
 def show(value: object) -> str:
-    """A value for an error message, as JSON and short."""
+    """A value for an error message or the log, as JSON and short; half of a surrogate pair is escaped."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
-    return shortened(text, _MAX_SHOWN_CHARS)
+    return shortened(text, _MAX_SHOWN_CHARS).encode("utf-8", "backslashreplace").decode()
 
 
 def shortened(text: str, max_chars: int) -> str:

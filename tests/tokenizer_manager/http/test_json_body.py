@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.errors import RequestError
 from engine.runtime.request_limits import RequestLimits
-from engine.tokenizer_manager.http.json_body import convert, parse_object
+from engine.tokenizer_manager.http.json_body import convert, parse_object, show
 from engine.tokenizer_manager.http.protocol import ChatRequest, Int, prompts_of
 
 
@@ -227,3 +227,7 @@ def test_a_flaw_behind_many_values_is_found_by_its_place():
         parse_object(b'{"x": [1, "a", {"b": 1}, [2, NaN]]}')
     with pytest.raises(RequestError, match=r"x\[3\]\[1\] has half of a surrogate pair"):
         parse_object(b'{"x": [1, "a", {"b": 1}, ["\\u00e9", "\\ud800"]]}')
+
+
+def test_what_is_shown_of_a_value_can_be_written_anywhere():
+    assert show("\ud800 é") == '"\\ud800 é"'
