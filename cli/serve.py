@@ -5,11 +5,9 @@ Standard output carries the block that says "ready" (and `--print-config`), stan
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import shlex
-import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +18,7 @@ import typer
 from ..runtime.config import EngineConfig
 from ..runtime.config_fields import config_fields
 from ..runtime.config_sources import MergedConfig
-from ..runtime.errors import ConfigError
 from ..runtime.presets import PRESETS, preset_origin, preset_reasons
-from ..runtime.server_config import ServerConfig
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -33,6 +29,7 @@ from .options import (
     merge_options,
     takes_config_options,
 )
+from .port import check_port
 from .startup import StartupDisplay
 
 logger = logging.getLogger(__name__)
@@ -154,40 +151,6 @@ def preset_line(merged: MergedConfig) -> str:
         for name in preset_reasons(preset, merged.origins)
     )
     return f"{preset_origin(preset)}: {' '.join(flags)}"
-
-
-def check_port(config: ServerConfig) -> None:
-    """Find out now, and not when the model is loaded, that nobody can listen there.
-
-    Raises:
-        ConfigError: the port is taken or not allowed, or the host is none of this machine's.
-    """
-    where = f"{config.host}:{config.port}"
-    try:
-        addresses = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"host {config.host!r} has no address ({error.strerror}); use --host 127.0.0.1"
-        ) from None
-    family, kind, protocol, _, address = addresses[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # As the server does: connections of one that has just ended do not count as "in use".
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"{where} is in use, maybe by another engine; stop it, or use --port {config.port + 1} "
-                    f"(--port 0 takes a free one)"
-                ) from None
-            if error.errno == errno.EACCES:
-                raise ConfigError(
-                    f"ports below 1024 need privileges, not {where}; use --port 30000"
-                ) from None
-            raise ConfigError(f"cannot listen on {where}: {error.strerror}; see --host and --port") from None
 
 
 def ready_text(config: EngineConfig, url: str) -> str:

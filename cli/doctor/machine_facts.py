@@ -21,6 +21,7 @@ from ...runtime.host_facts import HostFacts, read_host_facts
 from ...runtime.model_files.cache_dir import cache_dir
 from ...runtime.server_config import ServerConfig
 from ...runtime.socket_dir import abandoned_dirs
+from ..port import check_port
 
 _PACKAGE: Final = __package__.split(".", 1)[0]
 _TITLE: Final = re.compile(rf"{_PACKAGE}: (?:scheduler|detokenizer|tokenizer_manager|model_runner)")
@@ -177,8 +178,6 @@ def _cache_error() -> str:
 
 def port_error(server: ServerConfig) -> str:
     """Why nobody can listen there, with the way out; "" if somebody can."""
-    from ..serve import check_port
-
     try:
         check_port(server)
     except ConfigError as error:

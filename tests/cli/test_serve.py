@@ -14,7 +14,8 @@ import urllib.request
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.serve import check_port, preset_line, ready_text
+from engine.cli.port import check_port
+from engine.cli.serve import preset_line, ready_text
 from engine.runtime.config import EngineConfig
 from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
