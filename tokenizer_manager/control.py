@@ -71,8 +71,8 @@ class Control:
             EngineDeadError: the scheduler does not answer.
         """
         self._check_answering()
-        rid = f"{request_id}-0" if _GENERATION_ID.fullmatch(request_id) else request_id
-        rid = self._first_choice(request_id) or rid
+        ended = f"{request_id}-0" if _GENERATION_ID.fullmatch(request_id) else request_id
+        rid = self._first_choice(request_id) or ended
         return await self._questions.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
 
     async def pin(
