@@ -193,6 +193,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 def test_a_machine_that_fell_silent_and_comes_back_is_named(clock, hub, connect):
     first = connect()
     until(lambda: first.look(0.01), hub.look)
+    first.send(NodeReady())
+    until(lambda: not hub.late, hub.look)  # so nothing that it has sent is still on its way
     for _ in range(4):
         clock.tick()
         hub.look()
