@@ -1,4 +1,4 @@
-"""Where weights in blocks of 4 or 8 bits can be multiplied with as they are."""
+"""What our kernels need of a CPU, and where weights in blocks of 4 or 8 bits can be multiplied with as they are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from .config import ModelConfig
 
-BLOCK_FLAGS: Final = frozenset(
-    ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
-)
+KERNEL_FLAGS: Final = frozenset(("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"))
+"""What our kernels are used with. They multiply bfloat16 in float32 where the CPU has no better instruction."""
+
+BLOCK_FLAGS: Final = KERNEL_FLAGS | {"avx512_vnni"}
 """What our kernels for weights in blocks are compiled for; with less they are slower than bfloat16, and not used."""
 
 
@@ -31,7 +32,7 @@ def against_blocks(
         )
     if not cpu_flags.issuperset(BLOCK_FLAGS):
         return (
-            "weights in blocks are multiplied with AVX512-VNNI and AVX512-BF16, which this CPU lacks",
+            "weights in blocks are multiplied with AVX512-VNNI, which this CPU lacks",
             "use another CPU",
         )
     if model_impl == "transformers":

@@ -9,11 +9,18 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Final
 
+from .errors import ConfigError
+from .model_files.cache_dir import cache_dir
+
+COMPILERS: Final = ("g++", "c++", "clang++")
+"""What may compile the engine's own CPU kernels. GCC first: torch's runtime has what its code calls."""
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
 
 
@@ -39,6 +46,7 @@ class HostFacts:
         mem_available_bytes: what can be allocated without swapping, machine-wide.
         cgroup_free_bytes: what the memory cgroup still grants; None: no limit.
         gpus: the visible NVIDIA GPUs.
+        has_cpu_kernels: the engine's own are compiled, or there is a compiler.
         torch_version: with its local part (`2.9.0+cpu`); empty when torch is not installed.
     """
 
@@ -50,6 +58,7 @@ class HostFacts:
     cgroup_free_bytes: int | None
     gpus: tuple[GpuFacts, ...] = ()
     torch_version: str = ""
+    has_cpu_kernels: bool = True
 
     @property
     def mem_usable_bytes(self) -> int:
@@ -80,6 +89,7 @@ def read_host_facts(root: Path = Path("/")) -> HostFacts:
         cgroup_free_bytes=_cgroup_free_bytes(root),
         gpus=_read_gpus(root),
         torch_version=_torch_version(),
+        has_cpu_kernels=_has_cpu_kernels(),
     )
 
 
@@ -101,6 +111,16 @@ def _cpu_flags(root: Path) -> frozenset[str]:
         if key.strip() in ("flags", "Features"):  # x86, ARM
             return frozenset(value.split())
     return frozenset()
+
+
+def _has_cpu_kernels() -> bool:
+    """Whether it seems so: a compiler may fail, and files may be those of another version."""
+    if any(shutil.which(name) for name in COMPILERS):
+        return True
+    try:
+        return any((cache_dir() / "kernels").glob("cpu-*.so"))
+    except (ConfigError, OSError):
+        return False
 
 
 def _cpu_quota(root: Path) -> float | None:

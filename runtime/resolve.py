@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from .block_weights import against_blocks
+from .block_weights import KERNEL_FLAGS, against_blocks
 from .config import EngineConfig
 from .determinism import check_deterministic
 from .device_config import ParallelConfig
@@ -74,11 +74,11 @@ class _Resolver:
 
     def run(self) -> Resolved:
         device = self.device()
-        dtype = self.dtype(device)
+        model_impl = self.model_impl()
+        dtype = self.dtype(device, model_impl)
         num_threads = self.num_threads()
         chunk = self.chunked_prefill_size(device)
         fraction = self.mem_fraction(device)
-        model_impl = self.model_impl()
         quantization = self.quantization(device, dtype, model_impl)
         self.spec = with_quantisation(self.spec, quantization)
         self.check_parallel(device)
@@ -160,7 +160,7 @@ class _Resolver:
             )
         return self.note("device", "cpu", "no NVIDIA GPU is visible")
 
-    def dtype(self, device: str) -> Any:
+    def dtype(self, device: str, model_impl: str) -> Any:
         if self.config.model.dtype != "auto":
             return self.config.model.dtype
         if device == "cuda":
@@ -175,6 +175,10 @@ class _Resolver:
         native = [flag for flag in BF16_FLAGS if flag in self.host.cpu_flags]
         if native:
             return self.note("dtype", "bfloat16", f"the CPU multiplies bfloat16 ({native[0]})")
+        # Experts are torch's on a CPU.
+        ours = model_impl == "engine" and self.spec.experts is None and self.host.has_cpu_kernels
+        if ours and self.host.cpu_flags.issuperset(KERNEL_FLAGS):
+            return self.note("dtype", "bfloat16", "half the memory; the engine multiplies it in float32")
         return self.note("dtype", "float32", "the CPU has no bfloat16 instructions, emulating them is slower")
 
     def num_threads(self) -> int:

@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from ...runtime.block_weights import BLOCK_FLAGS
+from ...runtime.block_weights import BLOCK_FLAGS, KERNEL_FLAGS
 from ...runtime.config import EngineConfig
 from ...runtime.host_facts import HostFacts
 from ...runtime.resolve import BF16_FLAGS
 from .check import Check, fail, ok, skip, warn
 from .torch_probe import TorchFacts
 
-_FAST_ISAS: Final = ("amx", "avx512_bf16")
 _REINSTALL: Final = "pip install --force-reinstall torch"
 
 
@@ -30,7 +29,7 @@ def check_compute(torch: TorchFacts, host: HostFacts, config: EngineConfig) -> I
         yield check_gpu_kernels(torch)
     else:
         yield check_cpu(torch, host)
-        yield check_cpu_kernels(torch)
+        yield check_cpu_kernels(torch, host)
 
 
 def uses_gpu(host: HostFacts, config: EngineConfig) -> bool:
@@ -113,23 +112,24 @@ def check_gpu_kernels(torch: TorchFacts) -> Check:
 def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
     """Which instructions the kernels may use, and what it costs to have no better ones."""
     lacks = []
-    if not host.cpu_flags.intersection(BF16_FLAGS):
+    has_kernels = host.cpu_flags.issuperset(KERNEL_FLAGS)
+    if not has_kernels and not host.cpu_flags.intersection(BF16_FLAGS):
         lacks.append("no bfloat16 instructions, so weights and keys are float32 and take twice the memory")
-    if torch.isa not in (*_FAST_ISAS, "avx512"):
+    if not has_kernels:
         lacks.append("no AVX-512, so torch computes instead of the engine's own kernels")
     if not host.cpu_flags.issuperset(BLOCK_FLAGS):
-        lacks.append("no AVX512-VNNI with AVX512-BF16, so 4- and 8-bit weights are dequantised")
+        lacks.append("no AVX512-VNNI, so 4- and 8-bit weights are dequantised")
     if lacks:
         return warn(
-            "cpu", f"instructions: {torch.isa}; {'; '.join(lacks)}", "use a CPU with AVX512-BF16 for speed"
+            "cpu", f"instructions: {torch.isa}; {'; '.join(lacks)}", "use a CPU with AVX512-VNNI for speed"
         )
     more = "" if torch.isa == "amx" else "; with AMX prompts would be faster"
     return ok("cpu", f"instructions: {torch.isa}{more}")
 
 
-def check_cpu_kernels(torch: TorchFacts) -> Check:
+def check_cpu_kernels(torch: TorchFacts, host: HostFacts) -> Check:
     """That the engine's own kernels are compiled, or can be."""
-    if torch.isa not in (*_FAST_ISAS, "avx512"):
+    if not host.cpu_flags.issuperset(KERNEL_FLAGS):
         return ok("kernels", "torch's, on a CPU like this")
     if not torch.cpu_kernels_error:
         return ok("kernels", f"the engine's own, for {torch.isa}")

@@ -32,6 +32,22 @@ def test_a_machine_without_limits(machine):
     assert facts.gpus == ()
 
 
+def test_kernels_of_our_own_need_a_compiler_or_files_that_are_compiled(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert not machine({}).has_cpu_kernels
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "clang++").touch(mode=0o755)
+    assert machine({}).has_cpu_kernels
+
+    (tmp_path / "bin" / "clang++").unlink()
+    (tmp_path / "cache" / "kernels").mkdir(parents=True)
+    assert not machine({}).has_cpu_kernels
+    (tmp_path / "cache" / "kernels" / "cpu-avx512-1.so").touch()
+    assert machine({}).has_cpu_kernels
+
+
 def test_cgroup_v2_limits_are_the_tightest_on_the_way_up(machine):
     facts = machine(
         {

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.model_runner.kernels.cpu.isa import usable_isas
-from engine.runtime.block_weights import BLOCK_FLAGS
+from engine.runtime.block_weights import BLOCK_FLAGS, KERNEL_FLAGS
 from engine.runtime.config import EngineConfig, SchedulerConfig
 from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
@@ -172,7 +172,7 @@ def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them():
     [
         ({"device": "cuda"}, GPU_HOST, "by the CPU only, not by cuda"),
         ({"dtype": "float32"}, BLOCK_HOST, "with bfloat16 only, not with float32"),
-        ({}, HOST, "with AVX512-VNNI and AVX512-BF16, which this CPU lacks"),
+        ({}, HOST, "with AVX512-VNNI, which this CPU lacks"),
         ({"model_impl": "transformers"}, BLOCK_HOST, "transformers computes with plain weights only"),
         ({"load_format": "dummy"}, BLOCK_HOST, "random weights are in no file's blocks"),
     ],
@@ -194,8 +194,9 @@ def test_where_blocks_cannot_be_multiplied_a_file_is_dequantised_and_a_wish_refu
 
 
 def test_the_flags_for_blocks_are_those_of_the_kernels():
-    assert usable_isas(BLOCK_FLAGS)[0] == "avx512_bf16"
-    assert all(usable_isas(BLOCK_FLAGS - {flag})[0] != "avx512_bf16" for flag in BLOCK_FLAGS)
+    for flags, isa in ((BLOCK_FLAGS, "avx512_vnni"), (KERNEL_FLAGS, "avx512")):
+        assert usable_isas(flags)[0] == isa
+        assert all(usable_isas(flags - {flag})[0] != isa for flag in flags)
 
 
 def test_made_weights_are_counted_in_the_form_they_get():
@@ -327,12 +328,27 @@ def test_resolving_twice_changes_nothing(settings):
         ({"cpu_flags": frozenset({"amx_bf16", "avx512_bf16"})}, "bfloat16", "amx_bf16"),
         ({"cpu_flags": frozenset({"avx512f"})}, "float32", "no bfloat16"),
         ({"cpu_flags": frozenset({"asimd", "bf16"})}, "bfloat16", "bf16"),
+        ({"cpu_flags": KERNEL_FLAGS}, "bfloat16", "in float32"),
+        ({"cpu_flags": KERNEL_FLAGS, "has_cpu_kernels": False}, "float32", "no bfloat16"),
     ],
 )
 def test_dtype_follows_the_instructions_of_the_cpu(facts, dtype, word):
     resolved = resolve(EngineConfig(), SPEC, host(**facts))
     assert resolved.config.model.dtype == dtype
     assert word in resolved.notes["dtype"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "experts"),
+    [
+        ({"model_impl": "transformers"}, None),
+        ({}, ExpertsSpec(num_experts=8, num_active=2, intermediate_size=64, normalise=True)),
+    ],
+)
+def test_bfloat16_without_instructions_is_taken_only_where_our_kernels_multiply(settings, experts):
+    spec = msgspec.structs.replace(SPEC, experts=experts)
+    resolved = resolve(config(**settings), spec, host(cpu_flags=KERNEL_FLAGS))
+    assert resolved.config.model.dtype == "float32"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-COMPILERS: Final = ("g++", "c++", "clang++")
-"""GCC first: torch's runtime has what its code calls."""
+from ....runtime.host_facts import COMPILERS
+
 _GCC_PARALLEL: Final = "GOMP_parallel"
 _CLANG_PARALLEL: Final = "__kmpc_fork_call"
 _QUOTED_CHARS: Final = 1000  # of what a compiler that fails has said

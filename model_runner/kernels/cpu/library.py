@@ -23,11 +23,11 @@ import torch
 from .build import build
 from .compiler import NoLibraryError, torch_openmp
 from .function import NativeFunction, Tap
-from .isa import ISAS, Isa, best_isa, runnable_isas
+from .isa import Isa, best_isa, runnable_isas
 
 logger = logging.getLogger(__name__)
 
-_FASTER_THAN_TORCH: Final[tuple[Isa, ...]] = ("amx", "avx512_bf16", "avx512")
+_FASTER_THAN_TORCH: Final[tuple[Isa, ...]] = ("amx", "avx512_bf16", "avx512_vnni", "avx512")
 """Elsewhere the compiler keeps vectors of 16 floats in memory: decoding attention takes 5 times as long as torch's."""
 
 _PATIENCE_S: Final = 60.0
@@ -124,7 +124,8 @@ def _load_best(best: Isa) -> ctypes.CDLL | str:
     """
     started_s = time.monotonic()
     failures: list[str] = []
-    for isa in ISAS[ISAS.index(best) :]:  # each level has the instructions of those behind it
+    isas = runnable_isas()
+    for isa in isas[isas.index(best) :]:
         if failures and (isa not in _FASTER_THAN_TORCH or time.monotonic() - started_s > _PATIENCE_S):
             break
         loaded = _load(isa)

@@ -154,8 +154,13 @@ TORCH_FAULTS = [
         *("no bfloat16 .*; no AVX-512.*; no AVX512-VNNI", "use a CPU with"),
     ),
     (
-        *(torch(isa="avx512"), host(cpu_flags=FLAGS - {"avx512_bf16", "amx_bf16"}), "cpu", WARN),
-        *("no bfloat16 .*; no AVX512-VNNI", "use a CPU with"),
+        *(
+            torch(isa="avx512"),
+            host(cpu_flags=FLAGS - {"avx512_bf16", "amx_bf16", "avx512_vnni"}),
+            "cpu",
+            WARN,
+        ),
+        *("^instructions: avx512; no AVX512-VNNI", "use a CPU with"),
     ),
     (
         torch(cpu_kernels_error="no C++ compiler for the CPU kernels; install one", compilers=()),
@@ -174,6 +179,11 @@ def test_each_fault_of_torch_and_its_kernels_is_its_own_line(facts, on: HostFact
     assert (check.code, check.verdict) == (code, verdict)
     assert re.search(text, check.text), check.text
     assert fix in check.fix
+
+
+def test_a_cpu_without_bfloat16_instructions_is_well_where_our_kernels_multiply_bytes():
+    on = host(cpu_flags=FLAGS - {"avx512_bf16", "amx_bf16"})
+    assert not_well(check_compute(torch(isa="avx512_vnni"), on, config())) == []
 
 
 def test_a_gpu_that_is_not_asked_for_is_no_matter():

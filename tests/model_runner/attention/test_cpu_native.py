@@ -30,7 +30,7 @@ SLOWDOWN = 6 if "ENGINE_TEST_SANITIZE" in os.environ else 1
 _SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
 _BEST = runnable_isas()[0]
 _LEVELS = [isa if isa == _BEST else pytest.param(isa, marks=_SLOW) for isa in ISAS]
-_EMULATED = "emulated" if _BEST == "avx512_bf16" else pytest.param("emulated", marks=_SLOW)
+_EMULATED = "emulated" if _BEST in ("avx512_bf16", "avx512_vnni") else pytest.param("emulated", marks=_SLOW)
 
 
 @pytest.fixture(params=[*_LEVELS, _EMULATED])

@@ -25,7 +25,8 @@ from tests.model_runner.attention.paged_batches import spec_of
 
 AVX2 = frozenset({"sse2", "avx2", "fma"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-AVX512_BF16 = AVX512 | {"avx512_bf16", "avx512_vnni"}
+AVX512_VNNI = AVX512 | {"avx512_vnni"}
+AVX512_BF16 = AVX512_VNNI | {"avx512_bf16"}
 AMX = AVX512_BF16 | {"amx_tile", "amx_bf16"}
 
 
@@ -76,8 +77,12 @@ class TestTheNextLevel:
 
     @pytest.fixture(autouse=True)
     def on_a_cpu_with_amx(self, monkeypatch):
-        monkeypatch.setattr(module, "best_isa", lambda: "amx")
+        self.has(monkeypatch, *isa_module.ISAS)
         monkeypatch.setattr(module, "open_library", lambda path: path)
+
+    def has(self, monkeypatch, *levels):
+        monkeypatch.setattr(module, "best_isa", lambda: levels[0])
+        monkeypatch.setattr(module, "runnable_isas", lambda: levels)
 
     def can_build(self, monkeypatch, *levels):
         tried = []
@@ -98,12 +103,18 @@ class TestTheNextLevel:
         assert len(caplog.records) == 1
         assert "avx512_bf16 instead of amx: no such mnemonic in amx" in caplog.text
 
+    def test_is_that_of_plain_fma_where_dot_products_are_slow(self, monkeypatch):
+        self.has(monkeypatch, *usable_isas(AMX, slow_bf16=True))
+        tried = self.can_build(monkeypatch, "avx512_vnni", "avx512_bf16")
+        assert str(module.load_library()) == "avx512_vnni"
+        assert tried == ["amx", "avx512_vnni"]
+
     def test_is_not_taken_where_torch_is_faster(self, monkeypatch, caplog):
         tried = self.can_build(monkeypatch, "avx2", "portable")
         for _ in range(3):
             with pytest.raises(NoLibraryError, match="no such mnemonic in amx"):
                 module.load_library()
-        assert tried == ["amx", "avx512_bf16", "avx512"]
+        assert tried == ["amx", "avx512_bf16", "avx512_vnni", "avx512"]
         assert len(caplog.records) == 1 and "1.5 to 4 times as long" in caplog.text
 
     def test_is_not_tried_where_the_best_one_has_taken_long(self, monkeypatch):
@@ -115,7 +126,6 @@ class TestTheNextLevel:
 
     def test_is_another_level_than_one_that_is_asked_for_by_name(self, monkeypatch):
         self.can_build(monkeypatch, "avx512")
-        monkeypatch.setattr(module, "runnable_isas", lambda: isa_module.ISAS)
         with pytest.raises(NoLibraryError, match="in amx"):
             module.load_library("amx")
 
@@ -132,9 +142,10 @@ def test_a_library_that_does_not_load_is_a_reason(compiler, tmp_path):
         (frozenset({"sse2", "avx2"}), ["portable"]),
         (AVX2, ["avx2", "portable"]),
         (AVX512, ["avx512", "avx2", "portable"]),
-        (AVX512_BF16, ["avx512_bf16", "avx512", "avx2", "portable"]),
-        (AMX, ["amx", "avx512_bf16", "avx512", "avx2", "portable"]),
-        (AMX - {"amx_bf16"}, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (AVX512_VNNI, ["avx512_vnni", "avx512", "avx2", "portable"]),
+        (AVX512_BF16, ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
+        (AMX, ["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
+        (AMX - {"amx_bf16"}, ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
         (AMX - {"avx512_vnni"}, ["avx512", "avx2", "portable"]),
         (AVX512 | {"avx512_bf16"}, ["avx512", "avx2", "portable"]),
         (AVX512 - {"avx512vl"} | {"avx512_bf16", "avx512_vnni"}, ["avx2", "portable"]),
@@ -142,6 +153,38 @@ def test_a_library_that_does_not_load_is_a_reason(compiler, tmp_path):
 )
 def test_levels_by_the_cpu_s_flags(flags, isas):
     assert usable_isas(flags) == isas
+
+
+@pytest.mark.parametrize(
+    ("flags", "isas"),
+    [
+        (AVX512, ["avx512", "avx2", "portable"]),
+        (AVX512_VNNI, ["avx512_vnni", "avx512", "avx2", "portable"]),
+        (AVX512_BF16, ["avx512_vnni", "avx512_bf16", "avx512", "avx2", "portable"]),
+        (AMX, ["amx", "avx512_vnni", "avx512_bf16", "avx512", "avx2", "portable"]),
+    ],
+)
+def test_plain_fma_is_preferred_to_slow_dot_products(flags, isas):
+    assert usable_isas(flags, slow_bf16=True) == isas
+
+
+@pytest.mark.parametrize(
+    ("vendor", "model", "slow"),
+    [
+        ("GenuineIntel", "143", True),  # Sapphire Rapids
+        ("GenuineIntel", "207", True),  # Emerald Rapids
+        ("GenuineIntel", "85", False),  # Cooper Lake
+        ("AuthenticAMD", "17", False),
+        ("", "", False),
+    ],
+)
+def test_whose_dot_products_are_slow_is_told_by_the_cpu_s_name(monkeypatch, vendor, model, slow):
+    lines = f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t\t: {model}\nflags\t\t: avx2 fma\n"
+    others = lines.replace(vendor, "GenuineIntel").replace(model, "143") if vendor else ""
+    monkeypatch.setattr(isa_module.Path, "read_text", lambda path: f"{lines}\n{others}")
+    monkeypatch.setattr(isa_module.platform, "machine", lambda: "x86_64")
+    assert isa_module.has_slow_bf16() is slow
+    assert cpu_flags() == {"avx2", "fma"}
 
 
 def test_this_cpu_can_run_something():
@@ -175,6 +218,7 @@ def amx_cpu(monkeypatch):
 
     def grant(reason: str) -> None:
         monkeypatch.setattr(isa_module, "cpu_flags", lambda: AMX)
+        monkeypatch.setattr(isa_module, "has_slow_bf16", lambda: False)
         monkeypatch.setattr(isa_module, "reason_against_tiles", lambda: reason)
 
     runnable_isas.cache_clear()
