@@ -108,6 +108,7 @@ def _run(merged: MergedConfig) -> int:
             on_ready,
             make_nodes=make_nodes,
             crash_reports=CrashReports(config, _decision_lines),
+            started_requests=_started_requests,
         )
         outcome = supervisor.run()
         if outcome.exit_code != 0:
@@ -119,6 +120,12 @@ def _decision_lines(folder: Path) -> list[str]:
     from ..scheduler.flight_recorder import decision_lines
 
     return decision_lines(folder)
+
+
+def _started_requests(folder: Path) -> set[str] | None:
+    from ..scheduler.flight_recorder import started_requests
+
+    return started_requests(folder)
 
 
 def _run_node(merged: MergedConfig) -> int:

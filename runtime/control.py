@@ -92,15 +92,28 @@ class Settings(Message, frozen=True):
 
 
 class PeersReady(Message, frozen=True):
-    """To the tokenizer manager: scheduler and detokenizer are ready (again), and this much fits; open the port."""
+    """To the tokenizer manager: scheduler and detokenizer are ready (again), and this much fits; open the port.
+
+    Attributes:
+        capacity: of the scheduler.
+        restarts_left: how many more losses the engine survives as things are.
+    """
 
     capacity: Capacity
+    restarts_left: int = 0
 
 
 class PeersLost(Message, frozen=True):
-    """To the tokenizer manager: another process is gone, for the reason in `message`; `PeersReady` will follow."""
+    """To the tokenizer manager: another process is gone, and `PeersReady` will follow.
+
+    Attributes:
+        message: why.
+        started: the ids of requests that the scheduler had begun to work on lately, also of some that have ended; None
+            where that is not known.
+    """
 
     message: str
+    started: tuple[str, ...] | None = None
 
 
 class PeerDied(Message, frozen=True):

@@ -21,7 +21,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace as replace_fields
 from typing import Final
 from urllib.parse import urlsplit
@@ -60,6 +60,11 @@ class RestartBudget:
         """All processes can work: the window of the restarts that led to it begins."""
         self._restarts = deque([(min(at_s, now_s), cause) for at_s, cause in self._restarts])
 
+    @property
+    def num_left(self) -> int:
+        """How many more there may be within the window of those that were."""
+        return self._max_restarts - len(self._restarts)
+
     def take(self, now_s: float, cause: str) -> str | None:
         """One more restart.
 
@@ -91,6 +96,7 @@ class Recovery:
         *,
         forget_ranks: Callable[[], None],
         report: Callable[[str, Sequence[ChildProcess]], str],
+        started_requests: Callable[[], Collection[str] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over from the start.
@@ -99,6 +105,7 @@ class Recovery:
             settings: of all processes, in the order of their start.
             forget_ranks: removes what the ranks of a group left for each other.
             report: writes about a cause and the processes that it cost; what to add to the line that tells of it.
+            started_requests: which ones the scheduler that lives, or lived last, has begun to work on; None: unknown.
         """
         server = settings[0].config.server
         self._watch = watch
@@ -106,6 +113,7 @@ class Recovery:
         self._settings = list(settings)
         self._forget_ranks = forget_ranks
         self._report = report
+        self._started_requests = started_requests
         self._clock = clock
         self._budget = RestartBudget(server.max_restarts)
         self._num_restarts = 0
@@ -142,7 +150,13 @@ class Recovery:
             raise ChildFailure(end) from failure
         roles = _GOES_WITH[lost.role]
         if Role.TOKENIZER_MANAGER not in roles and self._manager_knows:
-            self.manager.send(PeersLost(f"{failure.message}; it is being restarted, and requests go on then"))
+            started = self._started_requests()
+            self.manager.send(
+                PeersLost(
+                    f"{failure.message}; it is being restarted, and requests go on then",
+                    None if started is None else tuple(started),
+                )
+            )
         self._is_whole = self._manager_knows = False
         self._num_restarts += 1
         self._started_s = now_s
@@ -178,7 +192,7 @@ class Recovery:
         children = self._watch.children
         others = [child for child in children if child.role is not Role.TOKENIZER_MANAGER]
         if not self._manager_knows and all(child.ready for child in others):
-            self.manager.send(PeersReady(capacity_of_scheduler(others)))
+            self.manager.send(PeersReady(capacity_of_scheduler(others), self._budget.num_left))
             self._manager_knows = True
         if self._manager_knows and self.manager.ready:
             self._is_whole = True

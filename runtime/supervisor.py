@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from .child_process import ChildProcess
@@ -59,6 +60,8 @@ class Supervisor:
         rooms: the module of each process.
         make_nodes: listens for the other machines, if there are any; default: `NodeHub`.
         crash_reports: writes a report when a failure ends the engine.
+        started_requests: which requests a scheduler has begun to work on, by what it left in the engine's private
+            directory; None where that does not tell.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Supervisor:
         rooms: Mapping[Role, str] = ROOMS,
         make_nodes: Callable[[EngineConfig, ModelSpec], Nodes] | None = None,
         crash_reports: CrashReports | None = None,
+        started_requests: Callable[[Path], Collection[str] | None] = lambda folder: None,
     ) -> None:
         self._config = config
         self._source = source
@@ -78,6 +82,7 @@ class Supervisor:
         self._rooms = rooms
         self._make_nodes = make_nodes or _listen_for_nodes
         self._crash_reports = crash_reports
+        self._started_requests = started_requests
         self._signals = SignalQueue()
 
     def run(self) -> Outcome:
@@ -168,6 +173,7 @@ class Supervisor:
             settings,
             forget_ranks=socket_dir.forget_ranks,
             report=lambda cause, lost: self._note(cause, lost, socket_dir, "has restarted lost processes"),
+            started_requests=lambda: self._started_requests(socket_dir.path),
         )
 
     def _drain(self, watch: ChildWatch, recovery: Recovery) -> Outcome:

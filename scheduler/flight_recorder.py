@@ -23,6 +23,7 @@ from ..runtime.messages import SchedulerInput
 from .batch import ScheduleBatch
 from .decision_log import Arrived, DecisionLog, DecisionRecord, PassRecord, Settled
 from .recorder import Recorder
+from .verdict import AddReqResult
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,23 @@ def read_decisions(folder: Path) -> list[DecisionRecord]:
     halves = [list(_read_half(folder / name)) for name in DECISION_NAMES]
     halves.sort(key=lambda half: half[0].now_s if half else 0.0)
     return [record for half in halves for record in half]
+
+
+def started_requests(folder: Path) -> set[str] | None:
+    """Whose prompts the kept passes have begun or continued; None if no pass is kept, or they cannot be read.
+
+    Who was begun before those passes and has no token since is in none of them. There is hardly such a request: a
+    prompt that is computed in parts stands in each pass.
+    """
+    try:
+        passes = [record for record in read_decisions(folder) if isinstance(record, PassRecord)]
+    except Exception:  # of a file that a dying process wrote: whoever asks can do without
+        logger.warning("what the scheduler had begun cannot be read", exc_info=True)
+        return None
+    if not passes:
+        return None
+    verdicts = (verdict for record in passes for verdict in (*record.verdicts, *record.continued))
+    return {verdict.rid for verdict in verdicts if verdict.result is AddReqResult.CONTINUE}
 
 
 def decision_lines(folder: Path, max_lines: int = 400) -> list[str]:

@@ -48,12 +48,14 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_queued_tokens: of their prompts.
         overload: what happens beyond.
         queue_timeout_s: the server's limit on waiting; None: none.
+        request_timeout_s: the server's limit on all of a request; None: none.
     """
 
     max_queued_requests: int
     max_queued_tokens: int
     overload: OverloadMode = "refuse"
     queue_timeout_s: float | None = None
+    request_timeout_s: float | None = None
 
 
 class Door:
@@ -201,7 +203,8 @@ class Door:
         if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
             raise refusal or QueueFullError("too much text waits for a place; retry later", retry_after_s=1)
         wishes = request.scheduling
-        limits = (wishes.queue_timeout_s, wishes.timeout_s, self._limits.queue_timeout_s)
+        own = (wishes.queue_timeout_s, wishes.timeout_s)
+        limits = (*own, self._limits.queue_timeout_s, self._limits.request_timeout_s)
         limit_s = min((limit for limit in limits if limit is not None), default=None)
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._line, (turn, place))

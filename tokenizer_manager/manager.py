@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, assert_never
 
 from ..runtime.errors import EngineDeadError, RequestError
@@ -46,6 +46,7 @@ from .questions import Questions
 from .recovery import Recovery
 from .request_log import LoggedRequest, RequestLog
 from .sweep import Sweep
+from .time_limits import TimeLimits
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class TokenizerManager:
             self.request_log, gate=self._gate, metrics=metrics, send=send, fail=self._fail
         )
         self._sweep = Sweep(send, self._fail)
+        self._time_limits = TimeLimits(self.request_log, limits.queue_timeout_s, limits.request_timeout_s)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -179,10 +181,8 @@ class TokenizerManager:
         for logged in live:
             logged.choice.abort_asked = True
             self._send(AbortRequest(rid=logged.rid, reason=reason))
-            if (
-                not logged.is_sent and self._recovery.reason is None
-            ):  # no scheduler has it, to give it its end
-                self._deliver(_aborted_row(logged, reason), self._clock())
+            if not logged.is_sent:  # no scheduler has it, to give it its end
+                self._deliver(_last_row(logged, Finish(FinishKind.ABORT, message=reason)), self._clock())
         return len(live)
 
     def ttft_s(self, rid: str) -> float | None:
@@ -234,18 +234,30 @@ class TokenizerManager:
             case _:
                 assert_never(message)
 
+    def check_time(self) -> None:
+        """Answer the requests whose time is over and whom nobody else answers; called a few times per second."""
+        now_s = self._clock()
+        for logged, finish in self._time_limits.take_expired(now_s):
+            if self.request_log.get(logged.rid) is logged:  # a sibling may have ended it in this very loop
+                self._send(AbortRequest(rid=logged.rid, reason="its time is over"))
+                self._deliver(_last_row(logged, finish), now_s)
+        self._recovery.check_time(now_s)
+
     # ------------------------------------------------------------ lost and restarted processes
 
-    def peers_lost(self, message: str) -> None:
-        """The scheduler or the detokenizer is gone, and will be back; see `Recovery`."""
-        self._recovery.lost(message)
+    def peers_lost(self, message: str, started: Collection[str] | None = None) -> None:
+        """The scheduler or the detokenizer is gone, and will be back; see `Recovery` and `PeersLost`."""
+        self._recovery.lost(message, self._clock(), started)
         self._questions.fail(message)
+        for logged in self.request_log:
+            if logged.choice.abort_asked:  # who had to answer that is gone
+                self._deliver(_last_row(logged, Finish(FinishKind.ABORT, message=message)), self._clock())
 
-    def peers_back(self, capacity: Capacity) -> None:
-        """There is a scheduler and a detokenizer again."""
+    def peers_back(self, capacity: Capacity, restarts_left: int = 0) -> None:
+        """There is a scheduler and a detokenizer again, and so many more losses are survived."""
         self.capacity = capacity
         self._started_s = self._clock()
-        self._recovery.back(self._started_s)
+        self._recovery.back(self._started_s, restarts_left)
 
     # ------------------------------------------------------------ ends of the process
 
@@ -345,6 +357,7 @@ class TokenizerManager:
         for choice, message in opened:
             logged = LoggedRequest(message, generation, choice)
             self.request_log.add(logged)
+            self._time_limits.add(logged)
             self._gate.sent(now_s, len(choice.prompt_ids))
             self._recovery.submit_new(logged)
         return generation
@@ -363,7 +376,7 @@ class TokenizerManager:
             logged.delivered_ids += output.token_ids
             logged.usage = output.usage
             if logged.num_strikes:
-                self._recovery.progressed(logged)
+                self._recovery.progressed(logged, now_s)
         finish = output.finish
         if finish is None:
             generation.put(choice, output)
@@ -410,7 +423,7 @@ class TokenizerManager:
         logged = self.request_log.remove(rid)
         if logged.choice.first_token_s is None:
             self._gate.started(len(logged.choice.prompt_ids))
-        self._recovery.ended(logged)
+        self._recovery.ended(logged, now_s)
         self._gate.finished(now_s)
         self._door.may_have_room()
 
@@ -423,6 +436,7 @@ class TokenizerManager:
             self._idle.set()
 
 
-def _aborted_row(logged: LoggedRequest, reason: str) -> TextOutput:
+def _last_row(logged: LoggedRequest, finish: Finish) -> TextOutput:
+    """The row that ends a request which no scheduler ends."""
     usage = logged.usage or Usage(prompt_tokens=len(logged.choice.prompt_ids), completion_tokens=0)
-    return TextOutput(logged.rid, "", b"", usage, Finish(FinishKind.ABORT, message=reason))
+    return TextOutput(logged.rid, "", b"", usage, finish)

@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 import msgspec
 import uvloop
@@ -40,6 +40,8 @@ from .metrics import Metrics
 from .prompt_encoder import PromptEncoder
 
 logger = logging.getLogger(__name__)
+
+_CHECK_TIME_S: Final = 0.1
 
 
 def main(child: Child) -> None:
@@ -111,6 +113,7 @@ async def _serve(
     duties = [
         http,
         asyncio.create_task(_pump(inbox, manager)),
+        asyncio.create_task(_watch_the_time(manager)),
         asyncio.create_task(child.keep_beating()),
         asyncio.create_task(obey(child, manager, settings.config.server.drain_timeout)),
     ]
@@ -137,6 +140,7 @@ def door_limits(config: EngineConfig) -> DoorLimits:
         max_queued_tokens=config.scheduler.max_queued_tokens,
         overload=config.scheduler.overload,
         queue_timeout_s=config.scheduler.queue_timeout,
+        request_timeout_s=config.scheduler.request_timeout,
     )
 
 
@@ -161,6 +165,13 @@ async def _pump(inbox: AsyncInbox[ManagerInput], manager: TokenizerManager) -> N
     while True:
         for message in await inbox.receive():
             manager.on_message(message)
+
+
+async def _watch_the_time(manager: TokenizerManager) -> None:
+    """Have it answer those whose time is over."""
+    while True:
+        manager.check_time()
+        await asyncio.sleep(_CHECK_TIME_S)
 
 
 class Orders(Protocol):
@@ -190,10 +201,10 @@ async def obey(orders: Orders, manager: TokenizerManager, drain_timeout_s: float
                 drained = drained or asyncio.create_task(_wait_drained(manager, drain_timeout_s))
             case Stop():
                 break
-            case PeersLost(message=message):
-                manager.peers_lost(message)
-            case PeersReady(capacity=capacity):
-                manager.peers_back(capacity)
+            case PeersLost(message=message, started=started):
+                manager.peers_lost(message, None if started is None else set(started))
+            case PeersReady(capacity=capacity, restarts_left=restarts_left):
+                manager.peers_back(capacity, restarts_left)
             case PeerDied(message=message):
                 manager.engine_died(message)
                 break

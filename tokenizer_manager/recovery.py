@@ -8,7 +8,7 @@ Which of them may have been the cause is the matter of `Suspects`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from ..runtime.errors import RequestError
@@ -61,15 +61,28 @@ class Recovery:
         if self.reason is None:
             self._send(logged.send())
 
-    def lost(self, reason: str) -> None:
-        """The scheduler or the detokenizer is gone, and with it what they had of every request; it will be back."""
+    def lost(self, reason: str, now_s: float, started: Collection[str] | None = None) -> None:
+        """The scheduler or the detokenizer is gone, and with it what they had of every request; it will be back.
+
+        Args:
+            reason: for those who ask.
+            now_s: the time.
+            started: the ids of requests that had been begun; None: nobody knows.
+        """
         logger.warning("streams pause live_requests=%d: %s", len(self._log), reason)
         self.reason = reason
-        self._suspects.lost(self._log)
+        self._suspects.lost(self._log, started)
+        # Whatever ran waits as well now: who ends meanwhile makes room at once, and not with a report.
+        self._gate.restarted(len(self._log), now_s)
 
-    def back(self, now_s: float) -> None:
-        """Both are there again: submit every live request."""
-        guilty = self._suspects.judge(list(self._log))
+    def back(self, now_s: float, restarts_left: int = 0) -> None:
+        """Both are there again: submit every live request.
+
+        Args:
+            now_s: the time.
+            restarts_left: how many more losses the server survives.
+        """
+        guilty = self._suspects.judge(self._log, restarts_left, now_s)
         for logged in guilty:
             logger.error("not submitted a third time rid=%s", logged.rid)
             self._fail(logged.generation, RequestError(_POISON, code="poison_request", status=500))
@@ -89,19 +102,23 @@ class Recovery:
             self._suspects.num_on_trial,
         )
 
-    def progressed(self, logged: LoggedRequest) -> None:
+    def progressed(self, logged: LoggedRequest, now_s: float) -> None:
         """Tokens of a request with strikes have arrived."""
-        self._try_next(logged, ended=False)
+        self._try(self._suspects.next_to_try(logged, now_s, ended=False))
 
-    def ended(self, logged: LoggedRequest) -> None:
+    def ended(self, logged: LoggedRequest, now_s: float) -> None:
         """A request has left the log."""
         if logged.num_strikes:
-            self._try_next(logged, ended=True)
+            self._try(self._suspects.next_to_try(logged, now_s, ended=True))
 
-    def _try_next(self, logged: LoggedRequest, *, ended: bool) -> None:
-        following = self._suspects.next_to_try(logged, ended=ended)
-        if following is not None and self.reason is None:
-            self._submit([following])
+    def check_time(self, now_s: float) -> None:
+        """A trial does not last for ever."""
+        if self.reason is None:
+            self._try(self._suspects.overdue(now_s))
+
+    def _try(self, suspects: list[LoggedRequest]) -> None:
+        if suspects and self.reason is None:  # else they are submitted with all others
+            self._submit(suspects)
 
     def _submit(self, requests: Iterable[LoggedRequest]) -> None:
         """Send logged requests, for the first time or again."""
@@ -111,5 +128,3 @@ class Recovery:
                 self._send(AbortRequest(rid=lost_rid, reason="submitted again"))
                 self._metrics.num_resumed_reqs += 1
             self._send(logged.message)
-            if logged.choice.abort_asked:
-                self._send(AbortRequest(rid=logged.rid, reason="aborted by request"))

@@ -19,7 +19,11 @@ LONG = {"prompt": "for ever", "max_tokens": 2000, "min_tokens": 2000, "stream": 
 
 
 class Stream:
-    """A completion that runs: its first event has come. A context manager."""
+    """A completion that runs: its first event has come. A context manager.
+
+    Attributes:
+        id: of the completion.
+    """
 
     def __init__(self, engine, **fields):
         self._exit = contextlib.ExitStack()
@@ -27,7 +31,7 @@ class Stream:
         response = self._exit.enter_context(client.stream("POST", "/v1/completions", json=LONG | fields))
         assert response.status_code == 200
         self._lines = response.iter_lines()
-        next(self._lines)
+        self.id = json.loads(next(self._lines).removeprefix("data: "))["id"]
 
     def __enter__(self):
         return self

@@ -9,8 +9,9 @@ import pytest
 from engine.runtime.black_box import DECISION_NAMES
 from engine.runtime.messages import FinishKind
 from engine.scheduler.decision_log import Arrived, DecisionLog, Left, PassRecord, Settled
-from engine.scheduler.flight_recorder import FlightRecorder, decision_lines, read_decisions
+from engine.scheduler.flight_recorder import FlightRecorder, decision_lines, read_decisions, started_requests
 from engine.scheduler.recorder import NoRecorder
+from engine.scheduler.verdict import AddReqResult, Reason, Verdict
 
 
 @pytest.fixture
@@ -98,3 +99,18 @@ def test_the_recorder_inside_hears_of_everything(decisions, tmp_path):
     recorder.close()
     names = ["received", "planning", "planned", "settled", "idle", "close"]
     assert [name for name, *_ in heard] == names
+
+
+def test_whose_prompts_were_begun_can_be_read_and_not_who_waited(decisions, tmp_path):
+    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path)
+    assert started_requests(tmp_path) is None
+    begun = Verdict("begun", AddReqResult.CONTINUE, Reason.CHUNKED)
+    waited = Verdict("waited", AddReqResult.NO_TOKEN, Reason.NO_KV)
+    further = Verdict("further", AddReqResult.CONTINUE, Reason.CHUNK_CONTINUED)
+    decisions.append(Arrived(1.0, "arrived", 20, 5))
+    decisions.append(PassRecord(2.0, step_id=7, verdicts=[begun, waited], continued=[further]))
+    recorder.planned(None)
+
+    assert started_requests(tmp_path) == {"begun", "further"}
+    (tmp_path / DECISION_NAMES[0]).write_bytes(b"\0" * 64)
+    assert started_requests(tmp_path) is None

@@ -17,7 +17,10 @@ from engine.runtime.messages import (
     TextOutput,
     Usage,
 )
+from engine.runtime.sampling_params import SamplingParams
+from engine.tokenizer_manager.generation import Generation, GenerationRequest
 from engine.tokenizer_manager.queue_gate import QueueFullError
+from engine.tokenizer_manager.scheduling import Scheduling
 
 from .fake_engine import CAPACITY, LENGTH, TOKENIZER, ids_of, row, say_all
 from .test_manager import Setup, run, texts
@@ -151,21 +154,166 @@ def test_a_client_that_leaves_meanwhile_is_forgotten():
     run(test)
 
 
-def test_an_abort_that_was_asked_for_is_asked_for_again():
+@pytest.mark.parametrize("sent", [True, False])
+def test_an_abort_meanwhile_is_answered_at_once(sent):
+    async def test(setup: Setup) -> None:
+        generation = None
+        if sent:
+            generation = await setup.start("hi")
+            setup.manager.on_message(BatchTextOutput([row(setup.engine.next_request(), "ab")]))
+        setup.manager.peers_lost(WHY)
+        generation = generation or await setup.start("hi")
+        assert setup.manager.abort(generation.id, "aborted by request") == 1
+
+        assert await texts(generation) == ["ab" if sent else ""]
+        assert generation.choices[0].finish == Finish(FinishKind.ABORT, message="aborted by request")
+        assert len(setup.manager.request_log) == 0
+        setup.manager.peers_back(CAPACITY)
+        assert setup.engine.generate.empty()
+
+    run(test)
+
+
+def test_an_abort_that_the_lost_scheduler_had_to_answer_is_answered_when_it_is_lost():
     async def test(setup: Setup) -> None:
         generation = await setup.start("hi")
+        setup.engine.next_request()
+        setup.manager.abort(generation.id, "aborted by request")
+        assert not generation.finished
         setup.manager.peers_lost(WHY)
-        assert setup.manager.abort(generation.id, "aborted by request") == 1
-        setup.manager.peers_back(CAPACITY)
-        first, request = setup.engine.next_request(), setup.engine.next_request()
-        aborted = [setup.engine.aborts.get_nowait().rid for _ in range(3)]
-        assert aborted == [first.rid, first.rid, request.rid]
 
-        ended = TextOutput(
-            request.rid, "", b"", Usage(2, 0), Finish(FinishKind.ABORT, message="aborted by request")
-        )
-        setup.manager.on_message(BatchTextOutput([ended]))
         assert await texts(generation) == [""]
+        setup.manager.peers_back(CAPACITY)
+        assert setup.engine.generate.empty()
+
+    run(test)
+
+
+@pytest.mark.parametrize("leaves", ["aborted", "disconnected"])
+def test_who_leaves_meanwhile_makes_room_at_once(leaves):
+    async def test(setup: Setup) -> None:
+        live = [await setup.start("hi") for _ in range(8 + 2)]
+        setup.manager.on_message(
+            SchedulerReport(sent_s=setup.clock.now_s + 1.0, num_running_reqs=8, num_queue_reqs=2)
+        )
+        setup.manager.peers_lost(WHY)
+        with pytest.raises(QueueFullError):
+            await setup.start("hi")
+        if leaves == "aborted":
+            setup.manager.abort(live[-1].id, "aborted by request")
+        else:
+            live[-1].close()
+        await setup.start("hi")
+        with pytest.raises(QueueFullError):
+            await setup.start("hi")
+
+    run(test, max_queued_requests=2)
+
+
+def expired(setup: Setup, after_s: float) -> None:
+    setup.clock.now_s += after_s
+    setup.manager.check_time()
+
+
+LIMITS = [
+    ({"queue_timeout_s": 5.0}, {}, 503, "queue_timeout"),
+    ({"timeout_s": 5.0}, {}, 504, "request_timeout"),
+    ({}, {"queue_timeout": 5.0}, 503, "queue_timeout"),
+    ({"timeout_s": 9.0}, {"request_timeout": 5.0}, 504, "request_timeout"),
+]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("own", "server", "status", "code"), LIMITS)
+def test_whose_time_is_over_while_nobody_works_is_told_then(own, server, status, code, before):
+    async def test(setup: Setup) -> None:
+        async def start() -> Generation:
+            wishes = Scheduling(**own)
+            return await setup.manager.start(
+                GenerationRequest(prompts=["hi"], sampling=SamplingParams(), n=2, scheduling=wishes)
+            )
+
+        generation = await start() if before else None
+        setup.manager.peers_lost(WHY)
+        generation = generation or await start()
+        expired(setup, 4.9)
+        assert not generation.finished
+        expired(setup, 0.2)
+
+        with pytest.raises(RequestError, match="while a process of the server was") as failure:
+            await texts(generation)
+        assert (failure.value.status, failure.value.code) == (status, code)
+        assert len(setup.manager.request_log) == 0
+        while not setup.engine.generate.empty():
+            setup.engine.next_request()
+        setup.manager.peers_back(CAPACITY)
+        assert setup.engine.generate.empty()
+
+    run(test, scheduler=server)
+
+
+def test_a_queue_timeout_does_not_concern_who_has_a_token():
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi")
+        setup.manager.on_message(BatchTextOutput([row(setup.engine.next_request(), "a")]))
+        setup.manager.peers_lost(WHY)
+        expired(setup, 6.0)
+        assert not generation.finished
+
+    run(test, scheduler={"queue_timeout": 5.0})
+
+
+def test_whose_time_is_over_while_it_waits_for_its_trial_is_told_then():
+    async def test(setup: Setup) -> None:
+        tried, waiting = [await setup.start("hi") for _ in range(2)]
+        for _ in range(2):
+            setup.manager.peers_lost(WHY)
+            setup.manager.peers_back(CAPACITY)
+        expired(setup, 5.1)
+
+        with pytest.raises(RequestError, match="to be started"):
+            await texts(waiting)
+        assert not tried.finished  # a scheduler has it, and knows whether it has begun
+
+    run(test, scheduler={"queue_timeout": 5.0})
+
+
+def test_a_scheduler_that_lives_answers_itself_unless_it_hangs():
+    async def test(setup: Setup) -> None:
+        generation = await setup.start("hi")
+        expired(setup, 5.5)
+        assert not generation.finished
+        expired(setup, 3.0)
+
+        with pytest.raises(RequestError, match="the request took 8.5 s, and had generated 0 of"):
+            await texts(generation)
+        assert setup.engine.next_abort().reason == "its time is over"
+
+    run(test, scheduler={"request_timeout": 5.0, "queue_timeout": 4.0})
+
+
+def test_limits_of_requests_that_have_ended_are_forgotten():
+    async def test(setup: Setup) -> None:
+        setup.engine.script = say_all("x")
+        for _ in range(200):
+            assert await texts(await setup.start("hi")) == ["x"]
+        assert len(setup.manager._time_limits._heap) <= 64 + 1
+
+    run(test, scheduler={"request_timeout": 5.0})
+
+
+def test_who_only_waited_in_the_queue_of_a_lost_scheduler_is_not_tried():
+    async def test(setup: Setup) -> None:
+        running, *queued = [await setup.start("hi") for _ in range(6)]
+        for _ in range(2):
+            requests = [setup.engine.next_request() for _ in range(6)]
+            began = {request.rid for request in requests if request.rid.startswith(running.id)}
+            setup.manager.peers_lost(WHY, began)
+            setup.manager.peers_back(CAPACITY, restarts_left=1)
+
+        with pytest.raises(RequestError, match="not tried again"):
+            await texts(running)
+        assert setup.engine.generate.qsize() == len(queued)
 
     run(test)
 
