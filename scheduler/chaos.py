@@ -1,12 +1,14 @@
-"""Faults on purpose (`--chaos`): requests lose their place and steps their results, so that tests meet it often, and
-steps are slow, so that a test that must come before the end of an answer does on any machine.
+"""Faults on purpose (`--chaos`): requests lose their place and steps their results, so that tests meet it often; steps
+are slow, so that a test that must come before the end of an answer does on any machine; requests kill their process.
 
 vLLM had such a switch (`VLLM_TEST_ENABLE_ARTIFICIAL_PREEMPT`), SGLang has one (`SGLANG_TEST_RETRACT`).
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -123,6 +125,23 @@ class _NotBefore(NamedTuple):
         return structs.replace(result, forward_s=max(result.forward_s, self.min_step_s))
 
 
+class DeadlyRunner:
+    """A runner whose process is killed by the step that begins a request with a certain token in its prompt."""
+
+    __slots__ = ("_runner", "_token_id")
+
+    def __init__(self, runner: Runner, token_id: int) -> None:
+        self._runner = runner
+        self._token_id = token_id
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """See `Runner`."""
+        prompts = (memoryview(new.input_ids).cast("i")[: new.prompt_len] for new in plan.new_reqs)
+        if any(self._token_id in prompt for prompt in prompts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._runner.launch(plan)
+
+
 def with_chaos(runner: Runner, config: SchedulerConfig, page_size: int) -> Runner:
     """The runner, with the faults that `--chaos` asks for."""
     spec = parse_chaos(config.chaos)
@@ -132,4 +151,6 @@ def with_chaos(runner: Runner, config: SchedulerConfig, page_size: int) -> Runne
         runner = ChaosRunner(runner, spec, config.policy_seed, page_size)
     if spec.min_step_s:
         runner = SlowRunner(runner, spec.min_step_s)
+    if spec.kill_token is not None:
+        runner = DeadlyRunner(runner, spec.kill_token)
     return runner

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -53,6 +55,9 @@ def test_the_same_seed_gives_the_same_faults(make_scheduler):
         "slow=2",
         "slow=",
         "slow=0.1,slow=0.2",
+        "kill=",
+        "kill=-1",
+        "kill=1,kill=2",
         "",
     ],
 )
@@ -100,3 +105,17 @@ def test_slow_steps_take_the_time_that_was_asked_for(make_scheduler, monkeypatch
 def test_other_runners_stay_as_they_are(make_scheduler, text):
     runner = make_scheduler().runner
     assert with_chaos(runner, SchedulerConfig(chaos=text), page_size=4) is runner
+
+
+def test_only_a_prompt_with_the_token_kills(make_scheduler, monkeypatch):
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append((pid, signum)))
+    harness = make_scheduler(num_pages=128)
+    harness.runner = with_chaos(harness.runner, SchedulerConfig(chaos="kill=9"), page_size=4)
+    harness.submit(prompt=[7, 8, 10], max_new_tokens=1)
+    harness.step()
+    assert killed == []
+    harness.submit(prompt=[8, 9], max_new_tokens=1)
+    harness.step()
+
+    assert killed == [(os.getpid(), signal.SIGKILL)]
