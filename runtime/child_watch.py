@@ -64,9 +64,11 @@ class Nodes(Protocol):
 
     Attributes:
         remedy: what the user can do about one that is late.
+        restart: what the user has to do after any loss.
     """
 
     remedy: str
+    restart: str
 
     @property
     def late(self) -> list[str]: ...

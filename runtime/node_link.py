@@ -32,6 +32,7 @@ from .model_files.model_spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 SILENCE_S: Final = 8.0
+RESTART: Final = "start the engine again on all machines"
 _BEAT_INTERVAL_S: Final = 1.0
 _MAX_LATE_BEATS: Final = 2
 _STOP_LINGER_S: Final = 1.0  # for the last word on its way
@@ -109,6 +110,7 @@ class NodeHub:
     """Machine 0's side."""
 
     remedy = "start `engine serve` there with its --node-rank"
+    restart = RESTART
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
         """Listen for the others.
@@ -177,8 +179,8 @@ class NodeHub:
         name = node_name(hello.node_rank)
         first = next((identity for identity, peer in self._peers.items() if peer.name == name), None)
         if first is not None and self._is_lost(first):
-            cause = f"{name} was lost and has come back; start the engine again on all machines"
-            self._refuse(sender, cause)
+            cause = f"{name} was lost and has come back"
+            self._refuse(sender, f"{cause}; {RESTART}")
             raise ChildFailure(cause)
         if first is not None:
             cause = f"this engine has a {name} already; each machine needs its own --node-rank"

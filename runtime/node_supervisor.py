@@ -13,7 +13,7 @@ from .control import Role, Settings
 from .crash_report import CrashReports
 from .model_files.model_spec import ModelSpec
 from .model_files.source import ModelSource
-from .node_link import NodeFailed, NodeLink, NodeReady, NodeStopped
+from .node_link import RESTART, NodeFailed, NodeLink, NodeReady, NodeStopped
 from .signal_queue import SignalQueue
 from .socket_dir import SocketDir
 from .supervisor import ROOMS, Outcome
@@ -81,7 +81,8 @@ class NodeSupervisor:
                 report = ""
                 if self._crash_reports is not None and failure.exit_code == 1:
                     report = self._crash_reports.note(failure.message, watch.children, socket_dir.path)
-                return Outcome(failure.exit_code, failure.message + report)
+                remedy = f"; {RESTART}" if failure.exit_code == 1 else ""
+                return Outcome(failure.exit_code, failure.message + remedy + report)
             except Interrupted as interrupt:
                 message = f"stopped by {interrupt.signum.name}"
                 link.send(NodeFailed(message))

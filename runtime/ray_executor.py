@@ -129,6 +129,7 @@ class RayNodes:
     """The machines of an engine on Ray: a `NodeHub`, and an ear for what the broker says of the actors."""
 
     remedy = "the actors' lines above say what they do"
+    restart = "start the engine again"
 
     def __init__(self, hub: NodeHub, broker: Broker, machines: dict[int, str]) -> None:
         self._hub = hub

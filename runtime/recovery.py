@@ -142,8 +142,10 @@ class Recovery:
             self._go_on()
 
     def _restart(self, failure: ChildFailure) -> None:
-        lost = failure.child
-        if lost is None or lost.stopping or failure.exit_code == 2 or self._watch.nodes is not None:
+        lost, nodes = failure.child, self._watch.nodes
+        if nodes is not None and failure.exit_code == 1:
+            raise ChildFailure(f"{failure.message}; {nodes.restart}", child=lost) from failure
+        if lost is None or lost.stopping or failure.exit_code == 2:
             raise failure
         now_s = self._clock()
         if (end := self._budget.take(now_s, failure.message)) is not None:

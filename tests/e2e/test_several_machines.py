@@ -90,7 +90,7 @@ def test_a_rank_that_dies_is_named_on_both_machines(start_machines, key):
     assert second.causes[0].startswith("engine: model_runner of rank 1 was killed by SIGKILL")
     for machine in (first, second):
         (report,) = machine.crash_dir.iterdir()
-        assert machine.causes[0].endswith(f"; report: {report}")
+        assert machine.causes[0].endswith(f"; start the engine again on all machines; report: {report}")
         assert "model_runner of rank 1 was killed by SIGKILL" in report.read_text()
     assert first.leftovers() == second.leftovers() == []
 
@@ -107,6 +107,7 @@ def test_a_machine_that_vanishes_is_noticed_by_the_other(start_machines, key, lo
     (cause,) = survivor.causes
     assert cause.startswith(f"engine: machine {lost}")
     assert "has been silent for 8 s" in cause
+    assert "start the engine again on all machines" in cause
     assert survivor.leftovers() == []
 
 

@@ -213,11 +213,11 @@ def test_a_machine_that_ended_and_comes_back_at_once_is_named(hub, connect, para
 
 
 def assert_lost_and_back(hub: NodeHub, second: NodeLink) -> None:
-    message = "machine 1 was lost and has come back; start the engine again on all machines"
+    message = "machine 1 was lost and has come back"
     with pytest.raises(ChildFailure, match=f"^{message}$") as failure:
         until(lambda: None, hub.look)
     assert failure.value.exit_code == 1
-    assert cause_of_the_end(second) == f"machine 0: {message}"
+    assert cause_of_the_end(second) == f"machine 0: {message}; start the engine again on all machines"
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2])
