@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import importlib
 import logging
@@ -245,7 +246,8 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
     except Exception as error:  # whatever it is, the supervisor has to hear of it
         logger.error("unexpected error, the process ends", exc_info=True)
         first_line = next(iter(str(error).splitlines()), "")
-        message = f"{type(error).__name__}: {first_line}{_where(error)}"
+        what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+        message = f"{what}{_where(error)}{_out_of_memory(error)}"
         trace = traceback.format_exc()[-MAX_TRACEBACK_CHARS:]
         channel.send(Failed(kind="bug", message=message, traceback=trace))
         return 1
@@ -259,6 +261,24 @@ def _where(error: Exception) -> str:
         return ""
     folder, name = os.path.split(frames[-1].filename)
     return f" ({os.path.join(os.path.basename(folder), name)}:{frames[-1].lineno} in {frames[-1].name})"
+
+
+def _out_of_memory(error: Exception) -> str:
+    """What to do if the error is that the process got no memory."""
+    is_it = (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        # What the loader of libraries and torch's allocator say.
+        or any(
+            text in str(error)
+            for text in ("failed to map segment", "annot allocate memory", "not enough memory")
+        )
+    )
+    if not is_it:
+        return ""
+    return (
+        "; there was no memory for it: see `free -m`, `ulimit -v`, the container's limit, and `engine doctor`"
+    )
 
 
 def _parse_argv(room: str) -> tuple[Role, int, int]:
