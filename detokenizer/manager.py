@@ -64,12 +64,14 @@ class Detokenizer:
         return len(self._texts) + len(self._answered)
 
     def handle(self, message: DetokenizerInput) -> ManagerInput | None:
-        """What to send on for a message from the scheduler, if anything; all but rows pass unchanged."""
+        """What to send on for a message from the scheduler, if anything; all but rows and reports pass unchanged."""
         match message:
             case BatchTokenOutput():
                 batch = self.process(message)
                 return batch if batch.outputs else None
-            case SchedulerReport() | FlushCacheDone() | PinDone() | Explanation() | RequestList():
+            case SchedulerReport():
+                return replace(message, detokenizer_reqs=self.num_live_reqs)
+            case FlushCacheDone() | PinDone() | Explanation() | RequestList():
                 return message
             case _:
                 assert_never(message)

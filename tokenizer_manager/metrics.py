@@ -51,6 +51,7 @@ _GAUGES: Final = (
     ("host_used_tokens", "Slots of the host's KV pool that requests hold."),
     ("host_total_tokens", "Slots of the host's KV pool."),
     ("pinned_tokens", "KV slots of pinned prefixes."),
+    ("detokenizer_reqs", "Requests that the detokenizer has a text state of."),
 )
 _TOTALS: Final = (
     ("retracted_reqs_total", "Times a request lost its KV memory to others and was computed again."),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.detokenizer.manager import Detokenizer
 from engine.runtime.messages import (
@@ -253,11 +254,13 @@ def test_a_row_of_an_unknown_request_is_answered_with_an_error(detokenizer):
     assert answer.finish.kind is FinishKind.ERROR
 
 
-def test_reports_and_flush_answers_pass_unchanged(detokenizer):
-    report, done = SchedulerReport(sent_s=1.0), FlushCacheDone(1, 2, 3)
+def test_flush_answers_pass_unchanged_and_reports_with_the_number_of_texts(detokenizer):
+    report, done = SchedulerReport(sent_s=1.0, num_running_reqs=7), FlushCacheDone(1, 2, 3)
 
-    assert detokenizer.handle(report) is report
     assert detokenizer.handle(done) is done
+    assert detokenizer.handle(report) == report
+    Request(detokenizer).send(spell("a"))
+    assert detokenizer.handle(report) == replace(report, detokenizer_reqs=1)
 
 
 def test_nothing_is_sent_for_a_batch_without_news(detokenizer):

@@ -24,6 +24,7 @@ FIXED_NAMES = {
     "host_used_tokens": "gauge",
     "host_total_tokens": "gauge",
     "pinned_tokens": "gauge",
+    "detokenizer_reqs": "gauge",
     "stalled": "gauge",
     "schedule_policy_info": "gauge",
     "preempted_reqs_total": "counter",
