@@ -22,7 +22,7 @@ TRITON := triton==3.6.0
 # One worker per core, tests that belong together on one; to see them one by one: make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: help venv test-env dev-env serve test test-slow chaos check lint typecheck package-check format clean \
+.PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check format clean \
   gpu-bundle gpu-check gpu-bench
 
 help: ## this list
@@ -40,9 +40,12 @@ test-slow: test-env ## run the tests that take long or need the default model, w
 	@$(RUN) -c 'from engine.runtime.model_files.default_model import ensure_default_model; ensure_default_model()'
 	@$(PYTEST) -m "slow or model" $(ARGS)
 
-chaos: test-env ## kill, crash and freeze random processes for ten minutes, and check every answer; ARGS="--minutes 1"
+chaos: test-env ## kill, crash, freeze random processes for ten minutes under 200 streams; ARGS="--minutes 1 --clients 8"
 	@$(RUN) -c 'from engine.runtime.model_files.default_model import ensure_default_model; ensure_default_model()'
 	@$(RUN) -m tests.faults.chaos $(ARGS)
+
+soak: test-env ## ten minutes of storms on a small server, and what is left then; ARGS="--overload refuse --minutes 60"
+	@$(RUN) -m tests.faults.soak $(ARGS)
 
 check: lint typecheck package-check ## lint, format, strict types and packaging: what every commit must pass
 

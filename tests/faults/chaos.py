@@ -1,7 +1,7 @@
 """Chaos: kills, crashes and freezes random processes of a server under load, and checks every answer.
 
-    make chaos                                   # ten minutes, the default model
-    python -m tests.faults.chaos --minutes 1 --model FOLDER --seed 7
+    make chaos                                   # ten minutes, the default model, 200 streams at a time
+    python -m tests.faults.chaos --minutes 1 --clients 8 --model FOLDER --seed 7
 
 Clients send requests whose answers are known from an undisturbed run of the same server. At the end nothing may have
 hung, been wrong or been lost; what a lost tokenizer manager breaks is told apart, and sent again. It prints what was
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import random
@@ -31,12 +30,15 @@ import httpx
 
 from tests.e2e.serving import EngineServe
 
-from .load import KINDS, NUM_TOKENS, Answer
+from .load import KINDS, Answer
 
-HUNG_S: Final = 300.0  # an answer that takes longer hangs
-PROGRESS_EVENTS: Final = 40
-"""So many events of a stream come between two faults, if it does not end before: or it would rightly be a suspect."""
-NUM_CLIENTS: Final = 8
+HUNG_S: Final = 600.0  # a stream that is silent for longer, or an answer that is not there by then, hangs
+PROGRESS_TOKENS: Final = 20
+"""So many tokens of every answer come between two faults, if it does not end before: with fewer than 16 it is
+rightly suspected of having caused both, see `Suspects`."""
+NUM_CLIENTS: Final = 200
+_STREAM_LENGTHS: Final = (60, 120)  # through several faults, and not too long to be computed again after each
+_WHOLE_LENGTHS: Final = (20, 40)  # all of it comes between two faults: nothing shows how it gets on
 _WATCHDOG_S: Final = 6.0
 _SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
 _ROLES: Final = ("scheduler", "scheduler", "detokenizer", "detokenizer", "tokenizer_manager")
@@ -50,7 +52,7 @@ class Client:
     Attributes:
         outcomes: right, wrong, lost, hung; by the loss of the tokenizer manager: broken, not connected.
         longest_pause_s: between two events of a stream.
-        num_events: so far, of the streams; whole answers count like many.
+        num_tokens: so far, of each choice; the end of an answer counts like many.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class Client:
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.longest_pause_s = 0.0
-        self.num_events = 0
+        self.num_tokens = 0.0
         self.problems: list[str] = []
-        self._engine = engine
         self._bodies = bodies
         self._known = known
+        # A connection for each request: one that is kept may be that of a tokenizer manager that is gone.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=engine.url, timeout=HUNG_S, limits=limits, verify=False)
 
     def run(self, choose: random.Random, stop: threading.Event) -> None:
         """Until told to stop; what runs then is finished."""
@@ -72,7 +76,7 @@ class Client:
             self.outcomes[outcome.partition(":")[0]] += 1
             if outcome.partition(":")[0] in ("wrong", "lost", "hung"):
                 self.problems.append(outcome)
-            self.num_events += PROGRESS_EVENTS
+            self.num_tokens += PROGRESS_TOKENS
 
     def _ask(self, body: dict[str, Any], known: Answer) -> str:
         try:
@@ -80,7 +84,7 @@ class Client:
         except httpx.TimeoutException:
             return "hung: no answer in time"
         except httpx.ConnectError:
-            time.sleep(0.05)  # nobody listens until the next tokenizer manager does
+            time.sleep(0.5)  # nobody listens until the next tokenizer manager does
             return "not connected"
         except httpx.TransportError:
             return "broken"
@@ -93,21 +97,21 @@ class Client:
         return "right"
 
     def _answer(self, body: dict[str, Any]) -> Answer:
-        url, answer = f"{self._engine.url}/v1/completions", Answer()
+        answer = Answer()
         if not body.get("stream"):
-            response = httpx.post(url, json=body, timeout=HUNG_S)
+            response = self._http.post("/v1/completions", json=body)
             answer.add(response.json())
             answer.complete = response.status_code == 200
             return answer
         last_s = time.monotonic()
         body = body | {"stream_options": {"include_usage": True}}
-        with httpx.stream("POST", url, json=body, timeout=HUNG_S) as response:
+        with self._http.stream("POST", "/v1/completions", json=body) as response:
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     answer.complete = True
                 elif line.startswith("data: "):
                     answer.add(json.loads(line.removeprefix("data: ")))
-                    self.num_events += 1
+                    self.num_tokens += 1 / body.get("n", 1)
                     now_s = time.monotonic()
                     self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
                     last_s = now_s
@@ -121,6 +125,7 @@ class Faults:
         self.counts: Counter[str] = Counter()
         self.detection_s: dict[str, list[float]] = {}
         self.recovery_s: dict[str, list[float]] = {}
+        self.num_live: list[int] = []
         self._engine = engine
         self._clients = clients
         self._choose = choose
@@ -128,6 +133,8 @@ class Faults:
     def inject(self) -> None:
         """One fault; returns when the server has recovered and every client has got on."""
         role, signum = self._choose.choice(_ROLES), self._choose.choice(_SIGNALS)
+        info = httpx.get(f"{self._engine.url}/server_info", timeout=HUNG_S).json()
+        self.num_live.append(info["num_live_requests"])
         num_before = len(_RECOVERED.findall(self._engine.log))
         began_s = time.time()
         os.kill(self._engine.pids[role], signum)
@@ -138,9 +145,9 @@ class Faults:
         self.counts[f"{role} {signum.name}"] += 1
         self.detection_s.setdefault(kind, []).append(noticed.timestamp() - began_s)
         self.recovery_s.setdefault(role, []).append(float(_RECOVERED.findall(log)[-1][1]))
-        goals = [client.num_events + PROGRESS_EVENTS for client in self._clients]
+        goals = [client.num_tokens + PROGRESS_TOKENS for client in self._clients]
         self._wait(
-            lambda: all(client.num_events >= goal for client, goal in zip(self._clients, goals, strict=True)),
+            lambda: all(client.num_tokens >= goal for client, goal in zip(self._clients, goals, strict=True)),
             "clients get on",
         )
 
@@ -152,25 +159,31 @@ class Faults:
             time.sleep(0.05)
 
 
-def run_chaos(seconds: float, seed: int, arguments: Sequence[str]) -> list[str]:
+def run_chaos(seconds: float, seed: int, num_clients: int, arguments: Sequence[str]) -> list[str]:
     """Serve, disturb, compare; what went wrong, in words."""
     choose = random.Random(seed)
     bodies = [
-        body | {"max_tokens": length} for body, length in itertools.product(KINDS.values(), (60, NUM_TOKENS))
+        body | {"max_tokens": length}
+        for body in KINDS.values()
+        for length in (_STREAM_LENGTHS if body.get("stream") else _WHOLE_LENGTHS)
     ]
     for body in bodies:
         body.pop("min_tokens", None)
-    flags = ("--max-restarts", "1000000", "--watchdog-timeout", str(_WATCHDOG_S))
+    flags = (
+        *("--max-restarts", "1000000", "--watchdog-timeout", str(_WATCHDOG_S)),
+        # All of them run: who only waits gets on by nothing, and is suspected, too.
+        *("--max-running-requests", str(3 * num_clients)),
+    )
     with EngineServe(*arguments, *flags) as engine:
         engine.wait_until_ready()
         probe = Client(engine, bodies, ())
         with ThreadPoolExecutor(len(bodies)) as threads:
             known = list(threads.map(probe._answer, bodies))
         assert all(answer.complete for answer in known), known
-        clients = [Client(engine, bodies, known) for _ in range(NUM_CLIENTS)]
+        clients = [Client(engine, bodies, known) for _ in range(num_clients)]
         faults, stop = Faults(engine, clients, choose), threading.Event()
         runs: list[Future[None]] = []
-        with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        with ThreadPoolExecutor(num_clients) as threads:
             try:
                 runs += [
                     threads.submit(client.run, random.Random(choose.random()), stop) for client in clients
@@ -194,6 +207,10 @@ def run_chaos(seconds: float, seed: int, arguments: Sequence[str]) -> list[str]:
 def _report(clients: Sequence[Client], faults: Faults, problems: Sequence[str]) -> None:
     outcomes = sum((client.outcomes for client in clients), Counter[str]())
     lines = [f"faults: {sum(faults.counts.values())}: {dict(sorted(faults.counts.items()))}"]
+    lines.append(
+        f"requests that lived when a fault came: {statistics.median(faults.num_live):.0f} in the median, "
+        f"{min(faults.num_live)} to {max(faults.num_live)}"
+    )
     lines += [_line(f"noticed a {kind}", values) for kind, values in sorted(faults.detection_s.items())]
     lines += [_line(f"recovered a {role}", values) for role, values in sorted(faults.recovery_s.items())]
     lines.append(f"longest pause of a stream: {max(client.longest_pause_s for client in clients):.2f} s")
@@ -217,11 +234,12 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="each has one request at a time")
     parser.add_argument("--model", default=None, help="the default model unless given")
     args = parser.parse_args()
     # The same bits whatever else is in a batch; else an answer may differ where rounding decides.
     arguments = [*([args.model] if args.model else []), "--deterministic"]
-    sys.exit(1 if run_chaos(60 * args.minutes, args.seed, arguments) else 0)
+    sys.exit(1 if run_chaos(60 * args.minutes, args.seed, args.clients, arguments) else 0)
 
 
 if __name__ == "__main__":

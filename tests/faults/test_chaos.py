@@ -11,4 +11,4 @@ from .chaos import run_chaos
 @pytest.mark.real_process
 @pytest.mark.timeout(600)
 def test_a_little_chaos(model):
-    assert run_chaos(20.0, 1, [str(model), "--dtype", "float32"]) == []
+    assert run_chaos(20.0, 1, 8, [str(model), "--dtype", "float32"]) == []
