@@ -76,7 +76,8 @@ class Client:
             self.outcomes[outcome.partition(":")[0]] += 1
             if outcome.partition(":")[0] in ("wrong", "lost", "hung"):
                 self.problems.append(outcome)
-            self.num_tokens += PROGRESS_TOKENS
+            if outcome != "not connected":
+                self.num_tokens += PROGRESS_TOKENS
 
     def _ask(self, body: dict[str, Any], known: Answer) -> str:
         try:
@@ -171,7 +172,7 @@ def run_chaos(seconds: float, seed: int, num_clients: int, arguments: Sequence[s
         body.pop("min_tokens", None)
     flags = (
         *("--max-restarts", "1000000", "--watchdog-timeout", str(_WATCHDOG_S)),
-        # All of them run: who only waits gets on by nothing, and is suspected, too.
+        # All of them run at the same time.
         *("--max-running-requests", str(3 * num_clients)),
     )
     with EngineServe(*arguments, *flags) as engine:

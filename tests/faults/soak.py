@@ -32,9 +32,9 @@ WARM_UP_STORMS: Final = 3
 """By then each pool of threads and each buffer is there; the rest of the memory is allowed for below."""
 ALLOWED_KIB: Final = {
     "supervisor": 1024,
-    "scheduler": 24_576,  # its last 8,192 decisions, with all verdicts and sums, come first
+    "scheduler": 16_384,  # its last 8,192 decisions, with all verdicts and sums, come first
     "detokenizer": 2048,
-    "tokenizer_manager": 8192,
+    "tokenizer_manager": 6144,
 }
 """By which memory may grow after the warm-up: what is bounded fills up, and allocators do not return all they got."""
 _VISITS: Final = 150  # of a storm
