@@ -32,6 +32,7 @@ this one yields.
 
 from __future__ import annotations
 
+import logging
 from typing import Final, Protocol
 
 import numpy as np
@@ -49,6 +50,8 @@ from .row_states import RowStates
 from .step_caps import StepCaps
 from .step_costs import MAX_TOKENS, StepCosts
 from .step_limits import StepLimits
+
+logger = logging.getLogger(__name__)
 
 _MIN_GAIN: Final = 1.03
 """Tokens per second that drafts must promise, as a multiple of a plain step's: less is within the error of both."""
@@ -128,7 +131,7 @@ class NgramSpeculation:
         self._caps = caps
         self._costs = StepCosts()
         self._shared = HitRates()
-        self._proposers: dict[Req, NgramProposer] = {}
+        self._proposers: dict[Req, NgramProposer | None] = {}  # None: it has failed
 
     def plan(self, work: Work) -> Drafts:
         """See `Speculation`."""
@@ -137,14 +140,14 @@ class NgramSpeculation:
             return NO_DRAFTS
         if not self._costs.knows_plain(num_reqs):
             return NO_DRAFTS
-        chances = [self._chances(req) for req in work.decode_reqs]
+        chances = [self._chances_or_none(req) for req in work.decode_reqs]
         counts = self._choose(chances)
         if not any(counts):
             return NO_DRAFTS
         counts = self._with_pages(work.decode_reqs, counts)
         return drafts_of(
             [
-                self._proposers[req].drafts(count) if count else []
+                self._drafts(req, count) if count else []
                 for req, count in zip(work.decode_reqs, counts, strict=True)
             ]
         )
@@ -160,17 +163,37 @@ class NgramSpeculation:
         """Who comes back begins again: its text may be long, and it may wait for long."""
         self._proposers.pop(req, None)
 
-    def _chances(self, req: Req) -> list[float]:
+    def _chances_or_none(self, req: Req) -> list[float]:
         """Of each draft that the request could have, the chance that it and all before it are right."""
         if not may_speculate(req):
             return []
+        try:
+            return self._chances(req)
+        except Exception:  # one request's trouble must not end everyone's, nor do its drafts make its answer
+            self._give_up(req)
+            return []
+
+    def _drafts(self, req: Req, count: int) -> list[int]:
+        proposer = self._proposers[req]
+        try:
+            return [] if proposer is None else proposer.drafts(count)
+        except Exception:  # as above
+            self._give_up(req)
+            return []
+
+    def _give_up(self, req: Req) -> None:
+        logger.error("guessing failed, the request goes on without rid=%s", req.rid, exc_info=True)
+        self._proposers[req] = None
+
+    def _chances(self, req: Req) -> list[float]:
         states, row = self._states, req.row
         known_len = int(states.known_len[row])
-        proposer = self._proposers.get(req)
+        if req not in self._proposers:
+            self._proposers[req] = NgramProposer(states.token_ids[row, :known_len], self._shared)
+        proposer = self._proposers[req]
         if proposer is None:
-            proposer = NgramProposer(states.token_ids[row, :known_len], self._shared)
-            self._proposers[req] = proposer
-        elif len(proposer) < known_len:
+            return []
+        if len(proposer) < known_len:
             proposer.observe(states.token_ids[row, len(proposer) : known_len].tolist())
         # The last token of an answer is never fed back, so it needs no slot, and no drafts behind it.
         room = int(states.max_kv_len[row]) - known_len

@@ -15,6 +15,7 @@ from engine.runtime.messages import FinishKind, GrammarReady
 from engine.runtime.step_plan import StepPlan
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.decision_log import PassRecord
+from engine.scheduler.ngram_proposer import NgramProposer
 from engine.scheduler.why import explain
 
 from .fake_runner import expected_output, ints
@@ -229,3 +230,24 @@ def test_a_plan_says_what_is_drafted(make_harness):
     assert ints(plan.num_scheduled_tokens) == [1 + batch.num_drafts] == [1 + n for n in ints(plan.num_drafts)]
     assert len(ints(plan.draft_ids)) == batch.num_drafts
     assert np.diff(ints(plan.out_cache_loc)).min() != 0
+
+
+@pytest.mark.parametrize("where", ["chances", "drafts", "observe"])
+def test_a_request_whose_guesses_fail_goes_on_without(make_harness, monkeypatch, caplog, where):
+    def fails(*_arguments: Any) -> Any:
+        raise ZeroDivisionError("no guess")
+
+    harness, plain = make_harness(), make_harness(speculative="off")
+    for each in (harness, plain):
+        each.submit("other", prompt=CIRCLE, max_new_tokens=120)
+    for _ in range(8):
+        harness.step()
+    monkeypatch.setattr(NgramProposer, where, fails)
+    harness.submit("a", prompt=CIRCLE, max_new_tokens=60)
+    harness.run_until_idle()
+    plain.run_until_idle()
+
+    assert harness.answers["other"].tokens == plain.answers["other"].tokens
+    assert len(harness.answers["a"].tokens) == 60
+    failed = [record.args for record in caplog.records if "guessing failed" in record.msg]
+    assert sorted(failed) == [("a",), ("other",)]  # once each
