@@ -23,7 +23,6 @@ from ..runtime.messages import (
     AbortRequest,
     BatchTextOutput,
     Explanation,
-    Finish,
     FinishKind,
     FlushCacheDone,
     ManagerInput,
@@ -32,12 +31,12 @@ from ..runtime.messages import (
     SchedulerInput,
     SchedulerReport,
     TextOutput,
-    Usage,
 )
 from ..runtime.sampling_params import SamplingParams
 from .admission import check_may_fit, resolve_length
 from .control import Control
 from .door import Door, DoorLimits
+from .early_ends import EarlyEnds
 from .generation import Choice, Generation, GenerationRequest
 from .metrics import Metrics
 from .opening import scheduler_requests
@@ -129,7 +128,12 @@ class TokenizerManager:
             self.request_log, gate=self._gate, metrics=metrics, send=send, fail=self._fail
         )
         self._sweep = Sweep(send, self._fail)
-        self._time_limits = TimeLimits(self.request_log, limits.queue_timeout_s, limits.request_timeout_s)
+        self._early_ends = EarlyEnds(
+            self.request_log,
+            TimeLimits(self.request_log, limits.queue_timeout_s, limits.request_timeout_s),
+            send=send,
+            deliver=self._deliver,
+        )
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -178,11 +182,7 @@ class TokenizerManager:
         live = [logged for choice in choices if (logged := self.request_log.get(choice.rid)) is not None]
         if owner is not None:
             live = [logged for logged in live if logged.generation.scheduling.owner == owner]
-        for logged in live:
-            logged.choice.abort_asked = True
-            self._send(AbortRequest(rid=logged.rid, reason=reason))
-            if not logged.is_sent:  # no scheduler has it, to give it its end
-                self._deliver(_last_row(logged, Finish(FinishKind.ABORT, message=reason)), self._clock())
+        self._early_ends.abort(live, reason, self._clock())
         return len(live)
 
     def ttft_s(self, rid: str) -> float | None:
@@ -237,21 +237,17 @@ class TokenizerManager:
     def check_time(self) -> None:
         """Answer the requests whose time is over and whom nobody else answers; called a few times per second."""
         now_s = self._clock()
-        for logged, finish in self._time_limits.take_expired(now_s):
-            if self.request_log.get(logged.rid) is logged:  # a sibling may have ended it in this very loop
-                self._send(AbortRequest(rid=logged.rid, reason="its time is over"))
-                self._deliver(_last_row(logged, finish), now_s)
+        self._early_ends.check_time(now_s)
         self._recovery.check_time(now_s)
 
     # ------------------------------------------------------------ lost and restarted processes
 
     def peers_lost(self, message: str, started: Collection[str] | None = None) -> None:
         """The scheduler or the detokenizer is gone, and will be back; see `Recovery` and `PeersLost`."""
-        self._recovery.lost(message, self._clock(), started)
+        now_s = self._clock()
+        self._recovery.lost(message, now_s, started)
         self._questions.fail(message)
-        for logged in self.request_log:
-            if logged.choice.abort_asked:  # who had to answer that is gone
-                self._deliver(_last_row(logged, Finish(FinishKind.ABORT, message=message)), self._clock())
+        self._early_ends.lost(message, now_s)
 
     def peers_back(self, capacity: Capacity, restarts_left: int = 0) -> None:
         """There is a scheduler and a detokenizer again, and so many more losses are survived."""
@@ -357,7 +353,7 @@ class TokenizerManager:
         for choice, message in opened:
             logged = LoggedRequest(message, generation, choice)
             self.request_log.add(logged)
-            self._time_limits.add(logged)
+            self._early_ends.add(logged)
             self._gate.sent(now_s, len(choice.prompt_ids))
             self._recovery.submit_new(logged)
         return generation
@@ -434,9 +430,3 @@ class TokenizerManager:
         self._generations.pop(generation.id, None)
         if not self._generations:
             self._idle.set()
-
-
-def _last_row(logged: LoggedRequest, finish: Finish) -> TextOutput:
-    """The row that ends a request which no scheduler ends."""
-    usage = logged.usage or Usage(prompt_tokens=len(logged.choice.prompt_ids), completion_tokens=0)
-    return TextOutput(logged.rid, "", b"", usage, finish)

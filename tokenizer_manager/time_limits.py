@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from ..runtime.messages import Finish, FinishKind
 from .request_log import LoggedRequest, RequestLog
 
-_ANSWER_GRACE_S: Final = 3.0
+_ANSWER_GRACE_S: Final = 5.0
 """For the scheduler's own answer. That to a queue timeout is waited for as long as the scheduler lives: only it knows
 whether the prompt is being computed."""
 _MIN_COMPACTED: Final = 64
