@@ -35,7 +35,7 @@ class App:
         self._services = services
         self._gate = services.gate
         self._origins = Origins(services.config.server.cors_origin)
-        self._docs = ApiDocs(ROUTES, services.version)
+        self._docs = ApiDocs(ROUTES, services.version, needs_key=services.gate.needs_key)
         self._exact: dict[str, dict[str, Route]] = {}
         self._around: dict[tuple[str, str], dict[str, Route]] = {}  # (before the name, behind it)
         for route in ROUTES:

@@ -20,7 +20,7 @@ from ..scheduling import digest_of
 from .caller import Caller
 from .exchange import Exchange
 
-_OPEN_PATHS: Final = frozenset({"/health"})
+OPEN_PATHS: Final = frozenset({"/health"})
 _MAX_KEYS: Final = 10_000  # all are compared with each token: 0.3 us each
 _SENDABLE: Final = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]*[^\x00-\x20\x7f])?")
 """What arrives as a header's value as it was sent: no control characters, no space at the ends."""
@@ -102,7 +102,7 @@ class Gate:
         hashed = hashlib.sha256(token).digest()
         if token and self._admin is not None and hmac.compare_digest(hashed, self._admin):
             return Caller(token, owner=digest_of(token), admin=True, isolated=self._isolate)
-        if self._clients and not (exchange.path in _OPEN_PATHS and not token):
+        if self._clients and not (exchange.path in OPEN_PATHS and not token):
             if not (token and _is_among(hashed, self._clients)):
                 given = "is wrong" if token else "is missing"
                 raise RequestError(

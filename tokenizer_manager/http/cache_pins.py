@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from msgspec import UNSET
+
 from ...runtime.errors import RequestError
 from ..generation import Prompt
 from ..scheduling import checked_salt
+from .answers import PinnedBody
 from .chat_messages import template_messages
 from .exchange import Exchange
 from .field_policy import FieldPolicy, first_warnings
+from .field_types import MAX_TTL_S
 from .json_body import convert
 from .protocol import PinRequest, checked_template_variables, prompts_of
 from .services import Services
 
-MAX_TTL_S: Final = 86_400.0
 _POLICY: Final = FieldPolicy(PinRequest, {})
 
 
@@ -70,9 +73,11 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
             add_special_tokens=add_special_tokens,
             param=param,
         )
-        answer: dict[str, object] = {
-            "pinned_tokens": done.pinned_tokens,
-            "asked_tokens": done.asked_tokens,
-            "reason": done.reason,
-        }
-        await exchange.send_json(answer | ({"warnings": warnings} if warnings else {}))
+        await exchange.send_json(
+            PinnedBody(
+                pinned_tokens=done.pinned_tokens,
+                asked_tokens=done.asked_tokens,
+                reason=done.reason,
+                warnings=warnings or UNSET,
+            )
+        )

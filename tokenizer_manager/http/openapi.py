@@ -11,11 +11,29 @@ from typing import Any, Final
 
 import msgspec
 
+from .auth import OPEN_PATHS
 from .errors import ErrorBody
 from .exchange import Exchange
+from .field_types import SAID
+from .protocol import NativeSampling
 from .routes import Route
 
 _REF: Final = "#/components/schemas/{name}"
+_FAILURES: Final = {
+    400: "the request, or a field of it, is not valid",
+    401: "the server asks for an API key, and this is none of them",
+    403: "it needs the admin key, or comes from a web page that is not allowed",
+    404: "there is no such thing here",
+    408: "the request did not come in time",
+    413: "the body is too large",
+    429: "there is no room for it now; see Retry-After",
+    431: "the request's head is too large",
+    500: "this request failed alone",
+    503: "nothing can be done at present",
+    504: "it did not end within its time-out",
+}
+_EVERYWHERE: Final = (400, 401, 403, 408, 431, 500, 503)
+_WITH_BODY: Final = (413, 429)
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "code,h2{font-family:ui-monospace,monospace}h2{font-size:1em;margin-top:2em}"
@@ -26,9 +44,10 @@ _STYLE: Final = (
 class ApiDocs:
     """The description of an API, as JSON and as a page."""
 
-    def __init__(self, routes: Sequence[Route], version: str) -> None:
+    def __init__(self, routes: Sequence[Route], version: str, *, needs_key: bool = False) -> None:
         self._routes = routes
         self._version = version
+        self._needs_key = needs_key
         self._document: dict[str, Any] | None = None
 
     async def serve_json(self, exchange: Exchange) -> None:
@@ -42,20 +61,28 @@ class ApiDocs:
     def document(self) -> dict[str, Any]:
         """The OpenAPI 3.1 document."""
         if self._document is None:
-            structs = [route.request for route in self._routes if route.request is not None]
-            _, schemas = msgspec.json.schema_components([*structs, ErrorBody], ref_template=_REF)
+            types = [each for route in self._routes for each in _types_of(route)]
+            shapes, schemas = msgspec.json.schema_components(
+                [*types, NativeSampling, ErrorBody], ref_template=_REF
+            )
+            schema_of = dict(zip(types, shapes, strict=False))
+            for each in types:
+                schemas.get(getattr(each, "__name__", ""), {}).update(_either(getattr(each, "one_of", ())))
             paths: dict[str, Any] = {}
             for route in self._routes:
-                paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+                operation = _operation(route, schema_of)
+                if self._needs_key and route.path in OPEN_PATHS:
+                    operation["security"] = []
+                paths.setdefault(route.path, {})[route.method.lower()] = operation
             self._document = {
                 "openapi": "3.1.0",
                 "info": {"title": "engine", "version": self._version},
                 "paths": paths,
                 "components": {
-                    "schemas": schemas,
+                    "schemas": _with_what_is_said(schemas),
                     "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
                 },
-                "security": [{}, {"bearer": []}],
+                "security": [{"bearer": []}] if self._needs_key else [{}, {"bearer": []}],
             }
         return self._document
 
@@ -77,25 +104,73 @@ class ApiDocs:
         return "".join(parts)
 
 
-def _operation(route: Route) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": _REF.format(name="ErrorBody")}}}
+def _with_what_is_said(schema: Any) -> Any:
+    """A schema in which what `field_types` says stands where it belongs."""
+    if isinstance(schema, list):
+        return [_with_what_is_said(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _with_what_is_said(value) for key, value in schema.items() if key != SAID}
+    return plain | schema.get(SAID, {})
+
+
+def _either(names: Sequence[str]) -> dict[str, Any]:
+    """That one of these fields must be there, and no other."""
+    given = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]
+    return {"oneOf": given} if given else {}
+
+
+def _types_of(route: Route) -> Iterator[Any]:
+    """What it takes and answers, as far as that is JSON."""
+    yield from (each for each in (route.request, route.answer, route.events) if each is not None)
+
+
+def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": route.handler.__name__,
         "summary": route.summary,
-        "responses": {
-            "200": {"description": "success"},
-            "default": {"description": "OpenAI error object", "content": error},
-        },
+        "responses": {"200": _success(route, schema_of)}
+        | {str(code): _failure(code) for code in _fails(route)},
     }
     if route.request is not None:
-        schema = {"$ref": _REF.format(name=route.request.__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"application/json": {"schema": schema_of[route.request]}}
+        operation["requestBody"] = {"required": True, "content": content}
     if "{" in route.path:
         name = route.path[route.path.index("{") + 1 : route.path.index("}")]
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         ]
     return operation
+
+
+def _success(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
+    """A stream's schema is that of each of its events: OpenAPI 3.1 has no word for a sequence of them."""
+    answer = {"type": "string"} if route.answer is None else schema_of[route.answer]
+    content: dict[str, Any] = {route.media_type: {"schema": answer}}
+    description = "success"
+    if route.events is not None:
+        data = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": schema_of[route.events],
+        }
+        event = {
+            "type": "object",
+            "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+            "required": ["data"],
+        }
+        content["text/event-stream"] = {"schema": event}
+        description += f"; with `stream`, events whose data are each a {route.events.__name__}, then [DONE]"
+    return {"description": description, "content": content}
+
+
+def _fails(route: Route) -> list[int]:
+    return sorted({*_EVERYWHERE, *(_WITH_BODY if route.request is not None else ()), *route.fails})
+
+
+def _failure(status: int) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(name="ErrorBody")}
+    return {"description": _FAILURES[status], "content": {"application/json": {"schema": schema}}}
 
 
 def _table(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -8,14 +8,26 @@ import asyncio
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET
 
 from ...runtime.config_fields import SECRETS, config_fields
 from ...runtime.errors import RequestError
-from ...runtime.messages import first_rid
+from ...runtime.messages import LiveRequest, first_rid
 from ...runtime.sampling_params import SamplingParams
 from ..generation import GenerationRequest
 from ..metrics import CONTENT_TYPE
 from ..scheduling import MAX_PRIORITY, Scheduling
+from .answers import (
+    AbortedBody,
+    FlushedBody,
+    HealthBody,
+    LiveRequestBody,
+    LiveRequestsBody,
+    ModelBody,
+    ModelsBody,
+    ServerInfoBody,
+    WhyBody,
+)
 from .delivery import collect
 from .exchange import Exchange
 from .field_policy import FieldPolicy
@@ -35,7 +47,7 @@ _ABORT_POLICY: Final = FieldPolicy(AbortBody, {})
 async def health(exchange: Exchange, services: Services) -> None:
     """200 if requests sent now can be expected to work; cheap, no generation."""
     _check_healthy(services)
-    await exchange.send_json({"status": "ok"})
+    await exchange.send_json(HealthBody())
 
 
 async def health_generate(exchange: Exchange, services: Services) -> None:
@@ -52,7 +64,7 @@ async def health_generate(exchange: Exchange, services: Services) -> None:
         async with exchange.abort_on_disconnect(), asyncio.timeout(_HEALTH_GENERATE_TIMEOUT_S):
             with await services.manager.start(request) as generation:
                 await collect(generation)
-            await exchange.send_json({"status": "ok"})
+            await exchange.send_json(HealthBody())
     except TimeoutError:
         raise _unhealthy(f"no token came within {_HEALTH_GENERATE_TIMEOUT_S:g} s") from None
 
@@ -71,22 +83,22 @@ async def server_info(exchange: Exchange, services: Services) -> None:
         group[name] = "(set)" if group[name] else None
     report = services.manager.report
     await exchange.send_json(
-        {
-            "version": services.version,
-            "model": services.served_model,
-            "config": config,
-            "capacity": msgspec.structs.asdict(services.manager.capacity),
-            "model_spec": services.spec,
-            "limits": services.config.limits,
-            "num_live_requests": len(services.manager.request_log),
-            "scheduler": None if report is None else msgspec.structs.asdict(report),
-        }
+        ServerInfoBody(
+            version=services.version,
+            model=services.served_model,
+            config=config,
+            capacity=msgspec.structs.asdict(services.manager.capacity),
+            model_spec=services.spec,
+            limits=services.config.limits,
+            num_live_requests=len(services.manager.request_log),
+            scheduler=None if report is None else msgspec.structs.asdict(report),
+        )
     )
 
 
 async def models(exchange: Exchange, services: Services) -> None:
     """The one model."""
-    await exchange.send_json({"object": "list", "data": [_model(services)]})
+    await exchange.send_json(ModelsBody(data=[_model(services)]))
 
 
 async def model(exchange: Exchange, services: Services) -> None:
@@ -109,13 +121,7 @@ async def why(exchange: Exchange, services: Services) -> None:
         if not answer.found:
             raise _unknown_request(request_id)
         await exchange.send_json(
-            {
-                "id": request_id,
-                "found": True,
-                "sentence": answer.sentence,
-                "columns": answer.columns,
-                "rows": answer.rows,
-            }
+            WhyBody(id=request_id, sentence=answer.sentence, columns=answer.columns, rows=answer.rows)
         )
 
 
@@ -124,31 +130,9 @@ async def live_requests(exchange: Exchange, services: Services) -> None:
     async with exchange.abort_on_disconnect():
         manager = services.manager
         answer = await manager.control.list_requests(MAX_LISTED)
+        listed = [_live_request(each, manager.ttft_s(each.rid)) for each in answer.requests]
         await exchange.send_json(
-            {
-                "object": "list",
-                "total": answer.total,
-                "last_pass": answer.last_pass,
-                "data": [
-                    {
-                        "id": first_rid(each.rid),  # by which it can be aborted and explained
-                        "phase": each.phase,
-                        "prompt_tokens": each.prompt_len,
-                        "cached_tokens": each.cached_tokens,
-                        "completion_tokens": each.output_len,
-                        "max_tokens": each.max_new_tokens,
-                        "age_s": round(each.age_s, 4),
-                        "ttft_s": manager.ttft_s(each.rid),
-                        "num_retractions": each.num_retractions,
-                        "priority": each.priority,
-                        "reason": each.reason,
-                        "why": each.why,
-                        "need": each.need,
-                        "have": each.have,
-                    }
-                    for each in answer.requests
-                ],
-            }
+            LiveRequestsBody(total=answer.total, last_pass=answer.last_pass, data=listed)
         )
 
 
@@ -169,23 +153,40 @@ async def abort_request(exchange: Exchange, services: Services) -> None:
         "aborted by request",
         owner=None if caller.admin else caller.owner,
     )
-    await exchange.send_json({"aborted": num_aborted, **({"warnings": warnings} if warnings else {})})
+    await exchange.send_json(AbortedBody(aborted=num_aborted, warnings=warnings or UNSET))
 
 
 async def flush_cache(exchange: Exchange, services: Services) -> None:
     """Empty the prefix cache."""
     done = await services.manager.control.flush_cache()
-    await exchange.send_json({"flushed_tokens": done.flushed_tokens, "kept_tokens": done.kept_tokens})
+    await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens))
 
 
-def _model(services: Services) -> dict[str, object]:
-    return {
-        "id": services.served_model,
-        "object": "model",
-        "created": services.created_s,
-        "owned_by": "engine",
-        "max_model_len": services.manager.capacity.max_model_len,
-    }
+def _model(services: Services) -> ModelBody:
+    return ModelBody(
+        id=services.served_model,
+        created=services.created_s,
+        max_model_len=services.manager.capacity.max_model_len,
+    )
+
+
+def _live_request(request: LiveRequest, ttft_s: float | None) -> LiveRequestBody:
+    return LiveRequestBody(
+        id=first_rid(request.rid),  # by which it can be aborted and explained
+        phase=request.phase,
+        prompt_tokens=request.prompt_len,
+        cached_tokens=request.cached_tokens,
+        completion_tokens=request.output_len,
+        max_tokens=request.max_new_tokens,
+        age_s=round(request.age_s, 4),
+        ttft_s=ttft_s,
+        num_retractions=request.num_retractions,
+        priority=request.priority,
+        reason=request.reason,
+        why=request.why,
+        need=request.need,
+        have=request.have,
+    )
 
 
 def _unknown_request(request_id: str) -> RequestError:

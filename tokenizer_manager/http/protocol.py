@@ -6,7 +6,7 @@ Only types are checked here: ranges by `SamplingParams.verify`, lengths by admis
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -16,23 +16,31 @@ from ...runtime.sampling_params import MAX_SEED, SamplingParams
 from ..chat_template import RESERVED_NAMES
 from ..scheduling import Scheduling, checked_priority, checked_salt, checked_timeout
 from .caller import Caller
+from .field_types import (
+    Count,
+    CountOrNone,
+    Int,
+    LogitBias,
+    Messages,
+    OnePrompt,
+    Penalty,
+    Priority,
+    Prompts,
+    PromptsOrNone,
+    RepetitionPenalty,
+    Salt,
+    SamplingObject,
+    Seconds,
+    Share,
+    StartLen,
+    StopString,
+    Temperature,
+    TimeToLive,
+    TokenId,
+    TopK,
+)
 from .json_body import convert, show
 from .limits import DEFAULT_LIMITS, check_count, check_limit
-
-Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""What fits into a message; larger ones would fail on their way to the scheduler."""
-
-Priority = Annotated[
-    Int | str,
-    msgspec.Meta(
-        description="Larger goes first where the policy looks at it; 'high', 'normal' and 'low' are 20, 0 and -20, "
-        "further apart than the 10 levels that may take a running request's place."
-    ),
-]
-Seconds = Annotated[
-    float,
-    msgspec.Meta(description="Seconds, above 0 and at most 86400; the server's own limit holds as well."),
-]
 
 V = TypeVar("V")
 
@@ -48,19 +56,19 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class SamplingFields(msgspec.Struct, kw_only=True):
     """The sampling fields that have the same name everywhere."""
 
-    n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
+    n: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
     seed: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop: StopString | list[StopString] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
     skip_special_tokens: bool | None = None
 
     def num_choices(self, limits: RequestLimits) -> int:
@@ -132,11 +140,11 @@ class GenerationFields(SamplingFields, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
+    max_tokens: Count | None = None
+    min_tokens: CountOrNone | None = None
     include_stop_str_in_output: bool | None = None
     priority: Priority | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     user: str | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
@@ -161,10 +169,10 @@ class GenerationFields(SamplingFields, kw_only=True):
 class ChatRequest(GenerationFields, kw_only=True):
     """Body of `POST /v1/chat/completions`; `messages` is checked one by one in `chat_messages`."""
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: Int | None = None
+    messages: Messages
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: CountOrNone | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -211,35 +219,37 @@ class ChatRequest(GenerationFields, kw_only=True):
 class CompletionRequest(GenerationFields, kw_only=True):
     """Body of `POST /v1/completions`; `prompt` may take four forms, see `prompts_of`."""
 
-    prompt: Any
-    best_of: Int | None = None
+    prompt: Prompts
+    best_of: Count | None = None
     echo: bool | None = None
-    logprobs: Int | None = None
+    logprobs: CountOrNone | None = None
     add_special_tokens: bool | None = None
 
 
 class NativeSampling(SamplingFields, kw_only=True):
     """`sampling_params` of `POST /generate`."""
 
-    max_new_tokens: Int | None = None
-    min_new_tokens: Int | None = None
-    best_of: Int | None = None
+    max_new_tokens: Count | None = None
+    min_new_tokens: CountOrNone | None = None
+    best_of: Count | None = None
     no_stop_trim: bool | None = None
 
 
 class NativeRequest(msgspec.Struct, kw_only=True):
     """Body of `POST /generate`: a text or a list of them, or token ids or a list of those."""
 
-    text: Any = None
-    input_ids: Any = None
-    sampling_params: dict[str, Any] | None = None
+    one_of: ClassVar = ("text", "input_ids")
+
+    text: PromptsOrNone = None
+    input_ids: PromptsOrNone = None
+    sampling_params: SamplingObject | None = None
     stream: bool | None = None
     incremental: bool | None = None  # chunks hold what is new, not all so far
     return_logprob: bool | None = None
-    top_logprobs_num: Int | None = None
-    logprob_start_len: Int | None = None
+    top_logprobs_num: CountOrNone | None = None
+    logprob_start_len: StartLen | None = None
     priority: Priority | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     user: str | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
@@ -249,9 +259,11 @@ class NativeRequest(msgspec.Struct, kw_only=True):
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of `POST /tokenize`: a prompt, or chat messages, which are rendered first."""
 
+    one_of: ClassVar = ("prompt", "messages")
+
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -260,7 +272,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of `POST /detokenize`."""
 
-    tokens: list[Int]
+    tokens: list[TokenId]
     model: str | None = None
     skip_special_tokens: bool | None = None
 
@@ -268,16 +280,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 class PinRequest(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/cache/pins`: a prompt or chat messages, and for how many seconds; 0 unpins."""
 
-    ttl: Annotated[
-        float,
-        msgspec.Meta(
-            description="Seconds to keep it, at most 86400; 0 unpins. Pins never keep a request waiting."
-        ),
-    ]
+    one_of: ClassVar = ("prompt", "messages")
+
+    ttl: TimeToLive
     model: str | None = None
-    prompt: Any = None
-    messages: list[dict[str, Any]] | None = None
-    cache_salt: str | None = None
+    prompt: OnePrompt = None
+    messages: Messages | None = None
+    cache_salt: Salt | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

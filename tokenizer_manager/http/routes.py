@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from . import operations, tokenizing
+from .answers import (
+    AbortedBody,
+    FlushedBody,
+    HealthBody,
+    LiveRequestsBody,
+    ModelBody,
+    ModelsBody,
+    PinnedBody,
+    ServerInfoBody,
+    TextBody,
+    TokensBody,
+    WhyBody,
+)
 from .cache_pins import pin_prefix
 from .exchange import Exchange
-from .native import generate
-from .openai_chat import chat_completions
-from .openai_completions import completions
+from .native import GenerateBody, generate
+from .openai_chat import ChatChunk, ChatCompletion, chat_completions
+from .openai_completions import Completion, completions
 from .protocol import (
     AbortBody,
     ChatRequest,
@@ -30,6 +43,12 @@ Handler = Callable[[Exchange, Services], Awaitable[None]]
 class Route(NamedTuple):
     """One method of one path; `{...}` stands for whatever lies between what is before and behind it. What
     concerns everybody's requests is the admin's.
+
+    Attributes:
+        answer: the type of the JSON in a success; None for what is no JSON.
+        events: the type of the JSON in each event, of those that can stream.
+        media_type: of a success that is no JSON.
+        fails: statuses of failures beyond those that every route, or every one with a body, can have.
     """
 
     method: str
@@ -38,29 +57,133 @@ class Route(NamedTuple):
     summary: str
     request: type[msgspec.Struct] | None = None
     admin: bool = False
+    answer: Any = None
+    events: type[msgspec.Struct] | None = None
+    media_type: str = "application/json"
+    fails: tuple[int, ...] = ()
 
+
+_GENERATING: Final = (404, 504)
 
 ROUTES: Final = (
-    Route("POST", "/v1/chat/completions", chat_completions, "Answer a chat (OpenAI).", ChatRequest),
-    Route("POST", "/v1/completions", completions, "Continue prompts (OpenAI).", CompletionRequest),
-    Route("GET", operations.MODELS_PATH, operations.models, "The served model (OpenAI)."),
-    Route("GET", f"{operations.MODELS_PATH}/{{model}}", operations.model, "One model by name (OpenAI)."),
-    Route("POST", "/generate", generate, "Generate from texts or token ids.", NativeRequest),
-    Route("POST", "/tokenize", tokenizing.tokenize, "Token ids of a text or a chat.", TokenizeRequest),
-    Route("POST", "/detokenize", tokenizing.detokenize, "Text of token ids.", DetokenizeRequest),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        "Answer a chat (OpenAI).",
+        ChatRequest,
+        answer=ChatCompletion,
+        events=ChatChunk,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/completions",
+        completions,
+        "Continue prompts (OpenAI).",
+        CompletionRequest,
+        answer=Completion,
+        events=Completion,
+        fails=_GENERATING,
+    ),
+    Route("GET", operations.MODELS_PATH, operations.models, "The served model (OpenAI).", answer=ModelsBody),
+    Route(
+        "GET",
+        f"{operations.MODELS_PATH}/{{model}}",
+        operations.model,
+        "One model by name (OpenAI).",
+        answer=ModelBody,
+        fails=(404,),
+    ),
+    Route(
+        "POST",
+        "/generate",
+        generate,
+        "Generate from texts or token ids.",
+        NativeRequest,
+        answer=GenerateBody | list[GenerateBody],
+        events=GenerateBody,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/tokenize",
+        tokenizing.tokenize,
+        "Token ids of a text or a chat.",
+        TokenizeRequest,
+        answer=TokensBody,
+        fails=(404,),
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        tokenizing.detokenize,
+        "Text of token ids.",
+        DetokenizeRequest,
+        answer=TextBody,
+        fails=(404,),
+    ),
     Route(
         "GET",
         operations.REQUESTS_PATH,
         operations.live_requests,
         "The live requests, in figures.",
         admin=True,
+        answer=LiveRequestsBody,
     ),
-    Route("GET", f"{operations.REQUESTS_PATH}/{{id}}/why", operations.why, "Why a request fared as it did."),
-    Route("POST", "/v1/cache/pins", pin_prefix, "Keep a cached prefix for a time, or let it go.", PinRequest),
-    Route("POST", "/abort_request", operations.abort_request, "End running requests.", AbortBody),
-    Route("POST", "/flush_cache", operations.flush_cache, "Empty the prefix cache.", admin=True),
-    Route("GET", "/health", operations.health, "Whether requests can be expected to work; needs no key."),
-    Route("GET", "/health_generate", operations.health_generate, "Whether a token can be generated."),
-    Route("GET", "/server_info", operations.server_info, "Settings, capacity and state."),
-    Route("GET", "/metrics", operations.metrics, "Prometheus metrics."),
+    Route(
+        "GET",
+        f"{operations.REQUESTS_PATH}/{{id}}/why",
+        operations.why,
+        "Why a request fared as it did.",
+        answer=WhyBody,
+        fails=(404,),
+    ),
+    Route(
+        "POST",
+        "/v1/cache/pins",
+        pin_prefix,
+        "Keep a cached prefix for a time, or let it go.",
+        PinRequest,
+        answer=PinnedBody,
+        fails=(404,),
+    ),
+    Route(
+        "POST",
+        "/abort_request",
+        operations.abort_request,
+        "End running requests.",
+        AbortBody,
+        answer=AbortedBody,
+    ),
+    Route(
+        "POST",
+        "/flush_cache",
+        operations.flush_cache,
+        "Empty the prefix cache.",
+        admin=True,
+        answer=FlushedBody,
+    ),
+    Route(
+        "GET",
+        "/health",
+        operations.health,
+        "Whether requests can be expected to work; needs no key.",
+        answer=HealthBody,
+    ),
+    Route(
+        "GET",
+        "/health_generate",
+        operations.health_generate,
+        "Whether a token can be generated.",
+        answer=HealthBody,
+    ),
+    Route(
+        "GET",
+        "/server_info",
+        operations.server_info,
+        "Settings, capacity and state.",
+        answer=ServerInfoBody,
+    ),
+    Route("GET", "/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Final
 
+from msgspec import UNSET
+
 from ...runtime.errors import RequestError
+from .answers import TextBody, TokensBody
 from .chat_messages import template_messages
 from .exchange import Exchange
 from .field_policy import FieldPolicy
@@ -46,21 +48,19 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
         add_special_tokens, param = request.add_special_tokens is not False, "prompt"
     async with exchange.abort_on_disconnect():
         [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
-        await exchange.send_json(_answer(services, text, ids, warnings))
-
-
-def _answer(services: Services, text: str, ids: array[int], warnings: list[str]) -> dict[str, object]:
-    answer: dict[str, object] = {
-        "tokens": ids.tolist(),
-        "count": len(ids),
-        "max_model_len": services.manager.capacity.max_model_len,
-        "prompt": text,
-    }
-    return answer | ({"warnings": warnings} if warnings else {})
+        await exchange.send_json(
+            TokensBody(
+                tokens=ids.tolist(),
+                count=len(ids),
+                max_model_len=services.manager.capacity.max_model_len,
+                prompt=text,
+                warnings=warnings or UNSET,
+            )
+        )
 
 
 async def detokenize(exchange: Exchange, services: Services) -> None:
-    """Text of token ids; under both names that clients of other engines look for."""
+    """Text of token ids."""
     body = await services.read_object(exchange)
     warnings = _DETOKENIZE_POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, DetokenizeRequest)
@@ -75,5 +75,4 @@ async def detokenize(exchange: Exchange, services: Services) -> None:
     text = await services.encoder.decode(
         request.tokens, skip_special_tokens=bool(request.skip_special_tokens), param="tokens"
     )
-    answer: dict[str, object] = {"text": text, "prompt": text}
-    await exchange.send_json(answer | ({"warnings": warnings} if warnings else {}))
+    await exchange.send_json(TextBody(text=text, prompt=text, warnings=warnings or UNSET))

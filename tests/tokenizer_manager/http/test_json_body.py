@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from engine.runtime.errors import RequestError
 from engine.runtime.request_limits import RequestLimits
+from engine.tokenizer_manager.http.field_types import Int
 from engine.tokenizer_manager.http.json_body import convert, parse_object, show
-from engine.tokenizer_manager.http.protocol import ChatRequest, Int, prompts_of
+from engine.tokenizer_manager.http.protocol import ChatRequest, prompts_of
 
 
 class Sample(msgspec.Struct):

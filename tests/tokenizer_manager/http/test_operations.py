@@ -119,6 +119,41 @@ def test_openapi_lists_every_route_and_every_reference_resolves(serve: Serve):
             assert schemas[route.request.__name__]["properties"].keys() == fields
 
 
+def test_openapi_says_what_is_answered_and_how_it_fails(serve: Serve):
+    served, guarded = serve(), serve(api_key=("sk-1",))
+    document = served.client.get("/openapi.json").json()
+    for route in ROUTES:
+        responses = document["paths"][route.path][route.method.lower()]["responses"]
+        [media_type, *streams] = responses.pop("200")["content"]
+        assert media_type == ("text/plain" if route.path == "/metrics" else "application/json")
+        assert streams == (["text/event-stream"] if route.events else [])
+        assert responses.keys() >= {"400", "401", "403", "503"}
+        for failure in responses.values():
+            assert failure["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+
+    assert document["security"] == [{}, {"bearer": []}]
+    document = guarded.client.get("/openapi.json", headers={"Authorization": "Bearer sk-1"}).json()
+    assert document["security"] == [{"bearer": []}]
+    assert [
+        path for path, item in document["paths"].items() if item.get("get", {}).get("security") == []
+    ] == ["/health"]
+
+
+def test_openapi_has_the_ranges_of_fields_and_forbids_two_prompts(serve: Serve):
+    schemas = serve().client.get("/openapi.json").json()["components"]["schemas"]
+    fields = schemas["CompletionRequest"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 100}
+    assert fields["max_tokens"]["anyOf"][0]["minimum"] == 1
+    assert fields["seed"]["anyOf"][0]["minimum"] == -(2**63)
+    assert schemas["NativeRequest"]["properties"]["sampling_params"]["anyOf"][0]["$ref"].endswith(
+        "NativeSampling"
+    )
+    assert [option["required"] for option in schemas["TokenizeRequest"]["oneOf"]] == [
+        ["prompt"],
+        ["messages"],
+    ]
+
+
 def test_the_docs_page_lists_every_route_and_loads_nothing_from_elsewhere(serve: Serve):
     reply = serve().client.get("/docs")
 

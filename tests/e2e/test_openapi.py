@@ -1,0 +1,111 @@
+"""A real server against its own `/openapi.json`: whatever schemathesis makes of the document, allowed or not, the
+status is one that the document has, the body what it says, and nobody gets in without a key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.config import SchemathesisConfig
+from schemathesis.specs.openapi import checks
+
+from engine.tokenizer_manager.http.routes import ROUTES
+
+from .serving import DEADLINE_S, EngineServe
+
+pytestmark = [pytest.mark.real_process, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ADMIN_KEY = "sk-admin"
+AUTHORIZED = {"Authorization": f"Bearer {ADMIN_KEY}"}
+SMALL = ("--max-model-len", "64", "--max-n", "3", "--max-prompts", "4")
+"""So that no request takes long, whatever it asks for."""
+OWN_TIME_LIMITS = {503: "queue_timeout", 504: "request_timeout"}
+"""What a client gets that asks for a time limit of a microsecond."""
+BY_CHANCE = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(scope="module")
+def answers() -> Counter[tuple[str, int]]:
+    """How often each operation has answered with each status."""
+    return Counter()
+
+
+@pytest.fixture(scope="module")
+def api(model, answers) -> Iterator[Any]:
+    """The document of a server, with the keys of both kinds."""
+    keys = ("--api-key", "sk-client", "--admin-api-key", ADMIN_KEY)
+    with EngineServe(str(model), "--dtype", "float32", *keys, *SMALL) as engine:
+        engine.wait_until_ready()
+        config = SchemathesisConfig(seed=0)
+        yield schemathesis.openapi.from_url(f"{engine.url}/openapi.json", headers=AUTHORIZED, config=config)
+        assert engine.stop() == 0, engine.log
+        assert "Traceback" not in engine.log
+
+
+@schemathesis.check
+def no_server_error(_context: Any, response: Any, _case: Any) -> None:
+    """A failure that is not the client's own wish."""
+    if response.status_code >= 500:
+        code = response.json()["error"]["code"]
+        assert OWN_TIME_LIMITS.get(response.status_code) == code, response.text
+
+
+CHECKS = [
+    no_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+    checks.unsupported_method,
+    checks.allow_header_conformance,
+    checks.ignored_auth,
+]
+
+
+def cases(api: Any, operation: Any, mode: GenerationMode) -> Iterator[Any]:
+    """Boundaries, missing fields, wrong types, other methods: each once."""
+    generation = api.config.generation_for(operation=operation)
+    yield from api.iter_coverage_cases(operation, generation_modes=[mode], generation_config=generation)
+
+
+def modest(case: Any) -> Any:
+    """The same with few tokens, and without a model that is not there, which the schema cannot know."""
+    if isinstance(case.body, dict):
+        case.body.pop("model", None)
+        if case.operation.path == "/generate":
+            case.body["sampling_params"] = (case.body.get("sampling_params") or {}) | {"max_new_tokens": 4}
+        elif case.operation.path.endswith("/completions"):
+            case.body["max_tokens"] = 4
+            case.body.pop("max_completion_tokens", None)
+    return case
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_every_answer_is_as_the_document_says(api, answers, route, mode):
+    operation = api[route.path][route.method]
+
+    def check(case: Any) -> None:
+        response = case.call_and_validate(checks=CHECKS, headers=AUTHORIZED, timeout=DEADLINE_S)
+        answers[operation.label, response.status_code] += 1
+
+    for case in cases(api, operation, mode):
+        check(case)
+    if route.request is not None:  # what has no fields has been seen whole
+        by_chance = operation.as_strategy(generation_mode=mode)
+        by_chance = by_chance.map(modest) if mode is GenerationMode.POSITIVE else by_chance
+        BY_CHANCE(given(case=by_chance)(check))()
+
+
+def test_every_operation_has_also_succeeded(answers):
+    """Else the test above would prove little."""
+    succeeded = {label for label, status in answers if status == 200}
+    assert succeeded >= {f"{route.method} {route.path}" for route in ROUTES if "{" not in route.path}, answers
