@@ -64,6 +64,11 @@ class ChatTemplate:
                 f"{name} has a syntax error in line {error.lineno}: {error.message}; mend it or give another one with "
                 f"--chat-template"
             ) from error
+        except Exception as error:  # of Python's compiler, or of a stack that is not deep enough
+            raise ConfigError(
+                f"{name} cannot be compiled: {type(error).__name__}: {error}; mend it or give another one with "
+                f"--chat-template"
+            ) from error
 
     def render(
         self,

@@ -202,7 +202,7 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         shards = set(json.loads(index.read_bytes())["weight_map"].values())
         paths = [folder / shard for shard in sorted(shards)]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index}: damaged ({error!r}); download it again") from error
     for path in paths:
         if path.parent != folder or not path.exists():

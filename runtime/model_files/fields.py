@@ -37,7 +37,7 @@ class Fields:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, value, "expected a number")
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high or not math.isfinite(value):  # in this order: `isfinite` takes no 10**400
             raise self.error(name, value, f"expected a number from {low:g} to {high:g}")
         return float(value)
 

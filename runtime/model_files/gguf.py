@@ -123,7 +123,10 @@ class GGUFFile:
         info = self.tensors.get(name)
         if info is None:
             raise ConfigError(f"{self.path}: there is no tensor {name!r}")
-        return dequantize(info, self.raw(info))
+        try:
+            return dequantize(info, self.raw(info))
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
 
 
 def dequantize(info: TensorInfo, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -202,7 +205,7 @@ class _HeaderReader:
             or alignment <= 0
             or alignment & alignment - 1
         ):
-            raise self._error(f"general.alignment is {alignment!r}, expected a power of two")
+            raise self._error(f"general.alignment is {repr(alignment)[:80]}, expected a power of two")
         relative = [self._tensor_info(alignment) for _ in range(count)]
         data_start = -(-self._pos // alignment) * alignment
         infos = [info._replace(offset=data_start + info.offset) for info in relative]

@@ -99,9 +99,9 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
 def _quantisation(file: GGUFFile, spec: ModelSpec) -> QuantisationSpec | None:
     """Which modules are stored in blocks that can be kept; None: none of them."""
     types: dict[str, str] = {}
-    for name, stored, expert in stored_names(spec):
+    for name, stored, _ in stored_names(spec, experts=False):
         info = file.tensors.get(stored)
-        if info is None or expert is not None or len(info.shape) != 2:
+        if info is None or len(info.shape) != 2:
             continue
         if name.endswith(".weight") and info.ggml_type.name in GGUF_FORMS:
             module = name.removesuffix(".weight")

@@ -50,8 +50,11 @@ FUSED: Final = {
 """Modules of Phi-3 that are several in other models."""
 
 
-def stored_names(spec: ModelSpec) -> Iterator[tuple[str, str, int | None]]:
-    """Every tensor the model may have: Hugging Face's name, the file's, and which of the experts stacked in it."""
+def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str, str, int | None]]:
+    """Every tensor the model may have: Hugging Face's name, the file's, and which of the experts stacked in it.
+
+    Without `experts` there are at most some hundred thousand, whatever the file claims.
+    """
     for hf, gguf in _GLOBAL_NAMES.items():
         yield hf, gguf, None
     in_layer = dict(_LAYER_NAMES)
@@ -65,7 +68,7 @@ def stored_names(spec: ModelSpec) -> Iterator[tuple[str, str, int | None]]:
         for hf, gguf in in_layer.items():
             for part in ("weight", "bias"):
                 yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
-        if spec.experts is not None:
+        if experts and spec.experts is not None:
             yield f"model.layers.{layer}.mlp.gate.weight", f"blk.{layer}.ffn_gate_inp.weight", None
             for hf, gguf in _EXPERT_NAMES.items():
                 for expert in range(spec.experts.num_experts):

@@ -27,7 +27,7 @@ def read_gguf_rope_scaling(
     """
     key = f"{arch}.rope.scaling"
     if _LONG in file.tensors or _SHORT in file.tensors:
-        return _longrope_scaling(file, fields, arch)
+        return _longrope_scaling(file, fields, arch, rotary_dim)
     kind = fields.text(f"{key}.type", default="none")
     if kind == "linear":
         return RopeScaling(kind="linear", factor=fields.number(f"{key}.factor", 1.0, 1e6))
@@ -49,7 +49,7 @@ def read_gguf_rope_scaling(
     return RopeScaling()
 
 
-def _longrope_scaling(file: GGUFFile, fields: Fields, arch: str) -> RopeScaling:
+def _longrope_scaling(file: GGUFFile, fields: Fields, arch: str, rotary_dim: int) -> RopeScaling:
     original = fields.integer(f"{arch}.rope.scaling.original_context_length", 2, 1 << 30)
     factor = fields.integer(f"{arch}.context_length", 1, 1 << 30) / original
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -58,9 +58,22 @@ def _longrope_scaling(file: GGUFFile, fields: Fields, arch: str) -> RopeScaling:
         factor=factor,
         original_max_position=original,
         attention_factor=fields.number(f"{arch}.rope.scaling.attn_factor", 1e-6, 1e6, default=default),
-        short_factor=tuple(file.read(_SHORT).flatten().tolist()),
-        long_factor=tuple(file.read(_LONG).flatten().tolist()),
+        short_factor=tuple(_divisors(file, _SHORT, rotary_dim // 2).tolist()),
+        long_factor=tuple(_divisors(file, _LONG, rotary_dim // 2).tolist()),
     )
+
+
+def _divisors(file: GGUFFile, name: str, count: int) -> npt.NDArray[np.float32]:
+    """A tensor of frequency divisors; what is of another size is not read at all.
+
+    Raises:
+        ConfigError: it is missing, of another size, or has what no frequency can be divided by.
+    """
+    info = file.tensors.get(name)
+    divisors = file.read(name) if info is None or math.prod(info.shape) == count else np.empty(0, np.float32)
+    if not (divisors.size == count and np.isfinite(divisors).all() and (divisors > 0).all()):
+        raise ConfigError(f"{file.path}: tensor {name!r} must hold {count} divisors above 0")
+    return divisors.flatten()
 
 
 def _llama3_scaling(file: GGUFFile, rotary_dim: int, rope_theta: float) -> RopeScaling:
@@ -69,11 +82,9 @@ def _llama3_scaling(file: GGUFFile, rotary_dim: int, rope_theta: float) -> RopeS
     The largest divisor is `factor`; all Llama 3 models share the other constants, which is checked by
     computing the whole tensor from them.
     """
-    divisors = file.read("rope_freqs.weight")
-    if divisors.shape != (rotary_dim // 2,) or not np.isfinite(divisors).all() or divisors.max() < 1:
-        raise ConfigError(
-            f"{file.path}: tensor 'rope_freqs.weight' must hold {rotary_dim // 2} divisors >= 1"
-        )
+    divisors = _divisors(file, _LLAMA3, rotary_dim // 2)
+    if divisors.max(initial=0.0) < 1:
+        raise ConfigError(f"{file.path}: tensor {_LLAMA3!r} must hold {rotary_dim // 2} divisors >= 1")
     scaling = RopeScaling(
         kind="llama3",
         factor=round(float(divisors.max()), 6),

@@ -23,6 +23,7 @@ from tokenizers.models import BPE
 from ..errors import ConfigError
 from .fields import Fields
 from .gguf import GGUFFile
+from .library_errors import library_errors
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ _UNKNOWN: Final = 2
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 _ADDED_TYPES: Final = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched in text as a whole, before any splitting
+
+_MAX_PIECE_CHARS: Final = 1024
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3_REGEX: Final = (
@@ -148,10 +151,13 @@ def _sentencepiece_bpe(
 ) -> CoreTokenizer:
     """SentencePiece BPE: spaces become U+2581, bytes that no token covers become <0x..> tokens."""
     scores = file.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, np.ndarray) or scores.shape != (len(tokens),):
+    if not isinstance(scores, np.ndarray) or scores.shape != (len(tokens),) or np.isnan(scores).any():
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.scores must hold one score for each of {len(tokens)} tokens"
         )
+    longest = max(map(len, tokens))
+    if longest > _MAX_PIECE_CHARS:  # all ways to cut it are looked at
+        raise ConfigError(f"{file.path}: a token has {longest} characters, the limit is {_MAX_PIECE_CHARS}")
     unknown = fields.token_ids("tokenizer.ggml.unknown_token_id", len(tokens))
     unk_token = tokens[unknown[0]] if unknown else None
     merges = _merges_by_score(vocab, scores.tolist(), _token_types(file, len(tokens)))
@@ -200,7 +206,7 @@ def _bpe(
     byte_fallback: bool = False,
     ignore_merges: bool = False,
 ) -> BPE:
-    try:
+    with library_errors(f"{file.path}: the vocabulary is damaged: "):
         return BPE(
             vocab,
             merges,
@@ -209,8 +215,6 @@ def _bpe(
             byte_fallback=byte_fallback,
             ignore_merges=ignore_merges,
         )
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"{file.path}: the vocabulary is damaged: {error}") from error
 
 
 def _token_types(file: GGUFFile, num_tokens: int) -> list[int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Final
 
 from ..errors import ConfigError
 
 _MAX_BYTES: Final = 64 << 20
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a pair has no UTF-8 form, and whoever wants one of it later would fail with something else than a reason."""
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -22,7 +25,10 @@ def read_json(path: Path) -> dict[str, object]:
             raise ConfigError(
                 f"{path}: larger than {_MAX_BYTES >> 20} MiB, this cannot be a configuration file"
             )
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        value = json.loads(data, object_pairs_hook=_unambiguous)
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError, too
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; the model folder is incomplete, download it again"
@@ -34,3 +40,13 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def _unambiguous(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object; a field that is there twice must say the same twice, as some published files do."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        for name, value in pairs:
+            if fields[name] != value:
+                raise ValueError(f"the field {name!r} is there twice, with different values")
+    return fields

@@ -21,11 +21,14 @@ from .fields import Fields
 from .gguf import GGUFFile
 from .gguf_tokenizer import build_gguf_tokenizer
 from .json_file import read_json
+from .library_errors import is_panic, library_errors
 from .source import ModelSource
 from .token_bound import TokenBound, find_token_bound
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_PROBE: Final = "Is 1 a word?"
+"""Files that make the library panic are read without a word; the first text shows them."""
 _GGUF_EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -100,10 +103,9 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(_no_tokenizer(folder))
-        try:
+        with library_errors(f"{path}: not a valid tokenizer (", "); download it again"):
             core = CoreTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"{path}: not a valid tokenizer ({error}); download it again") from error
+            core.encode_batch_fast([_PROBE])
         config_path = folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
         special_tokens = _named_tokens(config)
@@ -181,6 +183,11 @@ class Tokenizer:
         except TypeError:
             for text in texts:
                 _check_unicode(text)
+            raise
+        except BaseException as error:
+            if is_panic(error):
+                message = f"the model's tokenizer fails on this text: {error}"
+                raise RequestError(message, code="tokenizer_failed", status=500) from None
             raise
         return [encoding.ids for encoding in encodings]
 

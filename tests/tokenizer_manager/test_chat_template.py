@@ -168,6 +168,12 @@ def test_a_broken_template_is_refused_at_start():
         ChatTemplate("a\n{% if %}", {}, "the file x")
 
 
+@pytest.mark.parametrize("source", ["{{ (" * 2000, "{% for a in b %}" * 30 + "{% endfor %}" * 30])
+def test_a_template_that_cannot_be_compiled_is_refused_at_start(source):
+    with pytest.raises(ConfigError, match=r"the file x cannot be compiled: \w+: .*--chat-template"):
+        ChatTemplate(source, {}, "the file x")
+
+
 def test_the_template_is_the_models_or_that_of_a_file(tmp_path):
     path = tmp_path / "template.jinja"
     path.write_text("custom")

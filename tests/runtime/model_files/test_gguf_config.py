@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from engine.runtime.model_files.gguf_config import read_gguf_spec
 from engine.runtime.model_files.model_spec import ModelSpec, RopeScaling
 
 MakeGGUF = Callable[..., Path]
+LONGROPE = {"llama__rope__scaling__original_context_length": 128}
+FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 METADATA: dict[str, Any] = {
     "llama.block_count": 2,
@@ -138,6 +141,15 @@ def test_divisors_of_one_are_no_scaling(make_gguf: MakeGGUF) -> None:
         ({"llama__attention__layer_norm_rms_epsilon": 2}, "layer_norm_rms_epsilon is 2, expected a number"),
         ({"tokenizer__ggml__eos_token_id": 128}, "eos_token_id is 128, expected token ids from 0 to 127"),
         ({"tensors": {"rope_freqs.weight": np.ones(3, np.float32)}}, "must hold 4 divisors"),
+        ({"tensors": {"rope_freqs.weight": np.full(4, np.nan, np.float32)}}, "must hold 4 divisors"),
+        (
+            {"tensors": {"rope_factors_long.weight": np.ones(4, np.float32)}, **LONGROPE},
+            "no tensor 'rope_factors_short",
+        ),
+        (
+            {"tensors": {name: np.zeros(4, np.float32) for name in FACTORS}, **LONGROPE},
+            "must hold 4 divisors above 0",
+        ),
     ],
 )
 def test_a_refusal_names_file_key_and_rule(
@@ -146,3 +158,19 @@ def test_a_refusal_names_file_key_and_rule(
     with pytest.raises(ConfigError, match=message) as caught:
         read(make_gguf, **changes)
     assert "tiny.gguf" in str(caught.value)
+
+
+def test_experts_that_are_not_there_are_not_looked_for_one_by_one(make_gguf: MakeGGUF) -> None:
+    """4096 layers of 65,536 experts each would be 800 million names."""
+    metadata = {key.replace("llama.", "qwen3moe."): value for key, value in METADATA.items()}
+    metadata |= {
+        "qwen3moe.block_count": 4096,
+        "qwen3moe.expert_count": 65536,
+        "qwen3moe.expert_used_count": 8,
+    }
+    metadata |= {"qwen3moe.expert_feed_forward_length": 8}
+    began_s = time.thread_time()
+    spec = read_gguf_spec(GGUFFile(make_gguf(metadata, arch="qwen3moe")))
+    assert spec.experts is not None
+    assert spec.experts.num_experts == 65536
+    assert time.thread_time() - began_s < 20  # it takes 0.1 s

@@ -298,6 +298,14 @@ def test_sentencepiece_adds_bos_and_falls_back_to_bytes(spm: Tokenizer) -> None:
         ({"add_bos_token": True, "bos_token_id": ...}, "the field tokenizer.ggml.bos_token_id is missing"),
         ({"bos_token_id": 1 << 20}, "bos_token_id is 1048576, expected token ids from 0 to"),
         ({"model": "llama", "scores": [0.0, 1.0]}, "scores must hold one score for each"),
+        (
+            {"model": "llama", "scores": [float("nan")], "tokens": ["a"], "token_type": [1]},
+            "scores must hold one score",
+        ),
+        (
+            {"model": "llama", "scores": [0.0], "tokens": ["a" * 5000], "token_type": [1]},
+            "a token has 5000 characters",
+        ),
     ],
 )
 def test_a_damaged_vocabulary_is_refused(
@@ -322,6 +330,16 @@ def write_folder(folder: Path, core: CoreTokenizer, config: dict[str, Any] | Non
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def test_a_tokenizer_that_makes_the_library_panic_is_refused(tmp_path: Path) -> None:
+    core = train("smollm")
+    core.save(str(tmp_path / "tokenizer.json"))
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    document["normalizer"] = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a valid tokenizer \(index out of bounds"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_folder_is_read(tmp_path: Path) -> None:
