@@ -19,6 +19,13 @@ from .presets import PRESETS, preset_origin
 
 ENV_VARS: Final = {"ENGINE_API_KEY": "api_key", "ENGINE_ADMIN_API_KEY": "admin_api_key"}
 DEFAULT_ORIGIN: Final = "default"
+_GUARDS: Final = {
+    "api_key": "everybody would get in",
+    "api_key_file": "everybody would get in",
+    "admin_api_key": "whoever can connect to a loopback address would be the admin",
+    "ssl_certfile": "nothing would be encrypted",
+}
+"""Settings that nobody means to leave out who writes their names into a file, and what would come of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +143,12 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
             if first is not None:
                 name = "" if setting.alias is None else f", another name of {setting.field.name},"
                 raise ConfigError(f"{key}{name} is set a second time (first at {first.origin})")
-            layer[setting.field.name] = Value(setting.check(_scalar(loader, node, setting.field)), origin)
+            if setting.field.name in _GUARDS and node.value == "":  # an explicit null or [] is meant
+                raise ConfigError(
+                    f"{key} has no value, and without one {_GUARDS[setting.field.name]}; write one, or null"
+                )
+            value = setting.check(_scalar(loader, node, setting.field))
+            layer[setting.field.name] = Value(value, origin)
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}") from None
     return layer

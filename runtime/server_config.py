@@ -46,6 +46,11 @@ class ServerConfig:
         tuple[str, ...],
         "Origin whose pages may call the API from a browser, https://example.org, or * for any; may be given again.",
     ] = ()
+    allowed_host: Annotated[
+        tuple[str, ...],
+        "Name by which clients may call a server without keys on a loopback address, besides localhost and addresses; "
+        "* for any; may be given again.",
+    ] = ()
     ssl_certfile: Annotated[str | None, "Certificate chain (PEM) to serve HTTPS with."] = None
     ssl_keyfile: Annotated[str | None, "Its private key (PEM), if not in --ssl-certfile."] = None
     max_body_mb: Annotated[float, "Largest request body; over it clients get 413."] = 16.0
@@ -88,6 +93,12 @@ class ServerConfig:
             if origin != "*" and not _is_origin(origin):
                 raise ConfigError(
                     f"cors_origin is {origin!r}, but it must be * or scheme://host[:port] without a path"
+                )
+
+        for host in self.allowed_host:
+            if not host or (host != "*" and set(host) & set("/?#@:* ")):
+                raise ConfigError(
+                    f"allowed_host is {host!r}, but it must be * or a name without scheme and port"
                 )
 
     @property

@@ -13,6 +13,7 @@ from engine.runtime.errors import ConfigError
 SERVE_FLAGS = """
 --admin-api-key
 --admission-estimator
+--allowed-host
 --api-key
 --api-key-file
 --async-scheduling

@@ -236,3 +236,14 @@ def test_errors_call_a_setting_as_the_user_did(yaml_file):
         from_arguments({"disable_radix_cache": False})
     with pytest.raises(ConfigError, match="belongs to the group 'scheduler', not to 'cache'"):
         from_yaml_file(yaml_file("cache:\n  max_num_seqs: 3\n"))
+
+
+@pytest.mark.parametrize("name", ["api_key", "api-key", "api_key_file", "admin_api_key", "ssl_certfile"])
+@pytest.mark.parametrize("value", ["", " ", ' ""', "  # later"])
+def test_a_guard_without_a_value_is_an_error_and_not_an_open_door(tmp_path, name, value):
+    path = tmp_path / "engine.yaml"
+    path.write_text(f"port: 1\n{name}:{value}\n")
+    with pytest.raises(
+        ConfigError, match=rf"engine.yaml:2: {name} has no value, and without one .*; write one, or"
+    ):
+        from_yaml_file(path)

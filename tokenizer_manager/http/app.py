@@ -17,6 +17,7 @@ from ...runtime.errors import RequestError
 from .delivery import error_event
 from .errors import MethodNotAllowedError, reply_to
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
+from .hosts import Hosts
 from .json_body import show
 from .openapi import ApiDocs
 from .origins import Origins
@@ -35,6 +36,7 @@ class App:
         self._services = services
         self._gate = services.gate
         self._origins = Origins(services.config.server.cors_origin)
+        self._hosts = Hosts(services.config.server.allowed_host)
         self._docs = ApiDocs(ROUTES, services.version, needs_key=services.gate.needs_key)
         self._exact: dict[str, dict[str, Route]] = {}
         self._around: dict[tuple[str, str], dict[str, Route]] = {}  # (before the name, behind it)
@@ -69,6 +71,8 @@ class App:
                 return
             if not self._gate.needs_key:
                 self._origins.check(exchange)
+        if self._gate.trusts_this_machine:
+            self._hosts.check(exchange)
         exchange.caller = self._gate.admit(exchange)
         route = self._find(exchange)
         if route.admin:

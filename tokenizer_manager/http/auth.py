@@ -84,6 +84,7 @@ class Gate:
         self._clients = tuple(map(_hashed, keys.clients))
         self._admin = None if keys.admin is None else _hashed(keys.admin)
         self._isolate = isolate
+        self._loopback = loopback
         # Tenants that must not learn of each other come through a proxy on this machine: none of them is an admin.
         self._everyone_is_admin = self._admin is None and loopback and not isolate
 
@@ -91,6 +92,11 @@ class Gate:
     def needs_key(self) -> bool:
         """Whether clients must send a key."""
         return bool(self._clients)
+
+    @property
+    def trusts_this_machine(self) -> bool:
+        """Whether only those on this machine can connect, and all of them may."""
+        return self._loopback and not self._clients
 
     def admit(self, exchange: Exchange) -> Caller:
         """Let a request in, and say on whose behalf it is made.
