@@ -306,7 +306,9 @@ class SchedulerReport(Message, frozen=True):
     stalled: str = ""  # why nothing moves although requests wait; "" if all is well
     draft_tokens_total: int = 0  # guesses at next tokens that steps have checked, see --speculative
     accepted_draft_tokens_total: int = 0  # of these, those that were right
-    detokenizer_reqs: int = 0  # requests that the detokenizer has a text state of; it says so as the report passes
+    detokenizer_reqs: int = (
+        0  # requests that the detokenizer has a text state of; it says so as the report passes
+    )
 
 
 class FlushCacheDone(Message, frozen=True):

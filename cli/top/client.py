@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
 
-from ...runtime.errors import EngineError
+from ...runtime.errors import EngineError, RequestError
 from ..chat.http import base_url, error_of
 from .snapshot import Snapshot
 
@@ -21,15 +22,20 @@ class Unreachable(EngineError):
 class Client:
     """One server. A context manager."""
 
-    def __init__(self, url: str, api_key: str | None, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, timeout_s: float = _TIMEOUT_S, cacert: str | None = None
+    ) -> None:
         """Connect to nobody yet.
 
+        Args:
+            cacert: a file of certificates (PEM) to trust; None for those that the system trusts.
+
         Raises:
-            RequestError: not a URL.
+            RequestError: not a URL, or such a file cannot be used.
         """
         self.base = base_url(url)
         headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s)
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, verify=_trust(cacert))
 
     def __enter__(self) -> Self:
         return self
@@ -74,3 +80,16 @@ class Client:
         if not isinstance(answer, dict):
             raise EngineError(f"{self.base}{path} is no JSON object; is it an engine? Check the URL")
         return answer
+
+
+def _trust(cacert: str | None) -> ssl.SSLContext | bool:
+    """What decides about certificates; True is httpx's own way, which honours SSL_CERT_FILE."""
+    if cacert is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(
+            f"--cacert {cacert} cannot be used: {reason}; give a file of certificates in PEM form"
+        ) from None

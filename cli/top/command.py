@@ -44,6 +44,14 @@ def top(
             help="The admin's key, where the server has one (or set ENGINE_ADMIN_API_KEY, ENGINE_API_KEY).",
         ),
     ] = None,
+    cacert: Annotated[
+        str | None,
+        typer.Option(
+            "--cacert",
+            metavar="FILE",
+            help="Certificates to trust (PEM), of a server with https and a private CA (or set SSL_CERT_FILE).",
+        ),
+    ] = None,
     interval: Annotated[
         float, typer.Option("--interval", metavar="NUMBER", help="Seconds between two looks.")
     ] = 1.0,
@@ -67,7 +75,7 @@ def top(
         import setproctitle
 
         setproctitle.setproctitle("engine: top")  # instead of the command line, which has the key
-    with Client(url or url_option or DEFAULT_URL, key) as client:
+    with Client(url or url_option or DEFAULT_URL, key, cacert=cacert) as client:
         if once:
             print_once(client.look(), as_json=as_json)
         else:

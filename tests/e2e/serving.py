@@ -26,7 +26,7 @@ DEADLINE_S: Final = 60.0  # for what takes a second or two on an idle machine
 SLOW: Final = ("--chaos", "slow=0.02")
 """For tests that must do something before an answer ends: 2,000 tokens take at least 40 s, on any machine."""
 
-_READY: Final = re.compile(r"^Ready after [\d.]+ s: (\S+) at (http://\S+)$", re.MULTILINE)
+_READY: Final = re.compile(r"^Ready after [\d.]+ s: (\S+) at (https?://\S+)$", re.MULTILINE)
 _LAST_READY_LINE: Final = "Stop with Ctrl-C."
 _CHILD: Final = re.compile(r"started child=(\w+) pid=(\d+)")
 _SAMPLE: Final = re.compile(r"^(engine:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -166,7 +166,7 @@ class EngineServe:
             f"file {path.name}" for path in self.tmp.iterdir() if path not in (self._log, self.crash_dir)
         ]
         if self.url:
-            host, port = self.url.removeprefix("http://").split(":")
+            host, port = self.url.partition("://")[2].split(":")
             with socket.socket() as probe:
                 if probe.connect_ex((host, int(port))) == 0:
                     left.append(f"port {port}")
