@@ -8,6 +8,8 @@
 #include <algorithm>
 
 #include "linear.h"
+#include "linear_floats.h"
+#include "linear_output.h"
 #include "linear_tiles.h"
 #include "parallel.h"
 #include "program.h"
@@ -27,7 +29,7 @@ constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is n
 
 int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
 
-struct Linear : LinearCall {
+struct Linear : LinearOutput {
     // What a strip fetches while it adds: so many cache lines at each step.
     struct Fetch {
         const uint32_t* from;
@@ -80,30 +82,9 @@ struct Linear : LinearCall {
                                                 sums, fetch);
             if (end < inputs / 2)
                 store_tile(waiting, PANEL, sums);
-            else if (float_out)
-                finish(row, columns.column, sums, static_cast<float*>(out));
             else
-                finish(row, columns.column, sums, static_cast<bf16*>(out));
+                finish(row, columns.column, sums);
         });
-    }
-
-    template <int ROWS, int VECTORS, class Out>
-    void finish(int64_t row, int64_t column, f32x16 (&sums)[ROWS][VECTORS], Out* to) const {
-        constexpr int64_t WIDTH = VECTORS * LANES;
-        int64_t width = std::min<int64_t>(WIDTH, outputs - column);
-        to += row * outputs + column;
-        if (bias != nullptr) {
-            float added[WIDTH] = {};
-            for (int64_t n = 0; n < width; ++n) added[n] = to_float(bias[column + n]);
-            add_to_tile(added, sums);
-        }
-        if (width == WIDTH) {
-            store_tile(to, outputs, sums);
-            return;
-        }
-        Out all[ROWS * WIDTH];
-        store_tile(all, WIDTH, sums);
-        for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * outputs, all + r * WIDTH, width * sizeof(Out));
     }
 
     // The vectors [begin, end) of the outputs.
@@ -177,7 +158,10 @@ EXPORT void linear_to(const void* x, int64_t x_stride, const void* packed, const
 #if TILES
     TileLinear{call}.run();
 #else
-    Linear{call}.run();
+#if FLOAT_PRODUCTS
+    if (num_tokens > TILE_ROWS) return FloatLinear{{call}}.run();
+#endif
+    Linear{{call}}.run();
 #endif
 }
 

@@ -71,7 +71,7 @@ inline __attribute__((always_inline)) void multiply_tile(
         typename Kind::Vector columns[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) columns[v] = Kind::load_step(panel + k * panel_width + v * LANES);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
             typename Kind::Vector row = Kind::splat_step(rows + r * row_stride + k * Kind::NUMBERS);
 #pragma GCC unroll 4
@@ -83,7 +83,7 @@ inline __attribute__((always_inline)) void multiply_tile(
 // What comes before and after: unrolled, or the sums would go through memory.
 template <int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void zero_tile(f32x16 (&sums)[ROWS][VECTORS]) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) sums[r][v] = f32x16{};
@@ -92,7 +92,7 @@ inline __attribute__((always_inline)) void zero_tile(f32x16 (&sums)[ROWS][VECTOR
 template <int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void load_tile(const float* from, int64_t stride,
                                                      f32x16 (&sums)[ROWS][VECTORS]) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(from + r * stride + v * LANES);
@@ -100,7 +100,7 @@ inline __attribute__((always_inline)) void load_tile(const float* from, int64_t 
 
 template <int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void add_to_tile(const float* row, f32x16 (&sums)[ROWS][VECTORS]) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) sums[r][v] += load(row + v * LANES);
@@ -108,7 +108,7 @@ inline __attribute__((always_inline)) void add_to_tile(const float* row, f32x16 
 
 template <class T, int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void store_tile(T* to, int64_t stride, const f32x16 (&sums)[ROWS][VECTORS]) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) store(to + r * stride + v * LANES, sums[r][v]);

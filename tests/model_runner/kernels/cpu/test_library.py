@@ -181,8 +181,8 @@ def test_plain_fma_is_preferred_to_slow_dot_products(flags, isas):
 def test_whose_dot_products_are_slow_is_told_by_the_cpu_s_name(monkeypatch, vendor, model, slow):
     lines = f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t\t: {model}\nflags\t\t: avx2 fma\n"
     others = lines.replace(vendor, "GenuineIntel").replace(model, "143") if vendor else ""
-    monkeypatch.setattr(isa_module.Path, "read_text", lambda path: f"{lines}\n{others}")
-    monkeypatch.setattr(isa_module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(Path, "read_text", lambda path: f"{lines}\n{others}")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert isa_module.has_slow_bf16() is slow
     assert cpu_flags() == {"avx2", "fma"}
 

@@ -1,0 +1,252 @@
+// The product of linear.cpp in float, for more tokens than a tile of tile.h has rows, where the CPU has no fast bfloat16
+// dot product.
+//
+// Widening a number costs an instruction, as a multiplication does. So each is widened once for many products: x once for
+// a group of panels, part by part of k, and a part of a panel by the first strip of tokens, which leaves it in the
+// first-level cache for all other strips.
+//
+// Each sum is one chain of fused multiplications and additions in the order of k, as in tile.h: a token's bits are the same
+// in both. Sums wait in memory between two parts, as they are.
+
+#pragma once
+
+#include <algorithm>
+
+#include "linear_output.h"
+#include "parallel.h"
+#include "simd.h"
+#include "tile.h"
+
+#if defined(__AVX512F__) && !HAS_BF16_DOT && !TILES
+#define FLOAT_PRODUCTS 1
+#else
+#define FLOAT_PRODUCTS 0
+#endif
+
+#if FLOAT_PRODUCTS
+
+namespace engine {
+
+struct FloatLinear : LinearOutput {
+    static constexpr int64_t ROWS = 12;     // tokens of a strip
+    static constexpr int64_t VECTORS = 2;   // of outputs: 24 sums, 2 columns, 1 splat, 1 mask: 28 of 32 registers
+    static constexpr int64_t WIDTH = VECTORS * LANES;
+    static constexpr int64_t PART = 96;      // pairs of k: 24 KB of widened columns
+    static constexpr int64_t FEW_STRIPS = 2;  // wait for memory and not for sums, and ...
+    static constexpr int64_t FEW_PART = 64;   // ... what they have fetched is still in the first-level cache
+    static constexpr int64_t ROW = 2 * PART + LANES;  // floats between two tokens: not a power of two, whose lines collide
+    static constexpr int64_t GROUP = 4 * PER_PANEL;   // vectors that a part of x is widened for: takes 14 % of one panel's time
+    static constexpr int64_t BLOCK_STRIPS = 5;        // of tokens, whose part of x stays in the second-level cache
+    static constexpr int64_t SHARED_TOKENS = BLOCK_STRIPS * ROWS;  // more are cut into such blocks
+    static constexpr int64_t PIECES = 4;              // for each thread at least, if that is possible: they end together then
+    static constexpr int64_t MIN_BYTES = 1 << 16;     // of weights for each thread: less is not worth waking it
+
+    // Memory of one thread.
+    struct Workspace {
+        float* x;        // [tokens][ROW]: a part of k, first the low numbers of all pairs, from PART on the high ones
+        float* columns;  // [pairs of a part][2][WIDTH]: low and high numbers
+        float* waiting;  // [columns of the group][tokens][WIDTH]: sums between two parts
+    };
+
+    Workspace workspace(int64_t tokens) const {
+        thread_local Scratch scratch;
+        int64_t x = tokens * ROW, columns = 2 * PART * WIDTH, waiting = GROUP * LANES * tokens;
+        float* memory = reinterpret_cast<float*>(scratch.get((x + columns + waiting) * sizeof(float)));
+        return {memory + columns, memory, memory + columns + x};
+    }
+
+    // What a strip fetches while it adds: two cache lines at each pair, one (twice), or always the same. Without a loop or
+    // a branch, beside which the compiler would not keep the sums in registers.
+    struct Fetch {
+        const uint32_t* from;
+        int64_t pair, second;
+
+        inline __attribute__((always_inline)) void operator()(int64_t n) const {
+            __builtin_prefetch(from + n * pair, 0, 2);
+            __builtin_prefetch(from + n * pair + second, 0, 2);
+        }
+    };
+
+    // One strip of tokens, and of k the pairs [begin, end).
+    struct Strip {
+        int64_t row, begin, end;
+        const float* x;
+        float* waiting;
+    };
+
+    static int64_t strips_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
+
+    // Where a pair of a vector is.
+    const uint32_t* pair_of(int64_t vector, int64_t pair) const {
+        return at(vector * LANES) + pair * panel_width(vector / PER_PANEL);
+    }
+
+    void widen_x(int64_t first, int64_t last, int64_t begin, int64_t end, float* to) const {
+        for (int64_t token = first; token < last; ++token, to += ROW) {
+            const bf16* from = x + token * x_stride;
+            int64_t pair = begin;
+            for (; pair + LANES <= end; pair += LANES) widen(load_pairs(from + 2 * pair), to + pair - begin);
+            if (pair == end) continue;
+            u32x16 rest = {};
+            std::memcpy(&rest, from + 2 * pair, (end - pair) * sizeof(uint32_t));
+            widen(rest, to + pair - begin);
+        }
+    }
+
+    static void widen(u32x16 pairs, float* to) {
+        store(to, low_of(pairs));
+        store(to + PART, high_of(pairs));
+    }
+
+    static f32x16 low_of(u32x16 pairs) { return (f32x16)(pairs << 16); }
+    static f32x16 high_of(u32x16 pairs) { return (f32x16)(pairs & 0xffff0000u); }
+
+    // sum += a * b, in the register where the sum is: GCC likes to put it where the splat was, and to move it back at the
+    // end of each step.
+    static inline __attribute__((always_inline)) f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) {
+        asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
+
+    template <int ROWS_, int VECTORS_>
+    static inline __attribute__((always_inline)) void multiply_add(const f32x16 (&columns)[VECTORS_], const float* x,
+                                                                   f32x16 (&sums)[ROWS_][VECTORS_]) {
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS_; ++r) {
+            f32x16 row = splat(x[r * ROW]);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS_; ++v) sums[r][v] = add_product(sums[r][v], columns[v], row);
+        }
+    }
+
+    // The first strip widens the columns, and leaves them at `widened`, `stride` floats a pair (0: nobody needs them).
+    template <int ROWS_, int VECTORS_>
+    static inline __attribute__((always_inline)) void multiply_first(const Strip& strip, const uint32_t* pairs, int64_t width,
+                                                                     float* widened, int64_t stride, const Fetch& fetch,
+                                                                     f32x16 (&sums)[ROWS_][VECTORS_]) {
+        const float* x = strip.x;
+        for (int64_t k = 0; k < strip.end - strip.begin; ++k, ++x, pairs += width, widened += stride) {
+            fetch(k);
+            f32x16 columns[VECTORS_];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS_; ++v) {
+                columns[v] = low_of(load_pairs(pairs + v * LANES));
+                store(widened + v * LANES, columns[v]);
+            }
+            multiply_add(columns, x, sums);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS_; ++v) {
+                columns[v] = high_of(load_pairs(pairs + v * LANES));
+                store(widened + WIDTH + v * LANES, columns[v]);
+            }
+            multiply_add(columns, x + PART, sums);
+        }
+    }
+
+    template <int ROWS_, int VECTORS_>
+    static inline __attribute__((always_inline)) void multiply_next(const Strip& strip, const float* widened,
+                                                                    const Fetch& fetch, f32x16 (&sums)[ROWS_][VECTORS_]) {
+        const float* x = strip.x;
+        for (int64_t k = 0; k < strip.end - strip.begin; ++k, ++x, widened += 2 * WIDTH) {
+            fetch(k);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                f32x16 columns[VECTORS_];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS_; ++v) columns[v] = load(widened + half * WIDTH + v * LANES);
+                multiply_add(columns, x + half * PART, sums);
+            }
+        }
+    }
+
+    template <int ROWS_, int VECTORS_>
+    void multiply_strip(const Strip& strip, int64_t vector, float* widened, bool is_first, int64_t stride,
+                        const Fetch& fetch) const {
+        f32x16 sums[ROWS_][VECTORS_];
+        if (strip.begin == 0)
+            zero_tile(sums);
+        else
+            load_tile(strip.waiting, WIDTH, sums);
+        if (is_first)
+            multiply_first(strip, pair_of(vector, strip.begin), panel_width(vector / PER_PANEL), widened, stride, fetch, sums);
+        else
+            multiply_next(strip, widened, fetch, sums);
+        if (strip.end < inputs / 2)
+            store_tile(strip.waiting, WIDTH, sums);
+        else
+            finish(strip.row, vector * LANES, sums);
+    }
+
+    // Calls body<ROWS, VECTORS>() with numbers that are known only now.
+    template <int MOST, class Body>
+    static void with_rows(int64_t rows, int64_t vectors, const Body& body) {
+        if constexpr (MOST > 1)
+            if (rows < MOST) return with_rows<MOST - 1>(rows, vectors, body);
+        vectors == 1 ? body.template operator()<MOST, 1>() : body.template operator()<MOST, VECTORS>();
+    }
+
+    // Tokens [first, last) times the vectors [begin, end), a group at most; then those from `next` on are read, if any.
+    void multiply(int64_t first, int64_t last, int64_t begin, int64_t end, int64_t next) const {
+        int64_t tokens = last - first, strips = strips_of(tokens), pairs = inputs / 2;
+        int64_t most = strips <= FEW_STRIPS ? FEW_PART : PART, parts = (pairs + most - 1) / most;
+        Workspace memory = workspace(tokens);
+        for (int64_t part = 0; part < parts; ++part) {
+            int64_t from = pairs * part / parts, to = pairs * (part + 1) / parts;
+            widen_x(first, last, from, to, memory.x);
+            float* waiting = memory.waiting;
+            for (int64_t vector = begin; vector < end;) {
+                int64_t stop = std::min(end, (vector / PER_PANEL + 1) * PER_PANEL);  // of the panel
+                const uint32_t* after = stop < end             ? pair_of(stop, from)
+                                        : part + 1 < parts     ? pair_of(begin, to)
+                                        : next < num_vectors() ? pair_of(next, 0)
+                                                               : nullptr;
+                int64_t all = strips * ((stop - vector + VECTORS - 1) / VECTORS), lines = all < PER_PANEL ? 2 : 1, n = 0;
+                for (; vector < stop; vector += VECTORS, waiting += tokens * WIDTH) {
+                    for (int64_t strip = 0; strip < strips; ++strip, ++n) {
+                        int64_t row = tokens * strip / strips, rows = tokens * (strip + 1) / strips - row;
+                        Fetch fetch = {after + n * lines * (to - from) * LINE, lines * LINE, (lines - 1) * LINE};
+                        if (after == nullptr || n * lines >= PER_PANEL) fetch = {packed, 0, 0};
+                        Strip work = {first + row, from, to, memory.x + row * ROW, waiting + row * WIDTH};
+                        with_rows<ROWS>(rows, std::min(stop - vector, VECTORS), [&]<int ROWS_, int VECTORS_>() {
+                            multiply_strip<ROWS_, VECTORS_>(work, vector, memory.columns, strip == 0,
+                                                            strips > 1 ? 2 * WIDTH : 0, fetch);
+                        });
+                    }
+                }
+                vector = stop;
+            }
+        }
+    }
+
+    // The same for any number of vectors.
+    void multiply_all(int64_t first, int64_t last, int64_t begin, int64_t end, int64_t next) const {
+        for (int64_t stop; begin < end; begin = stop) {
+            stop = std::min(end, (begin / GROUP + 1) * GROUP);
+            multiply(first, last, begin, stop, stop < end ? stop : next);
+        }
+    }
+
+    void run() const {
+        int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
+        if (num_tokens <= SHARED_TOKENS) {
+            share_out(vectors, (MIN_BYTES + vector_bytes - 1) / vector_bytes,
+                      [&](int64_t begin, int64_t end) { multiply_all(0, num_tokens, begin, end, end); });
+            return;
+        }
+        int64_t strips = strips_of(num_tokens), blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+        int64_t ahead = max_threads();  // groups: one is mine after so many, if all threads are equally fast
+        int64_t panels = std::clamp<int64_t>(blocks * num_panels() / (PIECES * ahead), 1, GROUP / PER_PANEL);
+        int64_t group = panels * PER_PANEL, groups = (vectors + group - 1) / group;
+        hand_out(blocks * groups, [&](int64_t n) {
+            int64_t block = n / groups, begin = n % groups * group;
+            int64_t first = num_tokens * (strips * block / blocks) / strips;
+            int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
+            int64_t next = n + ahead < blocks * groups ? (n + ahead) % groups * group : vectors;
+            multiply(first, last, begin, std::min(begin + group, vectors), next);
+        });
+    }
+};
+
+}  // namespace engine
+
+#endif  // FLOAT_PRODUCTS
