@@ -17,6 +17,7 @@ from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder, make_req_to_token
 from .decode_graphs import record_decodes
+from .forward_program import Forward, programmed_forward
 from .graph_device import CudaGraphDevice
 from .host_kv_pool import HostKVPool, NoHostKVPool
 from .input_buffers import InputBuffers
@@ -130,8 +131,14 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         buffers=buffers,
         recordings=recordings,
     )
+    forward: Forward = loaded.model.forward
+    if device.type == "cpu":
+        forward = programmed_forward(
+            loaded.kernels, model=loaded.model, kv_pool=kv_pool, attention=attention, num_ranks=group.size
+        )
     return ModelRunner(
         model=loaded.model,
+        forward=forward,
         kv_pool=kv_pool,
         host_kv_pool=host_kv_pool,
         states=states,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
     from .batch_builder import BatchBuilder
     from .forward_batch import ForwardBatch, PromptSpan
+    from .forward_program import Forward
     from .host_kv_pool import HostPages
     from .input_buffers import InputBuffers
     from .kv_pool import KVPool
@@ -105,6 +106,7 @@ class ModelRunner:
         self,
         *,
         model: CausalLM,
+        forward: Forward,
         kv_pool: KVPool,
         host_kv_pool: HostPages,
         states: RowStates,
@@ -121,6 +123,7 @@ class ModelRunner:
         """Take the parts.
 
         Args:
+            forward: the model's, or what does the same; what it returns need not outlive the step.
             capacity: what all of them have room for.
             sizes: what some of them take.
             drops_steps: a step for which the device has no memory is dropped; else that ends the runner.
@@ -128,6 +131,7 @@ class ModelRunner:
         self.capacity = capacity
         self.sizes = sizes
         self.model = model
+        self.forward = forward
         self.kv_pool = kv_pool
         self.host_kv_pool = host_kv_pool
         self._states = states
@@ -216,7 +220,7 @@ class ModelRunner:
             batch.recorded.replay()
             chosen, num_tokens = self._sample(batch, batch.recorded.logits)
             return Fetched(batch, chosen, num_tokens=num_tokens)
-        hidden = self.model.forward(batch)
+        hidden = self.forward(batch)
         sampled = cut_finite = num_tokens = None
         if batch.sampling.num_rows:
             last = hidden if batch.sample_indices is None else hidden.index_select(0, batch.sample_indices)

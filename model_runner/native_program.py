@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from .arena import Arena
-    from .kernels.cpu.function import NativeFunction, Tap
+    from .kernels.cpu.function import NativeFunction, OnCall, Tap
 
 _ALLOCATIONS: Final = frozenset(
     {
@@ -41,20 +41,34 @@ _FROM_HOST: Final = frozenset({torch.ops.aten.lift_fresh.default})
 _WORD_MASK: Final = (1 << 64) - 1
 
 
+class Call(NamedTuple):
+    """One call of a function of the library.
+
+    Attributes:
+        function: whose.
+        form: its recorded form.
+        words: its arguments as `Word` of program.h.
+    """
+
+    function: NativeFunction
+    form: int
+    words: list[int]
+
+
 class NativeProgram:
     """Calls with their arguments.
 
     Attributes:
         num_calls: how many.
+        words: the arguments of all calls, one after the other, where the program reads them when it runs.
     """
 
-    def __init__(self, library: ctypes.CDLL, calls: list[tuple[int, list[int]]]) -> None:
-        """`calls`: of each, its recorded form and its arguments as words."""
-        counts = np.array([len(words) for _, words in calls], dtype=np.uint64)
-        self._words = np.array([word for _, words in calls for word in words], dtype=np.uint64)
+    def __init__(self, library: ctypes.CDLL, calls: Sequence[Call]) -> None:
+        counts = np.array([len(call.words) for call in calls], dtype=np.uint64)
+        self.words = np.array([word for call in calls for word in call.words], dtype=np.uint64)
         self._calls = np.empty((len(calls), 2), dtype=np.uint64)
-        self._calls[:, 0] = [function for function, _ in calls]
-        self._calls[:, 1] = self._words.ctypes.data + 8 * (np.cumsum(counts) - counts)
+        self._calls[:, 0] = [call.form for call in calls]
+        self._calls[:, 1] = self.words.ctypes.data + 8 * (np.cumsum(counts) - counts)
         self.num_calls = len(calls)
         self._run = library.run_program
         self._address = self._calls.ctypes.data
@@ -79,10 +93,47 @@ class Recorded(NamedTuple):
     reason_against: str = ""
 
 
+class Memory(Protocol):
+    """Where what a computation allocates comes from instead; `Arena` is one."""
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape, strides and dtype; its numbers are arbitrary."""
+        ...
+
+
+class Traced(NamedTuple):
+    """What a computation calls.
+
+    Attributes:
+        result: what came of it.
+        calls: in order, without questions.
+        reasons: which of its operations cannot be recorded; none if all can.
+    """
+
+    result: Tensor
+    calls: list[Call]
+    reasons: list[str]
+
+
 def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Tensor]) -> Recorded:
     """Compute once, and record it; everything that `compute` allocates comes from the arena."""
-    calls: list[tuple[int, list[int]]] = []
-    watch = _Watch(arena)
+    result, calls, reasons = trace(library, arena, compute, only_told=False)
+    if reasons:
+        return Recorded(result, None, ", ".join(dict.fromkeys(reasons)))
+    return Recorded(arena.borrowed(result), NativeProgram(library, calls))
+
+
+def trace(
+    library: ctypes.CDLL, memory: Memory, compute: Callable[[], Tensor], *, only_told: bool = True
+) -> Traced:
+    """Note what a computation calls.
+
+    Args:
+        memory: where all that it allocates comes from.
+        only_told: the calls are not made, so the result's numbers are arbitrary.
+    """
+    calls: list[Call] = []
+    watch = _Watch(memory)
 
     def on_call(function: NativeFunction, arguments: tuple[Any, ...]) -> None:
         if function.returns:  # a question, which is answered now
@@ -91,26 +142,23 @@ def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Tensor]) ->
             watch.reasons.append(f"{function.name} of the library")
             return
         words = [_word(*pair) for pair in zip(function.arguments, arguments, strict=True)]
-        calls.append((function.recorded_form, words))
+        calls.append(Call(function, function.recorded_form, words))
 
-    with _told_of_calls(library, on_call), watch:
+    with told_of_calls(library, on_call, only_told=only_told), watch:
         result = compute()
-    if watch.reasons:
-        return Recorded(result, None, ", ".join(dict.fromkeys(watch.reasons)))
-    return Recorded(arena.borrowed(result), NativeProgram(library, calls))
+    return Traced(result, calls, watch.reasons)
 
 
 @contextmanager
-def _told_of_calls(
-    library: ctypes.CDLL, on_call: Callable[[NativeFunction, tuple[Any, ...]], None]
-) -> Iterator[None]:
+def told_of_calls(library: ctypes.CDLL, on_call: OnCall, *, only_told: bool) -> Iterator[None]:
+    """This thread's calls of the library are told, or `only_told`."""
     tap: Tap = vars(library)["tap"]
     assert tap.on_call is None, "recordings do not nest"
-    tap.on_call = on_call
+    tap.on_call, tap.only_told = on_call, only_told
     try:
         yield
     finally:
-        tap.on_call = None
+        tap.on_call, tap.only_told = None, False
 
 
 class _Watch(TorchDispatchMode):
@@ -119,9 +167,9 @@ class _Watch(TorchDispatchMode):
     What is computed on a tensor's memory without torch, as numpy does, it does not see.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, memory: Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._arena = arena
+        self._memory = memory
         self.reasons: list[str] = []
 
     @classmethod
@@ -135,7 +183,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in _ALLOCATIONS:
-            return self._arena.like(result)
+            return self._memory.like(result)
         if func in _FROM_HOST or func._schema.is_mutable or not _is_view(result, (args, kwargs)):
             self.reasons.append(str(func))
         return result

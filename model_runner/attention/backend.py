@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,16 @@ class StepAttention(Protocol):
         Returns:
             [T, Hq * D].
         """
+        ...
+
+
+@runtime_checkable
+class PlannedAttention(StepAttention, Protocol):
+    """One whose calls of our library are the same in each step of T tokens, but for the plan that they are given."""
+
+    @property
+    def plan_addresses(self) -> list[int]:
+        """Of the step's plans, one for each distinct window of the model, always in the same order."""
         ...
 
 

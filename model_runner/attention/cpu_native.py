@@ -187,6 +187,11 @@ class _Step:
     kv_dtype: torch.dtype
     shape: tuple[int, int, int]  # of the queries
 
+    @property
+    def plan_addresses(self) -> list[int]:
+        """See `PlannedAttention`."""
+        return self.plans.addresses
+
     def forward(self, layer_id: int, q: Tensor) -> Tensor:
         """See `StepAttention`."""
         is_right = q.dtype == self.kv_dtype or (self.kv_dtype == torch.int8 and q.dtype in _DTYPES)

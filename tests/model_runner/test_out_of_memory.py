@@ -53,7 +53,7 @@ def restart(driver: Driver, req: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "times"),
-    [("model.forward", 1), ("model.logits", 1), ("_sampler.sample", 1), ("_builder._plan_sampling", 2)],
+    [("forward", 1), ("model.logits", 1), ("_sampler.sample", 1), ("_builder._plan_sampling", 2)],
 )
 @pytest.mark.parametrize(
     "sampling", [replace(PENALISED, temperature=0.0), PENALISED], ids=["greedy", "drawn"]
@@ -84,7 +84,7 @@ def test_rows_leave_and_pages_move_also_in_a_step_that_is_dropped(driver, fail):
     update = RowUpdate(stays.row, 0, int32(driver.slots(copies, 0, stays.computed)))
     driver.finish(gone)
 
-    fail("model.forward")
+    fail("forward")
     plan = driver.plan([(new, 2)], row_updates=(update,), page_copies=page_copies)
     assert driver.runner.launch(plan).wait().out_of_memory
 
@@ -100,7 +100,7 @@ def test_rows_leave_and_pages_move_also_in_a_step_that_is_dropped(driver, fail):
 def test_where_several_ranks_share_the_model_it_ends_the_runner(driver, fail):
     driver.runner._drops_steps = False
     req = driver.start(PROMPT)
-    fail("model.forward")
+    fail("forward")
     with pytest.raises(torch.OutOfMemoryError):
         driver.step([(req, 21)])
 
@@ -206,7 +206,7 @@ def test_other_errors_are_no_lack_of_memory(driver, monkeypatch):
     def broken(batch: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(driver.runner.model, "forward", broken)
+    monkeypatch.setattr(driver.runner, "forward", broken)
     req = driver.start(PROMPT)
     with pytest.raises(RuntimeError, match="illegal"):
         driver.step([(req, 21)])

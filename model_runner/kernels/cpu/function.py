@@ -13,9 +13,14 @@ OnCall = Callable[["NativeFunction", tuple[Any, ...]], None]
 
 
 class Tap(threading.local):
-    """Who is told of each call of a library's functions by this thread; usually nobody."""
+    """Who is told of each call of a library's functions by this thread; usually nobody.
+
+    Attributes:
+        only_told: calls are told and not made, but for questions; for whoever wants to know what would be called.
+    """
 
     on_call: OnCall | None = None
+    only_told: bool = False
 
 
 class NativeFunction:
@@ -43,7 +48,8 @@ class NativeFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call it, then tell."""
-        result = self._function(*arguments)
-        if self._tap.on_call is not None:
-            self._tap.on_call(self, arguments)
+        if self._tap.on_call is None:
+            return self._function(*arguments)
+        result = None if self._tap.only_told and not self.returns else self._function(*arguments)
+        self._tap.on_call(self, arguments)
         return result
