@@ -178,7 +178,7 @@ def timed_library(timers: Timers) -> Iterator[None]:
     from engine.model_runner.kernels.cpu import library
 
     timed = TimedLibrary(library.load_library(), library._SIGNATURES.keys(), timers)
-    with patch.object(library, "_load", lambda isa: timed):
+    with patch.object(library, "_load_best", lambda isa: timed):
         yield
 
 

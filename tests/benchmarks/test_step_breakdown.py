@@ -57,6 +57,17 @@ def test_what_the_sampler_calls_is_the_samplers(breakdown: ModuleType) -> None:
     assert timers.spent_s == {"linears": 2.0, "attention": 1.0, "sampling": 1.0}
 
 
+def test_runners_that_are_loaded_within_call_a_library_that_counts(breakdown: ModuleType) -> None:
+    if reasons := library.reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    ticks = itertools.count()
+    timers = breakdown.Timers(clock=lambda: float(next(ticks)))
+    with breakdown.timed_library(timers):
+        library.load_library().packed_linear_bytes(64, 64)
+    library.load_library().packed_linear_bytes(64, 64)
+    assert timers.spent_s == {"linears": 1.0}
+
+
 def test_the_table_shows_shares_and_what_is_left(breakdown: ModuleType) -> None:
     parts = {"linears": 600.0, "attention": 200.0, "step, operation by operation": 1000.0}
     parts |= {
