@@ -1,0 +1,86 @@
+"""What clients send is nobody else's business: a mark in every field of every endpoint shows up in no log, no metric, no
+report of a crash, no settings and no process title, also at the level `debug`.
+
+Where it may stand: in the answer to who sent it. Labels that clients choose (`X-Request-Id`, paths) are logged.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .serving import DEADLINE_S, SLOW
+
+pytestmark = pytest.mark.real_process
+
+MARK = "zq7xmark"
+KEY, ADMIN_KEY = f"{MARK}-key", f"{MARK}-admin"
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2},
+    "/v1/completions": {"prompt": MARK, "max_tokens": 2},
+    "/generate": {"text": MARK, "sampling_params": {"max_new_tokens": 2}},
+    "/tokenize": {"prompt": MARK},
+    "/detokenize": {"tokens": [5]},
+    "/v1/cache/pins": {"prompt": MARK, "ttl": 1},
+    "/abort_request": {"rid": MARK},
+}
+IN_USE = {"stop": [MARK], "user": MARK, "cache_salt": MARK, "prompt": f"{MARK} and more", "max_tokens": 4}
+
+
+def marked(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Requests that have the mark in one field after the other, as a text, in a list and as a name."""
+    schemas = document["components"]["schemas"]
+    requests = [(path, VALID[path]) for path in VALID]
+    for path, item in document["paths"].items():
+        body = item.get("post", {}).get("requestBody")
+        if body is None:
+            continue
+        name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        forms: tuple[Any, ...] = (MARK, [MARK], {MARK: MARK}, [{"role": MARK, "content": MARK}])
+        for field in (*schemas[name]["properties"], "tools", "response_format", "metadata", "wibble"):
+            requests += [(path, VALID[path] | {field: form}) for form in forms]
+    for field in schemas["NativeSampling"]["properties"]:
+        requests += [
+            ("/generate", {"text": MARK, "sampling_params": {field: form}}) for form in (MARK, [MARK])
+        ]
+    return requests
+
+
+def titles(pids: list[int]) -> str:
+    """What `ps` shows of processes."""
+    return "\n".join(Path(f"/proc/{pid}/{name}").read_text() for pid in pids for name in ("cmdline", "comm"))
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_mark_in_every_field_shows_up_nowhere(start_serve, model, form):
+    keys = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--max-restarts", "0")
+    logs = ("--log-level", "debug", "--log-format", form, "--log-interval", "0.1")
+    engine = start_serve(str(model), "--dtype", "float32", *keys, *logs, *SLOW).wait_until_ready()
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    with httpx.Client(base_url=engine.url, headers=headers, timeout=DEADLINE_S) as client:
+        document = client.get("/openapi.json").json()
+        assert VALID.keys() == {
+            path for path, item in document["paths"].items() if "requestBody" in item.get("post", {})
+        }
+        statuses = {client.post(path, json=body).status_code for path, body in marked(document)}
+        assert statuses == {200, 400, 404}
+        assert client.post("/v1/completions", content=f'{{"prompt": "{MARK}"').status_code == 400
+        for wrong in (f"Bearer {MARK}", f"Basic {MARK}", MARK):
+            assert client.get("/v1/models", headers={"Authorization": wrong}).status_code == 401
+        long = IN_USE | {"max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=long) as stream:
+            next(stream.iter_lines())
+            shown = {path: client.get(path).text for path in ("/metrics", "/server_info", "/v1/requests")}
+            shown["titles"] = titles([engine.process.pid, *engine.pids.values()])
+            os.kill(engine.pids["scheduler"], signal.SIGSEGV)
+            assert engine.wait() == 1  # with the request alive, of which the report must not tell
+    [report] = engine.crash_dir.iterdir()
+    shown |= {"report": report.read_text(), "log": engine.log}
+    assert "level=debug" in shown["log"] or '"level":"debug"' in shown["log"]
+    assert "scheduler" in shown["report"] and "engine: scheduler" in shown["titles"]
+    assert [name for name, text in shown.items() if MARK in text] == []
