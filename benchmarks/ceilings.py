@@ -3,9 +3,13 @@
     python benchmarks/ceilings.py [--megabytes 269 98] [--threads 1 2] [--json FILE]
 
 The bandwidth is that of reading once through memory of the size of the model's weights, which a step does too: what a
-large cache keeps from one round to the next it would keep from one step to the next. Rates are those of oneDNN: packed
-weights in bf16, and int8 on unsigned activations (AVX-512 VNNI or AMX) through torch's quantised linear layer, left out
-where torch has none. Best of many short runs: what disturbs a shared machine only ever makes it slower.
+large cache keeps from one round to the next it would keep from one step to the next. The memory lies in huge pages
+where Linux gives them, as the engine's weights do.
+
+Rates are those of oneDNN: packed weights in bf16; the same in fp32, as numbers of bf16 may be multiplied in either and
+some CPUs are slower at the former (`Machine.product_rate` of `peers/limits.py` takes the better one); and int8 on
+unsigned activations (AVX-512 VNNI or AMX) through torch's quantised linear layer, left out where torch has none. Best
+of many short runs: what disturbs a shared machine only ever makes it slower.
 """
 
 from __future__ import annotations
@@ -14,10 +18,15 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.model_runner.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, find_madvise
 from engine.runtime.openmp import shorten_spinning
+
+if TYPE_CHECKING:
+    import torch
 
 BF16_MEGABYTES = 269  # SmolLM2-135M in bf16, the output head tied to the embedding
 Q4_1_MEGABYTES = 98  # its GGUF file, Q4_1 with the embedding in Q8_0
@@ -30,7 +39,7 @@ class Ceiling(msgspec.Struct, frozen=True):
     """One figure of the machine.
 
     Attributes:
-        what: "read" in GB/s, or "bf16" or "int8" products in GFLOP/s or GOP/s.
+        what: "read" in GB/s, or "bf16", "fp32" or "int8" products in GFLOP/s or GOP/s.
         size: megabytes that are read, tokens that are multiplied.
     """
 
@@ -43,7 +52,7 @@ class Ceiling(msgspec.Struct, frozen=True):
         """A line to read."""
         if self.what == "read":
             return f"read bandwidth, {self.size} MB, {self.num_threads} threads: {self.rate:6.1f} GB/s"
-        unit = "GFLOP/s" if self.what == "bf16" else "GOP/s"
+        unit = "GOP/s" if self.what == "int8" else "GFLOP/s"
         return f"{self.what} product, M={self.size}, {self.num_threads} threads: {self.rate:6.0f} {unit}"
 
 
@@ -77,7 +86,8 @@ def measure(megabytes: Sequence[int], threads: Sequence[int]) -> Iterable[Ceilin
         for size in megabytes:
             yield Ceiling("read", size, num_threads, read_bandwidth(size))
         for num_tokens in (FEW_TOKENS, MANY_TOKENS):
-            yield Ceiling("bf16", num_tokens, num_threads, product_rate(num_tokens))
+            yield Ceiling("bf16", num_tokens, num_threads, product_rate(num_tokens, torch.bfloat16))
+            yield Ceiling("fp32", num_tokens, num_threads, product_rate(num_tokens, torch.float32))
         for num_tokens in (FEW_TOKENS, MANY_TOKENS):
             if (rate := int8_product_rate(num_tokens)) is not None:
                 yield Ceiling("int8", num_tokens, num_threads, rate)
@@ -98,16 +108,26 @@ def read_bandwidth(megabytes: int) -> float:
     """GB/s of reading once through so much memory with torch's threads."""
     import torch
 
-    memory = torch.ones(megabytes * 1_000_000 // 4, dtype=torch.int32).view(torch.float32)
+    memory = torch.empty(megabytes * 1_000_000 // 4, dtype=torch.float32)
+    ask_for_huge_pages(memory.data_ptr(), memory.nbytes)
+    memory.fill_(1.0)
     return memory.nbytes / best_s(memory.amax) / 1e9
 
 
-def product_rate(num_tokens: int, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float:
+def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
+    """For memory that nobody has touched; whether the system has heard it."""
+    start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    whole_bytes = (address + num_bytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    madvise = find_madvise()
+    return madvise is not None and whole_bytes > 0 and madvise(start, whole_bytes, MADV_HUGEPAGE) == 0
+
+
+def product_rate(num_tokens: int, dtype: torch.dtype, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float:
     """GFLOP/s of one linear layer through oneDNN."""
     import torch
 
-    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(outputs, inputs).to(torch.bfloat16), None)
-    x = torch.randn(num_tokens, inputs).to(torch.bfloat16)
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(outputs, inputs).to(dtype), None)
+    x = torch.randn(num_tokens, inputs).to(dtype)
     multiply = torch.ops.mkldnn._linear_pointwise
     taken_s = best_s(lambda: multiply(x, weight, None, "none", [], ""))
     return 2 * num_tokens * inputs * outputs / taken_s / 1e9

@@ -82,8 +82,12 @@ class Machine:
     ceilings: tuple[Ceiling, ...]
     num_threads: int
 
-    def rate(self, what: str, size: int) -> float:
-        """The best figure seen.
+    def product_rate(self, num_tokens: int) -> float:
+        """Of products of bfloat16 numbers: computed as such, or in fp32 where that is faster."""
+        return self.rate("bf16", num_tokens, "fp32")
+
+    def rate(self, what: str, size: int, *others: str) -> float:
+        """The best figure seen, of one thing or of `others` that may take its place.
 
         Raises:
             KeyError: it was not measured.
@@ -91,7 +95,8 @@ class Machine:
         rates = [
             ceiling.rate
             for ceiling in self.ceilings
-            if (ceiling.what, ceiling.size, ceiling.num_threads) == (what, size, self.num_threads)
+            if ceiling.what in (what, *others)
+            and (ceiling.size, ceiling.num_threads) == (size, self.num_threads)
         ]
         if not rates:
             raise KeyError(f"no ceiling of {what} {size} with {self.num_threads} threads")
@@ -105,14 +110,14 @@ def decode_limit(machine: Machine, megabytes: int) -> float:
 
 def prefill_limit(machine: Machine, costs: ModelCosts, prompt_len: int) -> float:
     """W2: prompt tokens per second."""
-    return machine.rate("bf16", MANY_TOKENS) * prompt_len / costs.prompt_operations(prompt_len)
+    return machine.product_rate(MANY_TOKENS) * prompt_len / costs.prompt_operations(prompt_len)
 
 
 def batch_limit(machine: Machine, costs: ModelCosts, lens: Sequence[tuple[int, int]]) -> float:
     """W3: output tokens per second of requests (prompt tokens, output tokens) that all come at once."""
-    taken_s = sum(costs.prompt_operations(prompt) for prompt, _ in lens) / machine.rate("bf16", MANY_TOKENS)
+    taken_s = sum(costs.prompt_operations(prompt) for prompt, _ in lens) / machine.product_rate(MANY_TOKENS)
     bandwidth = machine.rate("read", BF16_MEGABYTES)
-    products = machine.rate("bf16", FEW_TOKENS)
+    products = machine.product_rate(FEW_TOKENS)
     for contexts in _decode_steps(lens):
         weights_s = 2 * costs.all_parameters / bandwidth
         products_s = 2 * costs.all_parameters * len(contexts) / products

@@ -289,6 +289,36 @@ def test_limits_follow_from_the_ceilings(bench: Any) -> None:
         machine.rate("int8", 64)
 
 
+def test_a_product_s_limit_is_the_better_one_of_bf16_and_fp32(bench: Any) -> None:
+    def machine(**rates: float) -> Any:
+        return bench.limits.Machine(
+            tuple(bench.ceilings.Ceiling(what, 512, 2, rate) for what, rate in rates.items()), 2
+        )
+
+    assert machine(bf16=86.0).product_rate(512) == 86e9  # as measured before there was fp32
+    assert machine(bf16=86.0, fp32=159.0).product_rate(512) == 159e9
+    assert machine(bf16=2900.0, fp32=159.0).product_rate(512) == 2900e9
+    with pytest.raises(KeyError):
+        machine(int8=700.0).product_rate(512)
+
+
+def test_bandwidth_is_read_through_whole_huge_pages(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def madvise(address: int, num_bytes: int, advice: int) -> int:
+        asked.append((address, num_bytes, advice))
+        return 0
+
+    monkeypatch.setattr(bench.ceilings, "find_madvise", lambda: madvise)
+    page = bench.ceilings.HUGE_PAGE_BYTES
+    assert bench.ceilings.ask_for_huge_pages(page + 16, 3 * page)
+    assert asked == [(2 * page, 2 * page, bench.ceilings.MADV_HUGEPAGE)]
+    assert not bench.ceilings.ask_for_huge_pages(page + 16, page)  # holds none
+    assert len(asked) == 1
+    monkeypatch.setattr(bench.ceilings, "find_madvise", lambda: None)
+    assert not bench.ceilings.ask_for_huge_pages(page, page)
+
+
 # ---------------------------------------------------------------- processes
 
 
