@@ -1,5 +1,5 @@
-"""What clients send is nobody else's business: a mark in every field of every endpoint shows up in no log, no metric, no
-report of a crash, no settings and no process title, also at the level `debug`.
+"""What clients send is nobody else's business: a mark in every field of every endpoint shows up in no log, no metric,
+no report of a crash, no settings and no process title, also at the level `debug`.
 
 Where it may stand: in the answer to who sent it. Labels that clients choose (`X-Request-Id`, paths) are logged.
 """
