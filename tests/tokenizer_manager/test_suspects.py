@@ -250,3 +250,16 @@ def test_who_does_not_get_on_holds_up_the_others_for_a_while_only():
     assert engine.wait(MAX_TRIAL_S + 1.0) == ["c", "d"]
     assert engine.lose() == ([], ["a"])  # with e, who had not been tried, behind the others
     assert engine.suspects.num_on_trial == 5
+
+
+def test_losses_during_a_trial_are_not_held_against_those_who_have_passed_theirs():
+    passed = list("abcdefgh")
+    engine = Engine(*passed, *"ijklmnop", restarts_left=20)
+    engine.lose()
+    engine.lose()
+    following = [name for each in passed for name in engine.deliver(each, MIN_PROGRESS_TOKENS)]
+
+    assert following == ["i", "j", "k", "l"]
+    assert engine.lose() == ([], [*passed, "i", "j"])
+    assert engine.lose() == ([], [*passed, "i"])
+    assert engine.lose() == (["i"], [*passed, *"jklmnop"])
