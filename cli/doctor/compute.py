@@ -132,7 +132,9 @@ def check_cpu_kernels(torch: TorchFacts, host: HostFacts) -> Check:
     if not host.cpu_flags.issuperset(KERNEL_FLAGS):
         return ok("kernels", "torch's, on a CPU like this")
     if not torch.cpu_kernels_error:
-        return ok("kernels", f"the engine's own, for {torch.isa}")
+        loaded = torch.loaded_isa or torch.isa
+        lesser = "" if loaded == torch.isa else f": the compiler has none for {torch.isa}"
+        return ok("kernels", f"the engine's own, for {loaded}{lesser}")
     text, _, fix = torch.cpu_kernels_error.rpartition("; ")
     if not torch.compilers:
         fix = "install a C++ compiler (Debian: apt install g++)"

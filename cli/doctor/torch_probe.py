@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 _TIME_LIMIT_S: Final = 400.0
@@ -31,6 +32,8 @@ class TorchFacts:
         kernel_lines: kernel packages that cannot be used, why, and what mends it.
         kernels: those that can, with their versions.
         isa: the level of instructions that our CPU kernels would be compiled for.
+        loaded_isa: the level of those that are loaded, which is a lesser one where the compiler does not know the best;
+            "" if none are.
         cpu_kernels_error: why those are not used; "" if they are.
         compilers: for C++, on the path.
     """
@@ -44,6 +47,7 @@ class TorchFacts:
     kernel_lines: tuple[str, ...] = ()
     kernels: dict[str, str] = field(default_factory=dict)
     isa: str = ""
+    loaded_isa: str = ""
     cpu_kernels_error: str = ""
     compilers: tuple[str, ...] = ()
 
@@ -95,11 +99,12 @@ def look() -> TorchFacts:
     import_s = time.monotonic() - started_s
     from ...model_runner.kernels.cpu.compiler import find_compilers
     from ...model_runner.kernels.cpu.isa import best_isa
-    from ...model_runner.kernels.cpu.library import reasons_against_library
+    from ...model_runner.kernels.cpu.library import load_library, reasons_against_library
     from ...model_runner.kernels.probe import gather_facts, judge, log_lines
 
     facts = gather_facts()
     probe = judge(facts)
+    reasons = reasons_against_library()
     found = {"sgl_kernel": probe.sgl_kernel, "triton": probe.triton}
     return TorchFacts(
         version=facts.torch_version,
@@ -110,7 +115,8 @@ def look() -> TorchFacts:
         kernel_lines=tuple(log_lines(probe)),
         kernels={name: finding.version for name, finding in found.items() if finding.version is not None},
         isa=best_isa(),
-        cpu_kernels_error="; ".join(reasons_against_library()),
+        loaded_isa="" if reasons else Path(load_library()._name).name.split("-")[1],  # `build` names files so
+        cpu_kernels_error="; ".join(reasons),
         compilers=tuple(compiler.path for compiler in find_compilers()),
     )
 

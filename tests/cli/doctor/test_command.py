@@ -11,6 +11,7 @@ from engine.cli import main as cli
 from engine.cli.doctor import machine_facts, torch_probe
 from engine.cli.doctor.check import Check, Verdict, fail, ok, refused, warn
 from engine.cli.doctor.command import json_text, summary, warn_at_start
+from engine.model_runner.kernels.cpu.isa import ISAS
 from engine.runtime.config import EngineConfig
 
 from .conftest import host, machine, torch
@@ -115,3 +116,4 @@ def test_the_real_probe_finds_torch():
     facts = torch_probe.gather_torch()
     assert facts.error == ""
     assert facts.version and facts.isa
+    assert facts.cpu_kernels_error or facts.loaded_isa in ISAS
