@@ -5,7 +5,9 @@
 //
 //   PairDots    bfloat16 keys, values, queries, and weights (AVX-512 BF16); sums in float
 //   WordDots    8-bit keys and values as 16-bit integers; queries are quantised to 16 bits, and weights, too
-//   FloatDots   anything, converted to float
+//   WideDots    bfloat16, widened to float where there are no fast dot products of it: of pairs, which takes half the
+//               instructions of one by one, so even dimensions lie before odd ones
+//   FloatDots   anything else, converted to float
 
 #pragma once
 
@@ -18,6 +20,12 @@
 #define HAS_WORD_DOT 1
 #else
 #define HAS_WORD_DOT 0
+#endif
+
+#if defined(__AVX512F__)
+#define HAS_FUSED 1
+#else
+#define HAS_FUSED 0
 #endif
 
 namespace engine {
@@ -39,6 +47,15 @@ inline f32x16 load(const int8_t* p) {
 
 inline f32x16 to_float(f32x16 v) { return v; }
 
+// sum + a * b, rounded once whatever stands beside it, where the CPU has an instruction for it that says so.
+inline f32x16 fused(f32x16 sum, f32x16 a, f32x16 b) {
+#if HAS_FUSED
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
 // Of two rows of 32 numbers of 16 bits: pairs of one of each, the first four of each eight, and the last four.
 inline u32x16 low_pairs(u32x16 a, u32x16 b) {
 #if defined(__AVX512BW__)
@@ -56,7 +73,7 @@ inline u32x16 high_pairs(u32x16 a, u32x16 b) {
 }
 
 // From that order to the natural one.
-inline void put_in_order(float* values, int64_t head_dim) {
+inline void put_parts_in_order(float* values, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d += CHUNK) {
         f32x16 low = load(values + d), high = load(values + d + LANES);
         store(values + d, SHUFFLE(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
@@ -70,7 +87,7 @@ struct PairDots {
     typedef f32x16 Sum;
     typedef u32x16 Row;
     typedef bf16 Weight;
-    static constexpr bool SHUFFLES = true;
+    static constexpr bool MIXES = true;  // passes may mix the heads of tokens: a product is added in one way only
 
     static Row load_row(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
     static Row load_query(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
@@ -89,6 +106,50 @@ struct PairDots {
     static void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
         for (int u = 0; u < 2; ++u) sums[u] = dot_pairs(sums[u], values.parts[u], weights);
     }
+    static void put_in_order(float* values, int64_t head_dim) { put_parts_in_order(values, head_dim); }
+};
+
+struct WideDots {
+    typedef bf16 Stored;
+    typedef float Query;
+    typedef f32x16 Sum;
+    typedef float Weight;
+    static constexpr bool MIXES = HAS_FUSED;
+
+    struct Row {
+        f32x16 parts[2];
+    };
+    static Row load_row(const bf16* p, int64_t left) {
+        u32x16 pairs = Pairs::load_numbers(p, left);
+        return {{(f32x16)(pairs << 16), (f32x16)(pairs & 0xffff0000u)}};
+    }
+    static Row load_query(const float* p, int64_t /*left*/) { return {{load(p), load(p + LANES)}}; }  // padded
+    static Sum multiply_add(Sum sum, const Row& a, const Row& b) {
+        return fused(fused(sum, a.parts[0], b.parts[0]), a.parts[1], b.parts[1]);
+    }
+
+    struct Values {
+        Row first, second;
+        Values(const bf16* first_, const bf16* second_, int64_t left)
+            : first(load_row(first_, left)), second(load_row(second_, left)) {}
+    };
+    struct WeightPair {
+        f32x16 first, second;
+    };
+    static WeightPair load_weights(const Weight* p) { return {splat(p[0]), splat(p[1])}; }
+    static void add(Sum (&sums)[2], const Values& values, const WeightPair& weights) {
+        for (int u = 0; u < 2; ++u) {
+            sums[u] = fused(sums[u], values.first.parts[u], weights.first);
+            sums[u] = fused(sums[u], values.second.parts[u], weights.second);
+        }
+    }
+    static void put_in_order(float* values, int64_t head_dim) {
+        for (int64_t d = 0; d < head_dim; d += CHUNK) {
+            f32x16 even = load(values + d), odd = load(values + d + LANES);
+            store(values + d, SHUFFLE(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+            store(values + d + LANES, SHUFFLE(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+        }
+    }
 };
 
 struct WordDots {
@@ -97,7 +158,7 @@ struct WordDots {
     typedef i32x16 Sum;
     typedef u32x16 Row;
     typedef int16_t Weight;
-    static constexpr bool SHUFFLES = true;
+    static constexpr bool MIXES = true;
 
 #if HAS_WORD_DOT
     static Row load_row(const int8_t* p, int64_t left) {
@@ -131,6 +192,7 @@ struct WordDots {
     static void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
         for (int u = 0; u < 2; ++u) sums[u] = multiply_add(sums[u], values.parts[u], weights);
     }
+    static void put_in_order(float* values, int64_t head_dim) { put_parts_in_order(values, head_dim); }
 };
 
 template <class T, class KV>
@@ -139,7 +201,7 @@ struct FloatDots {
     typedef T Query;
     typedef f32x16 Sum;
     typedef float Weight;
-    static constexpr bool SHUFFLES = false;
+    static constexpr bool MIXES = false;
 
     struct Row {
         f32x16 parts[2];
@@ -169,18 +231,21 @@ struct FloatDots {
             sums[u] += values.second.parts[u] * weights.second;
         }
     }
+    static void put_in_order(float*, int64_t) {}
 };
 
 template <class T, class KV>
 struct DotsOf {
     typedef FloatDots<T, KV> type;
 };
-#if HAS_BF16_DOT
 template <>
 struct DotsOf<bf16, bf16> {
+#if HAS_BF16_DOT
     typedef PairDots type;
-};
+#else
+    typedef WideDots type;
 #endif
+};
 #if HAS_WORD_DOT
 template <class T>
 struct DotsOf<T, int8_t> {

@@ -44,9 +44,9 @@ class FlushDenormals {
 #endif
 };
 
-// 2^x for x < 128, for weights that become bfloat16: relative error below 9e-5. 0 below -149, NaN stays NaN.
+// 2^x for x < 128, for weights of bfloat16 values: relative error below 9e-5. 0 below -149, NaN stays NaN.
 inline f32x16 exp2_rough(f32x16 x) {
-#if HAS_BF16_DOT
+#if defined(__AVX512DQ__)
     f32x16 f = (f32x16)_mm512_reduce_ps((__m512)x, 1);  // from the next lower whole number
     f32x16 p = splat(7.7066410e-2f);
     p = p * f + 2.2764568e-1f;

@@ -4,7 +4,7 @@
 //
 //   keys     [head_dim / 2][64][2]   pairs of dimensions of all keys. bfloat16; floats are [head_dim][64]
 //   values   [64 / 2][head_dim][2]   pairs of keys, of all dimensions. bfloat16; floats are [64][head_dim]
-//   scales   [64] of keys, [64] of values, where the pool is quantised
+//   scales   [64] of keys, [64] of values, where the pool is quantised; packed floats are multiplied by theirs
 //   norm     the length of the longest key
 //
 // A pair of values is that of positions n and n + 16 of 32: so weights, which are computed 16 at a time, become pairs
@@ -38,6 +38,9 @@ class Packer {
     typedef Floats Kind;
 #endif
     typedef typename Kind::Step Packed;
+
+    // Whether scores and weights are multiplied by scales: numbers of bfloat16 would be rounded with theirs.
+    static constexpr bool IS_SCALED_LATER = AttentionInputs<T, KV>::IS_QUANTISED && Kind::NUMBERS == 2;
 
     explicit Packer(const AttentionInputs<T, KV>& inputs) : in_(inputs), dim_(inputs.step.head_dim) {
         int64_t unit = LANES * Kind::NUMBERS;
@@ -86,7 +89,7 @@ class Packer {
         pack_keys(rows, block);
         for (const KV*& row : rows)
             if (row != nullptr) row = in_.v + (row - in_.k);
-        pack_values(rows, const_cast<Packed*>(block.values));
+        pack_values(rows, block);
     }
 
   private:
@@ -122,21 +125,26 @@ class Packer {
                 transpose(rows);
                 Packed* at = const_cast<Packed*>(block.keys) + d / Kind::NUMBERS * TILE_KEYS + first;
                 for (int64_t n = 0; n < LANES; ++n) {
+                    if constexpr (IS_QUANTISED && !IS_SCALED_LATER) rows[n] *= load(block.key_scales + first);
                     std::memcpy(at + n * TILE_KEYS, &rows[n], sizeof(Vector));
                     squares = Kind::multiply_add(squares, rows[n], rows[n]);
                 }
             }
-            if constexpr (IS_QUANTISED) squares *= load(block.key_scales + first) * load(block.key_scales + first);
+            if constexpr (IS_SCALED_LATER) squares *= load(block.key_scales + first) * load(block.key_scales + first);
             longest = maximum(longest, squares);
         }
         *const_cast<float*>(block.norm) = __builtin_sqrtf(largest(longest));
     }
 
-    void pack_values(const KV* const* values, Packed* to) const {
+    void pack_values(const KV* const* values, const Block<Packed>& block) const {
+        Packed* to = const_cast<Packed*>(block.values);
         if constexpr (Kind::NUMBERS == 1) {
             for (int64_t n = 0; n < TILE_KEYS; ++n)
-                for (int64_t d = 0; d < dim_; d += LANES)
-                    store(to + n * dim_ + d, values[n] != nullptr ? load(values[n] + d) : f32x16{});
+                for (int64_t d = 0; d < dim_; d += LANES) {
+                    f32x16 numbers = values[n] != nullptr ? load(values[n] + d) : f32x16{};
+                    if constexpr (IS_QUANTISED) numbers *= splat(block.value_scales[n]);
+                    store(to + n * dim_ + d, numbers);
+                }
         } else {
             for (int64_t n = 0; n < TILE_KEYS / 2; ++n) {
                 const KV* first = values[n / LANES * 2 * LANES + n % LANES];

@@ -9,6 +9,8 @@
 //
 // In fixed order decodes are prompts of one token. Then a token's bits depend on the tokens before it and on nothing
 // else: not on who shares them, nor on where its prompt was cut, cached, or computed once more after a retraction.
+//
+// Prompts behind the same prefix keep their own items, and so their bits; but what they share is packed once for all.
 
 #include "attention_plan.h"
 
@@ -54,6 +56,7 @@ class Plan {
         items_.clear();
         blocks_.clear();
         decodes_.clear();
+        extends_.clear();
         num_partials_ = 0;
     }
 
@@ -70,11 +73,13 @@ class Plan {
         if (decodes && extend_len > 0 && !fixed_order_)
             decodes_.push_back({row, first, first + extend_len, prefix_len, 0, 0});
         else
-            add_extend(row * width_, first, first + extend_len);
+            extends_.push_back({row * width_, first, first + extend_len, prefix_len / page_size_, {}});
     }
 
     void finish() {
         // Entries of tokens so far: those of the batch themselves. Behind them those with partial results.
+        pack_extends();
+        for (const Extend& extend : extends_) add_extend(extend);
         add_decodes();
         step.items = items_.data();
         step.tokens = tokens_.data();
@@ -96,6 +101,13 @@ class Plan {
     // What an item is told of packed blocks; by default there are none.
     struct Packed {
         int64_t to = 0, at = 0;
+    };
+
+    // New tokens of a request that are a part of its prompt: [first, last) of the batch.
+    struct Extend {
+        int64_t table, first, last;
+        int64_t num_pages; // whole ones before its first token
+        Packed packed;
     };
 
     struct Decode {
@@ -124,19 +136,58 @@ class Plan {
         return {last * TILE_KEYS, num - first};
     }
 
-    void add_tiles(int64_t table, int64_t start, int64_t stop, int64_t first, int64_t last, Packed packed) {
-        for (int64_t head = 0; head < step.num_kv_heads; ++head)
-            items_.push_back({1, table, start, stop, first, last, head, packed.to, packed.at});
+    // Items of one KV head lie side by side: what is packed of it stays in the second-level cache from item to item.
+    template <class Items>
+    void for_kv_heads(const Items& items) {
+        for (int64_t head = 0; head < step.num_kv_heads; ++head) items(head);
     }
 
-    // The tokens [first, last) of one request; the late blocks, which see most, come first.
-    void add_extend(int64_t table, int64_t first, int64_t last) {
-        Packed packed;
-        if (last - first > block()) packed = pack(table, seen_from_[first], seen_to_[last - 1]);
-        for (int64_t n = divide_up(last - first, block()); n-- > 0;) {
-            int64_t start = first + n * block(), stop = std::min(start + block(), last);
-            add_tiles(table, seen_from_[start], seen_to_[stop - 1], start, stop, packed);
+    // The late blocks of tokens, which see most, come first.
+    void add_extend(const Extend& extend) {
+        for_kv_heads([&](int64_t head) {
+            for (int64_t n = divide_up(extend.last - extend.first, block()); n-- > 0;) {
+                int64_t first = extend.first + n * block(), last = std::min(first + block(), extend.last);
+                items_.push_back({1, extend.table, seen_from_[first], seen_to_[last - 1], first, last, head,
+                                  extend.packed.to, extend.packed.at});
+            }
+        });
+    }
+
+    // What several items of one extend read, and what several extends have in common at their beginnings: who shares most
+    // stands side by side in the order of their slots.
+    void pack_extends() {
+        std::vector<Extend*> sorted;
+        for (Extend& extend : extends_) sorted.push_back(&extend);
+        if (window_ == 0 && sorted.size() > 1)
+            std::stable_sort(sorted.begin(), sorted.end(), [&](const Extend* one, const Extend* other) {
+                int64_t page = first_difference(*one, *other);
+                if (page == other->num_pages) return false;
+                return page == one->num_pages || slot_at(*one, page) < slot_at(*other, page);
+            });
+        for (size_t n = 0; n < sorted.size(); ++n) {
+            Extend& mine = *sorted[n];
+            int64_t before = n > 0 ? std::min(in_common(*sorted[n - 1], mine), sorted[n - 1]->packed.to) : 0;
+            int64_t behind = n + 1 < sorted.size() ? in_common(mine, *sorted[n + 1]) : 0;
+            if (mine.last - mine.first > block())
+                mine.packed = pack(mine.table, seen_from_[mine.first], seen_to_[mine.last - 1]);
+            else if (before > 0 && before >= behind)
+                mine.packed = {before, sorted[n - 1]->packed.at};
+            else if (behind > 0)
+                mine.packed = pack(mine.table, 0, behind);
         }
+    }
+
+    int32_t slot_at(const Extend& extend, int64_t page) const { return step.slots[extend.table + page * page_size_]; }
+
+    int64_t first_difference(const Extend& one, const Extend& other) const {
+        int64_t pages = std::min(one.num_pages, other.num_pages), page = 0;
+        while (page < pages && slot_at(one, page) == slot_at(other, page)) ++page;
+        return page;
+    }
+
+    // Positions at the beginning of both that lie in the same slots, in whole blocks.
+    int64_t in_common(const Extend& one, const Extend& other) const {
+        return window_ ? 0 : first_difference(one, other) * page_size_ / TILE_KEYS * TILE_KEYS;
     }
 
     // Their shared prefixes, then what is their own in pieces.
@@ -174,8 +225,11 @@ class Plan {
             int64_t end = int64_t(tokens_.size()), stop = std::min(start + SHARED_PIECE, prefix.stop);
             Packed packed;
             if (end - entry > block()) packed = pack(table, start, stop);
-            for (int64_t first = entry; first < end; first += block())
-                add_tiles(table, start, stop, first, std::min(first + block(), end), packed);
+            for_kv_heads([&](int64_t head) {
+                for (int64_t first = entry; first < end; first += block())
+                    items_.push_back({1, table, start, stop, first, std::min(first + block(), end), head, packed.to,
+                                      packed.at});
+            });
         }
     }
 
@@ -279,6 +333,7 @@ class Plan {
     std::vector<PackedBlock> blocks_;
     std::vector<int64_t> tokens_, partials_, seen_from_, seen_to_, merges_;
     std::vector<int64_t> next_partial_;  // of each token of the batch
+    std::vector<Extend> extends_;
     std::vector<Decode> decodes_;
     int64_t num_partials_ = 0;
     Scratch results_, packed_;

@@ -37,8 +37,7 @@ class Stream {
                                             : Rows{nullptr, 0};
             block(key, rows_at(slots + key, item.stop - key), after);
         }
-        if constexpr (Dots::SHUFFLES)
-            for (int64_t head = 0; head < num_heads(); ++head) put_in_order(heads_[head].values(), step_.head_dim);
+        for (int64_t head = 0; head < num_heads(); ++head) Dots::put_in_order(heads_[head].values(), step_.head_dim);
     }
 
   private:
@@ -47,7 +46,7 @@ class Stream {
     typedef typename Dots::Query Query;
     typedef typename Dots::Weight Weight;
     static constexpr bool IS_WORDS = std::is_same<Dots, WordDots>::value;
-    static constexpr bool IS_PAIRS = std::is_same<Dots, PairDots>::value;
+    static constexpr bool IS_WIDE = std::is_same<Dots, WideDots>::value;
     static constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
     static constexpr int MAX_GROUP = 4;  // query heads that are handled at once; more make another pass over cached rows
     static constexpr int QUARTER = 4;    // keys whose sums are held in registers
@@ -77,11 +76,11 @@ class Stream {
         static thread_local Scratch scratch;
         int64_t heads = num_heads(), per_key = heads * KEY_BLOCK;
         size_t all = (sizeof(Head) * heads + 63) / 64 * 64;
-        size_t queries = IS_WORDS ? sizeof(int16_t) * heads * padded_dim_ : 0;
+        size_t queries = IS_WORDS || IS_WIDE ? sizeof(Query) * heads * padded_dim_ : 0;
         size_t scales = KV_IS_QUANTISED ? sizeof(float) * step_.num_kv_heads * KEY_BLOCK : 0;
         char* at = scratch.get(all + queries + (sizeof(float) + sizeof(Weight)) * per_key + 2 * scales);
         heads_ = reinterpret_cast<Head*>(at);
-        words_ = reinterpret_cast<int16_t*>(at += all);
+        queries_ = reinterpret_cast<Query*>(at += all);
         scores_ = reinterpret_cast<float*>(at += queries);
         weights_ = reinterpret_cast<Weight*>(at += sizeof(float) * per_key);
         key_scales_ = reinterpret_cast<float*>(at += sizeof(Weight) * per_key);
@@ -102,15 +101,21 @@ class Stream {
                     mine.state[0] = NOTHING;
                     mine.state[1] = 0.0f;
                     std::memset(mine.values(), 0, sizeof(float) * padded_dim_);
-                    use_query(in_.q + token * in_.q_stride + head * step_.head_dim, words_ + place * padded_dim_, mine);
+                    use_query(in_.q + token * in_.q_stride + head * step_.head_dim, queries_ + place * padded_dim_, mine);
                 }
         }
     }
 
-    void use_query(const T* q, [[maybe_unused]] int16_t* words, Head& head) const {
+    void use_query(const T* q, [[maybe_unused]] Query* room, Head& head) const {
         if constexpr (IS_WORDS) {
-            head.query_scale = quantise_query(q, words);
-            head.query = words;
+            head.query_scale = quantise_query(q, room);
+            head.query = room;
+        } else if constexpr (IS_WIDE) {
+            for (int64_t d = 0; d < step_.head_dim; d += CHUNK) {
+                typename Dots::Row row = Dots::load_row(q + d, step_.head_dim - d);
+                for (int u = 0; u < 2; ++u) store(room + d + u * LANES, row.parts[u]);
+            }
+            head.query = room;
         } else {
             head.query = q;
         }
@@ -194,7 +199,7 @@ class Stream {
 
     // Heads of a KV head that passes may mix. Those of one token where the compiler decides how a product is added: it
     // does so for each GROUP, and a head must have the one that it has in a decode.
-    int64_t unit() const { return Dots::SHUFFLES ? heads_per_kv_ : step_.group; }
+    int64_t unit() const { return Dots::MIXES ? heads_per_kv_ : step_.group; }
 
     int64_t num_passes() const { return num_heads() / unit() * ((unit() + MAX_GROUP - 1) / MAX_GROUP); }
 
@@ -309,7 +314,7 @@ class Stream {
         float shift = most == NOTHING ? 0.0f : most;
         f32x16 total = {};
         for (int v = 0; v < vectors; ++v) {
-            scores[v] = IS_PAIRS ? exp2_rough(scores[v] - shift) : exp2_small(scores[v] - shift);
+            scores[v] = sizeof(T) == 2 ? exp2_rough(scores[v] - shift) : exp2_small(scores[v] - shift);
             total += scores[v];
         }
         float kept = before == most ? 1.0f : exp2_small(before - most);
@@ -389,7 +394,7 @@ class Stream {
     const Step& step_;
     int64_t padded_dim_, heads_per_kv_ = 0;
     Head* heads_ = nullptr;
-    int16_t* words_ = nullptr;  // queries as integers
+    Query* queries_ = nullptr;  // where they are not read in place
     float *scores_ = nullptr, *key_scales_ = nullptr, *token_value_scales_ = nullptr;  // of the block's keys
     Weight* weights_ = nullptr;
     const KV* rows_[LANES] = {};

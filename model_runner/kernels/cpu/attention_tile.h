@@ -4,7 +4,7 @@
 // relative to one of its scores, until another one is larger by far: what it has so far is rarely scaled anew. Mostly
 // the lengths of queries and keys alone say that none is.
 //
-// In bfloat16 weights are cut, not rounded, and it is cut weights that are added up, too: what a cut takes from a
+// Weights of bfloat16 are cut, not rounded, and it is cut weights that are added up, too: what a cut takes from a
 // weighted value it takes from the sum by which that is divided. (Weights of quantised values are rounded: their sums
 // know nothing of the scales.)
 
@@ -41,17 +41,16 @@ class Tile {
   private:
     static constexpr bool IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
     static constexpr float HEADROOM = 64.0f;  // a power of 2: how much larger than 1 a weight may become
-    static constexpr int64_t STEP = 2 * LANES;  // keys are taken in so many
     typedef typename Packer<T, KV>::Kind Kind;
     typedef typename Kind::Number Number;
     typedef engine::Block<typename Kind::Step> Block;
-    static constexpr bool IS_PAIRS = Kind::NUMBERS == 2;
+    static constexpr bool IS_PAIRS = Kind::NUMBERS == 2, IS_SCALED_LATER = Packer<T, KV>::IS_SCALED_LATER;
 #if TILES
     typedef typename std::conditional<IS_PAIRS, TileProducts, VectorProducts<Kind>>::type Products;
 #else
     typedef VectorProducts<Kind> Products;
 #endif
-    static constexpr int64_t ROWS = Products::ROWS;
+    static constexpr int64_t ROWS = Products::ROWS, KEYS = Products::KEYS;
 
     // Rows that are multiplied at once.
     struct Strip {
@@ -165,24 +164,27 @@ class Tile {
     // One strip of rows with the block of keys that begins at `key`.
     void add(const Products& products, Strip& strip, int64_t key, const Block& block, Room& room) const {
         if (strip.most_to <= key || strip.least_from >= key + TILE_KEYS) return;
-        int64_t num_keys = std::min((strip.most_to - key + STEP - 1) / STEP * STEP, TILE_KEYS);
+        int64_t num_keys = std::min((strip.most_to - key + KEYS - 1) / KEYS * KEYS, TILE_KEYS);
         bool all_seen = strip.most_from <= key && strip.least_to >= key + num_keys;
         products.score(room.queries + strip.first * packer_.padded_dim(), block.keys, num_keys, room.scores);
-        for (int64_t row = strip.first; IS_QUANTISED && row < strip.end; ++row)
+        for (int64_t row = strip.first; IS_SCALED_LATER && row < strip.end; ++row)
             for (int64_t n = 0; n < num_keys; n += LANES) {
                 float* at = room.scores + (row - strip.first) * TILE_KEYS + n;
                 store(at, load(at) * load(block.key_scales + n));
             }
         for (int64_t row = strip.first; !all_seen && row < strip.end; ++row)
-            for (int64_t n = 0; n < num_keys; n += LANES) {
-                float* at = room.scores + (row - strip.first) * TILE_KEYS + n;
-                store(at, only_between(load(at), room.from[row] - key - n, room.to[row] - key - n));
-            }
+            hide(room.from[row] - key, room.to[row] - key, num_keys, room.scores + (row - strip.first) * TILE_KEYS);
         // No product is larger than that of the lengths.
         bool fits = strip.norm * *block.norm * scale_ * 1.01f <= strip.least_relative + HEADROOM;
         if (!fits) raise(strip, num_keys, room);
         num_keys == TILE_KEYS ? weigh(strip, TILE_KEYS, block, room) : weigh(strip, num_keys, block, room);
         products.add_values(room.weights, block.values, num_keys, room.values + strip.first * step_.head_dim);
+    }
+
+    // A row sees the keys [from, to) of the block.
+    static void hide(int64_t from, int64_t to, int64_t num_keys, float* scores) {
+        for (int64_t n = 0; n < num_keys; n += LANES)
+            if (n < from || n + LANES > to) store(scores + n, only_between(load(scores + n), from - n, to - n));
     }
 
     // Scores to weights.
@@ -193,13 +195,13 @@ class Tile {
         for (int64_t row = strip.first; row < strip.end; ++row, scores += TILE_KEYS, weights += TILE_KEYS) {
             float shift = room.relative_to[row] == NOTHING ? 0.0f : room.relative_to[row];
             f32x16 total = load(room.sums_of + row * LANES), other_total = {};
+            auto weight = [&](int64_t n) { return power(load(scores + n) * scale_ - shift); };
 #pragma GCC unroll 4
-            for (int64_t n = 0; n < num_keys; n += STEP) {
-                f32x16 first = load(scores + n) * scale_ - shift, second = load(scores + n + LANES) * scale_ - shift;
+            for (int64_t n = 0; n < num_keys; n += KEYS) {
+                f32x16 first = weight(n);
                 if constexpr (IS_PAIRS) {
-                    first = exp2_rough(first);
-                    second = exp2_rough(second);
-                    if constexpr (IS_QUANTISED) {
+                    f32x16 second = weight(n + LANES);
+                    if constexpr (IS_SCALED_LATER) {
                         total += first;
                         other_total += second;
                         first = round_up(first * load(block.value_scales + n));
@@ -211,21 +213,15 @@ class Tile {
                     u32x16 pairs = upper_halves(first, second);
                     std::memcpy(weights + n, &pairs, sizeof pairs);
                 } else {
-                    first = exp2_small(first);
-                    second = exp2_small(second);
                     total += first;
-                    other_total += second;
-                    if constexpr (IS_QUANTISED) {
-                        first *= load(block.value_scales + n);
-                        second *= load(block.value_scales + n + LANES);
-                    }
                     store(weights + n, first);
-                    store(weights + n + LANES, second);
                 }
             }
             store(room.sums_of + row * LANES, total + other_total);
         }
     }
+
+    static f32x16 power(f32x16 x) { return sizeof(T) == 2 ? exp2_rough(x) : exp2_small(x); }
 
     // Rows whose scores might be too large for what they are relative to.
     __attribute__((noinline)) void raise(Strip& strip, int64_t num_keys, Room& room) const {

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
+from engine.model_runner.input_buffers import InputBuffers
 from engine.model_runner.kernels.cpu.isa import ISAS, runnable_isas
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
 from tests.model_runner.kernels.cpu.conftest import best_library, library_of
@@ -188,6 +189,32 @@ def test_what_several_items_read_is_packed_once_before_them(best_library):
                 ).all()
             else:
                 assert packed_to == 0  # one item reads it
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, INT8])
+@pytest.mark.parametrize("fixed_order", [False, True])
+def test_what_prompts_share_is_packed_once_and_changes_no_bits(library, kv_dtype, fixed_order):
+    """In whole blocks. Two share more than the others; one shares nothing, and one is a decode."""
+    lens, new = [560, 330, 700, 90, 420], np.array([32, 7, 40, 90, 1])
+    spec = spec_of(9, 3, 64)
+    pages = pages_of(library, spec, 16, lens, BF16, 0, kv_dtype=kv_dtype)
+    share(pages, [0, 1, 2, 4], 240)
+    share(pages, [0, 2], 512)
+    expected = pages.fill(new.tolist())
+    backend: Any = functools.partial(CpuNativeAttention, library=library, fixed_order=fixed_order)
+    backend = backend(spec, pages.pool, pages.table, InputBuffers(torch.device("cpu")))
+    layout = BatchLayout(pages.rows, np.array(lens) - new, new, 4)
+    step = backend.plan_step(layout)
+    plan = step.plans.of_layer[1]
+    packed = {int(item[4]): int(item[7]) for item in items_of(plan) if item[0]}  # by the first token
+    firsts = np.cumsum(new) - new
+    assert [packed.get(first, 0) for first in firsts] == [512, 192, 512, 0, 192 * fixed_order]
+    assert Step.from_address(plan).num_blocks in (512 // 64, 512 // 64 + 192 // 64)
+    together = step.forward(1, pages.q.contiguous()).split(new.tolist())
+    assert_close(list(together), expected, BF16)
+    for idx, queries in enumerate(pages.q.contiguous().split(new.tolist())):
+        alone = BatchLayout(pages.rows[[idx]], layout.prefix_lens[[idx]], new[[idx]], int(idx < 4))
+        assert torch.equal(backend.plan_step(alone).forward(1, queries), together[idx])
 
 
 def test_of_a_long_prefix_a_part_is_packed(best_library):
