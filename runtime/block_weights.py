@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from .config import ModelConfig
 
-KERNEL_FLAGS: Final = frozenset(("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"))
-"""What our kernels are used with. They multiply bfloat16 in float32 where the CPU has no better instruction."""
-
-BLOCK_FLAGS: Final = KERNEL_FLAGS | {"avx512_vnni"}
-"""What our kernels for weights in blocks are compiled for; with less they are slower than bfloat16, and not used."""
+KERNEL_FLAGS: Final = frozenset(("avx2", "fma"))
+"""What our kernels are used with. They multiply bfloat16 in float32, and bytes in 16 bits, where the CPU has no better
+instruction."""
 
 
 def against_blocks(
@@ -30,9 +28,9 @@ def against_blocks(
             f"weights in blocks are multiplied with bfloat16 only, not with {dtype}",
             "use --dtype bfloat16",
         )
-    if not cpu_flags.issuperset(BLOCK_FLAGS):
+    if not cpu_flags.issuperset(KERNEL_FLAGS):
         return (
-            "weights in blocks are multiplied with AVX512-VNNI, which this CPU lacks",
+            "weights in blocks are multiplied with AVX2 and FMA, which this CPU lacks",
             "use another CPU",
         )
     if model_impl == "transformers":

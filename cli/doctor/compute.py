@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from ...runtime.block_weights import BLOCK_FLAGS, KERNEL_FLAGS
+from ...runtime.block_weights import KERNEL_FLAGS
 from ...runtime.config import EngineConfig
 from ...runtime.host_facts import HostFacts
 from ...runtime.resolve import BF16_FLAGS
@@ -116,13 +116,12 @@ def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
     if not has_kernels and not host.cpu_flags.intersection(BF16_FLAGS):
         lacks.append("no bfloat16 instructions, so weights and keys are float32 and take twice the memory")
     if not has_kernels:
-        lacks.append("no AVX-512, so torch computes instead of the engine's own kernels")
-    if not host.cpu_flags.issuperset(BLOCK_FLAGS):
-        lacks.append("no AVX512-VNNI, so 4- and 8-bit weights are dequantised")
-    if lacks:
-        return warn(
-            "cpu", f"instructions: {torch.isa}; {'; '.join(lacks)}", "use a CPU with AVX512-VNNI for speed"
+        lacks.append(
+            "no AVX2 with FMA, so torch computes instead of the engine's own kernels, and 4- and 8-bit weights are "
+            "dequantised"
         )
+    if lacks:
+        return warn("cpu", f"instructions: {torch.isa}; {'; '.join(lacks)}", "use a CPU with AVX2 for speed")
     more = "" if torch.isa == "amx" else "; with AMX prompts would be faster"
     return ok("cpu", f"instructions: {torch.isa}{more}")
 

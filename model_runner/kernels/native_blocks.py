@@ -42,7 +42,7 @@ def reasons_against_native_blocks(
     if shape[1] % BLOCK_SIZE:
         reasons.append(f"needs inputs in blocks of {BLOCK_SIZE}, not {shape[1]} of them")
     if not (against_library := reasons_against_library()) and not load_library().blocks_are_fast():
-        reasons.append("this CPU lacks AVX512-VNNI (or AVX512-BF16)")
+        reasons.append("this CPU has no AVX2 to multiply bytes with")
     return reasons + against_library
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.model_runner.kernels.cpu.isa import usable_isas
-from engine.runtime.block_weights import BLOCK_FLAGS, KERNEL_FLAGS
+from engine.runtime.block_weights import KERNEL_FLAGS
 from engine.runtime.config import EngineConfig, SchedulerConfig
 from engine.runtime.config_sources import from_arguments, merge
 from engine.runtime.errors import ConfigError
@@ -135,7 +135,7 @@ GGUF = QuantisationSpec(
     types={f"model.layers.{n}.mlp.{part}_proj": "Q4_1" for n in range(30) for part in ("gate", "up", "down")}
     | {"model.embed_tokens": "Q8_0"},
 )
-BLOCK_HOST = dataclasses.replace(HOST, cpu_flags=HOST.cpu_flags | BLOCK_FLAGS)
+BLOCK_HOST = dataclasses.replace(HOST, cpu_flags=HOST.cpu_flags | KERNEL_FLAGS)
 
 
 def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them():
@@ -172,7 +172,7 @@ def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them():
     [
         ({"device": "cuda"}, GPU_HOST, "by the CPU only, not by cuda"),
         ({"dtype": "float32"}, BLOCK_HOST, "with bfloat16 only, not with float32"),
-        ({}, HOST, "with AVX512-VNNI, which this CPU lacks"),
+        ({}, HOST, "with AVX2 and FMA, which this CPU lacks"),
         ({"model_impl": "transformers"}, BLOCK_HOST, "transformers computes with plain weights only"),
         ({"load_format": "dummy"}, BLOCK_HOST, "random weights are in no file's blocks"),
     ],
@@ -194,9 +194,8 @@ def test_where_blocks_cannot_be_multiplied_a_file_is_dequantised_and_a_wish_refu
 
 
 def test_the_flags_for_blocks_are_those_of_the_kernels():
-    for flags, isa in ((BLOCK_FLAGS, "avx512_vnni"), (KERNEL_FLAGS, "avx512")):
-        assert usable_isas(flags)[0] == isa
-        assert all(usable_isas(flags - {flag})[0] != isa for flag in flags)
+    assert usable_isas(KERNEL_FLAGS)[0] == "avx2"
+    assert all(usable_isas(KERNEL_FLAGS - {flag})[0] == "portable" for flag in KERNEL_FLAGS)
 
 
 def test_made_weights_are_counted_in_the_form_they_get():

@@ -16,13 +16,13 @@
 #include "simd.h"
 #include "tile.h"
 
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if (defined(__AVX512BW__) && defined(__AVX512VL__)) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define HAS_WORD_DOT 1
 #else
 #define HAS_WORD_DOT 0
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #define HAS_FUSED 1
 #else
 #define HAS_FUSED 0
@@ -32,48 +32,59 @@ namespace engine {
 
 constexpr int CHUNK = 2 * LANES;  // dimensions
 
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint16_t u16x32 __attribute__((vector_size(64)));
-
-inline f32x16 load(const int8_t* p) {
-    i8x16 v;
-    std::memcpy(&v, p, sizeof v);
+ALWAYS_INLINE f32x16 load(const int8_t* p) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)v));
+    return to_float((i32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return to_float(i32x16{(i32x8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+                           (i32x8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + LANES / 2)))});
 #else
-    return __builtin_convertvector(__builtin_convertvector(v, i32x16), f32x16);
+    int32_t numbers[LANES];
+    for (int n = 0; n < LANES; ++n) numbers[n] = p[n];
+    i32x16 v;
+    get(v, numbers);
+    return to_float(v);
 #endif
 }
 
-inline f32x16 to_float(f32x16 v) { return v; }
+ALWAYS_INLINE f32x16 to_float(f32x16 v) { return v; }
 
 // sum + a * b, rounded once whatever stands beside it, where the CPU has an instruction for it that says so.
-inline f32x16 fused(f32x16 sum, f32x16 a, f32x16 b) {
-#if HAS_FUSED
+ALWAYS_INLINE f32x16 fused(f32x16 sum, f32x16 a, f32x16 b) {
+#if HAS_FUSED && defined(__AVX512F__)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif HAS_FUSED
+    return {(f32x8)_mm256_fmadd_ps((__m256)a.low, (__m256)b.low, (__m256)sum.low),
+            (f32x8)_mm256_fmadd_ps((__m256)a.high, (__m256)b.high, (__m256)sum.high)};
 #else
     return sum + a * b;
 #endif
 }
 
 // Of two rows of 32 numbers of 16 bits: pairs of one of each, the first four of each eight, and the last four.
-inline u32x16 low_pairs(u32x16 a, u32x16 b) {
+ALWAYS_INLINE u32x16 low_pairs(u32x16 a, u32x16 b) {
 #if defined(__AVX512BW__)
     return (u32x16)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+#elif HAS_WORD_DOT
+    return {(u32x8)_mm256_unpacklo_epi16((__m256i)a.low, (__m256i)b.low),
+            (u32x8)_mm256_unpacklo_epi16((__m256i)a.high, (__m256i)b.high)};
 #else
     return a;  // never used
 #endif
 }
-inline u32x16 high_pairs(u32x16 a, u32x16 b) {
+ALWAYS_INLINE u32x16 high_pairs(u32x16 a, u32x16 b) {
 #if defined(__AVX512BW__)
     return (u32x16)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+#elif HAS_WORD_DOT
+    return {(u32x8)_mm256_unpackhi_epi16((__m256i)a.low, (__m256i)b.low),
+            (u32x8)_mm256_unpackhi_epi16((__m256i)a.high, (__m256i)b.high)};
 #else
     return b;
 #endif
 }
 
 // From that order to the natural one.
-inline void put_parts_in_order(float* values, int64_t head_dim) {
+ALWAYS_INLINE void put_parts_in_order(float* values, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d += CHUNK) {
         f32x16 low = load(values + d), high = load(values + d + LANES);
         store(values + d, SHUFFLE(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
@@ -89,9 +100,9 @@ struct PairDots {
     typedef bf16 Weight;
     static constexpr bool MIXES = true;  // passes may mix the heads of tokens: a product is added in one way only
 
-    static Row load_row(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
-    static Row load_query(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
-    static Sum multiply_add(Sum sum, Row a, Row b) { return dot_pairs(sum, a, b); }
+    static ALWAYS_INLINE Row load_row(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
+    static ALWAYS_INLINE Row load_query(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
+    static ALWAYS_INLINE Sum multiply_add(Sum sum, Row a, Row b) { return dot_pairs(sum, a, b); }
 
     struct Values {
         u32x16 parts[2];
@@ -102,8 +113,8 @@ struct PairDots {
         }
     };
     typedef u32x16 WeightPair;
-    static WeightPair load_weights(const Weight* p) { return splat_bits(load_pair(p)); }
-    static void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+    static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return splat_bits(load_pair(p)); }
+    static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
         for (int u = 0; u < 2; ++u) sums[u] = dot_pairs(sums[u], values.parts[u], weights);
     }
     static void put_in_order(float* values, int64_t head_dim) { put_parts_in_order(values, head_dim); }
@@ -119,12 +130,12 @@ struct WideDots {
     struct Row {
         f32x16 parts[2];
     };
-    static Row load_row(const bf16* p, int64_t left) {
+    static ALWAYS_INLINE Row load_row(const bf16* p, int64_t left) {
         u32x16 pairs = Pairs::load_numbers(p, left);
         return {{(f32x16)(pairs << 16), (f32x16)(pairs & 0xffff0000u)}};
     }
-    static Row load_query(const float* p, int64_t /*left*/) { return {{load(p), load(p + LANES)}}; }  // padded
-    static Sum multiply_add(Sum sum, const Row& a, const Row& b) {
+    static ALWAYS_INLINE Row load_query(const float* p, int64_t /*left*/) { return {{load(p), load(p + LANES)}}; }  // padded
+    static ALWAYS_INLINE Sum multiply_add(Sum sum, const Row& a, const Row& b) {
         return fused(fused(sum, a.parts[0], b.parts[0]), a.parts[1], b.parts[1]);
     }
 
@@ -136,8 +147,8 @@ struct WideDots {
     struct WeightPair {
         f32x16 first, second;
     };
-    static WeightPair load_weights(const Weight* p) { return {splat(p[0]), splat(p[1])}; }
-    static void add(Sum (&sums)[2], const Values& values, const WeightPair& weights) {
+    static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return {splat(p[0]), splat(p[1])}; }
+    static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, const WeightPair& weights) {
         for (int u = 0; u < 2; ++u) {
             sums[u] = fused(sums[u], values.first.parts[u], weights.first);
             sums[u] = fused(sums[u], values.second.parts[u], weights.second);
@@ -160,13 +171,23 @@ struct WordDots {
     typedef int16_t Weight;
     static constexpr bool MIXES = true;
 
-#if HAS_WORD_DOT
-    static Row load_row(const int8_t* p, int64_t left) {
+#if HAS_WORD_DOT && !defined(__AVX512F__)
+    static ALWAYS_INLINE Row load_row(const int8_t* p, int64_t left) {
+        auto part = [](const int8_t* p) { return (u32x8)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); };
+        return {part(p), left >= CHUNK ? part(p + LANES) : u32x8{}};
+    }
+    static ALWAYS_INLINE Row load_query(const int16_t* p, int64_t /*left*/) { return load_pairs(p); }  // padded
+    static ALWAYS_INLINE Sum multiply_add(Sum sum, Row a, Row b) {
+        return sum + Sum{(i32x8)_mm256_madd_epi16((__m256i)a.low, (__m256i)b.low),
+                         (i32x8)_mm256_madd_epi16((__m256i)a.high, (__m256i)b.high)};
+    }
+#elif HAS_WORD_DOT
+    static ALWAYS_INLINE Row load_row(const int8_t* p, int64_t left) {
         if (left >= CHUNK) return (Row)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
         return (Row)_mm512_cvtepi8_epi16(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p)));
     }
-    static Row load_query(const int16_t* p, int64_t /*left*/) { return load_pairs(p); }  // padded
-    static Sum multiply_add(Sum sum, Row a, Row b) {
+    static ALWAYS_INLINE Row load_query(const int16_t* p, int64_t /*left*/) { return load_pairs(p); }  // padded
+    static ALWAYS_INLINE Sum multiply_add(Sum sum, Row a, Row b) {
 #if defined(__AVX512VNNI__)
         return (Sum)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #else
@@ -174,9 +195,9 @@ struct WordDots {
 #endif
     }
 #else
-    static Row load_row(const int8_t*, int64_t) { return Row{}; }
-    static Row load_query(const int16_t*, int64_t) { return Row{}; }
-    static Sum multiply_add(Sum sum, Row, Row) { return sum; }
+    static ALWAYS_INLINE Row load_row(const int8_t*, int64_t) { return Row{}; }
+    static ALWAYS_INLINE Row load_query(const int16_t*, int64_t) { return Row{}; }
+    static ALWAYS_INLINE Sum multiply_add(Sum sum, Row, Row) { return sum; }
 #endif
 
     struct Values {
@@ -188,8 +209,8 @@ struct WordDots {
         }
     };
     typedef u32x16 WeightPair;
-    static WeightPair load_weights(const Weight* p) { return splat_bits(load_pair(p)); }
-    static void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+    static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return splat_bits(load_pair(p)); }
+    static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
         for (int u = 0; u < 2; ++u) sums[u] = multiply_add(sums[u], values.parts[u], weights);
     }
     static void put_in_order(float* values, int64_t head_dim) { put_parts_in_order(values, head_dim); }
@@ -207,11 +228,11 @@ struct FloatDots {
         f32x16 parts[2];
     };
     template <class X>
-    static Row load_row(const X* p, int64_t left) {
+    static ALWAYS_INLINE Row load_row(const X* p, int64_t left) {
         return {{load(p), left >= CHUNK ? load(p + LANES) : f32x16{}}};
     }
-    static Row load_query(const T* p, int64_t left) { return load_row(p, left); }
-    static Sum multiply_add(Sum sum, const Row& a, const Row& b) {
+    static ALWAYS_INLINE Row load_query(const T* p, int64_t left) { return load_row(p, left); }
+    static ALWAYS_INLINE Sum multiply_add(Sum sum, const Row& a, const Row& b) {
         for (int u = 0; u < 2; ++u) sum += a.parts[u] * b.parts[u];
         return sum;
     }
@@ -224,8 +245,8 @@ struct FloatDots {
     struct WeightPair {
         float first, second;
     };
-    static WeightPair load_weights(const Weight* p) { return {p[0], p[1]}; }
-    static void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+    static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return {p[0], p[1]}; }
+    static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
         for (int u = 0; u < 2; ++u) {
             sums[u] += values.first.parts[u] * weights.first;
             sums[u] += values.second.parts[u] * weights.second;
@@ -257,7 +278,7 @@ struct DotsOf<T, int8_t> {
 
 // In each of four parts of the vector: its sums of a, b, c, and d.
 template <class Vector>
-inline Vector sums_of_parts(Vector a, Vector b, Vector c, Vector d) {
+ALWAYS_INLINE Vector sums_of_parts(Vector a, Vector b, Vector c, Vector d) {
     auto neighbours = [](Vector x, Vector y) -> Vector {  // x0 + x2, y0 + y2, x1 + x3, y1 + y3
         return (Vector)SHUFFLE((f32x16)x, (f32x16)y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
                (Vector)SHUFFLE((f32x16)x, (f32x16)y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
@@ -269,7 +290,7 @@ inline Vector sums_of_parts(Vector a, Vector b, Vector c, Vector d) {
 
 // The four parts of each added up: the sums of 16 vectors, in their order.
 template <class Vector>
-inline Vector add_parts(const Vector (&v)[4]) {
+ALWAYS_INLINE Vector add_parts(const Vector (&v)[4]) {
     auto halves = [](Vector x, Vector y) -> Vector {
         return (Vector)SHUFFLE((f32x16)x, (f32x16)y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
                (Vector)SHUFFLE((f32x16)x, (f32x16)y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);

@@ -33,7 +33,7 @@ struct AttentionInputs {
 // of scores that are far below the largest are no others.
 class FlushDenormals {
   public:
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
     FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8000); }
     ~FlushDenormals() { _mm_setcsr(before_); }
 

@@ -49,7 +49,12 @@ class Stream {
     static constexpr bool IS_WIDE = std::is_same<Dots, WideDots>::value;
     static constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
     static constexpr int MAX_GROUP = 4;  // query heads that are handled at once; more make another pass over cached rows
-    static constexpr int QUARTER = 4;    // keys whose sums are held in registers
+    static constexpr int QUARTER = 4;    // keys whose sums are added up together
+#if defined(__AVX512F__)
+    static constexpr int KEYS_AT_ONCE = QUARTER, CHUNKS_AT_ONCE = 2;  // whose sums are held in registers
+#else
+    static constexpr int KEYS_AT_ONCE = 2, CHUNKS_AT_ONCE = 1;
+#endif
 
     struct Rows {
         const int32_t* slots;
@@ -240,7 +245,11 @@ class Stream {
     }
 
     static void store_words(int16_t* out, f32x16 numbers) {
-#if HAS_WORD_DOT
+#if HAS_WORD_DOT && !defined(__AVX512F__)
+        i32x16 whole = round_to_int(numbers);
+        __m256i words = _mm256_packs_epi32((__m256i)whole.low, (__m256i)whole.high);  // four of one, four of the other
+        _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(words, 0xd8));
+#elif HAS_WORD_DOT
         _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)numbers)));
 #endif
     }
@@ -255,16 +264,18 @@ class Stream {
         for (int quarter = 0; quarter < LANES / QUARTER; ++quarter) {
             const KV* const* rows = rows_ + quarter * QUARTER;
             Sum sums_of[GROUP][QUARTER] = {};
-            for (int64_t d = 0; d < dim; d += CHUNK) {
-                int64_t left = IS_WHOLE ? CHUNK : dim - d;
-                typename Dots::Row query[GROUP];
-                for (int g = 0; g < GROUP; ++g) query[g] = Dots::load_query(queries[g] + d, left);
-                for (int n = 0; n < QUARTER; ++n) {
-                    typename Dots::Row key = Dots::load_row(rows[n] + kv_head * dim + d, left);
-                    for (int g = 0; g < GROUP; ++g)
-                        sums_of[g][n] = Dots::multiply_add(sums_of[g][n], key, query[g]);
+#pragma GCC unroll 2
+            for (int first = 0; first < QUARTER; first += KEYS_AT_ONCE)
+                for (int64_t d = 0; d < dim; d += CHUNK) {
+                    int64_t left = IS_WHOLE ? CHUNK : dim - d;
+                    typename Dots::Row query[GROUP];
+                    for (int g = 0; g < GROUP; ++g) query[g] = Dots::load_query(queries[g] + d, left);
+                    for (int n = first; n < first + KEYS_AT_ONCE; ++n) {
+                        typename Dots::Row key = Dots::load_row(rows[n] + kv_head * dim + d, left);
+                        for (int g = 0; g < GROUP; ++g)
+                            sums_of[g][n] = Dots::multiply_add(sums_of[g][n], key, query[g]);
+                    }
                 }
-            }
             for (int g = 0; g < GROUP; ++g)
                 parts[g][quarter] = sums_of_parts(sums_of[g][0], sums_of[g][1], sums_of[g][2], sums_of[g][3]);
             ahead.turn();
@@ -350,7 +361,8 @@ class Stream {
     template <int GROUP, bool IS_WHOLE>
     void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, Ahead& ahead) {
         int64_t d = 0, dim = step_.head_dim;
-        for (; d + CHUNK < dim; d += 2 * CHUNK) add_chunks<GROUP, 2, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
+        for (; d + (CHUNKS_AT_ONCE - 1) * CHUNK < dim; d += CHUNKS_AT_ONCE * CHUNK)
+            add_chunks<GROUP, CHUNKS_AT_ONCE, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
         if (d < dim) add_chunks<GROUP, 1, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
     }
 

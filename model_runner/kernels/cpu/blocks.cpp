@@ -26,8 +26,13 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int STRIP_ROWS = 6;  // 12 dot products, 12 sums, 2 vectors of numbers, 1 splat, and what unpacks: 31 registers
+constexpr int AT_ONCE = BlockCall::VECTORS;  // of a panel's vectors
+#elif defined(__AVX2__)
+constexpr int STRIP_ROWS = 4;  // 8 registers of dot products; sums wait in memory
+constexpr int AT_ONCE = 1;
 #else
 constexpr int STRIP_ROWS = 1;
+constexpr int AT_ONCE = 1;
 #endif
 constexpr int64_t SHARED_TOKENS = 60;  // more are cut into blocks of rows
 constexpr int64_t BLOCK_STRIPS = 42;   // whose x stays in the second-level cache beside a panel
@@ -106,43 +111,20 @@ struct Blocks : BlockCall {
         zero_tile(sums);
         for (int64_t block = 0; block < blocks; ++block, weights += BYTES, numbers += BLOCK, ++scales) {
             fetch(block);
-            i32x16 dots[ROWS][VECTORS];
-#pragma GCC unroll 6
-            for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 2
-                for (int v = 0; v < VECTORS; ++v)
-                    dots[r][v] = MINIMA ? i32x16{} : (i32x16)splat_bits(uint32_t(scales[r * blocks].start));
-            if constexpr (BITS == 8) {
-#pragma GCC unroll 8
-                for (int group = 0; group < GROUPS; ++group) {
-                    u32x16 w[VECTORS];
-#pragma GCC unroll 2
-                    for (int v = 0; v < VECTORS; ++v) w[v] = load_pairs(weights + (group * VECTORS + v) * LINE);
-                    add_group<ROWS>(numbers + group * 4, stride, w, dots);
-                }
-            } else {
-#pragma GCC unroll 4
-                for (int group = 0; group < GROUPS / 2; ++group) {
-                    u32x16 low[VECTORS], high[VECTORS];
-#pragma GCC unroll 2
-                    for (int v = 0; v < VECTORS; ++v) {
-                        u32x16 both = load_pairs(weights + (group * VECTORS + v) * LINE);
-                        low[v] = both & 0x0f0f0f0fu;
-                        high[v] = (both >> 4) & 0x0f0f0f0fu;
-                    }
-                    add_group<ROWS>(numbers + group * 4, stride, low, dots);
-                    add_group<ROWS>(numbers + (group + GROUPS / 2) * 4, stride, high, dots);
-                }
-            }
             const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + PANEL * BLOCK * BITS / 8);
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; ++v) {
-                f32x16 scale = load_halves(halves + v * LANES);
-                f32x16 minimum = MINIMA ? load_halves(halves + PANEL + v * LANES) : f32x16{};
+            for (int first = 0; first < VECTORS; first += AT_ONCE) {
+                i32x16 dots[ROWS][AT_ONCE];
+                multiply_block<BITS, MINIMA>(weights + first * LINE, numbers, stride, scales, blocks, dots);
+#pragma GCC unroll 2
+                for (int v = 0; v < AT_ONCE; ++v) {
+                    f32x16 scale = load_halves(halves + (first + v) * LANES);
+                    f32x16 minimum = MINIMA ? load_halves(halves + PANEL + (first + v) * LANES) : f32x16{};
 #pragma GCC unroll 6
-                for (int r = 0; r < ROWS; ++r) {
-                    if (MINIMA) sums[r][v] += minimum * splat(scales[r * blocks].sum);
-                    sums[r][v] += to_float(dots[r][v]) * scale * splat(scales[r * blocks].scale);
+                    for (int r = 0; r < ROWS; ++r) {
+                        if (MINIMA) sums[r][first + v] += minimum * splat(scales[r * blocks].sum);
+                        sums[r][first + v] += to_float(dots[r][v]) * scale * splat(scales[r * blocks].scale);
+                    }
                 }
             }
         }
@@ -152,15 +134,60 @@ struct Blocks : BlockCall {
             finish(row, panel * PANEL, sums, static_cast<bf16*>(out));
     }
 
-    template <int ROWS>
+    // One block of some vectors.
+    template <int BITS, bool MINIMA, int ROWS>
+    static inline __attribute__((always_inline)) void multiply_block(const uint8_t* weights, const int8_t* numbers,
+                                                                     int64_t stride, const BlockScale* scales,
+                                                                     int64_t blocks, i32x16 (&dots)[ROWS][AT_ONCE]) {
+        constexpr bool IN_WORDS = BITS == 4 && HAS_WORD_SUMS;  // sums are added to `start` in the end
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+            for (int v = 0; v < AT_ONCE; ++v)
+                dots[r][v] = MINIMA || IN_WORDS ? i32x16{} : (i32x16)splat_bits(uint32_t(scales[r * blocks].start));
+        if constexpr (BITS == 8) {
+#pragma GCC unroll 8
+            for (int group = 0; group < GROUPS; ++group) {
+                u32x16 w[AT_ONCE];
+#pragma GCC unroll 2
+                for (int v = 0; v < AT_ONCE; ++v) w[v] = load_pairs(weights + (group * VECTORS + v) * LINE);
+                add_group<false>(numbers + group * 4, stride, w, dots);
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int group = 0; group < GROUPS / 2; ++group) {
+                u32x16 low[AT_ONCE], high[AT_ONCE];
+#pragma GCC unroll 2
+                for (int v = 0; v < AT_ONCE; ++v) {
+                    u32x16 both = load_pairs(weights + (group * VECTORS + v) * LINE);
+                    low[v] = both & 0x0f0f0f0fu;
+                    high[v] = (both >> 4) & 0x0f0f0f0fu;
+                }
+                add_group<IN_WORDS>(numbers + group * 4, stride, low, dots);
+                add_group<IN_WORDS>(numbers + (group + GROUPS / 2) * 4, stride, high, dots);
+            }
+        }
+        if constexpr (IN_WORDS) {
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                for (int v = 0; v < AT_ONCE; ++v) {
+                    dots[r][v] = sum_words(dots[r][v]);
+                    if (!MINIMA) dots[r][v] += scales[r * blocks].start;
+                }
+        }
+    }
+
+    template <bool IN_WORDS, int ROWS>
     static inline __attribute__((always_inline)) void add_group(const int8_t* numbers, int64_t stride,
-                                                                const u32x16 (&w)[VECTORS],
-                                                                i32x16 (&dots)[ROWS][VECTORS]) {
+                                                                const u32x16 (&w)[AT_ONCE],
+                                                                i32x16 (&dots)[ROWS][AT_ONCE]) {
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r) {
             u32x16 four = splat_bits(load_pair(numbers + r * stride));
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; ++v) dots[r][v] = dot_bytes(dots[r][v], w[v], four);
+            for (int v = 0; v < AT_ONCE; ++v)
+                dots[r][v] = IN_WORDS ? dot_nibbles(dots[r][v], w[v], four) : dot_bytes(dots[r][v], w[v], four);
         }
     }
 
@@ -206,10 +233,12 @@ struct Blocks : BlockCall {
             }
             switch (rows) {
                 case 1: multiply_strip<1>(row, panel, from, fetch); break;
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
                 case 2: multiply_strip<2>(row, panel, from, fetch); break;
                 case 3: multiply_strip<3>(row, panel, from, fetch); break;
                 case 4: multiply_strip<4>(row, panel, from, fetch); break;
+#endif
+#if defined(__AVX512F__)
                 case 5: multiply_strip<5>(row, panel, from, fetch); break;
                 case 6: multiply_strip<6>(row, panel, from, fetch); break;
 #endif
@@ -246,7 +275,7 @@ struct Blocks : BlockCall {
 }  // namespace engine
 
 // Whether this CPU's level has an instruction for it; without one it is exact, and slow.
-EXPORT int blocks_are_fast() { return HAS_BYTE_DOT; }
+EXPORT int blocks_are_fast() { return HAS_BYTE_DOT || HAS_WORD_SUMS; }
 
 // Bytes of the packed form of [outputs, inputs]; inputs must be a multiple of 32, bits 4 or 8.
 EXPORT int64_t packed_blocks_bytes(int64_t outputs, int64_t inputs, int bits, int has_minima) {

@@ -13,7 +13,7 @@ from typing import Final, Literal, get_args
 
 logger = logging.getLogger(__name__)
 
-Isa = Literal["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
+Isa = Literal["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "portable"]
 ISAS: Final[tuple[Isa, ...]] = get_args(Isa)
 """The best first, where bfloat16 dot products are fast (`has_slow_bf16`)."""
 
@@ -26,6 +26,7 @@ _NEEDED_FLAGS: Final[Mapping[Isa, tuple[str, ...]]] = {
     "avx512_bf16": _AVX512_BF16,
     "avx512_vnni": _AVX512_VNNI,
     "avx512": _AVX512,
+    "avx2_vnni": ("avx2", "fma", "avx_vnni"),
     "avx2": ("avx2", "fma"),
     "portable": (),
 }

@@ -10,6 +10,7 @@
 #include "linear.h"
 #include "linear_floats.h"
 #include "linear_output.h"
+#include "linear_short.h"
 #include "linear_tiles.h"
 #include "parallel.h"
 #include "program.h"
@@ -19,8 +20,15 @@
 namespace engine {
 namespace {
 
+#if defined(__AVX512F__)
+constexpr bool IS_SHORT = false;
+#else
+constexpr bool IS_SHORT = true;
+#endif
 constexpr int64_t BLOCK_STRIPS = 21;    // of tokens, whose x stays in the second-level cache beside a panel
 constexpr int64_t SHARED_TOKENS = 60;   // more are cut into such blocks
+constexpr int64_t MOST_PANELS = 4;      // that are handed out at once, for one conversion of their tokens, ...
+constexpr int64_t SHARES = 4;           // ... as long as each thread gets so many pieces
 constexpr int64_t PART_STEPS = 384;     // of k: 96 KB of a panel
 constexpr int64_t FEW_STRIPS = 3;       // wait for memory and not for sums, and ...
 constexpr int64_t FEW_PART_STEPS = 64;  // ... what they have fetched is still in the first-level cache: 16 KB
@@ -89,12 +97,20 @@ struct Linear : LinearOutput {
 
     // The vectors [begin, end) of the outputs.
     void multiply_vectors(int64_t first, int64_t last, int64_t begin, int64_t end, const uint32_t* next) const {
-        for_columns(begin, end, TILE_VECTORS, next, [&](const Columns& columns, const uint32_t* after) {
-            multiply(first, last, columns, after);
-        });
+        if constexpr (IS_SHORT) {
+            ShortLinear product(*this, first, last);
+            for_columns(begin, end, PER_PANEL, next, [&](const Columns& columns, const uint32_t* after) {
+                product.multiply(columns, after);
+            });
+        } else {
+            for_columns(begin, end, TILE_VECTORS, next, [&](const Columns& columns, const uint32_t* after) {
+                multiply(first, last, columns, after);
+            });
+        }
     }
 
     void run() const {
+        if (num_tokens == 0) return;
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         if (num_tokens <= SHARED_TOKENS) {
             share_out(vectors, (MIN_BYTES + vector_bytes - 1) / vector_bytes, [&](int64_t begin, int64_t end) {
@@ -105,13 +121,15 @@ struct Linear : LinearOutput {
         }
         int64_t panels = num_panels(), strips = strips_of(num_tokens);
         int64_t blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
-        int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
-        hand_out(blocks * panels, [&](int64_t n) {
-            int64_t block = n / panels, panel = n % panels;
+        int64_t ahead = max_threads();  // groups: one is mine after so many, if all threads are equally fast
+        int64_t together = IS_SHORT ? std::clamp<int64_t>(blocks * panels / (SHARES * ahead), 1, MOST_PANELS) : 1;
+        int64_t groups = (panels + together - 1) / together;
+        hand_out(blocks * groups, [&](int64_t n) {
+            int64_t block = n / groups, panel = n % groups * together;
             int64_t first = num_tokens * (strips * block / blocks) / strips;
             int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
-            const uint32_t* next = n + ahead < blocks * panels ? at((n + ahead) % panels * PANEL) : nullptr;
-            multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + 1) * PER_PANEL, vectors), next);
+            const uint32_t* next = n + ahead < blocks * groups ? at((n + ahead) % groups * together * PANEL) : nullptr;
+            multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + together) * PER_PANEL, vectors), next);
         });
     }
 };

@@ -32,7 +32,7 @@ inline u32x16 noise_bits(u32x16 tokens, const uint32_t* keys) {
 
 constexpr float UNIT = 0x1p-31f * (1 - 0x1p-23f);
 
-inline f32x16 uniform(u32x16 bits) { return (__builtin_convertvector((i32x16)bits, f32x16) + 0.5f) * UNIT; }
+inline f32x16 uniform(u32x16 bits) { return (to_float((i32x16)bits) + 0.5f) * UNIT; }
 
 inline float gumbel(uint32_t bits) {
     float u = (float(int32_t(bits)) + 0.5f) * UNIT;
@@ -51,7 +51,7 @@ int64_t draw(const float* values, const int32_t* ids, int64_t count, float floor
     for (int64_t n = 0; n < count; n += LANES) {
         f32x16 v = load(values + n);
         u32x16 tokens = lanes() + uint32_t(n);
-        if (ids != nullptr) std::memcpy(&tokens, ids + n, sizeof tokens);
+        if (ids != nullptr) get(tokens, ids + n);
         u32x16 noise = noise_bits(tokens, keys);
         uint32_t bits = bits_at_least(exp2((v + reach) * LOG2_E), uniform(noise)) & bits_at_least(v, splat(floor));
         for (; bits; bits &= bits - 1) {

@@ -54,7 +54,9 @@ inline f32x16 mass(f32x16 x, float largest) { return exp2_small((x - largest) * 
 
 inline double sum_in_double(f32x16 v) {
     double total = 0;
-    for (int n = 0; n < LANES; ++n) total += v[n];
+    float numbers[LANES];
+    put(numbers, v);
+    for (float number : numbers) total += number;
     return total;
 }
 
@@ -78,7 +80,7 @@ inline Mass weigh(const float* x, int64_t size, float largest) {
             total += m;
             if (BY_LEVEL)
                 for (int level = 0; level < NUM_LEVELS; ++level)
-                    above[level] += v >= splat(largest - LEVELS[level]) ? m : f32x16{};
+                    above[level] += select(v >= splat(largest - LEVELS[level]), m, f32x16{});
         }
         found.total += sum_in_double(total);
         if (BY_LEVEL)
@@ -121,8 +123,10 @@ inline int64_t compress(Vector v, uint32_t bits, Number* to) {
     std::memcpy(to, &packed, sizeof packed);
     return __builtin_popcount(bits);
 #else
+    Number numbers[LANES];
+    put(numbers, v);
     int64_t count = 0;
-    for (; bits; bits &= bits - 1) to[count++] = v[__builtin_ctz(bits)];
+    for (; bits; bits &= bits - 1) to[count++] = numbers[__builtin_ctz(bits)];
     return count;
 #endif
 }
@@ -172,7 +176,7 @@ inline double weight_from(const int32_t* keys, const float* weights, int64_t cou
         int64_t end = std::min(begin + BLOCK, count);
         f32x16 found = {};
         for (int64_t n = begin; n < end; n += LANES)
-            found += load_keys(keys + n) >= int32_t(key) ? load(weights + n) : f32x16{};
+            found += select(load_keys(keys + n) >= int32_t(key), load(weights + n), f32x16{});
         total += sum_in_double(found);
     }
     return total;
@@ -202,7 +206,7 @@ inline int64_t find_floor(Candidates& c, int64_t low, int64_t high, double targe
     for (int64_t n = 0; n < c.count; n += LANES) {
         f32x16 v = load(c.values + n);
         i32x16 keys = order_key(v);
-        std::memcpy(c.keys + n, &keys, sizeof keys);
+        put(c.keys + n, keys);
         store(c.weights + n, weigh(v));
     }
     for (int64_t n = c.count; n < padded(c.count); ++n) c.weights[n] = 0.0f;

@@ -64,9 +64,14 @@ inline u32x16 lanes() { return u32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 
 inline uint32_t bits_of(i32x16 lanes) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
+#elif defined(__AVX2__)
+    auto half = [](i32x8 v) { return uint32_t(_mm256_movemask_ps((__m256)v)); };
+    return half(lanes.low) | half(lanes.high) << 8;
 #else
+    int32_t numbers[LANES];
+    put(numbers, lanes);
     uint32_t bits = 0;
-    for (int n = 0; n < LANES; ++n) bits |= uint32_t(lanes[n] & 1) << n;
+    for (int n = 0; n < LANES; ++n) bits |= uint32_t(numbers[n] & 1) << n;
     return bits;
 #endif
 }
@@ -82,7 +87,7 @@ inline uint32_t bits_at_least(f32x16 a, f32x16 b) {
 
 inline i32x16 load_keys(const int32_t* p) {
     i32x16 v;
-    std::memcpy(&v, p, sizeof v);
+    get(v, p);
     return v;
 }
 
@@ -90,16 +95,17 @@ inline i32x16 load_keys(const int32_t* p) {
 
 // The bits of NaN and of infinities, without their sign, are the largest integers.
 struct Finiteness {
-    u32x16 largest = {};
+    i32x16 largest = {};
 
     void see(f32x16 v) {
-        u32x16 bits = (u32x16)v & 0x7fffffffu;
-        largest = bits > largest ? bits : largest;
+        i32x16 bits = (i32x16)v & 0x7fffffff;
+        largest = select(bits > largest, bits, largest);
     }
     bool holds() const {
-        uint32_t all = 0;
-        for (int n = 0; n < LANES; ++n) all = std::max(all, largest[n]);
-        return all < 0x7f800000u;
+        int32_t numbers[LANES], all = 0;
+        put(numbers, largest);
+        for (int32_t bits : numbers) all = std::max(all, bits);
+        return all < 0x7f800000;
     }
 };
 

@@ -1,12 +1,14 @@
-// Vectors of 16 floats for every CPU: the compiler's vector extension, which becomes one AVX-512 register, two of AVX2,
-// four of SSE2 or NEON. Only what that extension cannot say (bfloat16 dot products, conversions) is written per CPU.
+// Vectors of 16 floats for every CPU: the compiler's vector extension, in one register of AVX-512, two of AVX2, four of
+// SSE2 or NEON (vector_pair.h). Only what that extension cannot say (dot products, conversions) is written per CPU.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#include "vector_pair.h"
+
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -16,14 +18,23 @@
 #define HAS_BF16_DOT 0
 #endif
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define HAS_BYTE_DOT 1
 #else
 #define HAS_BYTE_DOT 0
 #endif
 
+// Products of small bytes are added up in 16 bits first.
+#if defined(__AVX2__) && !HAS_BYTE_DOT
+#define HAS_WORD_SUMS 1
+#else
+#define HAS_WORD_SUMS 0
+#endif
+
 // GCC has the second form since version 12 only, Clang never had the first.
-#if defined(__clang__)
+#if !defined(__AVX512F__)
+#define SHUFFLE(a, b, ...) engine::shuffle<__VA_ARGS__>(a, b)
+#elif defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (engine::i32x16){__VA_ARGS__})
@@ -33,10 +44,30 @@ namespace engine {
 
 constexpr int LANES = 16;
 
+#if defined(__AVX512F__)
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+#else
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+#if defined(__AVX2__)
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+#else
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef VectorPair<f32x4> f32x8;
+typedef VectorPair<i32x4> i32x8;
+typedef VectorPair<u32x4> u32x8;
+#endif
+typedef VectorPair<f32x8> f32x16;
+typedef VectorPair<i32x8> i32x16;
+typedef VectorPair<u32x8> u32x16;
+typedef VectorPair<u16x8> u16x16;
+#endif
 
 struct bf16 {
     uint16_t bits;
@@ -44,19 +75,19 @@ struct bf16 {
 
 // ---------------------------------------------------------------- numbers
 
-inline float to_float(float x) { return x; }
+ALWAYS_INLINE float to_float(float x) { return x; }
 
-inline float to_float(bf16 x) {
+ALWAYS_INLINE float to_float(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
     float out;
     std::memcpy(&out, &bits, sizeof out);
     return out;
 }
 
-inline void from_float(float x, float* out) { *out = x; }
+ALWAYS_INLINE void from_float(float x, float* out) { *out = x; }
 
 // Rounds to the nearest, ties to even; NaN stays NaN.
-inline void from_float(float x, bf16* out) {
+ALWAYS_INLINE void from_float(float x, bf16* out) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -68,98 +99,148 @@ inline void from_float(float x, bf16* out) {
 
 // ---------------------------------------------------------------- loads and stores of 16
 
-inline f32x16 splat(float x) { return x - f32x16{}; }
+ALWAYS_INLINE f32x16 splat(float x) { return x - f32x16{}; }
 
-inline u32x16 splat_bits(uint32_t x) { return x | u32x16{}; }
+ALWAYS_INLINE u32x16 splat_bits(uint32_t x) { return x | u32x16{}; }
 
-inline f32x16 load(const float* p) {
+ALWAYS_INLINE f32x16 load(const float* p) {
     f32x16 v;
-    std::memcpy(&v, p, sizeof v);
+    get(v, p);
     return v;
 }
 
-inline f32x16 load(const bf16* p) {
-    u16x16 v;
-    std::memcpy(&v, p, sizeof v);
+ALWAYS_INLINE f32x16 to_float(i32x16 v) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
+    return __builtin_convertvector(v, f32x16);
+#elif defined(__AVX2__)
+    return {__builtin_convertvector(v.low, f32x8), __builtin_convertvector(v.high, f32x8)};
 #else
-    return (f32x16)(__builtin_convertvector(v, u32x16) << 16);
+    auto part = [](i32x8 x) {
+        return f32x8{__builtin_convertvector(x.low, f32x4), __builtin_convertvector(x.high, f32x4)};
+    };
+    return {part(v.low), part(v.high)};
 #endif
 }
 
-inline void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
+// Numbers of 16 bits in 32, zeros above them.
+ALWAYS_INLINE u32x16 widened(u16x16 v) {
+#if defined(__AVX512F__)
+    return (u32x16)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+    return {(u32x8)_mm256_cvtepu16_epi32((__m128i)v.low), (u32x8)_mm256_cvtepu16_epi32((__m128i)v.high)};
+#else
+    auto part = [](u16x8 x) {  // zeros behind each, of which the number is the first half on little-endian CPUs
+        u16x8 zeros = {};
+        return u32x8{(u32x4)shuffle<0, 8, 1, 9, 2, 10, 3, 11>(x, zeros), (u32x4)shuffle<4, 12, 5, 13, 6, 14, 7, 15>(x, zeros)};
+    };
+    return {part(v.low), part(v.high)};
+#endif
+}
 
-inline u16x16 round_to_bf16(f32x16 v) {
+// The low half of each.
+ALWAYS_INLINE u16x16 narrowed(u32x16 v) {
+#if defined(__AVX512F__)
+    return __builtin_convertvector(v, u16x16);
+#elif defined(__AVX2__)
+    auto part = [](u32x8 x) {
+        const __m256i first = _mm256_set_epi64x(-1, 0x0d0c090805040100, -1, 0x0d0c090805040100);
+        __m256i both = _mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)x, first), 0x08);
+        return (u16x8)_mm256_castsi256_si128(both);
+    };
+    return {part(v.low), part(v.high)};
+#else
+    auto part = [](u32x8 x) { return shuffle<0, 2, 4, 6, 8, 10, 12, 14>((u16x8)x.low, (u16x8)x.high); };
+    return {part(v.low), part(v.high)};
+#endif
+}
+
+ALWAYS_INLINE f32x16 load(const bf16* p) {
+    u16x16 v;
+    get(v, p);
+    return (f32x16)(widened(v) << 16);
+}
+
+ALWAYS_INLINE void store(float* p, f32x16 v) { put(p, v); }
+
+ALWAYS_INLINE u16x16 round_to_bf16(f32x16 v) {
 #if HAS_BF16_DOT
     __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
     return (u16x16)rounded;
 #else
     u32x16 bits = (u32x16)v;
     u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    u32x16 nan = (u32x16)((bits & 0x7fffffffu) > 0x7f800000u);
-    return __builtin_convertvector((rounded & ~nan) | (((bits >> 16) | 0x40u) & nan), u16x16);
+    u32x16 nan = (u32x16)((i32x16)(bits & 0x7fffffffu) > 0x7f800000);
+    return narrowed((rounded & ~nan) | (((bits >> 16) | 0x40u) & nan));
 #endif
 }
 
-inline void store(bf16* p, f32x16 v) {
-    u16x16 bits = round_to_bf16(v);
-    std::memcpy(p, &bits, sizeof bits);
+ALWAYS_INLINE void store(bf16* p, f32x16 v) {
+    put(p, round_to_bf16(v));
 }
 
 // ---------------------------------------------------------------- arithmetic
 
 // Lane by lane a pair of bfloat16, (a, b), of finite numbers. Halves are rounded away from zero, which is cheaper.
-inline void store_pairs(f32x16 a, f32x16 b, uint32_t* p) {
+ALWAYS_INLINE void store_pairs(f32x16 a, f32x16 b, uint32_t* p) {
     u32x16 low = ((u32x16)a + 0x8000u) >> 16, high = ((u32x16)b + 0x8000u) & 0xffff0000u;
-    u32x16 both = low | high;
-    std::memcpy(p, &both, sizeof both);
+    put(p, low | high);
 }
 
-inline f32x16 maximum(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 maximum(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return a > b ? a : b;
+    return select(a > b, a, b);
 #endif
 }
 
-inline f32x16 minimum(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 minimum(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
 #else
-    return a < b ? a : b;
+    return select(a < b, a, b);
 #endif
 }
 
-inline float sum(f32x16 v) {
+#if !defined(__AVX512F__)
+// What `combine` makes of all lanes: of both halves, then of the halves of that.
+template <class Vector, class Combine>
+ALWAYS_INLINE auto reduce(const Vector& v, const Combine& combine) {
+    auto half = combine(v.low, v.high);
+#if defined(__AVX2__)
+    typedef std::remove_cvref_t<decltype(half[0])> Number;
+    typedef Number Quarter __attribute__((vector_size(16)));
+    Quarter parts[2];
+    std::memcpy(parts, &half, sizeof parts);
+    Quarter four = combine(parts[0], parts[1]);
+#else
+    auto four = combine(half.low, half.high);
+#endif
+    four = combine(four, shuffle<2, 3, 2, 3>(four, four));
+    return combine(four, shuffle<1, 1, 1, 1>(four, four))[0];
+}
+#endif
+
+ALWAYS_INLINE float sum(f32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
 #else
-    float parts[LANES];
-    std::memcpy(parts, &v, sizeof parts);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int n = 0; n < width; ++n) parts[n] += parts[n + width];
-    return parts[0];
+    return reduce(v, [](auto a, auto b) { return a + b; });
 #endif
 }
 
-inline float largest(f32x16 v) {
+ALWAYS_INLINE float largest(f32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
 #else
-    float parts[LANES];
-    std::memcpy(parts, &v, sizeof parts);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int n = 0; n < width; ++n) parts[n] = parts[n] > parts[n + width] ? parts[n] : parts[n + width];
-    return parts[0];
+    return reduce(v, [](auto a, auto b) { return select(a > b, a, b); });
 #endif
 }
 
 // 2^x for x < 128; 0 below -126, and for minus infinity. NaN stays NaN. Relative error below 3e-7.
 //
 // x = n + f with n whole and |f| <= 1/2; 2^f by its Taylor series in f ln 2, 2^n by adding n to the exponent.
-inline f32x16 exp2_small(f32x16 x) {
+ALWAYS_INLINE f32x16 exp2_small(f32x16 x) {
     constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
     f32x16 clamped = maximum(splat(-127.0f), x);  // the second argument wins where one is NaN
     f32x16 shifted = clamped + ROUND;
@@ -177,14 +258,14 @@ inline f32x16 exp2_small(f32x16 x) {
 }
 
 // The same for all x: infinity from 128 on.
-inline f32x16 exp2(f32x16 x) { return exp2_small(minimum(splat(128.0f), x)); }
+ALWAYS_INLINE f32x16 exp2(f32x16 x) { return exp2_small(minimum(splat(128.0f), x)); }
 
-inline float exp2_small(float x) { return exp2_small(splat(x))[0]; }
+ALWAYS_INLINE float exp2_small(float x) { return exp2_small(splat(x))[0]; }
 
 // ---------------------------------------------------------------- bfloat16 pairs
 
 // acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]; a and b are 32 numbers of bfloat16.
-inline f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
+ALWAYS_INLINE f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
 #if HAS_BF16_DOT
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
@@ -194,13 +275,13 @@ inline f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
 #endif
 }
 
-inline u32x16 load_pairs(const void* p) {
+ALWAYS_INLINE u32x16 load_pairs(const void* p) {
     u32x16 v;
-    std::memcpy(&v, p, sizeof v);
+    get(v, p);
     return v;
 }
 
-inline uint32_t load_pair(const void* p) {
+ALWAYS_INLINE uint32_t load_pair(const void* p) {
     uint32_t v;
     std::memcpy(&v, p, sizeof v);
     return v;
@@ -209,61 +290,106 @@ inline uint32_t load_pair(const void* p) {
 // ---------------------------------------------------------------- bytes and whole numbers
 
 // acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; a is 64 unsigned, b 64 signed bytes.
-inline i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
-#if HAS_BYTE_DOT
+ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
+#if HAS_BYTE_DOT && !defined(__AVX512F__)
+    return {(i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.low, (__m256i)a.low, (__m256i)b.low),
+            (i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.high, (__m256i)a.high, (__m256i)b.high)};
+#elif HAS_BYTE_DOT
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif HAS_WORD_SUMS && defined(__AVX512F__)
+    // As numbers of 16 bits, of which two products fit into 32.
+    __m512i even = _mm512_madd_epi16(_mm512_and_si512((__m512i)a, _mm512_set1_epi16(0xff)),
+                                     _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8));
+    __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)a, 8), _mm512_srai_epi16((__m512i)b, 8));
+    return acc + (i32x16)even + (i32x16)odd;
+#elif HAS_WORD_SUMS
+    auto part = [](i32x8 acc, u32x8 a_, u32x8 b_) {
+        __m256i a = (__m256i)a_, b = (__m256i)b_;
+        __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+        return acc + (i32x8)even + (i32x8)odd;
+    };
+    return {part(acc.low, a.low, b.low), part(acc.high, a.high, b.high)};
 #else
     for (int j = 0; j < 4; ++j) acc += (i32x16)((a >> (8 * j)) & 0xffu) * ((i32x16)(b << (24 - 8 * j)) >> 24);
     return acc;
 #endif
 }
 
-inline f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+// acc is 32 sums of 16 bits: acc[2i + j] += a[4i + 2j] * b[4i + 2j] + a[4i + 2j + 1] * b[4i + 2j + 1]; a is 64 bytes below
+// 16, b 64 signed bytes of magnitude 127 at most. 8 times fit: 16 * 15 * 127 = 30480.
+ALWAYS_INLINE i32x16 dot_nibbles(i32x16 acc, u32x16 a, u32x16 b) {
+#if HAS_WORD_SUMS && defined(__AVX512F__)
+    return (i32x16)_mm512_add_epi16((__m512i)acc, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
+#elif HAS_WORD_SUMS
+    auto part = [](i32x8 acc, u32x8 a, u32x8 b) {
+        return (i32x8)_mm256_add_epi16((__m256i)acc, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
+    };
+    return {part(acc.low, a.low, b.low), part(acc.high, a.high, b.high)};
+#else
+    return dot_bytes(acc, a, b);
+#endif
+}
+
+// What dot_nibbles has added up, four bytes of each to one sum.
+ALWAYS_INLINE i32x16 sum_words(i32x16 words) {
+#if HAS_WORD_SUMS && defined(__AVX512F__)
+    return (i32x16)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(1));
+#elif HAS_WORD_SUMS
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {(i32x8)_mm256_madd_epi16((__m256i)words.low, ones), (i32x8)_mm256_madd_epi16((__m256i)words.high, ones)};
+#else
+    return words;
+#endif
+}
 
 // To the nearest whole number, ties to even; |v| < 2^22.
-inline i32x16 round_to_int(f32x16 v) {
+ALWAYS_INLINE i32x16 round_to_int(f32x16 v) {
 #if defined(__AVX512F__)
     return (i32x16)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+    return {(i32x8)_mm256_cvtps_epi32((__m256)v.low), (i32x8)_mm256_cvtps_epi32((__m256)v.high)};
 #else
     // Not by adding 1.5 * 2^23: a product before it would become part of a fused addition, and not be rounded itself.
-    i32x16 whole = {};
-    for (int n = 0; n < LANES; ++n) whole[n] = int32_t(__builtin_rintf(v[n]));
-    return whole;
+    float numbers[LANES];
+    int32_t whole[LANES];
+    put(numbers, v);
+    for (int n = 0; n < LANES; ++n) whole[n] = int32_t(__builtin_rintf(numbers[n]));
+    i32x16 result;
+    get(result, whole);
+    return result;
 #endif
 }
 
 // The low byte of each.
-inline void store_bytes(int8_t* p, i32x16 v) {
+ALWAYS_INLINE void store_bytes(int8_t* p, i32x16 v) {
 #if defined(__AVX512F__)
     __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
     std::memcpy(p, &bytes, sizeof bytes);
 #else
-    for (int n = 0; n < LANES; ++n) p[n] = int8_t(v[n]);
+    int32_t numbers[LANES];
+    put(numbers, v);
+    for (int n = 0; n < LANES; ++n) p[n] = int8_t(numbers[n]);
 #endif
 }
 
-inline int32_t sum(i32x16 v) {
+ALWAYS_INLINE int32_t sum(i32x16 v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)v);
 #else
-    int32_t all = 0;
-    for (int n = 0; n < LANES; ++n) all += v[n];
-    return all;
+    return reduce(v, [](auto a, auto b) { return a + b; });
 #endif
 }
 
 // The largest magnitude of 32 numbers; NaN where one of them is NaN.
-inline float largest_magnitude(f32x16 a, f32x16 b) {
+ALWAYS_INLINE float largest_magnitude(f32x16 a, f32x16 b) {
     // As whole numbers: NaN is larger than infinity then.
     i32x16 p = (i32x16)a & 0x7fffffff, q = (i32x16)b & 0x7fffffff;
 #if defined(__AVX512F__)
     int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)p, (__m512i)q));
 #else
-    int32_t bits = 0;
-    for (int n = 0; n < LANES; ++n) {
-        bits = p[n] > bits ? p[n] : bits;
-        bits = q[n] > bits ? q[n] : bits;
-    }
+    int32_t bits = reduce(select(p > q, p, q), [](auto a, auto b) { return select(a > b, a, b); });
 #endif
     float most;
     std::memcpy(&most, &bits, sizeof most);
@@ -271,19 +397,19 @@ inline float largest_magnitude(f32x16 a, f32x16 b) {
 }
 
 // 16 finite numbers of half precision.
-inline f32x16 load_halves(const uint16_t* p) {
+ALWAYS_INLINE f32x16 load_halves(const uint16_t* p) {
     u16x16 v;
-    std::memcpy(&v, p, sizeof v);
+    get(v, p);
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps((__m256i)v);
 #else
-    u32x16 bits = __builtin_convertvector(v, u32x16);
+    u32x16 bits = widened(v);
     f32x16 magnitude = (f32x16)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent's other bias
     return (f32x16)((u32x16)magnitude | ((bits & 0x8000u) << 16));
 #endif
 }
 
-inline float half_to_float(const void* p) {
+ALWAYS_INLINE float half_to_float(const void* p) {
     uint16_t bits[LANES] = {};
     std::memcpy(bits, p, sizeof *bits);
     return load_halves(bits)[0];
@@ -292,25 +418,25 @@ inline float half_to_float(const void* p) {
 // ---------------------------------------------------------------- 16 sums at once
 
 // One level of the tree below: adds neighbours of a into the first half of each block, those of b into the second.
-inline f32x16 add_neighbours_1(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 add_neighbours_1(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
-inline f32x16 add_neighbours_2(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 add_neighbours_2(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
            SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }
-inline f32x16 add_neighbours_4(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 add_neighbours_4(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
            SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
 }
-inline f32x16 add_neighbours_8(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 add_neighbours_8(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
 // The sum of each of 16 vectors, in their order.
-inline f32x16 sums(const f32x16* v) {
+ALWAYS_INLINE f32x16 sums(const f32x16* v) {
     f32x16 w[8];
     for (int n = 0; n < 8; ++n) w[n] = add_neighbours_1(v[2 * n], v[2 * n + 1]);
     for (int n = 0; n < 4; ++n) w[n] = add_neighbours_2(w[2 * n], w[2 * n + 1]);

@@ -11,46 +11,70 @@ namespace engine {
 
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // 24 sums, 4 columns, 1 splat: 29 of 32 registers
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // in pairs of registers: 12 sums, 2 columns, 1 splat, 1 mask
 #else
-constexpr int TILE_ROWS = 2, TILE_VECTORS = 2;  // of AVX2's 16 registers, two to a vector
+constexpr int TILE_ROWS = 2, TILE_VECTORS = 1;
 #endif
 
-// What is multiplied: pairs of bfloat16 (two steps of k at once), or float.
+// Vectors that so many rows may be multiplied with at once: fewer rows leave registers for more of them.
+constexpr int most_vectors(int rows) {
+#if defined(__AVX512F__)
+    return TILE_VECTORS;
+#else
+    return rows == 1 ? 4 * TILE_VECTORS : 2 * rows <= TILE_ROWS ? 2 * TILE_VECTORS : TILE_VECTORS;
+#endif
+}
+
+// What is multiplied: pairs of bfloat16 (two steps of k at once), float with such pairs (one after the other), or float.
 struct Pairs {
     typedef bf16 Number;
     typedef uint32_t Step;  // of k: one element of the panel
-    static constexpr int NUMBERS = 2;
+    static constexpr int NUMBERS = 2, PARTS = 1;
     typedef u32x16 Vector;
 
-    static Vector load_step(const Step* p) { return load_pairs(p); }
-    static Vector splat_step(const Number* p) { return splat_bits(load_pair(p)); }
+    static ALWAYS_INLINE Vector load_step(const Step* p, int /*part*/) { return load_pairs(p); }
+    static ALWAYS_INLINE Vector splat_step(const Number* p, int /*part*/) { return splat_bits(load_pair(p)); }
 
     // The next 32 numbers; where only 16 are left, zeros behind them.
-    static Vector load_numbers(const Number* p, int64_t left) {
+    static ALWAYS_INLINE Vector load_numbers(const Number* p, int64_t left) {
         if (left >= 2 * LANES) return load_pairs(p);
         Vector half = {};
         std::memcpy(&half, p, LANES * sizeof(Number));
         return half;
     }
 
-    static f32x16 multiply_add(f32x16 acc, Vector a, Vector b) { return dot_pairs(acc, a, b); }
+    static ALWAYS_INLINE f32x16 multiply_add(f32x16 acc, Vector a, Vector b) { return dot_pairs(acc, a, b); }
+};
+
+struct WidePairs {
+    typedef float Number;
+    typedef uint32_t Step;
+    static constexpr int NUMBERS = 2, PARTS = 2;
+    typedef f32x16 Vector;
+
+    static ALWAYS_INLINE Vector load_step(const Step* p, int part) {
+        return (f32x16)(part == 0 ? load_pairs(p) << 16 : load_pairs(p) & 0xffff0000u);
+    }
+    static ALWAYS_INLINE Vector splat_step(const Number* p, int part) { return splat(p[part]); }
+    static ALWAYS_INLINE f32x16 multiply_add(f32x16 acc, Vector a, Vector b) { return acc + a * b; }
 };
 
 struct Floats {
     typedef float Number;
     typedef float Step;
-    static constexpr int NUMBERS = 1;
+    static constexpr int NUMBERS = 1, PARTS = 1;
     typedef f32x16 Vector;
 
-    static Vector load_step(const Step* p) { return load(p); }
-    static Vector splat_step(const Number* p) { return splat(*p); }
+    static ALWAYS_INLINE Vector load_step(const Step* p, int /*part*/) { return load(p); }
+    static ALWAYS_INLINE Vector splat_step(const Number* p, int /*part*/) { return splat(*p); }
 
     template <class T>
-    static Vector load_numbers(const T* p, int64_t /*left*/) {
+    static ALWAYS_INLINE Vector load_numbers(const T* p, int64_t /*left*/) {
         return load(p);
     }
 
-    static f32x16 multiply_add(f32x16 acc, Vector a, Vector b) { return acc + a * b; }
+    static ALWAYS_INLINE f32x16 multiply_add(f32x16 acc, Vector a, Vector b) { return acc + a * b; }
 };
 
 struct Nothing {
@@ -68,14 +92,17 @@ inline __attribute__((always_inline)) void multiply_tile(
     int64_t steps, f32x16 (&sums)[ROWS][VECTORS], const AtStep& at_step = {}) {
     for (int64_t k = 0; k < steps; ++k) {
         at_step(k);
-        typename Kind::Vector columns[VECTORS];
+#pragma GCC unroll 2
+        for (int part = 0; part < Kind::PARTS; ++part) {
+            typename Kind::Vector columns[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) columns[v] = Kind::load_step(panel + k * panel_width + v * LANES);
+            for (int v = 0; v < VECTORS; ++v) columns[v] = Kind::load_step(panel + k * panel_width + v * LANES, part);
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r) {
-            typename Kind::Vector row = Kind::splat_step(rows + r * row_stride + k * Kind::NUMBERS);
+            for (int r = 0; r < ROWS; ++r) {
+                typename Kind::Vector row = Kind::splat_step(rows + r * row_stride + k * Kind::NUMBERS, part);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) sums[r][v] = Kind::multiply_add(sums[r][v], columns[v], row);
+                for (int v = 0; v < VECTORS; ++v) sums[r][v] = Kind::multiply_add(sums[r][v], columns[v], row);
+            }
         }
     }
 }
@@ -115,30 +142,20 @@ inline __attribute__((always_inline)) void store_tile(T* to, int64_t stride, con
 }
 
 // Calls body<ROWS, VECTORS>() with numbers that are known only now.
-template <int ROWS, class Body>
+template <int ROWS, int VECTORS = most_vectors(ROWS), class Body>
 inline void with_vectors(int vectors, const Body& body) {
-    switch (vectors) {
-        case 1: body.template operator()<ROWS, 1>(); break;
-        case 2: body.template operator()<ROWS, 2>(); break;
-#if defined(__AVX512F__)
-        case 3: body.template operator()<ROWS, 3>(); break;
-        case 4: body.template operator()<ROWS, 4>(); break;
-#endif
-    }
+    if (vectors == VECTORS)
+        body.template operator()<ROWS, VECTORS>();
+    else if constexpr (VECTORS > 1)
+        with_vectors<ROWS, VECTORS - 1>(vectors, body);
 }
 
-template <class Body>
+template <int ROWS = TILE_ROWS, class Body>
 inline void with_tile(int rows, int vectors, const Body& body) {
-    switch (rows) {
-        case 1: with_vectors<1>(vectors, body); break;
-        case 2: with_vectors<2>(vectors, body); break;
-#if defined(__AVX512F__)
-        case 3: with_vectors<3>(vectors, body); break;
-        case 4: with_vectors<4>(vectors, body); break;
-        case 5: with_vectors<5>(vectors, body); break;
-        case 6: with_vectors<6>(vectors, body); break;
-#endif
-    }
+    if (rows == ROWS)
+        with_vectors<ROWS>(vectors, body);
+    else if constexpr (ROWS > 1)
+        with_tile<ROWS - 1>(rows, vectors, body);
 }
 
 }  // namespace engine
