@@ -92,17 +92,18 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_pair, unpack, s
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_requests_that_share_a_prefix_get_what_they_get_alone(make_pair, unpack, dtype):
-    """Log-probabilities of decoded tokens: alone, and with the prefix's pages shared by six."""
+    """Log-probabilities of decoded tokens: alone, and with the prefix's pages shared by six, up to a near tie."""
     _, driver = make_pair("llama", dtype)
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
     prefix, tails = tokens_of(128), [tokens_of(5, seed) for seed in range(6)]
 
-    def decode(reqs: list[Any]) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in reqs]
+    def decode(reqs: list[Any]) -> list[list[tuple[int, float]]]:
+        found: list[list[tuple[int, float]]] = [[] for _ in reqs]
         for _ in range(4):
             result = driver.step([(req, 1) for req in reqs])
-            for mine, packed in zip(found, result.logprobs, strict=True):
-                mine.append(float(unpack(packed)[0][0]))
+            tokens = np.frombuffer(result.next_token_ids, dtype=np.int32).tolist()
+            for mine, token, packed in zip(found, tokens, result.logprobs, strict=True):
+                mine.append((token, float(unpack(packed)[0][0])))
         return found
 
     alone, reqs = [], []
@@ -117,7 +118,14 @@ def test_requests_that_share_a_prefix_get_what_they_get_alone(make_pair, unpack,
         req = driver.start(prefix + tail, greedy, prefix=(first, 128))
         driver.step([(req, 5)])
         reqs.append(req)
-    np.testing.assert_allclose(decode(reqs), alone, atol=1e-4 if dtype == "float32" else 0.1)
+    pairs = []
+    for shared, own in zip(decode(reqs), alone, strict=True):
+        for here, there in zip(shared, own, strict=True):
+            pairs.append((here[1], there[1]))
+            if here[0] != there[0]:  # a near tie, if these two are close; what follows them differs
+                break
+    assert len(pairs) >= 18  # of 24
+    np.testing.assert_allclose(*zip(*pairs, strict=True), atol=1e-4 if dtype == "float32" else 0.1)
 
 
 def test_linear_layers_and_decodes_give_the_same_bits_in_every_batch(make_pair, unpack):
