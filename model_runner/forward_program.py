@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..runtime.step_plan import ForwardMode
+from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS, ForwardMode
 from .arena import Arena
 from .attention.backend import BatchLayout, PlannedAttention
 from .forward_batch import ForwardBatch
@@ -53,9 +53,10 @@ Forward = Callable[[ForwardBatch], Tensor]
 MAX_TOKENS: Final = 2048
 """Of a step; larger ones are launched call by call, which costs them little. What of the memory for so many tokens no
 step has touched takes none."""
-_LEAST_TOKENS: Final = (2, TILES_FROM)
-"""Of a step: the first that will do. Products of block-quantised weights are other calls for fewer tokens."""
-_TRIED: Final = (2, 3, TILES_FROM, TILES_FROM + 1, 1025)
+_LEAST_TOKENS: Final = (2, TILES_FROM, MAX_DRAFT_STEP_TOKENS + 1)
+"""Of a step: the first that will do. Products of block-quantised weights are other calls for fewer tokens, see
+`load._tiles_from`."""
+_TRIED: Final = tuple(sorted({2, 3, 1025}.union(*((least, least + 1) for least in _LEAST_TOKENS))))
 """Numbers of tokens for which the model is traced, beside the largest."""
 _SAME_FOR_ALL: Final = ["p", "f"]
 """Kinds of arguments that must not depend on the number of tokens, see `kernels.cpu.library`."""
@@ -269,6 +270,10 @@ def _lines(tracer: _Tracer, largest: Traced, address: int, least_tokens: int) ->
 
 def _make_program(tracer: _Tracer, library: ctypes.CDLL) -> ForwardProgram | str:
     """A model's program, or why it has none."""
+    # First of all for few tokens: what cannot be recorded is computed, if only the first operation of it.
+    if reasons := tracer.trace(_LEAST_TOKENS[0]).reasons:
+        return ", ".join(dict.fromkeys(reasons))
+    tracer.blocks = _Blocks()  # the largest step lays them out
     largest = tracer.trace(MAX_TOKENS)
     if reasons := [reason for reason in (*largest.reasons, tracer.blocks.reason) if reason]:
         return ", ".join(dict.fromkeys(reasons))

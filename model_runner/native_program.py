@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -105,7 +105,7 @@ class Traced(NamedTuple):
     """What a computation calls.
 
     Attributes:
-        result: what came of it.
+        result: what came of it; empty where it was ended.
         calls: in order, without questions.
         reasons: which of its operations cannot be recorded; none if all can.
     """
@@ -130,21 +130,23 @@ def trace(
 
     Args:
         memory: where all that it allocates comes from.
-        only_told: the calls are not made, so the result's numbers are arbitrary.
+        only_told: the calls are not made, so the result's numbers are arbitrary. Operations of torch are, so the first
+            one that cannot be recorded ends the computation: the others would be computed for nothing.
     """
     calls: list[Call] = []
-    watch = _Watch(memory)
+    watch = _Watch(memory, ends=only_told)
 
     def on_call(function: NativeFunction, arguments: tuple[Any, ...]) -> None:
         if function.returns:  # a question, which is answered now
             return
         if function.recorded_form is None:
-            watch.reasons.append(f"{function.name} of the library")
+            watch.refuse(f"{function.name} of the library")
             return
         words = [_word(*pair) for pair in zip(function.arguments, arguments, strict=True)]
         calls.append(Call(function, function.recorded_form, words))
 
-    with told_of_calls(library, on_call, only_told=only_told), watch:
+    result = torch.empty(0)
+    with suppress(_NotRecordableError), told_of_calls(library, on_call, only_told=only_told), watch:
         result = compute()
     return Traced(result, calls, watch.reasons)
 
@@ -161,16 +163,28 @@ def told_of_calls(library: ctypes.CDLL, on_call: OnCall, *, only_told: bool) -> 
         tap.on_call, tap.only_told = None, False
 
 
+class _NotRecordableError(Exception):
+    """Ends a computation that is only told."""
+
+
 class _Watch(TorchDispatchMode):
     """Sees all operations of torch: memory comes from the arena, views are harmless, all others are reasons.
 
     What is computed on a tensor's memory without torch, as numpy does, it does not see.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, *, ends: bool) -> None:
+        """`ends`: the first reason ends the computation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
+        self._ends = ends
         self.reasons: list[str] = []
+
+    def refuse(self, reason: str) -> None:
+        """Note what cannot be recorded."""
+        self.reasons.append(reason)
+        if self._ends:
+            raise _NotRecordableError(reason)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -185,7 +199,7 @@ class _Watch(TorchDispatchMode):
         if func in _ALLOCATIONS:
             return self._memory.like(result)
         if func in _FROM_HOST or func._schema.is_mutable or not _is_view(result, (args, kwargs)):
-            self.reasons.append(str(func))
+            self.refuse(str(func))
         return result
 
 

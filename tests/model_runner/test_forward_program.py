@@ -13,8 +13,10 @@ from torch import Tensor
 from engine.model_runner import forward_program
 from engine.model_runner.forward_program import MAX_TOKENS, ProgrammedForward, programmed_forward
 from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.model_runner.kernels.native_blocks import TILES_FROM
 from engine.model_runner.recorded_step import NoRecordings
 from engine.runtime.device_config import KernelConfig
+from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 
 from .conftest import Driver, TinyModel
 from .test_native_recordings import SHAPES, WITH_HEAD_DIM
@@ -185,12 +187,12 @@ class Odd:
         (lambda add, x: add(x[: len(x) % 5 + 1], x[: len(x) % 5 + 1]), "not so much per token"),
         (lambda add, x: add(x[len(x) // 2 :], x[len(x) // 2 :]), "not so much per token"),
         (lambda add, x: add(x, x) if len(x) < 999 else None, "calls other functions for 2 tokens"),
-        (lambda add, x: add(x, x) if len(x) % 30 == 3 else None, "calls other functions for 3 tokens"),
+        (lambda add, x: add(x, x) if len(x) % 2 else None, "calls other functions for 3 tokens"),
         (lambda add, x: x.new_empty(99 if len(x) < 1999 else 5), "fewer tokens need more memory"),
         (lambda add, x: x.sum(), "aten.sum"),
-        (lambda add, x: x.sum() if len(x) % 30 == 3 else None, "aten.sum"),
+        (lambda add, x: x.sum() if len(x) % 2 else None, "aten.sum"),
     ],
-    ids=["half", "remainder", "pointer", "few", "three", "memory", "torch", "torch of three"],
+    ids=["half", "remainder", "pointer", "few", "odd", "memory", "torch", "torch of odd"],
 )
 def test_calls_that_are_not_so_much_per_token_are_a_reason(make, change, reason, caplog):
     driver = make("llama")
@@ -209,11 +211,30 @@ def test_calls_that_are_not_so_much_per_token_are_a_reason(make, change, reason,
     assert last.startswith("forward_program=none: ") and reason in last, last
 
 
-def test_fewer_tokens_may_be_other_calls(make):
+def test_what_cannot_be_recorded_is_hardly_computed(make):
+    """A model of torch's operations would compute a step of the largest size at each start, for minutes if it is large."""
+    reached: list[tuple[str, int]] = []
+
+    def change(add: Any, hidden: Tensor) -> None:
+        reached.append(("before", len(hidden)))
+        hidden.sum()
+        reached.append(("behind", len(hidden)))
+
+    driver = make("llama")
+    odd: Any = Odd(driver, change)
+    pool, attention = driver.runner.kv_pool, driver.runner._builder._attention
+    forward = programmed_forward(KernelConfig(), model=odd, kv_pool=pool, attention=attention, num_ranks=1)
+    assert forward == odd.forward
+    assert reached == [("before", 2)]
+    assert driver.generate([[3, 4, 5]], num=2), "calls of the library are made again"
+
+
+@pytest.mark.parametrize("least", [TILES_FROM, MAX_DRAFT_STEP_TOKENS + 1], ids=["plain", "drafts"])
+def test_fewer_tokens_may_be_other_calls(make, least):
     """As those of quantised weights are on CPUs with AMX, where more tokens need no memory beside."""
 
     def change(add: Any, hidden: Tensor) -> None:
-        workspace = hidden.new_empty((len(hidden) if len(hidden) < 32 else 0, 64))
+        workspace = hidden.new_empty((len(hidden) if len(hidden) < least else 0, 64))
         add(hidden, workspace if len(workspace) else hidden)
 
     driver = make("llama")
@@ -221,7 +242,8 @@ def test_fewer_tokens_may_be_other_calls(make):
     pool, attention = driver.runner.kv_pool, driver.runner._builder._attention
     forward = programmed_forward(KernelConfig(), model=odd, kv_pool=pool, attention=attention, num_ranks=1)
     assert isinstance(forward, ProgrammedForward)
-    assert [forward.program.fits(num) for num in (2, 31, 32, 2048, 2049)] == [False, False, True, True, False]
+    fits = [forward.program.fits(num) for num in (2, least - 1, least, MAX_TOKENS, MAX_TOKENS + 1)]
+    assert fits == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize(
