@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine.model_runner import forward_program
@@ -16,9 +17,10 @@ from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native_blocks import TILES_FROM
 from engine.model_runner.recorded_step import NoRecordings
 from engine.runtime.device_config import KernelConfig
-from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS, StepResult
 
-from .conftest import Driver, TinyModel
+from .conftest import GREEDY, Driver, TinyModel
 from .test_native_recordings import SHAPES, WITH_HEAD_DIM
 
 
@@ -34,16 +36,16 @@ def make(
 ) -> Callable[..., Driver]:
     """A driver of a tiny model, none of whose decodes is recorded: all its steps run the layers in this way."""
 
-    def make_one(model_type: str, dtype: str = "bfloat16", **options: Any) -> Driver:
-        shape = {**SHAPES[model_type], **options}
+    def make_one(model_type: str, dtype: str = "bfloat16", **settings: Any) -> Driver:
+        shape = dict(SHAPES[model_type])
         if model_type in WITH_HEAD_DIM:
             shape |= {"head_dim": 16}
         elif "num_attention_heads" not in shape:
             shape |= {"num_attention_heads": 3, "num_key_value_heads": 1}
         if model_type == "llama":
-            shape |= {"hidden_size": 64}
+            shape |= {"hidden_size": 64, "intermediate_size": 96}
         tiny = make_tiny_model(model_type, dtype=dtype, **shape)
-        driver = make_driver(tiny.spec, tiny.folder, dtype=dtype, rows=12)
+        driver = make_driver(tiny.spec, tiny.folder, dtype=dtype, rows=12, **settings)
         driver.runner._builder._recordings = NoRecordings()
         return driver
 
@@ -79,12 +81,11 @@ class Compared:
         return ours
 
 
-def live(driver: Driver, seed: int) -> None:
+def live(driver: Driver, seed: int, samplings: Sequence[SamplingParams] = (GREEDY,)) -> list[StepResult]:
     """Requests come, alone or with a prefix of another one, in chunks of any length, beside others that decode."""
     source = random.Random(seed)
-    donor = driver.start([source.randrange(3, 96) for _ in range(90)])
-    driver.step([(donor, 41)])
-    driver.step([(donor, 49)])
+    donor = driver.start([source.randrange(3, 96) for _ in range(90)], samplings[0])
+    results = [driver.step([(donor, 41)]), driver.step([(donor, 49)])]
     running = [donor]
     for _ in range(14):
         for _ in range(source.choice([0, 1, 2])):
@@ -92,13 +93,15 @@ def live(driver: Driver, seed: int) -> None:
                 length = source.choice([0, 0, 68, 80])
                 tokens = [source.randrange(3, 96) for _ in range(source.randint(1, 60))]
                 prefix = (donor, length) if length else None
-                running.append(driver.start(donor.tokens[:length] + tokens, prefix=prefix))
+                sampling = source.choice(samplings)
+                running.append(driver.start(donor.tokens[:length] + tokens, sampling, prefix=prefix))
         who = running if source.random() < 0.5 else source.sample(running, source.randint(1, len(running)))
         lacking = [(req, len(req.tokens) - req.computed) for req in who]
         work = [(req, source.randint(1, lack) if lack > 1 else 1) for req, lack in lacking]
-        driver.step(sorted(work, key=lambda item: item[1] == 1))
+        results.append(driver.step(sorted(work, key=lambda item: item[1] == 1)))
     for req in running:
         driver.finish(req)
+    return results
 
 
 @pytest.mark.parametrize("model_type", SHAPES)
@@ -108,6 +111,43 @@ def test_a_program_gives_what_the_model_gives(make, model_type):
     live(driver, seed=3)
     assert len(set(compared.sizes)) >= 8, compared.sizes
     assert set(compared.others) <= {1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"deterministic": True},
+        {"quantization": "int8"},
+        {"quantization": "int8", "speculative": "ngram"},
+    ],
+    ids=str,
+)
+def test_so_it_does_with_other_memory_orders_and_weights(make, settings):
+    driver = make("llama", **settings)
+    compared = Compared(driver)
+    live(driver, seed=6)
+    if "quantization" not in settings:  # with AMX a program of weights in blocks begins at more tokens
+        assert set(compared.others) <= {1}
+    assert len(set(compared.sizes)) >= 4, compared.sizes
+
+
+def test_steps_answer_the_same_whatever_is_asked_of_them(make):
+    """Hidden states lie in the program's memory until the next step; whoever uses them must be done by then."""
+    samplings = [
+        SamplingParams(temperature=0.0, max_new_tokens=64, logprobs=3, prompt_logprobs=2),
+        GREEDY,
+        SamplingParams(temperature=0.9, top_p=0.8, seed=3, max_new_tokens=64, repetition_penalty=1.3),
+    ]
+    answers = []
+    for programmed in (True, False):
+        driver = make("llama")
+        if not programmed:
+            driver.runner.forward = driver.runner.model.forward
+        results = live(driver, 7, samplings)
+        answers.append([replace(result, forward_s=0.0) for result in results])
+    assert any(result.prompt_logprobs for result in answers[0])
+    assert answers[0] == answers[1]
 
 
 def test_plans_that_take_turns_are_told_apart(make):
@@ -212,7 +252,7 @@ def test_calls_that_are_not_so_much_per_token_are_a_reason(make, change, reason,
 
 
 def test_what_cannot_be_recorded_is_hardly_computed(make):
-    """A model of torch's operations would compute a step of the largest size at each start, for minutes if it is large."""
+    """A model of torch's operations would compute a step of the largest size at each start, some for minutes."""
     reached: list[tuple[str, int]] = []
 
     def change(add: Any, hidden: Tensor) -> None:
