@@ -62,6 +62,7 @@ def run_soak(
         storm = Storm(engine.url, random.Random(seed))
         problems: list[str] = []
         warm: Census | None = None
+        census: Census | None = None
         num_storms = 0
         while go_on(num_storms):
             asyncio.run(storm.blow(num_visits))
@@ -72,7 +73,7 @@ def run_soak(
                 say(f"after {num_storms} storms: {memory_text(census.processes)}")
             if num_storms == WARM_UP_STORMS:
                 warm = census
-        assert warm is not None
+        assert warm is not None and census is not None
         problems += differences(warm, census, ALLOWED_KIB)
         say(f"after {num_storms} storms: {memory_text(census.processes)}")
         say(f"{sum(storm.outcomes.values())} visits: {dict(sorted(storm.outcomes.items()))}")
