@@ -132,7 +132,7 @@ def check_cpu_kernels(torch: TorchFacts, host: HostFacts) -> Check:
         return ok("kernels", "torch's, on a CPU like this")
     if not torch.cpu_kernels_error:
         loaded = torch.loaded_isa or torch.isa
-        lesser = "" if loaded == torch.isa else f": the compiler has none for {torch.isa}"
+        lesser = "" if loaded == torch.isa else f": those for {torch.isa} cannot be had"
         return ok("kernels", f"the engine's own, for {loaded}{lesser}")
     text, _, fix = torch.cpu_kernels_error.rpartition("; ")
     if not torch.compilers:

@@ -32,7 +32,7 @@ class TorchFacts:
         kernel_lines: kernel packages that cannot be used, why, and what mends it.
         kernels: those that can, with their versions.
         isa: the level of instructions that our CPU kernels would be compiled for.
-        loaded_isa: the level of those that are loaded, which is a lesser one where the compiler does not know the best;
+        loaded_isa: the level of those that are loaded, which is a lesser one where the best cannot be compiled;
             "" if none are.
         cpu_kernels_error: why those are not used; "" if they are.
         compilers: for C++, on the path.
