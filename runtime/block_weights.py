@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .config import ModelConfig
+    from .host_facts import HostFacts
 
 KERNEL_FLAGS: Final = frozenset(("avx2", "fma"))
 """What our kernels are used with. They multiply bfloat16 in float32, and bytes in 16 bits, where the CPU has no better
@@ -13,12 +14,12 @@ instruction."""
 
 
 def against_blocks(
-    model: ModelConfig, cpu_flags: frozenset[str], device: str, dtype: str, model_impl: str
+    model: ModelConfig, host: HostFacts, device: str, dtype: str, model_impl: str
 ) -> tuple[str, str]:
     """Why weights in blocks cannot be multiplied with here, and the way out; empty: they can.
 
     Args:
-        cpu_flags: as /proc/cpuinfo names them.
+        host: its CPU, and whether there are kernels for it.
         device, dtype, model_impl: without "auto".
     """
     if device != "cpu":
@@ -28,10 +29,15 @@ def against_blocks(
             f"weights in blocks are multiplied with bfloat16 only, not with {dtype}",
             "use --dtype bfloat16",
         )
-    if not cpu_flags.issuperset(KERNEL_FLAGS):
+    if not host.cpu_flags.issuperset(KERNEL_FLAGS):
         return (
             "weights in blocks are multiplied with AVX2 and FMA, which this CPU lacks",
             "use another CPU",
+        )
+    if not host.has_cpu_kernels:
+        return (
+            "weights in blocks are multiplied by the engine's own kernels, for which there is no compiler",
+            "install one (Debian: apt install g++)",
         )
     if model_impl == "transformers":
         return "transformers computes with plain weights only", "use --model-impl engine"

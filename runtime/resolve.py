@@ -336,7 +336,7 @@ class _Resolver:
     def quantization(self, device: str, dtype: str, model_impl: str) -> Quantization | None:
         """The form of the weights; None: as the checkpoint says, which every device can make something of."""
         asked, found = self.config.model.quantization, self.spec.quantisation
-        against, way_out = against_blocks(self.config.model, self.host.cpu_flags, device, dtype, model_impl)
+        against, way_out = against_blocks(self.config.model, self.host, device, dtype, model_impl)
         if asked in BLOCK_METHODS and against:
             raise ConfigError(f"quantization is {asked}, but {against}; {way_out} or --quantization none")
         if asked is not None or found is None or found.method != "gguf":

@@ -136,6 +136,7 @@ GGUF = QuantisationSpec(
     | {"model.embed_tokens": "Q8_0"},
 )
 BLOCK_HOST = dataclasses.replace(HOST, cpu_flags=HOST.cpu_flags | KERNEL_FLAGS)
+WITHOUT_COMPILER = dataclasses.replace(BLOCK_HOST, has_cpu_kernels=False)
 
 
 def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them():
@@ -173,6 +174,7 @@ def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them():
         ({"device": "cuda"}, GPU_HOST, "by the CPU only, not by cuda"),
         ({"dtype": "float32"}, BLOCK_HOST, "with bfloat16 only, not with float32"),
         ({}, HOST, "with AVX2 and FMA, which this CPU lacks"),
+        ({}, WITHOUT_COMPILER, "by the engine's own kernels, for which there is no compiler"),
         ({"model_impl": "transformers"}, BLOCK_HOST, "transformers computes with plain weights only"),
         ({"load_format": "dummy"}, BLOCK_HOST, "random weights are in no file's blocks"),
     ],
@@ -189,7 +191,9 @@ def test_where_blocks_cannot_be_multiplied_a_file_is_dequantised_and_a_wish_refu
     for wish in ("gguf", "int8", "int4"):
         if wish != "gguf" and "load_format" in settings:
             continue  # random weights are rounded like others
-        with pytest.raises(ConfigError, match=f"quantization is {wish}, but .*{re.escape(reason)}; use "):
+        with pytest.raises(
+            ConfigError, match=f"quantization is {wish}, but .*{re.escape(reason)}; (use|install) "
+        ):
             resolve(config(**settings, quantization=wish), with_quantisation(spec, wish), machine)
 
 
