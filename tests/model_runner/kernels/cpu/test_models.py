@@ -125,7 +125,8 @@ def test_requests_that_share_a_prefix_get_what_they_get_alone(make_pair, unpack,
             if here[0] != there[0]:  # a near tie, if these two are close; what follows them differs
                 break
     assert len(pairs) >= 18  # of 24
-    np.testing.assert_allclose(*zip(*pairs, strict=True), atol=1e-4 if dtype == "float32" else 0.1)
+    ours, theirs = zip(*pairs, strict=True)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4 if dtype == "float32" else 0.1)
 
 
 def test_linear_layers_and_decodes_give_the_same_bits_in_every_batch(make_pair, unpack):
