@@ -155,7 +155,7 @@ def test_a_stream_is_refused_with_a_status_and_not_with_an_event(http):
 def test_a_body_of_50_mb_is_refused(http, serve, declared):
     """Refused before it has arrived. A client that goes on sending may find the connection closed instead."""
     size = 50 << 20
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     host, port = serve.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
         if declared:
