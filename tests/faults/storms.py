@@ -207,13 +207,16 @@ class Storm:
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         try:
             async with asyncio.timeout(HUNG_S):
-                text = b""
+                head = text = b""
                 while part := await reader.read(4096):
+                    head = head or part[:12]
                     text = text[-64:] + part
         except ConnectionError:
             return "cut"
         finally:
             writer.close()
+        if head.startswith(b"HTTP/1.1 4") and not head.endswith(b"429"):
+            return f"refused! {head!r}"
         return "answered" if b"[DONE]" in text or b'"error"' in text else "cut"
 
     async def _bad(self, session: aiohttp.ClientSession) -> str:

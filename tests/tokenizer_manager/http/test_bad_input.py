@@ -303,7 +303,7 @@ def raw(served: Served, request: bytes) -> socket.socket:
 def test_50_mb_in_chunks_are_refused_as_soon_as_the_limit_is_passed(serve: Serve):
     """Without a Content-Length; the answer must come although the client has not finished."""
     served = serve(say_all("x"), max_body_mb=0.25)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with raw(served, head) as connection:
         chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
         for _ in range(5):  # 320 KiB, and never the last chunk
@@ -318,7 +318,7 @@ def test_50_mb_in_chunks_are_refused_as_soon_as_the_limit_is_passed(serve: Serve
 
 def test_a_declared_50_mb_body_is_refused_without_a_byte_of_it(serve: Serve):
     served = serve(say_all("x"))
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 52428800\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 52428800\r\n\r\n"
     with raw(served, head) as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
     check_alive(served)
@@ -326,7 +326,9 @@ def test_a_declared_50_mb_body_is_refused_without_a_byte_of_it(serve: Serve):
 
 def test_a_client_that_goes_away_while_it_sends_costs_nothing(serve: Serve):
     served = serve(say_all("x"))
-    raw(served, b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt"').close()
+    raw(
+        served, b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"prompt"'
+    ).close()
     check_alive(served)
 
 

@@ -17,9 +17,9 @@ from ..conftest import Serve, Served
 from ..fake_engine import WAIT_S, row, say_all
 
 SHORT_S = 0.02
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 BODY = json.dumps({"prompt": "hi", "max_tokens": 5}).encode()
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def post(body: bytes = BODY, more: bytes = b"") -> bytes:
@@ -200,7 +200,7 @@ def test_pipelined_requests_are_answered_in_order(serve: Serve):
     served = serve(say_all("x"))
     with connect(served) as connection:
         connection.sendall(
-            HEALTH + post() + b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            HEALTH + post() + b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         )
         answer = read_to_end(connection)
     assert answer.count(b"HTTP/1.1 200 ") == 3
@@ -299,8 +299,8 @@ def test_an_upgrade_is_not_taken_and_the_request_answered(serve: Serve, protocol
         b"NONSENSE\r\n\r\n",
         b"GET / HTTP/1.1\r\nBad Header: x\r\n\r\n",
         b"GET \xff HTTP/1.1\r\n\r\n",
-        b"GET * HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET http:// HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET * HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
         HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
         HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
         HEAD + b"Content-Length: -5\r\n\r\n",

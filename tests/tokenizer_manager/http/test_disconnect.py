@@ -21,7 +21,7 @@ LIMIT_S = 0.1  # what is promised; it takes a few milliseconds of the server's t
 def send(served: Served, path: str, body: object) -> socket.socket:
     host, port = served.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     connection = socket.create_connection((host, int(port)), timeout=WAIT_S)
     connection.sendall(head.encode() + content)
     return connection
