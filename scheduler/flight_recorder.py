@@ -1,9 +1,9 @@
 """`FlightRecorder`: the scheduler's last decisions in two small files, for whoever asks why it crashed.
 
 It is always on. What a pass decided is written before the step is launched, so that it outlives the process however
-that ends; a pass costs one encoded record and one `write`: 1.8 us of CPU, 2.7 with eight verdicts. When the second
-file is full the first is emptied, and so on: between 128 and 256 KiB are kept. No token ids are among them, neither of
-prompts nor of answers.
+that ends; a pass costs one encoded record and one `write`: 1.8 us of CPU, 2.7 with eight verdicts. So does each request
+that comes, before anything is done with it. When the second file is full the first is emptied, and so on: between 128
+and 256 KiB are kept. No token ids are among them, neither of prompts nor of answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from ..runtime.black_box import DECISION_NAMES
-from ..runtime.messages import SchedulerInput
+from ..runtime.messages import GenerateRequest, GrammarReady, SchedulerInput
 from .batch import ScheduleBatch
 from .decision_log import Arrived, DecisionLog, DecisionRecord, PassRecord, Settled
 from .recorder import Recorder
@@ -29,7 +29,17 @@ logger = logging.getLogger(__name__)
 
 _HALF_BYTES: Final = 128 << 10
 _HEAD: Final = struct.Struct("<II")  # length and CRC-32 of a record
-_decoder: Final = msgspec.msgpack.Decoder(DecisionRecord)
+
+
+class Received(msgspec.Struct, tag="received", array_like=True, gc=False):
+    """A request, or its grammar, is about to be taken in; if it kills the process, no other record tells of it."""
+
+    now_s: float
+    rid: str
+
+
+_Record = DecisionRecord | Received
+_decoder: Final[msgspec.msgpack.Decoder[_Record]] = msgspec.msgpack.Decoder(_Record)
 
 
 class FlightRecorder:
@@ -63,6 +73,8 @@ class FlightRecorder:
 
     def received(self, message: SchedulerInput, now_s: float) -> None:
         self._inner.received(message, now_s)
+        if isinstance(message, GenerateRequest | GrammarReady) and self._fds:
+            self._write(self._framed(Received(now_s, message.rid)))
 
     def planning(self, now_s: float) -> None:
         self._inner.planning(now_s)
@@ -89,10 +101,15 @@ class FlightRecorder:
             return
         data = bytearray()
         for record in self._decisions.since(self._num_seen):
-            payload = self._encoder.encode(_without_tokens(record))
-            data += _HEAD.pack(len(payload), zlib.crc32(payload))
-            data += payload
+            data += self._framed(_without_tokens(record))
         self._num_seen = num_records
+        self._write(data)
+
+    def _framed(self, record: _Record) -> bytes:
+        payload = self._encoder.encode(record)
+        return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+
+    def _write(self, data: bytes | bytearray) -> None:
         try:
             if self._room < len(data):
                 self._fds.reverse()
@@ -116,7 +133,7 @@ def _without_tokens(record: DecisionRecord) -> DecisionRecord:
     return record
 
 
-def read_decisions(folder: Path) -> list[DecisionRecord]:
+def read_decisions(folder: Path) -> list[_Record]:
     """What a recorder has kept, oldest first; a record that was not written to its end is left out."""
     halves = [list(_read_half(folder / name)) for name in DECISION_NAMES]
     halves.sort(key=lambda half: half[0].now_s if half else 0.0)
@@ -124,20 +141,32 @@ def read_decisions(folder: Path) -> list[DecisionRecord]:
 
 
 def started_requests(folder: Path) -> set[str] | None:
-    """Whose prompts the kept passes have begun or continued; None if no pass is kept, or they cannot be read.
+    """Whose prompts the kept passes have begun or continued, and who came behind the last of them.
 
-    Who was begun before those passes and has no token since is in none of them. There is hardly such a request: a
-    prompt that is computed in parts stands in each pass.
+    The latter no pass has outlived, so one of them may have killed the process by coming, or by being looked at for the
+    first time. Who was begun before those passes and has no token since is in none of them. There is hardly such a
+    request: a prompt that is computed in parts stands in each pass.
+
+    Returns:
+        None if no pass is kept, or they cannot be read.
     """
+    passes: list[PassRecord] = []
+    came: set[str] = set()
     try:
-        passes = [record for record in read_decisions(folder) if isinstance(record, PassRecord)]
+        for record in read_decisions(folder):
+            match record:
+                case PassRecord():
+                    passes.append(record)
+                    came.clear()
+                case Received():
+                    came.add(record.rid)
     except Exception:  # of a file that a dying process wrote: whoever asks can do without
         logger.warning("what the scheduler had begun cannot be read", exc_info=True)
         return None
     if not passes:
         return None
     verdicts = (verdict for record in passes for verdict in (*record.verdicts, *record.continued))
-    return {verdict.rid for verdict in verdicts if verdict.result is AddReqResult.CONTINUE}
+    return came | {verdict.rid for verdict in verdicts if verdict.result is AddReqResult.CONTINUE}
 
 
 def decision_lines(folder: Path, max_lines: int = 400) -> list[str]:
@@ -149,8 +178,10 @@ def decision_lines(folder: Path, max_lines: int = 400) -> list[str]:
     return lines[-max_lines:]
 
 
-def _lines(record: DecisionRecord) -> Iterator[str]:
+def _lines(record: _Record) -> Iterator[str]:
     match record:
+        case Received():
+            yield f"received rid={record.rid}"
         case Arrived():
             yield (
                 f"arrived rid={record.rid} prompt_len={record.prompt_len} max_new_tokens={record.max_new_tokens} "
@@ -168,7 +199,7 @@ def _lines(record: DecisionRecord) -> Iterator[str]:
                 yield f"left rid={left.rid} {left.kind} output_len={left.output_len} {left.message}".rstrip()
 
 
-def _read_half(path: Path) -> Iterator[DecisionRecord]:
+def _read_half(path: Path) -> Iterator[_Record]:
     try:
         data = path.read_bytes()
     except OSError:

@@ -2,8 +2,8 @@
 
 A request is suspect if a process was lost while it ran and it had got on by fewer than `MIN_PROGRESS_TOKENS` since it
 had been submitted: what kills a process does so again at the same place, while the others move on. Who had only waited
-in the scheduler's queue is suspect only if nobody ran. Suspect once means nothing; most losses are nobody's fault.
-Suspect twice in a row:
+in the scheduler's queue, and not just come, is suspect only if nobody ran. Suspect once means nothing; most losses are
+nobody's fault. Suspect twice in a row:
 
 - If it is the only one, it is guilty: it gets an error, and is not submitted a third time.
 - If there are several, they are tried: submitted in groups one after the other, each when the one before it has got on
@@ -53,7 +53,7 @@ class Suspects:
 
         Args:
             live: all requests.
-            started: the ids of those that the scheduler had begun to work on; None: nobody knows.
+            started: the ids of those that the scheduler had begun to work on or to take in; None: nobody knows.
         """
         sent = [request for request in live if request.is_sent]
         ran = [each for each in sent if started is None or each.num_new_tokens or each.rid in started]
@@ -79,6 +79,7 @@ class Suspects:
             now_s: the time.
         """
         self._restarts_left = restarts_left
+        self._group_began_s = now_s  # of whoever is on trial: it has been submitted again
         suspects = [each for each in self._struck if each.num_strikes >= _MAX_STRIKES]
         self._struck = []
         alive = set(live)

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from engine.runtime.black_box import DECISION_NAMES
-from engine.runtime.messages import FinishKind
+from engine.runtime.messages import AbortRequest, FinishKind, GenerateRequest
+from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.decision_log import Arrived, DecisionLog, Left, PassRecord, Settled
 from engine.scheduler.flight_recorder import FlightRecorder, decision_lines, read_decisions, started_requests
 from engine.scheduler.recorder import NoRecorder
@@ -17,6 +18,10 @@ from engine.scheduler.verdict import AddReqResult, Reason, Verdict
 @pytest.fixture
 def decisions() -> DecisionLog:
     return DecisionLog()
+
+
+def request(rid: str) -> GenerateRequest:
+    return GenerateRequest(rid, b"\1\0\0\0", SamplingParams(), 0.0)
 
 
 def test_what_was_decided_can_be_read_while_the_recorder_lives(decisions, tmp_path):
@@ -114,3 +119,18 @@ def test_whose_prompts_were_begun_can_be_read_and_not_who_waited(decisions, tmp_
     assert started_requests(tmp_path) == {"begun", "further"}
     (tmp_path / DECISION_NAMES[0]).write_bytes(b"\0" * 64)
     assert started_requests(tmp_path) is None
+
+
+def test_who_came_behind_the_last_pass_may_have_been_the_end_of_it(decisions, tmp_path):
+    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path)
+    recorder.received(request("survived"), 1.0)
+    decisions.append(Arrived(1.0, "survived", 20, 5))
+    recorder.planning(2.0)
+    begun = Verdict("begun", AddReqResult.CONTINUE, Reason.CHUNKED)
+    decisions.append(PassRecord(2.0, step_id=7, verdicts=[begun]))
+    recorder.planned(None)
+    recorder.received(AbortRequest("begun", "a message about a request is none"), 2.5)
+    recorder.received(request("deadly"), 3.0)
+
+    assert started_requests(tmp_path) == {"begun", "deadly"}
+    assert decision_lines(tmp_path)[-1] == "   +0.000 s  received rid=deadly"

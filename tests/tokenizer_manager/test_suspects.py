@@ -263,3 +263,26 @@ def test_losses_during_a_trial_are_not_held_against_those_who_have_passed_theirs
     assert engine.lose() == ([], [*passed, "i", "j"])
     assert engine.lose() == ([], [*passed, "i"])
     assert engine.lose() == (["i"], [*passed, *"jklmnop"])
+
+
+def test_who_kills_by_coming_is_found_although_it_never_ran():
+    engine = Engine("running", "further", "deadly")
+    engine.deliver("further", MIN_PROGRESS_TOKENS)
+
+    assert engine.lose("running", "further", "deadly") == ([], ["running", "further", "deadly"])
+    assert engine.lose() == ([], ["running", "further"])  # before any pass, so nobody knows
+    assert engine.deliver("running", MIN_PROGRESS_TOKENS) == ["deadly"]
+    assert engine.lose() == (["deadly"], ["running", "further"])
+
+
+def test_the_time_of_a_recovery_is_no_time_of_a_trial():
+    engine = Engine("a", "b", "c", "other")
+    engine.deliver("other", MIN_PROGRESS_TOKENS)
+    engine.lose()
+    assert engine.lose() == ([], ["a", "other"])
+    engine.deliver("other", MIN_PROGRESS_TOKENS)
+    engine.now_s += MAX_TRIAL_S + 1.0
+
+    assert engine.lose("other") == ([], ["a", "other"])
+    assert engine.wait(1.0) == []
+    assert engine.wait(MAX_TRIAL_S) == ["b"]
