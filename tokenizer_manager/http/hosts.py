@@ -21,7 +21,7 @@ class Hosts:
     def __init__(self, allowed: Sequence[str]) -> None:
         """Allow these besides addresses and localhost, or all with `*`."""
         self._any = "*" in allowed
-        self._allowed = frozenset(name.lower() for name in allowed)
+        self._allowed = frozenset(name.lower().removesuffix(".") for name in allowed)
 
     def check(self, exchange: Exchange) -> None:
         """Refuse a request that was sent to another name. One without a name (HTTP/1.0) comes from no browser.

@@ -65,8 +65,9 @@ def test_the_refusal_says_the_way_out_and_covers_every_path(serve: Serve):
 
 
 def test_allowed_names_are_good(serve: Serve):
-    url = serve(say_all("x"), allowed_host=("LLM.internal", "other")).url
+    url = serve(say_all("x"), allowed_host=("LLM.internal", "other.")).url
     assert status(url, "llm.INTERNAL:8000") == 200
+    assert status(url, "other") == status(url, "other.") == 200
     assert status(url, "sub.llm.internal") == 403
     assert status(serve(say_all("x"), allowed_host=("*",)).url, "evil.example") == 200
 
