@@ -43,12 +43,14 @@ from pathlib import Path
 from typing import Final, NoReturn, assert_never
 
 import setproctitle
+from msgspec.structs import replace
 
 from .black_box import keep_stacks
 from .control import (
     MAX_TRACEBACK_CHARS,
     ControlChannel,
     Failed,
+    ForAll,
     Heartbeat,
     Order,
     PeerDied,
@@ -56,20 +58,26 @@ from .control import (
     PeersReady,
     Ready,
     Role,
+    SetLogLevel,
     Settings,
+    StartProfile,
     Stop,
+    StopProfile,
     ToChild,
     child_end,
     process_label,
 )
+from .crash_report import crash_dir
 from .errors import ConfigError, RankLostError
 from .feasibility import Capacity
-from .logs import configure_logging
+from .logs import configure_logging, set_log_level, with_log_level
 from .messages import HEARTBEAT_INTERVAL_S
+from .stack_sampler import SUFFIX, StackSampler
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
+_PROFILE_WRITTEN_S: Final = 1.0
 
 
 class StopRequested(Exception):
@@ -81,7 +89,8 @@ class Child:
 
     Attributes:
         role: which process this is.
-        settings: what the supervisor sent: role, config, source, spec, endpoints, rank.
+        settings: what the supervisor sent: role, config, source, spec, endpoints, rank. The level of the log is that of
+            today.
     """
 
     def __init__(self, channel: ControlChannel[ToChild]) -> None:
@@ -98,6 +107,9 @@ class Child:
         self._stop: Stop | None = None
         self._orders: deque[Order] = deque()
         self._last_heartbeat_s = -HEARTBEAT_INTERVAL_S
+        self._sampler: StackSampler | None = None
+        if settings.profile is not None:
+            self._start_profile(settings.profile)
         self._take(others)
 
     # ------------------------------------------------------------ to the supervisor
@@ -118,6 +130,10 @@ class Child:
         if now_s - self._last_heartbeat_s >= HEARTBEAT_INTERVAL_S:
             self._last_heartbeat_s = now_s
             self._channel.send_if_room(Heartbeat())
+
+    def tell_all(self, order: ForAll) -> bool:
+        """Have the supervisor pass an order on to all processes, this one included; False if it does not listen."""
+        return self._channel.send_if_room(order)
 
     async def keep_beating(self) -> None:
         """Heartbeats of the running asyncio loop, until cancelled: a blocked loop falls silent."""
@@ -197,10 +213,42 @@ class Child:
                 case Stop():
                     self._stop = message
                     self._orders.append(message)
+                case SetLogLevel(level=level):
+                    self.settings = replace(self.settings, config=with_log_level(self.settings.config, level))
+                    set_log_level(level)
+                case StartProfile():
+                    self._start_profile(message)
+                case StopProfile():
+                    self._stop_profile()
                 case Settings():
                     raise ValueError("the supervisor sent a second Settings")
                 case _:
                     assert_never(message)
+
+    # ------------------------------------------------------------ profiles
+
+    def _start_profile(self, order: StartProfile) -> None:
+        self._stop_profile()
+        label = process_label(self.role, self.settings.rank)
+        name = f"{label}-{self.settings.life}" if self.settings.life else label
+        try:
+            folder = crash_dir(self.settings.config.log.crash_dir) / order.folder
+        except ConfigError as error:  # of another machine than the one that was asked
+            logger.warning("no profile: %s", error)
+            return
+        self._sampler = StackSampler(
+            folder / f"{name}{SUFFIX}", label, rate_hz=order.rate_hz, duration_s=order.duration_s
+        )
+
+    def _stop_profile(self) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
+
+    def end_profile(self) -> None:
+        """Before the process ends: wait a moment until a profile that goes on is written."""
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler.wait(_PROFILE_WRITTEN_S)
 
 
 def run_child(room: str) -> NoReturn:
@@ -232,7 +280,10 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
         if child.settings.endpoints.black_box:
             keep_stacks(Path(child.settings.endpoints.black_box), label)
         configure_logging(child.settings.config.log, label)
-        importlib.import_module(f"{room}.process").main(child)
+        try:
+            importlib.import_module(f"{room}.process").main(child)
+        finally:
+            child.end_profile()
     except StopRequested:
         return 0
     except ConfigError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from .black_box import SHOW_STACKS, read_fatal_stacks
-from .control import PeerDied, Ready, Role, Stop, ToSupervisor, process_label, supervisor_end
+from .control import ForAll, PeerDied, Ready, Role, Stop, ToSupervisor, process_label, supervisor_end
 from .messages import Message
 
 _EXIT_AFTER_EOF_S: Final = 2.0
@@ -91,6 +91,10 @@ class ChildProcess:
     def send(self, message: Message) -> None:
         """Tell the child something; lost if it is dead or stuck, which `has_ended` or the watchdog show."""
         self._channel.send(message)
+
+    def pass_on(self, order: ForAll) -> None:
+        """Tell the child what all are told; lost if it is stuck, so that one that is cannot hold up the others."""
+        self._channel.send_if_room(order)
 
     def tell_to_stop(self, message: Stop | PeerDied) -> None:
         """Tell the child to end; from now on an end with exit code 0 is no accident."""

@@ -20,9 +20,24 @@ from collections.abc import Sequence
 from typing import Final, Protocol, assert_never
 
 from .child_process import ChildProcess
-from .control import Failed, Heartbeat, PeerDied, Ready, Role, Settings, Stop, ToSupervisor
+from .control import (
+    Failed,
+    ForAll,
+    Heartbeat,
+    PeerDied,
+    Ready,
+    Role,
+    SetLogLevel,
+    Settings,
+    StartProfile,
+    Stop,
+    StopProfile,
+    ToSupervisor,
+)
+from .logs import set_log_level
 from .server_config import ServerConfig
 from .signal_queue import SignalQueue
+from .standing_orders import StandingOrders
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +90,8 @@ class Nodes(Protocol):
 
     def look(self) -> None: ...
 
+    def pass_on(self, order: ForAll) -> None: ...
+
     def stop(self, cause: str) -> None: ...
 
 
@@ -104,6 +121,7 @@ class ChildWatch:
         self.nodes: Nodes | None = None
         self._cause_grace_s = cause_grace_s
         self._lost_since_s: float | None = None
+        self._standing = StandingOrders()
 
     def __enter__(self) -> ChildWatch:
         return self
@@ -118,9 +136,20 @@ class ChildWatch:
         child = ChildProcess(settings.role, module, settings.rank, settings.endpoints.black_box)
         self.children.append(child)
         self._selector.register(child, selectors.EVENT_READ)
-        child.send(settings)
+        child.send(self._standing.applied_to(settings))
         logger.info("started child=%s pid=%d", child.label, child.pid)
         return child
+
+    def pass_on(self, order: ForAll) -> None:
+        """Tell all processes, those of other machines and those that will be started included."""
+        self._standing.take(order)
+        if isinstance(order, SetLogLevel):
+            set_log_level(order.level)  # this process's own
+        logger.info("for all processes: %s", order)
+        for child in self.children:
+            child.pass_on(order)
+        if self.nodes is not None:
+            self.nodes.pass_on(order)
 
     def remove(self, child: ChildProcess) -> None:
         """Kill a child and watch it no more."""
@@ -190,7 +219,7 @@ class ChildWatch:
         for child in self.children:
             child.silent_s += elapsed_s
             for message in child.receive():
-                _note(child, message)
+                self._note(child, message)
         if self.nodes is not None:
             self.nodes.look()
         self.check_ends()
@@ -204,9 +233,34 @@ class ChildWatch:
             if not child.has_ended() or (child.stopping and child.exit_code == 0):
                 continue
             for message in child.receive():  # what it said last, while others were being looked after
-                _note(child, message)
+                self._note(child, message)
             if not child.lost_others:
                 raise ChildFailure(child.describe_end(), child=child)
+
+    def _note(self, child: ChildProcess, message: ToSupervisor) -> None:
+        """Take in what a child said.
+
+        Raises:
+            ChildFailure: it failed.
+        """
+        match message:
+            case Ready():
+                child.ready = message
+                logger.info("child ready child=%s", child.label)
+            case Failed(kind="config"):
+                raise ChildFailure(message.message, exit_code=2, child=child)
+            case Failed(kind="rank_lost"):
+                child.lost_others = message.message
+                logger.warning("child=%s lost the other ranks: %s", child.label, message.message)
+            case Failed():
+                child.traceback = message.traceback
+                raise ChildFailure(f"{child.name} failed: {message.message}", child=child)
+            case SetLogLevel() | StartProfile() | StopProfile():
+                self.pass_on(message)
+            case Heartbeat():
+                pass
+            case _:
+                assert_never(message)
 
     def show_stacks(self) -> None:
         """Have every child that still can write its stacks into the black box, before anything is changed."""
@@ -302,27 +356,3 @@ class ChildWatch:
 
 def _with_rank(child: ChildProcess) -> str:
     return child.name if child.role is Role.MODEL_RUNNER else f"{child.name} (rank 0)"
-
-
-def _note(child: ChildProcess, message: ToSupervisor) -> None:
-    """Take in what a child said.
-
-    Raises:
-        ChildFailure: it failed.
-    """
-    match message:
-        case Ready():
-            child.ready = message
-            logger.info("child ready child=%s", child.label)
-        case Failed(kind="config"):
-            raise ChildFailure(message.message, exit_code=2, child=child)
-        case Failed(kind="rank_lost"):
-            child.lost_others = message.message
-            logger.warning("child=%s lost the other ranks: %s", child.label, message.message)
-        case Failed():
-            child.traceback = message.traceback
-            raise ChildFailure(f"{child.name} failed: {message.message}", child=child)
-        case Heartbeat():
-            pass
-        case _:
-            assert_never(message)

@@ -1,6 +1,7 @@
 """The control channel: what supervisor and child tell each other, over one inherited socket pair per child.
 
     supervisor --Settings, PeersReady, PeersLost, PeerDied, Stop--> child --Ready, Failed, Heartbeat--> supervisor
+    tokenizer manager --SetLogLevel, StartProfile, StopProfile--> supervisor --the same--> all children
 
 It is apart from the ZMQ sockets so that it works before those exist and after they are stuck, and because
 the kernel closes it with the process: end of file means that the other side is dead, at once and without a
@@ -22,7 +23,7 @@ from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 
-from .config import EngineConfig
+from .config import EngineConfig, LogLevel
 from .feasibility import Capacity
 from .messages import Message, Record
 from .model_files.model_spec import ModelSpec
@@ -66,6 +67,35 @@ class Endpoints(Record, frozen=True):
     black_box: str = ""
 
 
+# ---------------------------------------------------------------- tokenizer manager -> supervisor -> all children
+
+
+class SetLogLevel(Message, frozen=True):
+    """Log from this severity on."""
+
+    level: LogLevel
+
+
+class StartProfile(Message, frozen=True):
+    """Look where the threads are, again and again, and write it down at the end; see `stack_sampler`.
+
+    Attributes:
+        folder: name of a folder within that of the crash reports, which each machine has for itself.
+        rate_hz: looks per second.
+        duration_s: from now to the end.
+    """
+
+    folder: str
+    rate_hz: float
+    duration_s: float
+
+
+class StopProfile(Message, frozen=True):
+    """End what `StartProfile` has begun, and write it down."""
+
+
+ForAll = SetLogLevel | StartProfile | StopProfile
+
 # ---------------------------------------------------------------- supervisor -> child
 
 
@@ -80,6 +110,7 @@ class Settings(Message, frozen=True):
         endpoints: where each room receives.
         rank: of a model runner, in its tensor-parallel group; the scheduler has 0.
         life: 0 for those that start with the engine, more for one that takes the place of a process that was lost.
+        profile: what goes on while the process starts.
     """
 
     role: Role
@@ -89,6 +120,7 @@ class Settings(Message, frozen=True):
     endpoints: Endpoints
     rank: int = 0
     life: int = 0
+    profile: StartProfile | None = None
 
 
 class PeersReady(Message, frozen=True):
@@ -129,7 +161,7 @@ class Stop(Message, frozen=True):
 
 
 Order = PeersReady | PeersLost | PeerDied | Stop
-ToChild = Settings | Order
+ToChild = Settings | Order | ForAll
 
 
 # ---------------------------------------------------------------- child -> supervisor
@@ -168,7 +200,7 @@ class Heartbeat(Message, frozen=True):
     """The child's loop goes round. Any other frame counts as one too."""
 
 
-ToSupervisor = Ready | Failed | Heartbeat
+ToSupervisor = Ready | Failed | Heartbeat | ForAll
 
 
 # ---------------------------------------------------------------- the channel
@@ -219,11 +251,13 @@ class ControlChannel(Generic[Incoming]):
                     return False
         return True
 
-    def send_if_room(self, message: Message) -> None:
-        """Send one small message, or drop it when the buffer is full: a heartbeat to a stopped supervisor."""
+    def send_if_room(self, message: Message) -> bool:
+        """Send one small message, or drop it when the buffer is full, as of who is stopped; whether it was sent."""
         with self._sending, contextlib.suppress(OSError):
             # The kernel takes so few bytes whole or not at all, so no half frame stays behind.
             self._socket.send(self._frame(message))
+            return True
+        return False
 
     def receive(self) -> list[Incoming]:
         """Every message that has arrived in full; never blocks. Sets `closed` at end of file."""

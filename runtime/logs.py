@@ -17,11 +17,17 @@ import logging
 import re
 import sys
 import time
+from dataclasses import replace
 from typing import Final
 
-from .config import LogConfig
+from .config import EngineConfig, LogConfig, LogLevel
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LEVELS: Final[dict[LogLevel, int]] = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 _PACKAGE = __name__.split(".", 1)[0]
 _PLACE: Final = re.compile(r"(?:\b(\w+)=)?%(%|[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?[a-zA-Z])")
 
@@ -89,7 +95,17 @@ def configure_logging(config: LogConfig, process: str) -> None:
         JsonFormatter(process) if config.log_format == "json" else KeyValueFormatter(process)
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger(_PACKAGE).setLevel(_LEVELS[config.log_level])
+    set_log_level(config.log_level)
+
+
+def set_log_level(level: LogLevel) -> None:
+    """Log our own records from this severity on, from now on."""
+    logging.getLogger(_PACKAGE).setLevel(_LEVELS[level])
+
+
+def with_log_level(config: EngineConfig, level: LogLevel) -> EngineConfig:
+    """The same settings, but for the least severity that is logged."""
+    return replace(config, log=replace(config.log, log_level=level))
 
 
 def _time_text(record: logging.LogRecord) -> str:

@@ -1,6 +1,7 @@
 """The supervisors of several machines: what they tell each other, and how each notices that another one is gone.
 
-    machine 1.. --NodeHello, NodeReady, NodeFailed, NodeBeat--> machine 0 --NodeSettings, NodeBeat, NodeStop-->
+    machine 1.. --NodeHello, NodeReady, NodeFailed, NodeBeat--> machine 0
+    machine 0 --NodeSettings, NodeBeat, NodeOrder, NodeStop--> machine 1..
 
 Machine 0 decides: it has the server, and its configuration is that of all. `NodeHub` is its side, `NodeLink` that of
 each other one. Both send a beat in every pass of their supervisor's loop, but at most one a second, and give up after
@@ -25,6 +26,7 @@ from .child_watch import ChildFailure
 from .cluster_ipc import CONTROL, ClusterClient, ClusterServer, check_ports
 from .cluster_key import load_cluster_key
 from .config import EngineConfig
+from .control import ForAll
 from .device_config import ParallelConfig
 from .messages import Message
 from .model_files.model_spec import ModelSpec
@@ -68,6 +70,12 @@ class NodeSettings(Message, frozen=True):
     config: EngineConfig
 
 
+class NodeOrder(Message, frozen=True):
+    """Pass this on to your ranks."""
+
+    order: ForAll
+
+
 class NodeStop(Message, frozen=True):
     """End; `cause`: why, or "" when the user wanted it."""
 
@@ -75,7 +83,7 @@ class NodeStop(Message, frozen=True):
 
 
 FromNode = NodeHello | NodeReady | NodeFailed | NodeBeat
-ToNode = NodeSettings | NodeBeat | NodeStop
+ToNode = NodeSettings | NodeBeat | NodeOrder | NodeStop
 
 
 class _Silence:
@@ -155,6 +163,10 @@ class NodeHub:
                 raise ChildFailure(
                     f"{peer.name} has been silent for {SILENCE_S:g} s: it, its supervisor or the network is gone"
                 )
+
+    def pass_on(self, order: ForAll) -> None:
+        """Have all others tell their ranks."""
+        self._send(NodeOrder(order))
 
     def stop(self, cause: str) -> None:
         """Tell all others to end."""
@@ -236,7 +248,11 @@ class NodeHub:
 
 
 class NodeLink:
-    """Another machine's side; a context manager."""
+    """Another machine's side; a context manager.
+
+    Attributes:
+        orders: that came and are to be passed on; whoever does that removes them.
+    """
 
     def __init__(self, parallel: ParallelConfig, spec: ModelSpec) -> None:
         """Connect, once machine 0 listens.
@@ -256,6 +272,7 @@ class NodeLink:
         )
         self._client.send(NodeHello(__version__, parallel.node_rank, parallel.tp, parallel.nnodes, spec))
         self._silence: _Silence | None = None  # until machine 0 has said something
+        self.orders: list[ForAll] = []
         self._next_beat_s = 0.0
 
     def look(self, timeout_s: float = 0.0) -> NodeSettings | None:
@@ -272,6 +289,8 @@ class NodeLink:
             match message:
                 case NodeSettings():
                     settings = message
+                case NodeOrder(order=order):
+                    self.orders.append(order)
                 case NodeStop():
                     raise NodeStopped(message.cause)
                 case NodeBeat():

@@ -69,6 +69,7 @@ class NodeSupervisor:
                 self._start(watch, link, socket_dir)
                 while not self._signals.received:
                     link.look()
+                    _pass_on(link, watch)
                     watch.look()
                 raise Interrupted(self._signals.received[0])
             except NodeStopped as stopped:
@@ -110,6 +111,7 @@ class NodeSupervisor:
             )
         while any(child.ready is None for child in watch.children):
             link.look()
+            _pass_on(link, watch)
             watch.look()
             if self._signals.received:
                 raise Interrupted(self._signals.received[0])
@@ -132,3 +134,9 @@ class NodeSupervisor:
             cluster_key_file=own.parallel.cluster_key_file,
         )
         return dataclasses.replace(config, model=model, parallel=parallel, log=own.log)
+
+
+def _pass_on(link: NodeLink, watch: ChildWatch) -> None:
+    for order in link.orders:
+        watch.pass_on(order)
+    link.orders.clear()

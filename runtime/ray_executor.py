@@ -33,7 +33,7 @@ from .child_watch import ChildFailure
 from .cluster_ipc import free_address
 from .cluster_key import key_in_memory
 from .config import EngineConfig
-from .control import ControlChannel
+from .control import ControlChannel, ForAll
 from .errors import ConfigError
 from .model_files.model_spec import ModelSpec
 from .node_link import NodeHub, node_name
@@ -157,6 +157,10 @@ class RayNodes:
                 "the connection to Ray has ended, and with it the ranks' places: its head or this machine's raylet is "
                 "gone; the last lines of Ray are above"
             )
+
+    def pass_on(self, order: ForAll) -> None:
+        """See `Nodes`."""
+        self._hub.pass_on(order)
 
     def stop(self, cause: str) -> None:
         """See `Nodes`."""

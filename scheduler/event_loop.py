@@ -77,6 +77,8 @@ class EventLoop:
         advanced = self._pipeline.advance()
         if logger.isEnabledFor(logging.DEBUG):
             self._log_decisions()
+        else:  # the level may change while it runs, and thousands of old ones are not news
+            self._num_decisions = self._scheduler.decisions.num_records
         if advanced:
             self._idle = False
         elif messages or not self._idle or self._scheduler.num_unfinished:

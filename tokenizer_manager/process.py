@@ -29,6 +29,7 @@ from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.open_files import make_room_for
 from ..runtime.server_config import ServerConfig
+from .all_processes import AllProcesses
 from .chat_template import ChatTemplate, load_chat_template
 from .door import DoorLimits
 from .http.app import App
@@ -97,6 +98,7 @@ async def _serve(
         outbox.send(AbandonRequests(before_s=time.monotonic()))
     services = Services(
         manager=manager,
+        all_processes=AllProcesses(child.tell_all, settings.config, settings.profile),
         gate=gate,
         encoder=encoder,
         chat_template=chat_template,

@@ -28,6 +28,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5]},
     "/v1/cache/pins": {"prompt": MARK, "ttl": 1},
     "/abort_request": {"rid": MARK},
+    "/start_profile": {"duration": 3600},
 }
 IN_USE = {"stop": [MARK], "user": MARK, "cache_salt": MARK, "prompt": f"{MARK} and more", "max_tokens": 4}
 
@@ -68,7 +69,8 @@ def test_a_mark_in_every_field_shows_up_nowhere(start_serve, model, form):
             path for path, item in document["paths"].items() if "requestBody" in item.get("post", {})
         }
         statuses = {client.post(path, json=body).status_code for path, body in marked(document)}
-        assert statuses == {200, 400, 404}
+        assert statuses == {200, 400, 404, 409}
+        assert client.put("/log_level", json={"level": MARK}).status_code == 400
         assert client.post("/v1/completions", content=f'{{"prompt": "{MARK}"').status_code == 400
         for wrong in (f"Bearer {MARK}", f"Basic {MARK}", MARK):
             assert client.get("/v1/models", headers={"Authorization": wrong}).status_code == 401
@@ -76,10 +78,13 @@ def test_a_mark_in_every_field_shows_up_nowhere(start_serve, model, form):
         with client.stream("POST", "/v1/completions", json=long) as stream:
             next(stream.iter_lines())
             shown = {path: client.get(path).text for path in ("/metrics", "/server_info", "/v1/requests")}
+            folder = Path(client.post("/stop_profile").json()["folder"])
+            shown |= {path.name: path.read_text() for path in folder.iterdir()}
+            assert len(shown) == 6
             shown["titles"] = titles([engine.process.pid, *engine.pids.values()])
             os.kill(engine.pids["scheduler"], signal.SIGSEGV)
             assert engine.wait() == 1  # with the request alive, of which the report must not tell
-    [report] = engine.crash_dir.iterdir()
+    [report] = engine.crash_dir.glob("crash-*")
     shown |= {"report": report.read_text(), "log": engine.log}
     assert "level=debug" in shown["log"] or '"level":"debug"' in shown["log"]
     assert "scheduler" in shown["report"] and "engine: scheduler" in shown["titles"]

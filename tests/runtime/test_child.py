@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
+from msgspec.structs import replace
 
 from engine.runtime.child import Child, StopRequested
-from engine.runtime.config import EngineConfig
+from engine.runtime.config import EngineConfig, LogConfig, LogLevel
 from engine.runtime.control import (
     ControlChannel,
     Endpoints,
@@ -24,8 +29,11 @@ from engine.runtime.control import (
     PeersReady,
     Ready,
     Role,
+    SetLogLevel,
     Settings,
+    StartProfile,
     Stop,
+    StopProfile,
     ToChild,
     ToSupervisor,
     child_end,
@@ -63,8 +71,11 @@ SETTINGS = Settings(
 )
 
 
+Pair = tuple[ControlChannel[ToSupervisor], ControlChannel[ToChild]]
+
+
 @pytest.fixture
-def pair() -> Iterator[tuple[ControlChannel[ToSupervisor], ControlChannel[ToChild]]]:
+def pair() -> Iterator[Pair]:
     """The supervisor's end and the child's."""
     ours, theirs = socket.socketpair()
     supervisor, channel = supervisor_end(ours), child_end(theirs.detach())
@@ -244,3 +255,68 @@ def test_frames_of_two_threads_do_not_mix(supervisor, child):
     received += supervisor.receive()
 
     assert [message for message in received if isinstance(message, Failed)] == [large]
+
+
+# ---------------------------------------------------------------- what all are told
+
+
+@pytest.fixture
+def engine_level() -> Iterator[logging.Logger]:
+    """The engine's logger, as it was before at the end."""
+    engine = logging.getLogger("engine")
+    before = engine.level
+    yield engine
+    engine.setLevel(before)
+
+
+def test_another_log_level_counts_at_once_and_is_no_order_to_end(child, supervisor, engine_level):
+    names: tuple[LogLevel, ...] = ("debug", "error")
+    for name, level in zip(names, (logging.DEBUG, logging.ERROR), strict=True):
+        supervisor.send(SetLogLevel(name))
+        assert not child.stop_requested()
+        assert engine_level.level == level
+        assert child.settings.config.log.log_level == name
+
+
+def profiled(pair: Pair, crash_dir: Path, **fields: Any) -> Child:
+    """A scheduler whose profiles lie there."""
+    config = dataclasses.replace(SETTINGS.config, log=LogConfig(crash_dir=str(crash_dir)))
+    pair[0].send(replace(SETTINGS, role=Role.SCHEDULER, config=config, **fields))
+    return Child(pair[1])
+
+
+def test_a_profile_is_made_while_it_works(pair, tmp_path):
+    child = profiled(pair, tmp_path)
+    pair[0].send(StartProfile("profile-1", 100.0, 3600.0))
+    assert not child.stop_requested()
+    assert "stack_sampler" in {thread.name for thread in threading.enumerate()}
+    pair[0].send(StopProfile())
+    assert not child.stop_requested()
+    child.end_profile()
+    assert (tmp_path / "profile-1" / "scheduler.folded").exists()
+
+
+def test_the_end_of_a_process_is_that_of_its_profile(pair, tmp_path):
+    """Of one that was started while a profile was made, and is not the first."""
+    child = profiled(pair, tmp_path, life=2, profile=StartProfile("profile-1", 100.0, 3600.0))
+    child.end_profile()
+    assert (tmp_path / "profile-1" / "scheduler-2.folded").exists()
+
+
+def test_another_profile_ends_the_one_before(pair, tmp_path):
+    child = profiled(pair, tmp_path)
+    for i in range(2):
+        pair[0].send(StartProfile(f"profile-{i}", 100.0, 3600.0))
+        child.stop_requested()
+    child.end_profile()
+    for thread in threading.enumerate():
+        if thread.name == "stack_sampler":
+            thread.join(DEADLINE_S)
+    assert len(list(tmp_path.glob("profile-*/scheduler.folded"))) == 2
+
+
+def test_what_all_shall_do_goes_to_the_supervisor_and_is_not_waited_for(child, supervisor):
+    assert child.tell_all(SetLogLevel("debug"))
+    assert supervisor.receive() == [SetLogLevel("debug")]
+    while child.tell_all(StopProfile()):
+        pass  # nobody reads

@@ -19,6 +19,7 @@ from engine.runtime import node_link
 from engine.runtime.child_watch import ChildFailure
 from engine.runtime.cluster_ipc import parse_address
 from engine.runtime.config import EngineConfig
+from engine.runtime.control import SetLogLevel, StartProfile, StopProfile
 from engine.runtime.device_config import ParallelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.node_link import NodeFailed, NodeHub, NodeLink, NodeReady, NodeSettings, NodeStopped
@@ -84,6 +85,17 @@ def test_a_machine_joins_gets_the_settings_and_is_ready(hub, connect, parallel):
     link.send(NodeReady())
 
     until(lambda: hub.late == [], hub.look, link.look)
+
+
+def test_what_all_processes_are_told_reaches_the_other_machines_in_its_order(hub, connect):
+    link = connect()
+    until(lambda: link.look(0.01), hub.look)
+    orders = [SetLogLevel("debug"), StartProfile("profile-1", 100.0, 60.0), StopProfile()]
+    for order in orders:
+        hub.pass_on(order)
+
+    until(lambda: len(link.orders) == len(orders), hub.look, lambda: link.look(0.01))
+    assert link.orders == orders
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,17 @@ def test_verdicts_are_logged_for_those_who_debug(make_scheduler, caplog):
     ]
 
 
+def test_who_begins_to_debug_later_gets_no_old_verdicts(make_scheduler, caplog):
+    world = World(make_scheduler(max_running_requests=1))
+    world.submit("r1", max_new_tokens=4)
+    caplog.set_level(logging.INFO, logger="engine.scheduler.event_loop")
+    world.steps(2)
+    caplog.set_level(logging.DEBUG, logger="engine.scheduler.event_loop")
+    world.steps(1)
+
+    assert caplog.messages == ["step=3 mode=DECODE decodes=1 waiting=0 evicted_pages=0 retracted=-"]
+
+
 def test_nothing_is_formatted_for_those_who_do_not(world, monkeypatch):
     monkeypatch.setattr(PassRecord, "lines", lambda record: pytest.fail("a line was made that nobody reads"))
     world.submit("r1", max_new_tokens=2)

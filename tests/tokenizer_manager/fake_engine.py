@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import queue
 import socket
+import tempfile
 import threading
 from array import array
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
-from engine.runtime.config import EngineConfig, ModelConfig, SchedulerConfig
+from engine.runtime.config import EngineConfig, LogConfig, ModelConfig, SchedulerConfig
+from engine.runtime.control import ForAll, StartProfile, StopProfile
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,
@@ -44,6 +47,7 @@ from engine.runtime.messages import (
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.runtime.server_config import ServerConfig
+from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.chat_template import ChatTemplate
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.auth import Gate, read_keys
@@ -154,6 +158,10 @@ class FakeEngine:
         ticks, abort_ticks: how often the server's loop has gone round a timer of `TICK_S`, now and at each abort. The
             time that the server itself has had, however busy the machine is.
         script: answers requests; None: the test does.
+        orders: for all processes, that arrived.
+        takes_orders: whether the supervisor does.
+        profiled: processes that write a file at the end of a profile.
+        crash_dir: where profiles are.
     """
 
     def __init__(self, script: Script | None = None) -> None:
@@ -167,8 +175,24 @@ class FakeEngine:
         self.ticks = 0
         self.abort_ticks: list[int] = []
         self.script = script
+        self.orders: list[ForAll] = []
+        self.takes_orders = True
+        self.profiled: tuple[str, ...] = ("tokenizer_manager", "scheduler", "detokenizer")
+        self._crash_dir = tempfile.TemporaryDirectory(prefix="fake-engine-")  # gone with this object
+        self.crash_dir = Path(self._crash_dir.name)
         self.deliver: Callable[[ManagerInput], None] = lambda message: None
         self.loop: asyncio.AbstractEventLoop | None = None
+
+    def take_order(self, order: ForAll) -> bool:
+        """What the manager calls to tell all processes."""
+        if not self.takes_orders:
+            return False
+        self.orders.append(order)
+        if isinstance(order, StopProfile):
+            [*_, begun] = [each for each in self.orders if isinstance(each, StartProfile)]
+            for name in self.profiled:
+                (self.crash_dir / begun.folder / f"{name}.folded").touch()
+        return True
 
     def receive(self, message: SchedulerInput) -> None:
         """What the manager calls to send."""
@@ -248,6 +272,7 @@ def make_services(
         model=ModelConfig(served_model_name=MODEL, dtype="float32"),
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
         server=ServerConfig(**server),
+        log=LogConfig(crash_dir=str(engine.crash_dir)),
     )
     manager = TokenizerManager(
         encoder=encoder,
@@ -263,6 +288,7 @@ def make_services(
     manager.on_message(SchedulerReport(sent_s=clock.now_s))
     return Services(
         manager=manager,
+        all_processes=AllProcesses(engine.take_order, config, clock=clock),
         gate=Gate(read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback),
         encoder=encoder,
         chat_template=None

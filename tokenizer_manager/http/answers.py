@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ...runtime.config import LogLevel
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.request_limits import RequestLimits
 
@@ -78,6 +79,30 @@ class FlushedBody(msgspec.Struct):
 
     flushed_tokens: int
     kept_tokens: int
+
+
+class LogLevelBody(msgspec.Struct, kw_only=True):
+    """The least severity that is logged."""
+
+    level: LogLevel
+    warnings: Warnings = UNSET
+
+
+class ProfileStartedBody(msgspec.Struct, kw_only=True):
+    """Where the files will be, for how many seconds the processes look, and how often in each."""
+
+    folder: str
+    duration: float
+    rate: float
+    warnings: Warnings = UNSET
+
+
+class ProfileBody(msgspec.Struct, kw_only=True):
+    """The files of a profile, and the processes that have not written theirs within ten seconds."""
+
+    folder: str
+    files: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 class WhyBody(msgspec.Struct, kw_only=True):

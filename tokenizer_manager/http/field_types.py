@@ -14,6 +14,9 @@ from ...runtime.sampling_params import MAX_COUNT
 from ..scheduling import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TIMEOUT_S, PRIORITY_CLASSES
 
 MAX_TTL_S: Final = 86_400.0
+MAX_PROFILE_S: Final = 3600.0
+MIN_PROFILE_HZ: Final = 1.0
+MAX_PROFILE_HZ: Final = 1000.0
 SAID: Final = "x-said"
 """The key under which `ApiDocs` finds it."""
 
@@ -77,6 +80,12 @@ TimeToLive = Annotated[
         minimum=0,
         maximum=MAX_TTL_S,
     ),
+]
+ProfileSeconds = Annotated[
+    float, _said("Seconds until it ends by itself; 60.", exclusiveMinimum=0, maximum=MAX_PROFILE_S)
+]
+ProfileRate = Annotated[
+    float, _said("Looks per second; 100.", minimum=MIN_PROFILE_HZ, maximum=MAX_PROFILE_HZ)
 ]
 
 _TEXT: Final[_Schema] = {"type": "string", "minLength": 1}

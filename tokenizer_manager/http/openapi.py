@@ -25,6 +25,7 @@ _FAILURES: Final = {
     403: "it needs the admin key, or comes from a web page that is not allowed",
     404: "there is no such thing here",
     408: "the request did not come in time",
+    409: "as things are, there is nothing to do",
     413: "the body is too large",
     429: "there is no room for it now; see Retry-After",
     431: "the request's head is too large",
@@ -134,7 +135,7 @@ def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
     }
     if route.request is not None:
         content = {"application/json": {"schema": schema_of[route.request]}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": not route.bodiless, "content": content}
     if "{" in route.path:
         name = route.path[route.path.index("{") + 1 : route.path.index("}")]
         operation["parameters"] = [

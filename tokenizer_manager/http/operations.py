@@ -81,6 +81,7 @@ async def server_info(exchange: Exchange, services: Services) -> None:
     for name in SECRETS:
         group = config[config_fields()[name].group]
         group[name] = "(set)" if group[name] else None
+    config["log"]["log_level"] = services.all_processes.log_level
     report = services.manager.report
     await exchange.send_json(
         ServerInfoBody(

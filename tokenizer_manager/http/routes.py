@@ -7,15 +7,18 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from . import operations, tokenizing
+from . import diagnosis, operations, tokenizing
 from .answers import (
     AbortedBody,
     FlushedBody,
     HealthBody,
     LiveRequestsBody,
+    LogLevelBody,
     ModelBody,
     ModelsBody,
     PinnedBody,
+    ProfileBody,
+    ProfileStartedBody,
     ServerInfoBody,
     TextBody,
     TokensBody,
@@ -45,6 +48,7 @@ class Route(NamedTuple):
     concerns everybody's requests is the admin's.
 
     Attributes:
+        bodiless: the body may be left out.
         answer: the type of the JSON in a success; None for what is no JSON.
         events: the type of the JSON in each event, of those that can stream.
         media_type: of a success that is no JSON.
@@ -61,6 +65,7 @@ class Route(NamedTuple):
     events: type[msgspec.Struct] | None = None
     media_type: str = "application/json"
     fails: tuple[int, ...] = ()
+    bodiless: bool = False
 
 
 _GENERATING: Final = (404, 504)
@@ -163,6 +168,43 @@ ROUTES: Final = (
         "Empty the prefix cache.",
         admin=True,
         answer=FlushedBody,
+    ),
+    Route(
+        "GET",
+        diagnosis.LOG_LEVEL_PATH,
+        diagnosis.log_level,
+        "The least severity that is logged.",
+        admin=True,
+        answer=LogLevelBody,
+    ),
+    Route(
+        "PUT",
+        diagnosis.LOG_LEVEL_PATH,
+        diagnosis.set_log_level,
+        "Log more or less, in all processes.",
+        diagnosis.LogLevelRequest,
+        admin=True,
+        answer=LogLevelBody,
+    ),
+    Route(
+        "POST",
+        "/start_profile",
+        diagnosis.start_profile,
+        "Find out where each process spends its time.",
+        diagnosis.ProfileRequest,
+        admin=True,
+        answer=ProfileStartedBody,
+        fails=(409,),
+        bodiless=True,
+    ),
+    Route(
+        "POST",
+        "/stop_profile",
+        diagnosis.stop_profile,
+        "End that before its time.",
+        admin=True,
+        answer=ProfileBody,
+        fails=(409,),
     ),
     Route(
         "GET",

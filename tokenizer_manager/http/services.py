@@ -8,6 +8,7 @@ from ...runtime.config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
+from ..all_processes import AllProcesses
 from ..chat_template import ChatTemplate
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
@@ -26,6 +27,7 @@ class Services:
 
     Attributes:
         manager: runs generations.
+        all_processes: of the engine, as one.
         gate: knows the keys.
         encoder: tokenises.
         chat_template: None for a model that has none.
@@ -39,6 +41,7 @@ class Services:
     """
 
     manager: TokenizerManager
+    all_processes: AllProcesses
     gate: Gate
     encoder: PromptEncoder
     chat_template: ChatTemplate | None
@@ -60,15 +63,18 @@ class Services:
         """OpenAI's `system_fingerprint`: changes when the same seed may give another text."""
         return f"engine-{self.version}-{self.config.model.dtype}"
 
-    async def read_object(self, exchange: Exchange) -> Body:
+    async def read_object(self, exchange: Exchange, *, optional: bool = False) -> Body:
         """The request's JSON object.
+
+        Args:
+            optional: an empty body is an empty object.
 
         Raises:
             RequestError: it is too large, not one, or there is no room for it.
         """
         with self.body_room.hold() as share:
             body = await exchange.body(int(self.config.server.max_body_mb * 2**20), share)
-            return parse_object(body, self.config.limits)
+            return {} if optional and not body else parse_object(body, self.config.limits)
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """Have something generated; the answer says how many requests were before it. As `TokenizerManager.start`."""

@@ -25,7 +25,11 @@ from ..fake_engine import WAIT_S, FakeEngine, make_services, say_all
 
 DOCUMENT = ApiDocs(ROUTES, "0").document()
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
-POSTS = {route.path: route.request.__name__ for route in ROUTES if route.request is not None}
+POSTS = {
+    route.path: route.request.__name__
+    for route in ROUTES
+    if route.request is not None and route.method == "POST"
+}
 
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
@@ -35,6 +39,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [71, 72]},
     "/v1/cache/pins": {"prompt": "hi", "ttl": 1},
     "/abort_request": {"rid": "cmpl-0"},
+    "/start_profile": {"duration": 1},
 }
 
 

@@ -177,7 +177,11 @@ def test_a_file_that_an_editor_began_with_a_byte_order_mark_has_the_same_keys(tm
     assert read_keys(ServerConfig(api_key_file=str(path))).clients == ("k1", "k2")
 
 
-CONTROL = [("/flush_cache", None), ("/abort_request", {"abort_all": True})]
+CONTROL = [
+    ("/flush_cache", None),
+    ("/abort_request", {"abort_all": True}),
+    ("/start_profile", None),
+]
 
 
 @pytest.mark.parametrize(("path", "body"), CONTROL)
@@ -291,6 +295,10 @@ def test_why_tells_no_isolated_tenant_where_else_a_prefix_is_cached(serve: Serve
     [
         ("POST", "/flush_cache", None),
         ("POST", "/abort_request", {"abort_all": True}),
+        ("POST", "/start_profile", None),
+        ("POST", "/stop_profile", None),
+        ("GET", "/log_level", None),
+        ("PUT", "/log_level", {"level": "debug"}),
         ("GET", "/v1/requests", None),
         ("GET", "/v1/requests/x/why", None),
     ],

@@ -23,6 +23,7 @@ def test_a_server_without_keys_carries_out_nothing_for_other_pages(serve: Serve,
     for path, body in (
         ("/v1/completions", PROMPT),
         ("/flush_cache", {}),
+        ("/start_profile", {}),
         ("/abort_request", {"abort_all": True}),
     ):
         reply = served.client.post(path, json=body, headers={"Origin": origin, "Content-Type": "text/plain"})

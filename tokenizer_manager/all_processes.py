@@ -1,0 +1,189 @@
+"""`AllProcesses`: what an operator has all processes of the engine do: log more or less, and profile themselves.
+
+The orders go through the supervisor (`Child.tell_all`), so that processes that are started later follow them, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ..runtime.config import EngineConfig, LogLevel
+from ..runtime.control import ForAll, Role, SetLogLevel, StartProfile, StopProfile, process_label
+from ..runtime.crash_report import crash_dir
+from ..runtime.errors import ConfigError, EngineDeadError, RequestError
+from ..runtime.stack_sampler import SUFFIX
+
+DEFAULT_RATE_HZ: Final = 100.0
+DEFAULT_DURATION_S: Final = 60.0
+KEPT_PROFILES: Final = 20
+_PREFIX: Final = "profile-"
+_WRITTEN_S: Final = 10.0  # for all processes to end a profile, also in the middle of a step
+_LOOK_S: Final = 0.02
+
+
+class Profile(NamedTuple):
+    """A profile that was begun, or a finished one.
+
+    Attributes:
+        folder: where the files are, or will be.
+        files: names within it, as far as they are there.
+        missing: processes that have not written theirs.
+    """
+
+    folder: Path
+    files: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+class AllProcesses:
+    """Used by the event loop of the tokenizer manager."""
+
+    def __init__(
+        self,
+        tell: Callable[[ForAll], bool],
+        config: EngineConfig,
+        running: StartProfile | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Order nothing yet.
+
+        Args:
+            tell: hands an order to the supervisor; False if that does not listen.
+            config: with the level of the log at present, and the folder of the reports.
+            running: a profile that the tokenizer manager before this one has begun.
+        """
+        self._tell = tell
+        self._log_level: LogLevel = config.log.log_level
+        self._crash_dir = config.log.crash_dir
+        ranks = config.parallel.local_ranks[1:]  # the first is in the scheduler's process
+        self._labels = [
+            *(process_label(role, 0) for role in (Role.TOKENIZER_MANAGER, Role.SCHEDULER, Role.DETOKENIZER)),
+            *(process_label(Role.MODEL_RUNNER, rank) for rank in ranks),
+        ]
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._running = running
+        self._end_s = clock() + (running.duration_s if running is not None else 0.0)
+
+    @property
+    def log_level(self) -> LogLevel:
+        """The least severity that is logged."""
+        return self._log_level
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Log from this severity on. A process in the middle of a step follows after it.
+
+        Raises:
+            EngineDeadError: the supervisor does not listen.
+        """
+        self._order(SetLogLevel(level))
+        self._log_level = level
+
+    def start_profile(
+        self, *, rate_hz: float = DEFAULT_RATE_HZ, duration_s: float = DEFAULT_DURATION_S
+    ) -> Profile:
+        """Begin a profile, which ends by itself.
+
+        Args:
+            rate_hz: looks per second; verified, as `duration_s`.
+
+        Raises:
+            RequestError: 409, there is one already; 503, there is no place for the files.
+            EngineDeadError: the supervisor does not listen.
+        """
+        if self._running is not None and (left_s := self._end_s - self._clock()) > 0:
+            raise RequestError(
+                f"a profile is being made already, for {left_s:.0f} s more; POST /stop_profile ends it",
+                code="profile_running",
+                status=409,
+            )
+        folder = self._make_folder()
+        order = StartProfile(folder.name, rate_hz, duration_s)
+        self._order(order)
+        self._running = order
+        self._end_s = self._clock() + duration_s
+        return Profile(folder)
+
+    async def stop_profile(self) -> Profile:
+        """End the profile, and wait until the processes of this machine have written their files.
+
+        Raises:
+            RequestError: 409, there is none, or it has ended by itself.
+            EngineDeadError: the supervisor does not listen.
+        """
+        running = self._running
+        if running is None or self._clock() >= self._end_s:
+            last = "" if running is None else f"; the last one is in {self._folder / running.folder}"
+            raise RequestError(
+                f"no profile is being made{last}; POST /start_profile begins one",
+                code="no_profile",
+                status=409,
+            )
+        self._order(StopProfile())
+        self._end_s = self._clock()
+        folder = self._folder / running.folder
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WRITTEN_S):
+                while self._missing(_files_in(folder)):
+                    await asyncio.sleep(_LOOK_S)
+        files = _files_in(folder)
+        return Profile(folder, files, self._missing(files))
+
+    @property
+    def _folder(self) -> Path:
+        return crash_dir(self._crash_dir)
+
+    def _order(self, order: ForAll) -> None:
+        if not self._tell(order):
+            raise EngineDeadError("the supervisor does not take orders: it is stopped, or hangs")
+
+    def _make_folder(self) -> Path:
+        """A new one for a profile, beside those of the newest others."""
+        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._wall_clock()))
+        try:
+            parent = self._folder
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _remove_old(parent)
+            for count in itertools.count(1):
+                folder = parent / f"{_PREFIX}{when}-{os.getpid()}-{count:03}"
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(mode=0o700)
+                    return folder
+        except (OSError, ConfigError) as error:
+            raise RequestError(
+                f"there is no place for the files: {error}; see --crash-dir",
+                code="no_profile_folder",
+                status=503,
+            ) from None
+        raise AssertionError("there is always a next number")
+
+    def _missing(self, files: Iterable[str]) -> tuple[str, ...]:
+        """The processes none of whose lives has a file: `scheduler.folded`, after a restart `scheduler-1.folded`."""
+        written = {name.removesuffix(SUFFIX).partition("-")[0] for name in files}
+        return tuple(label for label in self._labels if label not in written)
+
+
+def _files_in(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX)))
+    except OSError:
+        return ()
+
+
+def _remove_old(parent: Path) -> None:
+    """Make room for one more; what somebody else has put into a folder stays, and so does the folder."""
+    old = sorted(path for path in parent.glob(f"{_PREFIX}*") if path.is_dir() and not path.is_symlink())
+    for folder in old[: max(0, len(old) + 1 - KEPT_PROFILES)]:
+        with contextlib.suppress(OSError):
+            for name in _files_in(folder):
+                (folder / name).unlink()
+            folder.rmdir()
