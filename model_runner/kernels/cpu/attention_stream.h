@@ -14,6 +14,7 @@
 
 #include "attention_dots.h"
 #include "attention_inputs.h"
+#include "bytes.h"
 #include "parallel.h"
 
 namespace engine {

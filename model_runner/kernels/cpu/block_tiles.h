@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "blocks.h"
+#include "bytes.h"
 #include "linear_tiles.h"
 #include "parallel.h"
 #include "simd.h"

@@ -16,6 +16,7 @@
 
 #include "block_tiles.h"
 #include "blocks.h"
+#include "bytes.h"
 #include "parallel.h"
 #include "program.h"
 #include "simd.h"

@@ -1,0 +1,148 @@
+// What weights, keys and values of few bits need beside simd.h: dot products of bytes, whole numbers, half precision.
+
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define HAS_BYTE_DOT 1
+#else
+#define HAS_BYTE_DOT 0
+#endif
+
+// Products of small bytes are added up in 16 bits first.
+#if defined(__AVX2__) && !HAS_BYTE_DOT
+#define HAS_WORD_SUMS 1
+#else
+#define HAS_WORD_SUMS 0
+#endif
+
+namespace engine {
+
+// acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; a is 64 unsigned, b 64 signed bytes.
+ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
+#if HAS_BYTE_DOT && !defined(__AVX512F__)
+    return {(i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.low, (__m256i)a.low, (__m256i)b.low),
+            (i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.high, (__m256i)a.high, (__m256i)b.high)};
+#elif HAS_BYTE_DOT
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif HAS_WORD_SUMS && defined(__AVX512F__)
+    // As numbers of 16 bits, of which two products fit into 32.
+    __m512i even = _mm512_madd_epi16(_mm512_and_si512((__m512i)a, _mm512_set1_epi16(0xff)),
+                                     _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8));
+    __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)a, 8), _mm512_srai_epi16((__m512i)b, 8));
+    return acc + (i32x16)even + (i32x16)odd;
+#elif HAS_WORD_SUMS
+    auto part = [](i32x8 acc, u32x8 a_, u32x8 b_) {
+        __m256i a = (__m256i)a_, b = (__m256i)b_;
+        __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+        return acc + (i32x8)even + (i32x8)odd;
+    };
+    return {part(acc.low, a.low, b.low), part(acc.high, a.high, b.high)};
+#else
+    for (int j = 0; j < 4; ++j) acc += (i32x16)((a >> (8 * j)) & 0xffu) * ((i32x16)(b << (24 - 8 * j)) >> 24);
+    return acc;
+#endif
+}
+
+// acc is 32 sums of 16 bits: acc[2i + j] += a[4i + 2j] * b[4i + 2j] + a[4i + 2j + 1] * b[4i + 2j + 1]; a is 64 bytes below
+// 16, b 64 signed bytes of magnitude 127 at most. 8 times fit: 16 * 15 * 127 = 30480.
+ALWAYS_INLINE i32x16 dot_nibbles(i32x16 acc, u32x16 a, u32x16 b) {
+#if HAS_WORD_SUMS && defined(__AVX512F__)
+    return (i32x16)_mm512_add_epi16((__m512i)acc, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
+#elif HAS_WORD_SUMS
+    auto part = [](i32x8 acc, u32x8 a, u32x8 b) {
+        return (i32x8)_mm256_add_epi16((__m256i)acc, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
+    };
+    return {part(acc.low, a.low, b.low), part(acc.high, a.high, b.high)};
+#else
+    return dot_bytes(acc, a, b);
+#endif
+}
+
+// What dot_nibbles has added up, four bytes of each to one sum.
+ALWAYS_INLINE i32x16 sum_words(i32x16 words) {
+#if HAS_WORD_SUMS && defined(__AVX512F__)
+    return (i32x16)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(1));
+#elif HAS_WORD_SUMS
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {(i32x8)_mm256_madd_epi16((__m256i)words.low, ones), (i32x8)_mm256_madd_epi16((__m256i)words.high, ones)};
+#else
+    return words;
+#endif
+}
+
+// To the nearest whole number, ties to even; |v| < 2^22.
+ALWAYS_INLINE i32x16 round_to_int(f32x16 v) {
+#if defined(__AVX512F__)
+    return (i32x16)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+    return {(i32x8)_mm256_cvtps_epi32((__m256)v.low), (i32x8)_mm256_cvtps_epi32((__m256)v.high)};
+#else
+    // Not by adding 1.5 * 2^23: a product before it would become part of a fused addition, and not be rounded itself.
+    float numbers[LANES];
+    int32_t whole[LANES];
+    put(numbers, v);
+    for (int n = 0; n < LANES; ++n) whole[n] = int32_t(__builtin_rintf(numbers[n]));
+    i32x16 result;
+    get(result, whole);
+    return result;
+#endif
+}
+
+// The low byte of each.
+ALWAYS_INLINE void store_bytes(int8_t* p, i32x16 v) {
+#if defined(__AVX512F__)
+    __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
+    std::memcpy(p, &bytes, sizeof bytes);
+#else
+    int32_t numbers[LANES];
+    put(numbers, v);
+    for (int n = 0; n < LANES; ++n) p[n] = int8_t(numbers[n]);
+#endif
+}
+
+ALWAYS_INLINE int32_t sum(i32x16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    return reduce(v, [](auto a, auto b) { return a + b; });
+#endif
+}
+
+// The largest magnitude of 32 numbers; NaN where one of them is NaN.
+ALWAYS_INLINE float largest_magnitude(f32x16 a, f32x16 b) {
+    // As whole numbers: NaN is larger than infinity then.
+    i32x16 p = (i32x16)a & 0x7fffffff, q = (i32x16)b & 0x7fffffff;
+#if defined(__AVX512F__)
+    int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)p, (__m512i)q));
+#else
+    int32_t bits = reduce(select(p > q, p, q), [](auto a, auto b) { return select(a > b, a, b); });
+#endif
+    float most;
+    std::memcpy(&most, &bits, sizeof most);
+    return most;
+}
+
+// 16 finite numbers of half precision.
+ALWAYS_INLINE f32x16 load_halves(const uint16_t* p) {
+    u16x16 v;
+    get(v, p);
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps((__m256i)v);
+#else
+    u32x16 bits = widened(v);
+    f32x16 magnitude = (f32x16)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent's other bias
+    return (f32x16)((u32x16)magnitude | ((bits & 0x8000u) << 16));
+#endif
+}
+
+ALWAYS_INLINE float half_to_float(const void* p) {
+    uint16_t bits[LANES] = {};
+    std::memcpy(bits, p, sizeof *bits);
+    return load_halves(bits)[0];
+}
+
+}  // namespace engine
