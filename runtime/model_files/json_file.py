@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Final
 
 from ..errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _MAX_BYTES: Final = 64 << 20
+_MAX_NAMED: Final = 8  # fields in a warning
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 """Half of a pair has no UTF-8 form, and whoever wants one of it later would fail with something else than a reason."""
 
 
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in `path`.
+
+    Of a field that is there twice the last value counts, as for others who read JSON; if the values differ a warning
+    says so.
 
     Raises:
         ConfigError: the file is missing, unreadable, absurdly large, not JSON, or not an object.
@@ -26,7 +33,7 @@ def read_json(path: Path) -> dict[str, object]:
                 f"{path}: larger than {_MAX_BYTES >> 20} MiB, this cannot be a configuration file"
             )
         data = path.read_bytes()
-        value = json.loads(data, object_pairs_hook=_unambiguous)
+        value, doubtful = _parse(data)
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError, too
     except FileNotFoundError:
@@ -39,14 +46,23 @@ def read_json(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+    if doubtful:
+        logger.warning(
+            "%s: twice in one object, with different values: %s; the last ones are taken",
+            path,
+            ", ".join(map(repr, doubtful[:_MAX_NAMED])),
+        )
     return value
 
 
-def _unambiguous(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object; a field that is there twice must say the same twice, as some published files do."""
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        for name, value in pairs:
-            if fields[name] != value:
-                raise ValueError(f"the field {name!r} is there twice, with different values")
-    return fields
+def _parse(data: bytes) -> tuple[object, list[str]]:
+    """What is there, and the names of fields that are there twice with different values."""
+    doubtful: list[str] = []
+
+    def fields_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            doubtful.extend(name for name, value in pairs if fields[name] != value)
+        return fields
+
+    return json.loads(data, object_pairs_hook=fields_of), doubtful

@@ -34,7 +34,7 @@ MAX_PEAK_BYTES = 32 << 20  # the files have some KB; a tokenizer of 256 tokens t
 MAX_CPU_S = 20.0  # of what takes milliseconds: a loop over what a file claims takes hours
 
 FAST = settings(
-    max_examples=250,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     database=None,

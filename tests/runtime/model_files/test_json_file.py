@@ -11,7 +11,6 @@ from engine.runtime.model_files.json_file import read_json
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1, "a": 2}', "the field 'a' is there twice, with different values"),
         ('{"a": {"b": "\\ud800"}}', "not valid JSON .*surrogates"),
         ('{"\\udfff": 1}', "not valid JSON .*surrogates"),
         ("[" * 100_000, "not valid JSON"),
@@ -32,3 +31,12 @@ def test_the_same_twice_and_whole_pairs_are_read(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"a": [1], "a": [1], "b": "\\ud83d\\ude42"}')
     assert read_json(path) == {"a": [1], "b": "🙂"}
+
+
+def test_of_two_values_the_last_is_taken_and_a_warning_says_so(tmp_path, caplog):
+    path = tmp_path / "config.json"
+    path.write_text('{"a": {"b": 1, "b": 2}, "c": 3, "c": 3}')
+    assert read_json(path) == {"a": {"b": 2}, "c": 3}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: twice in one object, with different values: 'b'; the last ones are taken"
+    ]
