@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,10 @@ for name in (
     os.environ.pop(name, None)
 for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
+
+# `nohup make test` has SIGHUP ignored, by the tests' engines too, which mean it.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Triton asks when a kernel is defined. Without a driver kernels run in its interpreter, on CPU tensors; with one they
 # run on the GPU, so the same tests check both.
