@@ -33,13 +33,7 @@ BY_CHANCE = settings(
 
 
 @pytest.fixture(scope="module")
-def answers() -> Counter[tuple[str, int]]:
-    """How often each operation has answered with each status."""
-    return Counter()
-
-
-@pytest.fixture(scope="module")
-def api(model, answers) -> Iterator[Any]:
+def api(model) -> Iterator[Any]:
     """The document of a server, with the keys of both kinds."""
     keys = ("--api-key", "sk-client", "--admin-api-key", ADMIN_KEY)
     with EngineServe(str(model), "--dtype", "float32", *keys, *SMALL) as engine:
@@ -90,15 +84,17 @@ def modest(case: Any) -> Any:
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-def test_every_answer_is_as_the_document_says(api, answers, route, mode):
+def test_every_answer_is_as_the_document_says(api, route, mode):
     operation = api[route.path][route.method]
-    if route.path == "/stop_profile":  # ends what has begun, and that may be over by itself at any time
+    statuses: Counter[int] = Counter()
+    if route.path.endswith("_profile"):  # one that runs may be over by itself at any time
         api["/stop_profile"]["POST"].Case().call(headers=AUTHORIZED)
+    if route.path == "/stop_profile":
         api["/start_profile"]["POST"].Case().call(headers=AUTHORIZED)
 
     def check(case: Any) -> None:
         response = case.call_and_validate(checks=CHECKS, headers=AUTHORIZED, timeout=DEADLINE_S)
-        answers[operation.label, response.status_code] += 1
+        statuses[response.status_code] += 1
 
     for case in cases(api, operation, mode):
         check(case)
@@ -106,9 +102,5 @@ def test_every_answer_is_as_the_document_says(api, answers, route, mode):
         by_chance = operation.as_strategy(generation_mode=mode)
         by_chance = by_chance.map(modest) if mode is GenerationMode.POSITIVE else by_chance
         BY_CHANCE(given(case=by_chance)(check))()
-
-
-def test_every_operation_has_also_succeeded(answers):
-    """Else the test above would prove little."""
-    succeeded = {label for label, status in answers if status == 200}
-    assert succeeded >= {f"{route.method} {route.path}" for route in ROUTES if "{" not in route.path}, answers
+    if mode is GenerationMode.POSITIVE and "{" not in route.path:
+        assert statuses[200], statuses  # else this would prove little
