@@ -109,7 +109,12 @@ def notes(results: Results) -> list[str]:
     for ceiling in results.ceilings:
         key = (ceiling.what, ceiling.size, ceiling.num_threads)
         best[key] = max(best.get(key, 0.0), ceiling.rate)
-    units = {"read": "GB/s at {} MB", "bf16": "GFLOP/s bf16 at M={}", "int8": "GOP/s int8 at M={}"}
+    units = {
+        "read": "GB/s at {} MB",
+        "bf16": "GFLOP/s bf16 at M={}",
+        "fp32": "GFLOP/s fp32 at M={}",
+        "int8": "GOP/s int8 at M={}",
+    }
     threads = max((num_threads for _, _, num_threads in best), default=0)
     shown = [
         f"{_number(rate)} {units[what].format(size)}"

@@ -251,6 +251,7 @@ def test_shares_of_the_limit(bench: Any, measured: Any) -> None:
 
 def test_the_notes_say_how_quiet_it_was_and_what_failed(bench: Any, measured: Any) -> None:
     measured.ceilings = [bench.ceilings.Ceiling("read", 269, 2, rate) for rate in (40.0, 50.0)]
+    measured.ceilings += [bench.ceilings.Ceiling(what, 64, 2, 10.0) for what in ("bf16", "fp32", "int8")]
     measured.ceilings_disturbed = [0.5, 0.01]
     measured.failures = [bench.results.Failure("vllm", "W5", "", "not done\nlog")]
 
@@ -258,7 +259,8 @@ def test_the_notes_say_how_quiet_it_was_and_what_failed(bench: Any, measured: An
 
     assert notes[0].startswith("Others used 0.02 of a core")
     assert notes[1:] == [
-        "Ceilings with 2 threads, while others used 0.01 of a core: 50.0 GB/s at 269 MB.",
+        "Ceilings with 2 threads, while others used 0.01 of a core: 50.0 GB/s at 269 MB, 10.0 GFLOP/s bf16 at M=64, "
+        "10.0 GFLOP/s fp32 at M=64, 10.0 GOP/s int8 at M=64.",
         "Failed: W5 of vllm: not done",
     ]
 
