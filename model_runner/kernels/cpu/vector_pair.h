@@ -11,7 +11,13 @@
 #include <utility>
 
 // Functions of vectors that are no register's would be called with them in memory.
+// Pairs of registers must not go through memory between functions. Where a vector is one register the compiler knows better:
+// forced, the products of up to 6 tokens took a quarter longer with AVX-512.
+#if defined(__AVX512F__)
+#define ALWAYS_INLINE inline
+#else
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace engine {
 
