@@ -37,7 +37,7 @@ constexpr int AT_ONCE = 1;
 #endif
 constexpr int64_t SHARED_TOKENS = 60;  // more are cut into blocks of rows
 constexpr int64_t BLOCK_STRIPS = 42;   // whose x stays in the second-level cache beside a panel
-constexpr int64_t AHEAD = 4096;        // bytes that a single strip fetches in advance
+constexpr int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // bytes that a single strip fetches in advance
 constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 constexpr int64_t MIN_NUMBERS = 1 << 13;  // of x for each thread that quantises
 
@@ -91,18 +91,19 @@ struct Blocks : BlockCall {
 
     // ------------------------------------------------------------ products
 
-    // What a strip fetches while it adds: so many cache lines at each block.
+    // What a strip fetches while it adds: so many cache lines at each block, into the first-level cache (3) or the second (2).
+    template <int CACHE>
     struct Fetch {
         const uint8_t* from;
         int64_t lines;
 
         void operator()(int64_t block) const {
-            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (block * lines + n) * LINE);
+            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (block * lines + n) * LINE, 0, CACHE);
         }
     };
 
-    template <int BITS, bool MINIMA, int ROWS>
-    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const Fetch& fetch) const {
+    template <int BITS, bool MINIMA, int ROWS, class AtBlock>
+    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
         constexpr int64_t BYTES = PANEL * (BLOCK * BITS / 8 + (MINIMA ? 4 : 2));
         const int64_t blocks = inputs / BLOCK, stride = inputs;
         const int8_t* numbers = from.numbers + row * inputs;
@@ -111,7 +112,7 @@ struct Blocks : BlockCall {
         f32x16 sums[ROWS][VECTORS];
         zero_tile(sums);
         for (int64_t block = 0; block < blocks; ++block, weights += BYTES, numbers += BLOCK, ++scales) {
-            fetch(block);
+            at_block(block);
             const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + PANEL * BLOCK * BITS / 8);
 #pragma GCC unroll 2
             for (int first = 0; first < VECTORS; first += AT_ONCE) {
@@ -210,40 +211,44 @@ struct Blocks : BlockCall {
         for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * outputs, all + r * PANEL, width * sizeof(Out));
     }
 
-    template <int ROWS>
-    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const Fetch& fetch) const {
+    template <int ROWS, class AtBlock>
+    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
         if (bits == 4)
-            has_minima ? multiply_strip<4, true, ROWS>(row, panel, from, fetch)
-                       : multiply_strip<4, false, ROWS>(row, panel, from, fetch);
+            has_minima ? multiply_strip<4, true, ROWS>(row, panel, from, at_block)
+                       : multiply_strip<4, false, ROWS>(row, panel, from, at_block);
         else
-            has_minima ? multiply_strip<8, true, ROWS>(row, panel, from, fetch)
-                       : multiply_strip<8, false, ROWS>(row, panel, from, fetch);
+            has_minima ? multiply_strip<8, true, ROWS>(row, panel, from, at_block)
+                       : multiply_strip<8, false, ROWS>(row, panel, from, at_block);
+    }
+
+    template <class AtBlock>
+    void multiply_rows(int64_t row, int rows, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
+        switch (rows) {
+            case 1: return multiply_strip<1>(row, panel, from, at_block);
+#if defined(__AVX2__)
+            case 2: return multiply_strip<2>(row, panel, from, at_block);
+            case 3: return multiply_strip<3>(row, panel, from, at_block);
+            case 4: return multiply_strip<4>(row, panel, from, at_block);
+#endif
+#if defined(__AVX512F__)
+            case 5: return multiply_strip<5>(row, panel, from, at_block);
+            case 6: return multiply_strip<6>(row, panel, from, at_block);
+#endif
+        }
     }
 
     // Tokens [first, last) times one panel; `next` is fetched meanwhile, or what a single strip reads a little later.
     void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantised& from) const {
         int64_t strips = strips_of(last - first), lines = block_bytes(bits, has_minima) / LINE;
+        if (strips == 1)
+            return multiply_rows(first, int(last - first), panel, from, Fetch<3>{packed + panel * panel_bytes() + AHEAD, lines});
         int64_t share = (lines + strips - 1) / strips;
         for (int64_t strip = 0; strip < strips; ++strip) {
             int64_t row = first + (last - first) * strip / strips;
             int rows = int(first + (last - first) * (strip + 1) / strips - row);
-            Fetch fetch = {packed + panel * panel_bytes() + AHEAD, lines};
-            if (strips > 1) {
-                fetch.from = packed + next * panel_bytes() + strip * share * (inputs / BLOCK) * LINE;
-                fetch.lines = next < panels() && strip * share < lines ? share : 0;
-            }
-            switch (rows) {
-                case 1: multiply_strip<1>(row, panel, from, fetch); break;
-#if defined(__AVX2__)
-                case 2: multiply_strip<2>(row, panel, from, fetch); break;
-                case 3: multiply_strip<3>(row, panel, from, fetch); break;
-                case 4: multiply_strip<4>(row, panel, from, fetch); break;
-#endif
-#if defined(__AVX512F__)
-                case 5: multiply_strip<5>(row, panel, from, fetch); break;
-                case 6: multiply_strip<6>(row, panel, from, fetch); break;
-#endif
-            }
+            Fetch<2> fetch = {packed + next * panel_bytes() + strip * share * (inputs / BLOCK) * LINE, share};
+            if (next >= panels() || strip * share >= lines) fetch.lines = 0;
+            multiply_rows(row, rows, panel, from, fetch);
         }
     }
 

@@ -30,21 +30,19 @@ constexpr int64_t SHARED_TOKENS = 60;   // more are cut into such blocks
 constexpr int64_t MOST_PANELS = 4;      // that are handed out at once, for one conversion of their tokens, ...
 constexpr int64_t SHARES = 4;           // ... as long as each thread gets so many pieces
 constexpr int64_t PART_STEPS = 384;     // of k: 96 KB of a panel
-constexpr int64_t FEW_STRIPS = 3;       // wait for memory and not for sums, and ...
-constexpr int64_t FEW_PART_STEPS = 64;  // ... what they have fetched is still in the first-level cache: 16 KB
 constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 4 KB
 constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 
 int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
 
 struct Linear : LinearOutput {
-    // What a strip fetches while it adds: so many cache lines at each step.
+    // What a strip fetches while it adds: so many cache lines at each step, into the second-level cache.
     struct Fetch {
         const uint32_t* from;
         int64_t lines;
 
         void operator()(int64_t step) const {
-            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (step * lines + n) * LINE);
+            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (step * lines + n) * LINE, 0, 2);
         }
     };
 
@@ -55,13 +53,16 @@ struct Linear : LinearOutput {
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
         int64_t steps = inputs / 2, strips = strips_of(last - first);
         if (strips <= 1) {
-            multiply_strip(first, int(last - first), columns, 0, steps, nullptr,
-                           {columns.weights + AHEAD * columns.width, columns.vectors});
+            if constexpr (READS_AHEAD)
+                multiply_strip(first, int(last - first), columns, 0, steps, nullptr,
+                               Fetch{columns.weights + AHEAD * columns.width, columns.vectors});
+            else
+                multiply_strip(first, int(last - first), columns, 0, steps, nullptr, Nothing{});
             return;
         }
         thread_local Scratch scratch;
         float* waiting = reinterpret_cast<float*>(scratch.get((last - first) * PANEL * sizeof(float)));
-        int64_t most = strips <= FEW_STRIPS ? FEW_PART_STEPS : PART_STEPS, parts = (steps + most - 1) / most;
+        int64_t parts = (steps + PART_STEPS - 1) / PART_STEPS;
         int64_t lines = (columns.vectors + strips - 1) / strips;
         for (int64_t part = 0; part < parts; ++part) {
             int64_t begin = steps * part / parts, end = steps * (part + 1) / parts;
@@ -77,8 +78,9 @@ struct Linear : LinearOutput {
     }
 
     // The steps [begin, end) of one strip. Where they are not all, its sums come from `waiting` and go there.
+    template <class AtStep>
     void multiply_strip(int64_t row, int rows, const Columns& columns, int64_t begin, int64_t end, float* waiting,
-                        const Fetch& fetch) const {
+                        const AtStep& at_step) const {
         with_tile(rows, int(columns.vectors), [&]<int ROWS, int VECTORS>() {
             f32x16 sums[ROWS][VECTORS];
             if (begin == 0)
@@ -87,7 +89,7 @@ struct Linear : LinearOutput {
                 load_tile(waiting, PANEL, sums);
             multiply_tile<Pairs, ROWS, VECTORS>(x + row * x_stride + 2 * begin, x_stride,
                                                 columns.weights + begin * columns.width, columns.width, end - begin,
-                                                sums, fetch);
+                                                sums, at_step);
             if (end < inputs / 2)
                 store_tile(waiting, PANEL, sums);
             else
@@ -113,7 +115,10 @@ struct Linear : LinearOutput {
         if (num_tokens == 0) return;
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         if (num_tokens <= SHARED_TOKENS) {
-            share_out(vectors, (MIN_BYTES + vector_bytes - 1) / vector_bytes, [&](int64_t begin, int64_t end) {
+            // Whole panels: one that two threads read comes from memory twice.
+            int64_t panel_bytes = vector_bytes * PER_PANEL;
+            int64_t grain = (MIN_BYTES + panel_bytes - 1) / panel_bytes * PER_PANEL;
+            share_out(vectors, grain, [&](int64_t begin, int64_t end) {
                 const uint32_t* next = end < vectors ? at(end * LANES) : nullptr;
                 multiply_vectors(0, num_tokens, begin, end, next);
             });

@@ -53,7 +53,7 @@ template <class Work>
 inline void run_phase(int64_t count, int64_t grain, bool one_by_one, const Work& work) {
     if (Team* team = membership.team) {
         uint32_t phase = membership.phase++;
-        team->take_part(phase, count, grain, one_by_one, [&](int64_t begin, int64_t end) {
+        team->take_part(phase, membership.member, count, grain, one_by_one, [&](int64_t begin, int64_t end) {
             Alone alone;
             work(begin, end);
         });
@@ -69,7 +69,7 @@ inline void run_phase(int64_t count, int64_t grain, bool one_by_one, const Work&
 #ifdef _OPENMP
     Team team(num_threads);
 #pragma omp parallel num_threads(num_threads)
-    team.take_part(0, count, grain, one_by_one, work);
+    team.take_part(0, omp_get_thread_num(), count, grain, one_by_one, work);
 #endif
 }
 

@@ -60,7 +60,7 @@ static bool run(int num_threads, uint32_t seed) {
             for (uint32_t n = 0; n < phases.size(); ++n) {
                 const Phase& phase = phases[n];
                 dawdle(own);
-                team.take_part(n, phase.count, phase.grain, phase.one_by_one, [&](int64_t begin, int64_t end) {
+                team.take_part(n, t, phase.count, phase.grain, phase.one_by_one, [&](int64_t begin, int64_t end) {
                     dawdle(own);
                     if (begin % phase.grain || begin >= end || end > phase.count) std::abort();
                     write(ours[sources[n]], ours[sources[n] + 1], begin, end);
