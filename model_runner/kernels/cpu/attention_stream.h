@@ -1,8 +1,9 @@
 // Stream items: a piece of a request's keys, and the tokens that it decodes. One token is limited by the speed of memory.
 //
 // Blocks of 64 keys: scores of all heads, weights of all heads, sums of weighted values of all heads. What comes next
-// is fetched meanwhile, always 16 rows ahead (6 KB for 3 heads of 64 in bfloat16), evenly, in the order of addresses:
-// a core waits for only so many lines of memory at a time, and rows come fastest where neighbours come together.
+// is fetched meanwhile, always so many rows ahead (16 are 6 KB for 3 heads of 64 in bfloat16), evenly, in the order of
+// addresses: a core waits for only so many lines of memory at a time, and rows come fastest where neighbours come
+// together.
 //
 // Where drafts are checked the heads of all tokens use a row while it is in the registers. A token's bits are those that
 // it has alone: for a key behind it the weight is 0, which leaves sums as they are. (A value behind it that is no number
@@ -46,11 +47,13 @@ class Stream {
     typedef typename Dots::Sum Sum;
     typedef typename Dots::Query Query;
     typedef typename Dots::Weight Weight;
+    static constexpr bool KV_IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
     static constexpr bool IS_WORDS = std::is_same<Dots, WordDots>::value;
     static constexpr bool IS_WIDE = std::is_same<Dots, WideDots>::value;
     static constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
     static constexpr int MAX_GROUP = 4;  // query heads that are handled at once; more make another pass over cached rows
     static constexpr int QUARTER = 4;    // keys whose sums are added up together
+    static constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : KEY_BLOCK;  // the second-level cache has room for more
 #if defined(__AVX512F__)
     static constexpr int KEYS_AT_ONCE = QUARTER, CHUNKS_AT_ONCE = 2;  // whose sums are held in registers
 #else
@@ -129,42 +132,50 @@ class Stream {
 
     // ------------------------------------------------------------ fetching
 
-    // Up to 16 rows, spread evenly over so many turns.
+    // Rows of one of the pools.
+    struct Part {
+        const KV* pool;
+        const float* scales;
+        Rows rows;
+    };
+
+    Part keys_of(Rows rows) const { return {in_.k, in_.k_scale, rows}; }
+    Part values_of(Rows rows) const { return {in_.v, in_.v_scale, rows}; }
+
+    // Fetches, while the rows of `now` are used, those of them that are more than ROWS_AHEAD away, and then so many of
+    // `next`. Spread evenly over so many turns.
     class Ahead {
       public:
-        Ahead(const KV* pool, const float* scales, int64_t num_kv_heads, int64_t head_dim, Rows rows, int64_t from,
-              int64_t turns)
-            : pool_(reinterpret_cast<const char*>(pool)),
-              scales_(scales),
-              row_bytes_(num_kv_heads * head_dim * int64_t(sizeof(KV))),
-              num_scales_(num_kv_heads),
-              slots_(rows.slots + from),
-              num_(std::clamp<int64_t>(rows.count - from, 0, LANES)),
-              left_(num_),
-              turns_(turns) {}
+        Ahead(const Step& step, Part now, Part next, int64_t turns)
+            : row_numbers_(step.num_kv_heads * step.head_dim), num_scales_(step.num_kv_heads), turns_(turns), now_(now), next_(next) {
+            int64_t near = std::min(now.rows.count, ROWS_AHEAD);
+            now_.rows = {now.rows.slots + near, now.rows.count - near};
+            next_.rows.count = std::min(next.rows.count, ROWS_AHEAD);
+            num_ = now_.rows.count + next_.rows.count;
+        }
 
         void turn() {
-            for (due_ += num_; due_ >= turns_ && left_ > 0; due_ -= turns_, --left_, ++slots_) {
-                const char* row = pool_ + *slots_ * row_bytes_;
-                for (int64_t at = 0; at < row_bytes_; at += 64) __builtin_prefetch(row + at);
-                if constexpr (sizeof(KV) == 1) __builtin_prefetch(scales_ + *slots_ * num_scales_);
+            for (due_ += num_; due_ >= turns_; due_ -= turns_) {
+                if (ROWS_AHEAD < KEY_BLOCK && now_.rows.count > 0)
+                    fetch_row(now_);
+                else if (next_.rows.count > 0)
+                    fetch_row(next_);
             }
         }
 
       private:
-        const char* pool_;
-        const float* scales_;
-        int64_t row_bytes_, num_scales_;
-        const int32_t* slots_;
-        int64_t num_, left_, turns_, due_ = 0;
-    };
+        void fetch_row(Part& part) {
+            int64_t slot = *part.rows.slots++;
+            --part.rows.count;
+            const char* row = reinterpret_cast<const char*>(part.pool + slot * row_numbers_);
+            const int64_t bytes = row_numbers_ * int64_t(sizeof(KV));
+            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, FETCH_INTO);
+            if constexpr (KV_IS_QUANTISED) __builtin_prefetch(part.scales + slot * num_scales_, 0, FETCH_INTO);
+        }
 
-    Ahead ahead_of_keys(Rows rows, int64_t from, int64_t turns) const {
-        return {in_.k, in_.k_scale, step_.num_kv_heads, step_.head_dim, rows, from, turns};
-    }
-    Ahead ahead_of_values(Rows rows, int64_t from, int64_t turns) const {
-        return {in_.v, in_.v_scale, step_.num_kv_heads, step_.head_dim, rows, from, turns};
-    }
+        int64_t row_numbers_, num_scales_, turns_, num_, due_ = 0;
+        Part now_, next_;
+    };
 
     // ------------------------------------------------------------ a block
 
@@ -175,13 +186,12 @@ class Stream {
     // IS_WHOLE: heads are whole chunks, which saves the question in all loops.
     template <bool IS_WHOLE>
     void block(int64_t key, Rows rows, Rows after) {
-        int64_t turns = num_passes() * (LANES / QUARTER);
+        int64_t sixteens = (rows.count + LANES - 1) / LANES;
+        Ahead of_scores(step_, keys_of(rows), values_of(rows), num_passes() * sixteens * (LANES / QUARTER));
         for (int64_t from = 0; from < rows.count; from += LANES) {
-            bool is_last = from + LANES >= rows.count;
-            Ahead ahead = is_last ? ahead_of_values(rows, 0, turns) : ahead_of_keys(rows, from + LANES, turns);
             find_rows(in_.k, rows, from);
             for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) {
-                score<GROUP, IS_WHOLE>(kv_head, head, from, ahead);
+                score<GROUP, IS_WHOLE>(kv_head, head, from, of_scores);
             });
         }
         if constexpr (KV_IS_QUANTISED) {
@@ -189,19 +199,15 @@ class Stream {
         }
         for (int64_t head = 0; head < num_heads(); ++head)
             weigh(head, rows.count, std::min(rows.count, heads_[head].seen_to - key));
+        Ahead of_values(step_, values_of(rows), keys_of(after), num_passes() * ((rows.count + 1) / 2));
         for (int64_t from = 0; from < rows.count; from += LANES) {
-            bool is_last = from + LANES >= rows.count;
             int64_t pairs = (std::min<int64_t>(rows.count - from, LANES) + 1) / 2;
-            turns = num_passes() * pairs;
-            Ahead ahead = is_last ? ahead_of_keys(after, 0, turns) : ahead_of_values(rows, from + LANES, turns);
             find_rows(in_.v, rows, from);
             for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) {
-                add_values<GROUP, IS_WHOLE>(kv_head, head, from, pairs, ahead);
+                add_values<GROUP, IS_WHOLE>(kv_head, head, from, pairs, of_values);
             });
         }
     }
-
-    static constexpr bool KV_IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
 
     // Heads of a KV head that passes may mix. Those of one token where the compiler decides how a product is added: it
     // does so for each GROUP, and a head must have the one that it has in a decode.
