@@ -53,7 +53,7 @@ class Stream {
     static constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
     static constexpr int MAX_GROUP = 4;  // query heads that are handled at once; more make another pass over cached rows
     static constexpr int QUARTER = 4;    // keys whose sums are added up together
-    static constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : KEY_BLOCK;  // the second-level cache has room for more
+    static constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : 32;  // the second-level cache has room for more
 #if defined(__AVX512F__)
     static constexpr int KEYS_AT_ONCE = QUARTER, CHUNKS_AT_ONCE = 2;  // whose sums are held in registers
 #else
