@@ -38,11 +38,14 @@ class EventLoop:
         recorder: Recorder | None = None,
         *,
         overlap: bool = False,
+        prepare: Callable[[int], bool] | None = None,
     ) -> None:
         """Take the parts.
 
         Args:
             clock: CLOCK_MONOTONIC, which all processes of the engine share.
+            prepare: does some milliseconds of work for later steps, given the highest page used so far; whether there
+                is more to do. Called while there are no requests.
             overlap: see `Pipeline`.
         """
         self._scheduler = scheduler
@@ -53,7 +56,9 @@ class EventLoop:
         self._clock = clock
         self._recorder: Recorder = recorder if recorder is not None else NoRecorder()
         self._pipeline = Pipeline(scheduler, runner, self._recorder, clock, overlap=overlap)
+        self._prepare = prepare
         self._idle = False
+        self._can_prepare = False
         self._num_decisions = 0  # already logged
         self._next_report_s = clock()
 
@@ -68,8 +73,9 @@ class EventLoop:
     def step(self) -> None:
         """One pass: take messages, advance the steps, send what came of it, show signs of life.
 
-        Without work it waits for a message, but not beyond the next report, nor beyond the time at which the
-        scheduler may decide something without one. While a step is in flight it never waits for messages.
+        Without work it prepares later steps. When that is done it waits for a message, but not beyond the next report,
+        nor beyond the time at which the scheduler may decide something without one. While a step is in flight it never
+        waits for messages.
         """
         messages = self._inbox.poll(self._wait_s())
         for message in messages:
@@ -84,13 +90,16 @@ class EventLoop:
         elif messages or not self._idle or self._scheduler.num_unfinished:
             self._pipeline.idle()
             self._idle = True
+            self._can_prepare = self._prepare is not None and not self._scheduler.num_unfinished
+        elif self._can_prepare and self._prepare is not None:
+            self._can_prepare = self._prepare(self._scheduler.highest_used_page)
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
         self._show_signs_of_life()
 
     def _wait_s(self) -> float:
         """Seconds to wait for messages before the next pass."""
-        if not self._idle:
+        if not self._idle or self._can_prepare:
             return 0.0
         until_s = self._next_report_s
         wake_s = self._scheduler.wake_s()

@@ -108,6 +108,11 @@ class KVMemory:
         """Pages that requests own, counted from the page tables and not as the rest of the others."""
         return int(self._pool.num_pages.sum()) - int(self._pool.num_leased.sum())
 
+    @property
+    def highest_used_page(self) -> int:
+        """The highest page id that anybody ever had; 0 if nobody had one."""
+        return self._allocator.highest_used
+
     def page_counts(self) -> PageCounts:
         """The terms of the page equation; what requests hold is what the others leave."""
         free, evictable, locked = (

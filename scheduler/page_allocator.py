@@ -19,12 +19,12 @@ class PageError(EngineError):
 class PageAllocator:
     """A stack of free pages."""
 
-    __slots__ = ("_is_free", "_num_free", "_stack", "num_pages")
+    __slots__ = ("_is_free", "_least_free", "_num_free", "_stack", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._stack: IntArray = np.arange(num_pages, 0, -1, dtype=np.int32)
-        self._num_free = num_pages
+        self._num_free = self._least_free = num_pages
         self._is_free = np.ones(num_pages + 1, dtype=np.bool_)
         self._is_free[0] = False
 
@@ -32,6 +32,11 @@ class PageAllocator:
     def num_free(self) -> int:
         """Pages that `allocate` can hand out."""
         return self._num_free
+
+    @property
+    def highest_used(self) -> int:
+        """The highest id that was ever handed out; 0 if none was."""
+        return self.num_pages - self._least_free
 
     def allocate(self, count: int) -> IntArray:
         """Take `count` pages; [count] int32, all different.
@@ -44,6 +49,7 @@ class PageAllocator:
         bottom = self._num_free - count
         pages = self._stack[bottom : self._num_free][::-1].copy()
         self._num_free = bottom
+        self._least_free = min(self._least_free, bottom)
         self._is_free[pages] = False
         return pages
 

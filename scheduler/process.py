@@ -16,6 +16,7 @@ from ..model_runner.load import load_model_runner
 from ..model_runner.ranked_runner import OtherRanks, RankedRunner
 from ..runtime.child import Child
 from ..runtime.feasibility import capacity_of
+from ..runtime.host_facts import read_host_facts
 from ..runtime.ipc import Inbox, Outbox
 from ..runtime.messages import SchedulerInput
 from ..runtime.step_plan import Runner
@@ -25,6 +26,9 @@ from .flight_recorder import FlightRecorder
 from .recorder import make_recorder, open_log
 from .scheduler import Scheduler
 from .step_log import StepLog
+
+_AHEAD_SHARE = 16
+"""Of the free memory, one part of so many is made KV memory before anybody needs it."""
 
 
 def main(child: Child) -> None:
@@ -62,7 +66,19 @@ def main(child: Child) -> None:
     step_log = StepLog(config.log.log_interval)
     overlap = config.scheduler.overlap
     assert overlap != "auto", "the configuration is not resolved"
-    loop = EventLoop(scheduler, runner, inbox, outbox, child, step_log, recorder=recorder, overlap=overlap)
+    # What is ahead of use is little beside what is free: the memory is others', too.
+    ahead_bytes = read_host_facts().mem_usable_bytes // _AHEAD_SHARE
+    loop = EventLoop(
+        scheduler,
+        runner,
+        inbox,
+        outbox,
+        child,
+        step_log,
+        recorder=recorder,
+        overlap=overlap,
+        prepare=lambda page: own_runner.kv_pool.populate_some(page, ahead_bytes),
+    )
     group.meet("loaded")  # an operation of the first step waits less long
     child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")
     loop.run()

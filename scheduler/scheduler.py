@@ -98,6 +98,11 @@ class Scheduler:
         """Requests that wait or run."""
         return len(self._requests)
 
+    @property
+    def highest_used_page(self) -> int:
+        """The highest page of the KV pool that anybody ever had."""
+        return self._kv.highest_used_page
+
     def handle(self, message: SchedulerInput, now_s: float) -> None:
         """Take a message; answers, if any, are in `take_outputs`."""
         match message:

@@ -47,8 +47,11 @@ class World:
         recorder: Recorder | None = None,
         *,
         overlap: bool = False,
+        num_preparations: int = 0,
     ) -> None:
         self.now_s = 50.0
+        self.num_preparations = num_preparations  # left
+        self.prepared_at: list[tuple[int, int]] = []  # requests there were, the highest page so far
         self.arriving: list[SchedulerInput] = []
         self.sent: list[Message] = []
         self.waits_s: list[float] = []
@@ -66,7 +69,13 @@ class World:
             clock=lambda: self.now_s,
             recorder=recorder,
             overlap=overlap,
+            prepare=self.prepare,
         )
+
+    def prepare(self, highest_page: int) -> bool:
+        self.prepared_at.append((self.scheduler.num_unfinished, highest_page))
+        self.num_preparations -= 1
+        return self.num_preparations > 0
 
     def poll(self, timeout_s: float) -> list[SchedulerInput]:
         self.waits_s.append(timeout_s)
@@ -359,6 +368,32 @@ def test_what_the_loop_did_can_be_replayed(make_scheduler, tmp_path, overlap):
 
     assert result.is_equal
     assert (result.num_requests, result.num_passes) == (6, harness.scheduler.decisions.num_passes)
+
+
+def test_while_nobody_asks_it_prepares_and_waits_when_that_is_done(make_scheduler, overlap):
+    world = World(make_scheduler(), overlap=overlap, num_preparations=3)
+
+    world.steps(6)
+
+    assert world.prepared_at == [(0, 0)] * 3
+    assert world.waits_s[:4] == [0.0] * 4
+    assert all(wait_s > 0.0 for wait_s in world.waits_s[5:])
+
+
+def test_requests_come_before_preparations_and_bring_new_ones(make_scheduler, overlap):
+    world = World(make_scheduler(), overlap=overlap, num_preparations=100)
+    world.steps(3)
+    num_before = len(world.prepared_at)
+    world.submit("r1", max_new_tokens=4)
+    while not world.rows or world.scheduler.num_unfinished:
+        world.steps(1)
+    assert len(world.prepared_at) == num_before, "none while there was a request"
+    world.num_preparations = 1  # the pages that it took are known from here on
+
+    world.steps(4)
+
+    assert world.prepared_at[num_before:] == [(0, world.scheduler.highest_used_page)]
+    assert world.scheduler.highest_used_page > 0
 
 
 def test_a_crash_of_the_loop_closes_the_log(make_scheduler, monkeypatch):

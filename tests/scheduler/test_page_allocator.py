@@ -23,6 +23,20 @@ def test_the_last_page_freed_is_the_first_one_used_again():
     assert sorted(allocator.allocate(2).tolist()) == sorted(pages[1:3].tolist())
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_page_behind_the_highest_used_one_was_ever_handed_out(seed):
+    rng, allocator = np.random.default_rng(seed), PageAllocator(30)
+    held: list[np.ndarray] = []
+    highest = 0
+    for _ in range(60):
+        assert allocator.highest_used == highest
+        if held and rng.random() < 0.5:
+            allocator.free(held.pop(int(rng.integers(len(held)))))
+        elif allocator.num_free:
+            held.append(allocator.allocate(int(rng.integers(1, allocator.num_free // 2 + 2))))
+            highest = max(highest, int(held[-1].max()))
+
+
 def test_asking_for_more_than_is_free_is_an_error_and_takes_nothing():
     allocator = PageAllocator(3)
     allocator.allocate(2)
