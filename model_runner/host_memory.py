@@ -28,7 +28,8 @@ MADV_POPULATE_WRITE: Final = 23
 
 _SMALL_PAGE: Final = mmap.PAGESIZE
 _PLAIN_BYTES: Final = 4 << 20
-"""At the beginning of each tensor: whoever uses little of it pays for no huge pages. 60 of them are 120 MB."""
+"""At the beginning of each tensor: whoever uses little of it, and prepares none, pays for no huge pages. 60 of them are
+120 MB."""
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -82,7 +83,7 @@ class Populator:
         _, address, num_bytes = self._pieces[self._next]
         error = self._madvise(address, num_bytes, MADV_POPULATE_WRITE)
         self._next += 1
-        if error:  # no memory is left, or the system does not know how: no reason not to serve
+        if error:  # the system does not know how, or will not: no reason not to serve
             logger.info("populate=none: %s", errno.errorcode.get(error, error))
             self._next = len(self._pieces)
         return self._has_more(share)

@@ -33,7 +33,7 @@ class KVPool:
         scale_views: the same of the scales, [pages, page_size, H]; none where there are none.
         page_size: slots of a page.
         page_bytes: of one page, all layers.
-        num_bytes: memory reserved; on the CPU only what has been written is resident.
+        num_bytes: memory reserved; on the CPU only what has been written or prepared (`populate_some`) is resident.
     """
 
     def __init__(

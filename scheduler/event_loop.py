@@ -37,8 +37,8 @@ class EventLoop:
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
         *,
+        prepare: Callable[[int], bool],
         overlap: bool = False,
-        prepare: Callable[[int], bool] | None = None,
     ) -> None:
         """Take the parts.
 
@@ -90,8 +90,8 @@ class EventLoop:
         elif messages or not self._idle or self._scheduler.num_unfinished:
             self._pipeline.idle()
             self._idle = True
-            self._can_prepare = self._prepare is not None and not self._scheduler.num_unfinished
-        elif self._can_prepare and self._prepare is not None:
+            self._can_prepare = not self._scheduler.num_unfinished
+        elif self._can_prepare:
             self._can_prepare = self._prepare(self._scheduler.highest_used_page)
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)

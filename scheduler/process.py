@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +28,9 @@ from .flight_recorder import FlightRecorder
 from .recorder import make_recorder, open_log
 from .scheduler import Scheduler
 from .step_log import StepLog
+
+if TYPE_CHECKING:
+    from ..model_runner.kv_pool import KVPool
 
 _AHEAD_SHARE = 16
 """Of the free memory, one part of so many is made KV memory before anybody needs it."""
@@ -66,8 +71,6 @@ def main(child: Child) -> None:
     step_log = StepLog(config.log.log_interval)
     overlap = config.scheduler.overlap
     assert overlap != "auto", "the configuration is not resolved"
-    # What is ahead of use is little beside what is free: the memory is others', too.
-    ahead_bytes = read_host_facts().mem_usable_bytes // _AHEAD_SHARE
     loop = EventLoop(
         scheduler,
         runner,
@@ -76,9 +79,17 @@ def main(child: Child) -> None:
         child,
         step_log,
         recorder=recorder,
+        prepare=_preparation(own_runner.kv_pool),
         overlap=overlap,
-        prepare=lambda page: own_runner.kv_pool.populate_some(page, ahead_bytes),
     )
     group.meet("loaded")  # an operation of the first step waits less long
     child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")
     loop.run()
+
+
+def _preparation(kv_pool: KVPool) -> Callable[[int], bool]:
+    """What the process does while there are no requests, see `EventLoop`; the memory is others', too."""
+    if kv_pool.k[0].device.type != "cpu":
+        return lambda page: False
+    ahead_bytes = read_host_facts().mem_usable_bytes // _AHEAD_SHARE
+    return lambda page: kv_pool.populate_some(page, ahead_bytes)

@@ -377,7 +377,7 @@ def test_while_nobody_asks_it_prepares_and_waits_when_that_is_done(make_schedule
 
     assert world.prepared_at == [(0, 0)] * 3
     assert world.waits_s[:4] == [0.0] * 4
-    assert all(wait_s > 0.0 for wait_s in world.waits_s[5:])
+    assert all(wait_s > 0.0 for wait_s in world.waits_s[4:])
 
 
 def test_requests_come_before_preparations_and_bring_new_ones(make_scheduler, overlap):

@@ -147,7 +147,11 @@ class Stream {
     class Ahead {
       public:
         Ahead(const Step& step, Part now, Part next, int64_t turns)
-            : row_numbers_(step.num_kv_heads * step.head_dim), num_scales_(step.num_kv_heads), turns_(turns), now_(now), next_(next) {
+            : row_numbers_(step.num_kv_heads * step.head_dim),
+              num_scales_(step.num_kv_heads),
+              turns_(turns),
+              now_(now),
+              next_(next) {
             int64_t near = std::min(now.rows.count, ROWS_AHEAD);
             now_.rows = {now.rows.slots + near, now.rows.count - near};
             next_.rows.count = std::min(next.rows.count, ROWS_AHEAD);

@@ -91,7 +91,8 @@ struct Blocks : BlockCall {
 
     // ------------------------------------------------------------ products
 
-    // What a strip fetches while it adds: so many cache lines at each block, into the first-level cache (3) or the second (2).
+    // What a strip fetches while it adds: so many cache lines at each block, into the first-level cache (3) or the
+    // second (2).
     template <int CACHE>
     struct Fetch {
         const uint8_t* from;
@@ -241,12 +242,13 @@ struct Blocks : BlockCall {
     void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantised& from) const {
         int64_t strips = strips_of(last - first), lines = block_bytes(bits, has_minima) / LINE;
         if (strips == 1)
-            return multiply_rows(first, int(last - first), panel, from, Fetch<3>{packed + panel * panel_bytes() + AHEAD, lines});
+            return multiply_rows(first, int(last - first), panel, from,
+                                 Fetch<3>{packed + panel * panel_bytes() + AHEAD, lines});
         int64_t share = (lines + strips - 1) / strips;
         for (int64_t strip = 0; strip < strips; ++strip) {
             int64_t row = first + (last - first) * strip / strips;
             int rows = int(first + (last - first) * (strip + 1) / strips - row);
-            Fetch<2> fetch = {packed + next * panel_bytes() + strip * share * (inputs / BLOCK) * LINE, share};
+            Fetch<FETCH_INTO> fetch = {packed + next * panel_bytes() + strip * share * (inputs / BLOCK) * LINE, share};
             if (next >= panels() || strip * share >= lines) fetch.lines = 0;
             multiply_rows(row, rows, panel, from, fetch);
         }

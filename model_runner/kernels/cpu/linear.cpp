@@ -36,13 +36,13 @@ constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is n
 int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
 
 struct Linear : LinearOutput {
-    // What a strip fetches while it adds: so many cache lines at each step, into the second-level cache.
+    // What a strip fetches while it adds: so many cache lines at each step.
     struct Fetch {
         const uint32_t* from;
         int64_t lines;
 
         void operator()(int64_t step) const {
-            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (step * lines + n) * LINE, 0, 2);
+            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (step * lines + n) * LINE, 0, FETCH_INTO);
         }
     };
 
@@ -115,9 +115,9 @@ struct Linear : LinearOutput {
         if (num_tokens == 0) return;
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         if (num_tokens <= SHARED_TOKENS) {
-            // Whole panels: one that two threads read comes from memory twice.
-            int64_t panel_bytes = vector_bytes * PER_PANEL;
-            int64_t grain = (MIN_BYTES + panel_bytes - 1) / panel_bytes * PER_PANEL;
+            // Whole panels, as long as all threads get some: one that two threads read comes from memory twice.
+            int64_t unit = num_panels() >= SHARES * max_threads() ? PER_PANEL : 1, unit_bytes = unit * vector_bytes;
+            int64_t grain = (MIN_BYTES + unit_bytes - 1) / unit_bytes * unit;
             share_out(vectors, grain, [&](int64_t begin, int64_t end) {
                 const uint32_t* next = end < vectors ? at(end * LANES) : nullptr;
                 multiply_vectors(0, num_tokens, begin, end, next);

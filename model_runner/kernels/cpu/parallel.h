@@ -73,8 +73,8 @@ inline void run_phase(int64_t count, int64_t grain, bool one_by_one, const Work&
 #endif
 }
 
-// body(begin, end) for pieces of [0, count), which end at multiples of `grain` and are at least as long. A grain should
-// be worth some microseconds: more than it takes to claim it, less than anybody would like to wait for.
+// body(begin, end) for pieces of [0, count), which end at multiples of `grain` and are at least as long, but for the last
+// one. A grain should be worth some microseconds: more than it takes to claim it, less than anybody would like to wait for.
 template <class Body>
 inline void share_out(int64_t count, int64_t grain, const Body& body) {
     run_phase(count, std::max<int64_t>(grain, 1), false, body);

@@ -31,10 +31,10 @@ namespace engine {
 
 constexpr int LANES = 16;
 
-// Whether to ask memory in advance for what is read from one end to the other, and into which cache what is read elsewhere
-// is fetched. The CPUs of the level avx512_bf16 are AMD's (isa.py), whose own prefetchers do better alone (one thread reads
-// 27 GB/s instead of 22), and whose first-level cache has few lines on their way at a time (64 decodes of 512 tokens: 13
-// GB/s, 18 by way of the second-level cache; both Zen 4).
+// Whether to ask memory in advance for what is read from one end to the other, and into which cache what is read
+// elsewhere is fetched. The CPUs that take the level avx512_bf16 are AMD's (isa.py; and Cooper Lake), whose own
+// prefetchers do better alone (one thread reads 27 GB/s instead of 22), and whose first-level cache has few lines on their
+// way at a time (64 decodes of 512 tokens: 13 GB/s, 18 by way of the second-level cache; both Zen 4).
 #if HAS_BF16_DOT && !defined(HAS_AMX)
 constexpr bool READS_AHEAD = false;
 constexpr int FETCH_INTO = 2;

@@ -8,9 +8,9 @@
 //   ranges     [phase | next index]    one word: a late thread cannot take a piece of a phase that is not its own
 //   done       indices of this phase that are finished; who finishes the last one begins the next phase
 //
-// A phase has a range of indices for each member, equally long. A member begins with its own, from the first index to the
-// last, and helps with the others' when nothing of it is left. So a thread reads one long stretch of a weight: two cores
-// that read 64 KB each in turn fetch 28 GB/s from memory, of a half each 46 (Zen 4).
+// A phase has a range of indices for each member, equally long. A member begins with its own, from the first index to
+// the last, and helps with the others' when nothing of it is left. So a thread reads one long stretch of a weight: two
+// cores that read 64 KB each in turn fetch 28 GB/s from memory, of a half each 46 (Zen 4).
 //
 // Who waits spins for some microseconds, longer than a small operation takes, and then sleeps: a spinning thread takes
 // the core from whoever could use it, and that may be the other thread of its team.
@@ -52,7 +52,8 @@ class Team {
     // until there are none left. Others may still be busy with theirs.
     //
     // A range's first pieces are long and its last ones short: there is little to claim, and at the end little to wait
-    // for. Where all are to be handed out one by one, there is one range for all.
+    // for. Who helps takes less at a time: all may come to the same range. Where all are to be handed out one by one,
+    // there is one range for all.
     template <class Work>
     void take_part(uint32_t phase, int member, int64_t count, int64_t grain, bool one_by_one, const Work& work) {
         if (count <= 0) return skip(phase);
@@ -62,13 +63,15 @@ class Team {
             int range = (member + n) % num_ranges;
             int64_t first = grains * range / num_ranges * grain;
             int64_t last = std::min(grains * (range + 1) / num_ranges * grain, count);
+            if (first >= last) continue;
             std::atomic<uint64_t>& claimed = ranges_[range].claimed;
             uint64_t seen = claimed.load(std::memory_order_acquire);
             for (;;) {
                 if (uint32_t(seen >> 32) != phase) return;  // over
                 int64_t begin = first + int64_t(uint32_t(seen)), left = last - begin;
                 if (left <= 0) break;
-                int64_t length = one_by_one ? grain : std::max<int64_t>(1, left / grain / 2) * grain;
+                int64_t pieces = n == 0 ? 2 : 2 * size_;
+                int64_t length = one_by_one ? grain : std::max<int64_t>(1, left / grain / pieces) * grain;
                 if (left < length + grain) length = left;
                 if (!claimed.compare_exchange_weak(seen, seen + uint64_t(length), std::memory_order_acq_rel)) continue;
                 work(begin, begin + length);
