@@ -290,9 +290,9 @@ def _int64(data: bytes) -> Int64s:
 
 def _trailing(lasts: Int64s, counts: Int64s) -> Int64s:
     """Indices of the tokens up to `lasts` [n], `counts` [n] of each, one request after the other."""
-    ends = np.cumsum(counts)
-    if len(counts) == ends[-1:].sum():  # one of each
+    if (counts == 1).all():
         return lasts
+    ends = np.cumsum(counts)
     result: Int64s = np.repeat(lasts + 1 - ends, counts) + np.arange(int(ends[-1]))
     return result
 
