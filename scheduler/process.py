@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from ..model_runner.kv_pool import KVPool
 
 _AHEAD_SHARE = 16
-"""Of the free memory, one part of so many is made KV memory before anybody needs it."""
+"""Of the free memory, one part of so many is made KV memory before anybody needs it, ..."""
+_MOST_AHEAD_BYTES = 1 << 30
+"""... but no more than this: 45,000 tokens of a model with 23 KB for each."""
 
 
 def main(child: Child) -> None:
@@ -91,5 +93,5 @@ def _preparation(kv_pool: KVPool) -> Callable[[int], bool]:
     """What the process does while there are no requests, see `EventLoop`; the memory is others', too."""
     if kv_pool.k[0].device.type != "cpu":
         return lambda page: False
-    ahead_bytes = read_host_facts().mem_usable_bytes // _AHEAD_SHARE
+    ahead_bytes = min(read_host_facts().mem_usable_bytes // _AHEAD_SHARE, _MOST_AHEAD_BYTES)
     return lambda page: kv_pool.populate_some(page, ahead_bytes)
