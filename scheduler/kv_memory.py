@@ -24,7 +24,7 @@ from .arrays import IntArray
 from .cache_miss import CacheMiss, MissKind
 from .decision_log import PageCounts
 from .host_memory import HostMemory
-from .page_allocator import PageAllocator
+from .page_allocator import EXTENT_PAGES, PageAllocator
 from .prefix import Prefix
 from .prefix_cache import PrefixCache, PrefixMatch
 from .req import Req, ReqStatus
@@ -33,6 +33,10 @@ from .row_states import RowStates
 
 MAX_LOOKUPS: Final = 16
 """Prefixes that an order of the queue may look up again in one pass."""
+
+_SHARE_AHEAD: Final = 16
+"""Of all pages the 16th part is free at most before more are evicted for requests that need one page each now, so that
+their next ones lie behind it."""
 
 _NO_MATCH = PrefixMatch()
 _MATCH_GENERATION: Final = operator.attrgetter("match_generation")
@@ -231,9 +235,13 @@ class KVMemory:
 
     def grow(self, row: int, num_tokens: int) -> None:
         """Give a row pages for `num_tokens` tokens in all, evicting where needed. The caller made sure they exist."""
-        missing = pages_for(num_tokens, self.page_size) - int(self._pool.num_pages[row])
-        if missing > 0:
-            self._pool.append_pages(row, self._take(missing))
+        num_pages = int(self._pool.num_pages[row])
+        missing = pages_for(num_tokens, self.page_size) - num_pages
+        if missing <= 0:
+            return
+        self._make_room(missing)
+        behind = int(self._pool.pages[row, num_pages - 1]) if num_pages else 0
+        self._pool.append_pages(row, self._allocator.allocate(missing, behind))
 
     def rows_without_room(self, rows: IntArray) -> IntArray:
         """Those of `rows` that need a new page, one entry per page, so that their next token has a slot.
@@ -254,23 +262,43 @@ class KVMemory:
         """Give each row one more page for each time it is named; equal ones stand together."""
         if not rows.size:
             return
-        pages = self._take(int(rows.size))
         num_pages = self._pool.num_pages[rows]
+        behind = self._pool.pages[rows, num_pages - 1]
         if self._lookahead:
             first = np.concatenate([[0], np.flatnonzero(np.diff(rows)) + 1])
-            num_pages += np.arange(len(rows), dtype=np.int32) - np.repeat(
+            before = np.arange(len(rows), dtype=np.int32) - np.repeat(
                 first, np.diff(np.append(first, len(rows)))
             ).astype(np.int32)
-        self._pool.pages[rows, num_pages] = pages
+            num_pages += before
+            behind += before  # where the page before is, if it could be had
+        self._make_room(len(rows))
+        self._make_room_behind(behind)
+        self._pool.pages[rows, num_pages] = self._allocator.allocate_behind(behind)
         self._pool.num_pages[rows] = num_pages + 1
 
-    def _take(self, count: int) -> IntArray:
+    def _make_room(self, count: int) -> None:
+        """Evict, so that `count` pages are free."""
         missing = count - self._allocator.num_free
         if missing > 0:
-            evicted = self._cache.evict(missing)
-            self.evicted_pages_total += len(evicted)
-            self._allocator.free(evicted)
-        return self._allocator.allocate(count)
+            self._evict(missing)
+
+    def _make_room_behind(self, pages: IntArray) -> None:
+        """Evict a little more, so that who is at the end of an extent gets the next one for itself.
+
+        Page after page would come from as many places of the cache, and be read as slowly.
+        """
+        most = self.num_pages // _SHARE_AHEAD // EXTENT_PAGES * EXTENT_PAGES - self._allocator.num_free
+        while most > 0 and (extents := self._allocator.num_extents_needed(pages)):
+            num_evicted = self._evict(min(extents * EXTENT_PAGES, most))
+            most -= num_evicted
+            if not num_evicted:
+                return
+
+    def _evict(self, num_pages: int) -> int:
+        evicted = self._cache.evict(num_pages)
+        self.evicted_pages_total += len(evicted)
+        self._allocator.free(evicted)
+        return len(evicted)
 
     # ------------------------------------------------------------ into the prefix cache, and the end
 
