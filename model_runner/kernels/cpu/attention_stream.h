@@ -1,9 +1,7 @@
 // Stream items: a piece of a request's keys, and the tokens that it decodes. One token is limited by the speed of memory.
 //
 // Blocks of 64 keys: scores of all heads, weights of all heads, sums of weighted values of all heads. What comes next
-// is fetched meanwhile, always so many rows ahead (16 are 6 KB for 3 heads of 64 in bfloat16), evenly, in the order of
-// addresses: a core waits for only so many lines of memory at a time, and rows come fastest where neighbours come
-// together.
+// is fetched meanwhile (attention_ahead.h).
 //
 // Where drafts are checked the heads of all tokens use a row while it is in the registers. A token's bits are those that
 // it has alone: for a key behind it the weight is 0, which leaves sums as they are. (A value behind it that is no number
@@ -13,6 +11,7 @@
 
 #include <algorithm>
 
+#include "attention_ahead.h"
 #include "attention_dots.h"
 #include "attention_inputs.h"
 #include "bytes.h"
@@ -47,23 +46,18 @@ class Stream {
     typedef typename Dots::Sum Sum;
     typedef typename Dots::Query Query;
     typedef typename Dots::Weight Weight;
+    typedef FetchAhead<KV> Ahead;
     static constexpr bool KV_IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
     static constexpr bool IS_WORDS = std::is_same<Dots, WordDots>::value;
     static constexpr bool IS_WIDE = std::is_same<Dots, WideDots>::value;
     static constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
     static constexpr int MAX_GROUP = 4;  // query heads that are handled at once; more make another pass over cached rows
     static constexpr int QUARTER = 4;    // keys whose sums are added up together
-    static constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : 32;  // the second-level cache has room for more
 #if defined(__AVX512F__)
     static constexpr int KEYS_AT_ONCE = QUARTER, CHUNKS_AT_ONCE = 2;  // whose sums are held in registers
 #else
     static constexpr int KEYS_AT_ONCE = 2, CHUNKS_AT_ONCE = 1;
 #endif
-
-    struct Rows {
-        const int32_t* slots;
-        int64_t count;
-    };
 
     static Rows rows_at(const int32_t* slots, int64_t count) { return {slots, std::min(count, KEY_BLOCK)}; }
 
@@ -130,62 +124,14 @@ class Stream {
         }
     }
 
-    // ------------------------------------------------------------ fetching
-
-    // Rows of one of the pools.
-    struct Part {
-        const KV* pool;
-        const float* scales;
-        Rows rows;
-    };
-
-    Part keys_of(Rows rows) const { return {in_.k, in_.k_scale, rows}; }
-    Part values_of(Rows rows) const { return {in_.v, in_.v_scale, rows}; }
-
-    // Fetches, while the rows of `now` are used, those of them that are more than ROWS_AHEAD away, and then so many of
-    // `next`. Spread evenly over so many turns.
-    class Ahead {
-      public:
-        Ahead(const Step& step, Part now, Part next, int64_t turns)
-            : row_numbers_(step.num_kv_heads * step.head_dim),
-              num_scales_(step.num_kv_heads),
-              turns_(turns),
-              now_(now),
-              next_(next) {
-            int64_t near = std::min(now.rows.count, ROWS_AHEAD);
-            now_.rows = {now.rows.slots + near, now.rows.count - near};
-            next_.rows.count = std::min(next.rows.count, ROWS_AHEAD);
-            num_ = now_.rows.count + next_.rows.count;
-        }
-
-        void turn() {
-            for (due_ += num_; due_ >= turns_; due_ -= turns_) {
-                if (ROWS_AHEAD < KEY_BLOCK && now_.rows.count > 0)
-                    fetch_row(now_);
-                else if (next_.rows.count > 0)
-                    fetch_row(next_);
-            }
-        }
-
-      private:
-        void fetch_row(Part& part) {
-            int64_t slot = *part.rows.slots++;
-            --part.rows.count;
-            const char* row = reinterpret_cast<const char*>(part.pool + slot * row_numbers_);
-            const int64_t bytes = row_numbers_ * int64_t(sizeof(KV));
-            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, FETCH_INTO);
-            if constexpr (KV_IS_QUANTISED) __builtin_prefetch(part.scales + slot * num_scales_, 0, FETCH_INTO);
-        }
-
-        int64_t row_numbers_, num_scales_, turns_, num_, due_ = 0;
-        Part now_, next_;
-    };
-
     // ------------------------------------------------------------ a block
 
     void block(int64_t key, Rows rows, Rows after) {
         step_.head_dim % CHUNK ? block<false>(key, rows, after) : block<true>(key, rows, after);
     }
+
+    typename Ahead::Part keys_of(Rows rows) const { return {in_.k, in_.k_scale, rows}; }
+    typename Ahead::Part values_of(Rows rows) const { return {in_.v, in_.v_scale, rows}; }
 
     // IS_WHOLE: heads are whole chunks, which saves the question in all loops.
     template <bool IS_WHOLE>
