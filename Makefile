@@ -19,8 +19,9 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c 
 # The kernels' tests run in the interpreter of this version where there is no GPU. CUDA builds of torch bring one of their
 # own, which stays.
 TRITON := triton==3.6.0
-# One worker per core, tests that belong together on one; to see them one by one: make test ARGS="-n 0 -v".
-PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup
+# One worker per core, tests that belong together on one, in the order of tests/conftest.py. To see them one by one:
+# make test ARGS="-n 0 -v".
+PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check format clean \
   gpu-bundle gpu-check gpu-bench

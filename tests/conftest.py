@@ -34,9 +34,10 @@ for name in (
 for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
 
-# `nohup make test` has SIGHUP ignored, by the tests' engines too, which mean it.
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# `nohup make test` has SIGHUP ignored, `make test &` in a script SIGINT, by the tests' engines too, which mean them.
+for signum, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, usual)
 
 # Triton asks when a kernel is defined. Without a driver kernels run in its interpreter, on CPU tensors; with one they
 # run on the GPU, so the same tests check both.
@@ -55,15 +56,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# First: xdist's worker, which reads the groups, is registered after this file and would be asked before it.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Share the tests out among workers, and skip GPU tests where there is no GPU.
 
     A file stays together, for the fixtures that its tests share, and tests with real processes too: those measure time,
-    and two engines at once on two cores would be slow for no fault of theirs.
+    and two engines at once on two cores would be slow for no fault of theirs. They are the longest group, so they begin
+    first, while the other workers go through the files.
     """
     for item in items:
         together = "processes" if item.get_closest_marker("real_process") else item.nodeid.split("::")[0]
         item.add_marker(pytest.mark.xdist_group(together))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("real_process") is None)
     _skip_gpu_tests(items)
 
 
