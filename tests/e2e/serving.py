@@ -129,6 +129,12 @@ class EngineServe:
         while text not in self.log:
             assert self.process.poll() is None, self.log
             assert time.monotonic() < deadline_s, self.log
+            self.leave_the_core_to_it()
+
+    def leave_the_core_to_it(self) -> None:
+        """Between two looks: return when it has ended, or soon."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.02)
 
     @property
     def log(self) -> str:
@@ -189,6 +195,7 @@ class EngineServe:
         with httpx.Client(base_url=self.url, timeout=DEADLINE_S) as client:
             while client.get("/server_info").json()["num_live_requests"] != num:
                 assert time.monotonic() < deadline_s, f"there are never {num} requests"
+                self.leave_the_core_to_it()
 
     def metrics_when(self, condition: Callable[[Metrics], bool]) -> Metrics:
         """Ask until `condition` holds for numbers that the scheduler reported after this call began."""
@@ -200,6 +207,7 @@ class EngineServe:
                 if report is not None and report["sent_s"] > began_s and condition(metrics):
                     return metrics
                 assert time.monotonic() < began_s + DEADLINE_S, f"it never came to this:\n{metrics.page}"
+                self.leave_the_core_to_it()
 
     def idle_metrics(self) -> Metrics:
         """The metrics of an engine in which nothing runs, waits or is held."""

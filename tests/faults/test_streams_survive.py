@@ -59,6 +59,7 @@ def wait_for_health(engine, status, reason=""):
     deadline_s = time.monotonic() + DEADLINE_S
     while (response := health(engine)).status_code != status or reason not in response.text:
         assert time.monotonic() < deadline_s, engine.log
+        engine.leave_the_core_to_it()
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,7 @@ def test_a_lost_tokenizer_manager_breaks_connections_and_is_back_on_its_port(eng
             health(engine)
         except httpx.TransportError:
             assert time.monotonic() < deadline_s, engine.log
+            engine.leave_the_core_to_it()
         else:
             break
     assert engine.pids["scheduler"] == before["scheduler"]
