@@ -293,7 +293,8 @@ class Launched:
 
 def ints(data: bytes) -> list[int]:
     """int32 bytes as a list."""
-    return [int(value) for value in np.frombuffer(data, dtype=np.int32)]
+    values: list[int] = np.frombuffer(data, dtype=np.int32).tolist()
+    return values
 
 
 def pairs(data: bytes) -> list[tuple[int, int]]:

@@ -52,12 +52,15 @@ class Answer:
     def __init__(self, prompt: list[int], sampling: SamplingParams, delivered: Sequence[int] = ()) -> None:
         self.prompt = prompt
         self.sampling = sampling
-        self.delivered = list(delivered)
         self.rows: list[TokenOutput] = []
+        self._tokens, self._num_read = list(delivered), 0
 
     @property
     def tokens(self) -> list[int]:
-        return self.delivered + [token for row in self.rows for token in ints(row.token_ids)]
+        for row in self.rows[self._num_read :]:
+            self._tokens += ints(row.token_ids)
+        self._num_read = len(self.rows)
+        return list(self._tokens)
 
     @property
     def finish(self) -> Finish | None:
@@ -156,12 +159,12 @@ class Harness:
     def step(self) -> ScheduleBatch | None:
         """One turn of an event loop; with overlap, the step before is settled after this one is launched."""
         self.now_s += 0.01
-        queued: int | None = self.scheduler.report(self.now_s).num_queue_reqs
-        timed_out = self.scheduler.report(self.now_s).timed_out_reqs_total
-        seen = set(map(id, self.scheduler.decisions))
+        before, num_records = self.scheduler.report(self.now_s), self.scheduler.decisions.num_records
+        queued: int | None = before.num_queue_reqs
         batch = self.scheduler.next_batch(self.now_s)
-        passes = [each for each in self.scheduler.decisions.passes if id(each) not in seen]
-        if self.scheduler.report(self.now_s).timed_out_reqs_total > timed_out:
+        new = self.scheduler.decisions.since(num_records)
+        passes = [each for each in new if isinstance(each, PassRecord)]
+        if self.scheduler.report(self.now_s).timed_out_reqs_total > before.timed_out_reqs_total:
             queued = None  # some left before the pass
         self.check_verdicts(passes, queued)
         if batch is not None and passes:
