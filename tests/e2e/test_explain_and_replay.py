@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,8 @@ from typing import Any, Final
 import httpx
 import openai
 import pytest
+
+from engine.cli import main as cli
 
 from .serving import DEADLINE_S, SLOW, EngineServe, Metrics, run_engine
 from .test_endings import Stream
@@ -60,7 +63,11 @@ class Recorded:
     metrics: Metrics
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(
+    scope="module",
+    # That swaps, and steps one by one, are each in one of the others; the three take a server and six commands each.
+    params=["recompute", pytest.param("swap", marks=pytest.mark.slow), "swap, steps overlapped"],
+)
 def mode(request: pytest.FixtureRequest) -> str:
     """How requests lose their place, and how steps follow each other."""
     return str(request.param)
@@ -288,8 +295,11 @@ def test_a_file_that_is_no_log_is_one_line(command, tmp_path):
     ],
     ids=" ".join,
 )
-def test_a_wrong_argument_is_one_line(arguments, words, tmp_path):
-    assert_one_line(run_engine(tmp_path, *arguments), *words)
+def test_a_wrong_argument_is_one_line(arguments, words, tmp_path, monkeypatch, capfd):
+    """In this process: what a process of its own adds is seen above, at the files that are no logs."""
+    monkeypatch.chdir(tmp_path)
+    code = cli.run(arguments)
+    assert_one_line(subprocess.CompletedProcess(arguments, code, *capfd.readouterr()), *words)
 
 
 def assert_one_line(done: Any, *words: str, codes: tuple[int, ...] = (1, 2)) -> None:
