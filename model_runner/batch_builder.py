@@ -3,7 +3,7 @@
 All arithmetic is on whole arrays; only requests with prompt tokens in the step are visited one by one, to copy them.
 """
 
-# Shapes: B requests, T new tokens in the batch, S requests that sample in this step.
+# Shapes: B requests, T new tokens in the batch, W of them wanted, S requests that sample in this step.
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .token_counts import TokenCounts
     from .token_relay import TokenRelay
 
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 _NOTHING: Final[Int64s] = np.empty(0, dtype=np.int64)
@@ -137,6 +138,8 @@ class BatchBuilder:
             drafts = DraftBatch.of(step.num_drafts[sampled], step.draft_ids, self._buffers)
             input_ids_np[_trailing(lasts, step.num_drafts)] = step.draft_ids
         sampled_tokens = _trailing(lasts[sampled], step.num_drafts[sampled] + 1)
+        prompt_targets = self._prompt_targets(rows, computed, scheduled)
+        wanted = _Wanted.of(num_tokens, sampled_tokens, lasts[cut], starts, prompt_targets)
 
         (
             table_indices,
@@ -147,6 +150,7 @@ class BatchBuilder:
             relayed_indices,
             relayed_rows,
             sample_rows,
+            wanted_tokens,
             sample_indices,
             cut_indices,
         ) = self._buffers.put_all(
@@ -158,8 +162,9 @@ class BatchBuilder:
                 starts[relayed],
                 rows[relayed],
                 rows[sampled],
-                sampled_tokens,
-                lasts[cut],
+                wanted.tokens,
+                wanted.index_of[sampled_tokens],
+                wanted.index_of[lasts[cut]],
             ]
         )
         self.req_to_token.view(-1).index_copy_(0, table_indices, table_slots)
@@ -170,9 +175,8 @@ class BatchBuilder:
         num_extends = int(longer[-1]) + 1 if len(longer) else 0
         num_drafts = step.num_drafts if len(step.draft_ids) else None
         layout = BatchLayout(rows, computed, scheduled, num_extends, num_drafts)
-        prompt_spans = self._prompt_spans(rows, computed, scheduled, starts)
         recorded = None
-        if len(sampled_tokens) == num_tokens and not prompt_spans:
+        if len(sampled_tokens) == num_tokens and not prompt_targets:
             recorded = self._recordings.ready_tokens(layout, positions, out_cache_loc, input_ids)
         return ForwardBatch(
             mode=plan.mode,
@@ -181,15 +185,16 @@ class BatchBuilder:
             kv_pool=self._kv_pool,
             out_cache_loc=out_cache_loc,
             attention=Replayed() if recorded is not None else self._attention.plan_step(layout),
-            sample_indices=None if len(sampled_tokens) == num_tokens else sample_indices,
+            sample_indices=None if len(sampled_tokens) == len(wanted.tokens) else sample_indices,
             sample_rows=sample_rows,
             sampled_idx_np=sampled,
             cut_indices=cut_indices if len(cut) else None,
             cut_idx_np=cut,
             sampling=self._plan_sampling(token_rows[sampled_tokens], positions_np[sampled_tokens] + 1),
-            prompt_spans=prompt_spans,
+            prompt_spans=self._prompt_spans(rows, prompt_targets, wanted.index_of[starts]),
             recorded=recorded,
             drafts=drafts,
+            wanted=None if len(wanted.tokens) == num_tokens else wanted_tokens,
         )
 
     def _plan_sampling(self, rows: Int64s, positions: Int64s) -> SamplingBatch:
@@ -223,25 +228,58 @@ class BatchBuilder:
             )
         return indices, loc.astype(np.int32)
 
-    def _prompt_spans(
-        self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s
-    ) -> tuple[PromptSpan, ...]:
-        wanting = np.flatnonzero(self._states.flags[rows] & SamplingFlag.PROMPT_LOGPROBS)
-        spans = []
-        for idx in wanting.tolist():
+    def _prompt_targets(self, rows: Int64s, computed: Int64s, scheduled: Int64s) -> dict[int, Int32s]:
+        """The prompt tokens behind those of the step, of each request, by index, that wants their log-probabilities."""
+        targets = {}
+        for idx in np.flatnonzero(self._states.flags[rows] & SamplingFlag.PROMPT_LOGPROBS).tolist():
             state = self._states[int(rows[idx])]
             first = int(computed[idx]) + 1
-            targets = state.input_ids[first : min(first + int(scheduled[idx]), state.prompt_len)]
-            if len(targets):
-                spans.append(
-                    PromptSpan(
-                        batch_idx=idx,
-                        start=int(starts[idx]),
-                        targets=self._buffers.put(targets.astype(np.int64)),
-                        top_k=state.sampling.prompt_logprobs or 0,
-                    )
-                )
-        return tuple(spans)
+            found = state.input_ids[first : min(first + int(scheduled[idx]), state.prompt_len)]
+            if len(found):
+                targets[idx] = found
+        return targets
+
+    def _prompt_spans(
+        self, rows: Int64s, prompt_targets: dict[int, Int32s], starts: Int64s
+    ) -> tuple[PromptSpan, ...]:
+        """`starts`: [B] each request's first token, counted among the wanted ones; of others it does not matter."""
+        return tuple(
+            PromptSpan(
+                batch_idx=idx,
+                start=int(starts[idx]),
+                targets=self._buffers.put(targets.astype(np.int64)),
+                top_k=self._states[int(rows[idx])].sampling.prompt_logprobs or 0,
+            )
+            for idx, targets in prompt_targets.items()
+        )
+
+
+class _Wanted(NamedTuple):
+    """The tokens whose hidden states are looked at: those behind which somebody samples, the last ones of prompts that
+    go on, and those that predict tokens of a prompt.
+
+    Attributes:
+        tokens: [W], ascending.
+        index_of: [T] what number each of them has among them.
+    """
+
+    tokens: Int64s
+    index_of: Int64s
+
+    @classmethod
+    def of(
+        cls,
+        num_tokens: int,
+        sampled: Int64s,
+        cut: Int64s,
+        starts: Int64s,
+        prompt_targets: dict[int, Int32s],
+    ) -> Self:
+        is_wanted = np.zeros(num_tokens, dtype=np.bool_)
+        is_wanted[sampled] = is_wanted[cut] = True
+        for idx, targets in prompt_targets.items():
+            is_wanted[starts[idx] : starts[idx] + len(targets)] = True
+        return cls(np.flatnonzero(is_wanted), np.cumsum(is_wanted) - 1)
 
 
 class _Step(NamedTuple):

@@ -3,7 +3,7 @@
 An argument of everything that runs in the step, never a global. Made by `BatchBuilder`, read by models and layers.
 """
 
-# Shapes: B requests, T new tokens in the batch, S requests that sample in this step.
+# Shapes: B requests, T new tokens in the batch, W of them wanted, S requests that sample in this step.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PromptSpan:
 
     Attributes:
         batch_idx: the request's index in the batch.
-        start: the token of the batch after which the first of them is predicted; the others follow one by one.
+        start: the wanted token after which the first of them is predicted; the others follow one by one.
         targets: [n] int64, the tokens, device.
         top_k: how many likeliest tokens to report for each.
     """
@@ -52,12 +52,14 @@ class ForwardBatch:
         positions: [T] int64.
         kv_pool, out_cache_loc: where the keys and values of the new tokens go: [T] int64 slots.
         attention: what each token may see.
+        wanted: [W] int64, ascending, the tokens whose hidden states are looked at, at least one of each request: behind
+            the last layer's attention nothing is computed of the others. None: all T.
         sample_indices: [S] int64, the last token of each sampling request, with drafts (one more for each) the last of
-            them; None when these are all T tokens in order.
+            them, counted among the wanted ones; None when these are all W in order.
         sample_rows: [S] int64, their pool rows.
         sampled_idx_np: [S] their indices in the batch, on the host.
         cut_indices: [n] int64, the last token of each request that does not sample because its prompt goes on in a
-            later step; None if there is none.
+            later step, counted in the same way; None if there is none.
         cut_idx_np: [n] their indices in the batch, on the host.
         sampling: how to choose their next tokens.
         prompt_spans: requests of the batch that want log-probabilities of their prompt.
@@ -81,3 +83,4 @@ class ForwardBatch:
     prompt_spans: tuple[PromptSpan, ...]
     recorded: RecordedStep | None = None
     drafts: DraftBatch | None = None
+    wanted: Tensor | None = None

@@ -4,21 +4,24 @@ Layer by layer, Python makes some 280 calls for a step with prompts, from caches
 16 tokens and 22 ms for 512, while the other threads wait. A decode step is recorded for each batch size instead
 (`native_recordings`), but steps with prompts hardly ever have a length twice. Their calls are always the same ones,
 though, and so are their addresses if what they allocate lies where the largest step would have it. What is left are
-numbers like "tokens" and "tokens times width": each is a constant and so much per token.
+numbers like "tokens" and "tokens times width": each is a constant and so much per token, or, behind the last layer's
+attention, per wanted token (see `ForwardBatch`).
 
-So the model is run for several numbers of tokens without computing anything, its calls are only told. If they are the
-same but for numbers on a straight line, they are a program with two columns, from which a step's arguments are made;
-otherwise, and for models that compute anything in another way, there is none, and the reason is logged.
+So the model is run for several numbers of both without computing anything, its calls are only told. If they are the
+same but for numbers on a plane over the two, they are a program with three columns, from which a step's arguments are
+made; otherwise, and for models that compute anything in another way, there is none, and the reason is logged. Kernels
+may be other ones from a number of tokens on; then there is a program for fewer wanted tokens than that, and one for
+others.
 """
 
-# Shapes: T tokens of a step, K hidden size.
+# Shapes: T tokens of a step, W of them wanted, K hidden size.
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,7 +33,7 @@ from .attention.backend import BatchLayout, PlannedAttention
 from .forward_batch import ForwardBatch
 from .kernels.cpu.library import load_library
 from .kernels.native_blocks import TILES_FROM
-from .native_program import Call, NativeProgram, Traced, told_of_calls, trace
+from .native_program import NativeProgram, Traced, told_of_calls, trace
 from .sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
@@ -53,60 +56,134 @@ Forward = Callable[[ForwardBatch], Tensor]
 MAX_TOKENS: Final = 2048
 """Of a step; larger ones are launched call by call, which costs them little. What of the memory for so many tokens no
 step has touched takes none."""
-_LEAST_TOKENS: Final = (2, TILES_FROM, MAX_DRAFT_STEP_TOKENS + 1)
-"""Of a step: the first that will do. Products of block-quantised weights are other calls for fewer tokens, see
-`load._tiles_from`."""
-_TRIED: Final = tuple(sorted({2, 3, 1025}.union(*((least, least + 1) for least in _LEAST_TOKENS))))
-"""Numbers of tokens for which the model is traced, beside the largest."""
+_LEAST_TOKENS: Final = 2
+"""Of a step; smaller ones are decodes, which are recorded."""
+_BORDERS: Final = (1, TILES_FROM, MAX_DRAFT_STEP_TOKENS + 1)
+"""Numbers of tokens from which on calls are the same: the first that will do. Products of block-quantised weights are
+other ones for fewer, see `load._tiles_from`."""
+_MIDDLE: Final = 1025
+"""A number of tokens far from any border."""
 _SAME_FOR_ALL: Final = ["p", "f"]
-"""Kinds of arguments that must not depend on the number of tokens, see `kernels.cpu.library`."""
+"""Kinds of arguments that must not depend on numbers of tokens, see `kernels.cpu.library`."""
+_NOT_PER_TOKEN: Final = "its arguments are not so much per token"
 
 
 class ProgrammedForward:
     """A model's `forward`, which runs as a program where it can; what it returns stays until the next one.
 
     Attributes:
-        program: that.
+        programs: those, each for other steps.
+        arena: what they work in.
     """
 
-    def __init__(self, model: CausalLM, program: ForwardProgram) -> None:
-        self.program = program
+    def __init__(self, model: CausalLM, programs: Sequence[ForwardProgram], arena: Arena) -> None:
+        self.programs = programs
+        self.arena = arena
         self._model = model
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """See `CausalLM.forward`."""
         attention = batch.attention
-        if self.program.fits(len(batch.input_ids)) and isinstance(attention, PlannedAttention):
-            return self.program.run(batch, attention.plan_addresses)
-        return self._model.forward(batch)
+        num_tokens = len(batch.input_ids)
+        size = _Size(num_tokens, num_tokens if batch.wanted is None else len(batch.wanted))
+        program = next((program for program in self.programs if program.steps.include(size)), None)
+        if program is None or not isinstance(attention, PlannedAttention):
+            return self._model.forward(batch)
+        return program.run(batch, size, attention.plan_addresses)
 
 
-class _Lines(NamedTuple):
-    """Arguments of all calls: `constants` + `slopes` * T.
+class _Size(NamedTuple):
+    """T and W of a step."""
 
-    Attributes:
-        least_tokens: they are not known to hold for fewer.
-    """
+    tokens: int
+    wanted: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.wanted} wanted"
+
+
+class _Steps(NamedTuple):
+    """Those from so many tokens on, with so many wanted ones."""
 
     least_tokens: int
+    least_wanted: int
+    most_wanted: int
+
+    @classmethod
+    def beside(cls, border: int) -> list[Self]:
+        """All steps from so many tokens on, by whether as many are wanted."""
+        least_tokens = max(border, _LEAST_TOKENS)
+        steps = [cls(least_tokens, 1, border - 1), cls(least_tokens, border, MAX_TOKENS)]
+        return [each for each in steps if each.most_wanted]
+
+    def include(self, size: _Size) -> bool:
+        """Whether it is one of them."""
+        are_wanted = self.least_wanted <= size.wanted <= self.most_wanted
+        return self.least_tokens <= size.tokens <= MAX_TOKENS and are_wanted
+
+    @property
+    def largest(self) -> _Size:
+        """The one that needs the most memory."""
+        return _Size(MAX_TOKENS, self.most_wanted)
+
+    def tried(self) -> list[_Size]:
+        """Those for which the model is traced, beside the largest."""
+        tokens = sorted({self.least_tokens, self.least_tokens + 1, *_BORDERS, _MIDDLE})
+        tried = [_Size(number, min(number, self.most_wanted)) for number in tokens]
+        middle = (self.least_wanted + min(self.most_wanted, _MIDDLE)) // 2
+        tried += [_Size(_MIDDLE, self.least_wanted + 1), _Size(_MIDDLE, middle)]
+        return [size for size in tried if self.include(size)]
+
+
+class _Planes(NamedTuple):
+    """Arguments of all calls: `constants` + `by_token` * T + `by_wanted` * W."""
+
     constants: Words
-    slopes: Words
+    by_token: Words
+    by_wanted: Words
+
+    @classmethod
+    def through(cls, steps: _Steps, words_of: Callable[[_Size], Words]) -> Self:
+        """Those that have the right arguments at three sizes.
+
+        Raises:
+            _NoProgramError: there are none in whole numbers.
+        """
+        tokens, wanted = steps.least_tokens, steps.least_wanted
+        corner, edge, most = map(words_of, (_Size(tokens, wanted), _Size(MAX_TOKENS, wanted), steps.largest))
+        by_token, token_rest = np.divmod(edge - corner, MAX_TOKENS - tokens)
+        by_wanted, wanted_rest = np.divmod(most - edge, steps.most_wanted - wanted)
+        if token_rest.any() or wanted_rest.any():
+            raise _NoProgramError(_NOT_PER_TOKEN)
+        return cls(corner - by_token * tokens - by_wanted * wanted, by_token, by_wanted)
+
+    def at(self, size: _Size) -> Words:
+        """The arguments of a step."""
+        return self.constants + self.by_token * size.tokens + self.by_wanted * size.wanted
+
+    def changing(self) -> Words:
+        """Which arguments depend on the size."""
+        return np.flatnonzero((self.by_token != 0) | (self.by_wanted != 0))
+
+    def of(self, which: Words) -> Self:
+        """Of some of the arguments."""
+        return type(self)(*(column[which] for column in self))
 
 
 class ForwardProgram:
     """See the module.
 
     Attributes:
+        steps: which it can compute.
         program: its calls, with the arguments of the last step.
-        arena: what it works in.
     """
 
     def __init__(
         self,
+        steps: _Steps,
         program: NativeProgram,
-        lines: _Lines,
+        planes: _Planes,
         *,
-        arena: Arena,
         numbers: Tensor,
         hidden: Tensor,
         plan_words: list[Words],
@@ -114,37 +191,33 @@ class ForwardProgram:
         """Take what was traced.
 
         Args:
-            numbers: [3, MAX_TOKENS] int64: where input tokens, positions and slots are read.
-            hidden: [MAX_TOKENS, K] where the result is left.
+            numbers: [4, MAX_TOKENS] int64: where input tokens, positions, slots and wanted tokens are read.
+            hidden: [W, K] of the largest step: where the result is left.
             plan_words: which arguments are the address of the step's attention plan, for each of its plans.
         """
+        self.steps = steps
         self.program = program
-        self.arena = arena
         self._words = program.words.view(np.int64)
-        self._words[:] = lines.constants
-        self._least_tokens = lines.least_tokens
-        self._changing = lines.slopes.nonzero()[0]
-        self._constants = lines.constants[self._changing]
-        self._slopes = lines.slopes[self._changing]
+        self._words[:] = planes.constants
+        self._changing = planes.changing()
+        self._planes = planes.of(self._changing)
         self._numbers = numbers.numpy()
         self._hidden = hidden
         self._plan_words = plan_words
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether it can compute so many."""
-        return self._least_tokens <= num_tokens <= len(self._hidden)
-
-    def run(self, batch: ForwardBatch, plan_addresses: list[int]) -> Tensor:
-        """[T, K], until the next run; `plan_addresses`: see `PlannedAttention`."""
-        num_tokens = len(batch.input_ids)
+    def run(self, batch: ForwardBatch, size: _Size, plan_addresses: list[int]) -> Tensor:
+        """[W, K], until the next run; `plan_addresses`: see `PlannedAttention`."""
+        *numbers, wanted = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
-        for numbers, column in zip(self._numbers, columns, strict=True):
-            numbers[:num_tokens] = column.numpy()
-        self._words[self._changing] = self._constants + self._slopes * num_tokens
+        for row, column in zip(numbers, columns, strict=True):
+            row[: size.tokens] = column.numpy()
+        # All of them are taken in order, which is rare and costs two copies.
+        wanted[: size.wanted] = np.arange(size.tokens) if batch.wanted is None else batch.wanted.numpy()
+        self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
         self.program.run()
-        return self._hidden[:num_tokens]
+        return self._hidden[: size.wanted]
 
 
 class _Blocks:
@@ -152,11 +225,11 @@ class _Blocks:
 
     Attributes:
         reason: why that cannot be.
-        arena: where the blocks are.
     """
 
-    def __init__(self) -> None:
-        self.arena = Arena()
+    def __init__(self, arena: Arena) -> None:
+        """`arena`: where the blocks are."""
+        self._arena = arena
         self.reason = ""
         self._blocks: list[Tensor] = []
         self._next: int | None = None
@@ -174,8 +247,8 @@ class _Blocks:
             self.reason = "it allocates what is not contiguous"
             return tensor
         if self._next is None:
-            block = self.arena.like(tensor)
-            self._blocks.append(self.arena.borrowed(block).view(-1).view(torch.uint8))
+            block = self._arena.like(tensor)
+            self._blocks.append(self._arena.borrowed(block).view(-1).view(torch.uint8))
             return block
         index, self._next = self._next, self._next + 1
         num_bytes = tensor.nbytes
@@ -186,7 +259,11 @@ class _Blocks:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The same tensor without a claim on its block."""
-        return self.arena.borrowed(tensor)
+        return self._arena.borrowed(tensor)
+
+
+class _NoProgramError(Exception):
+    """Why there is none."""
 
 
 class _Tracer:
@@ -199,18 +276,22 @@ class _Tracer:
         self._kv_pool = kv_pool
         self._attention = attention
         self._library = library
-        self.numbers = torch.zeros((3, MAX_TOKENS), dtype=torch.int64)
-        self.blocks = _Blocks()
+        self.arena = Arena()
+        self.numbers = torch.zeros((4, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 
-    def trace(self, num_tokens: int) -> Traced:
-        """The calls for so many tokens."""
-        row, none, tokens = (np.array([number], dtype=np.int64) for number in (0, 0, num_tokens))
+    def trace(self, size: _Size, blocks: _Blocks) -> Traced:
+        """The calls of such a step.
+
+        Raises:
+            _NoProgramError: some of them are no calls of the library, or need memory beside the blocks.
+        """
+        row, none, tokens = (np.array([number], dtype=np.int64) for number in (0, 0, size.tokens))
         with told_of_calls(self._library, lambda function, arguments: None, only_told=True):
             attention = self._attention.plan_step(BatchLayout(row, none, tokens, 1))
         if isinstance(attention, PlannedAttention):
             self.plan_addresses = attention.plan_addresses
-        input_ids, positions, out_cache_loc = self.numbers[:, :num_tokens]
+        input_ids, positions, out_cache_loc = self.numbers[:3, : size.tokens]
         batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=input_ids,
@@ -225,77 +306,87 @@ class _Tracer:
             cut_idx_np=none,
             sampling=SamplingBatch(0),
             prompt_spans=(),
+            wanted=self.numbers[3, : size.wanted],
         )
-        return trace(self._library, self.blocks, lambda: self._model.forward(batch))
+        traced = trace(self._library, blocks, lambda: self._model.forward(batch))
+        if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
+            raise _NoProgramError(", ".join(dict.fromkeys(reasons)))
+        return traced
 
 
 def _words(traced: Traced) -> Words:
     return np.array([word for call in traced.calls for word in call.words], dtype=np.uint64).view(np.int64)
 
 
-def _line_through(calls: Sequence[Call], least: Words, least_tokens: int, most: Words) -> _Lines | str:
-    """The straight lines through the arguments of the smallest and the largest step; or why there are none."""
-    slopes, rest = np.divmod(most - least, MAX_TOKENS - least_tokens)
-    kinds = np.array([kind for call in calls for kind in call.function.arguments])
-    if rest.any() or slopes[np.isin(kinds, _SAME_FOR_ALL)].any():
-        return "its arguments are not so much per token"
-    return _Lines(least_tokens, least - slopes * least_tokens, slopes)
+def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: _Steps) -> ForwardProgram:
+    """The program of these steps.
+
+    Raises:
+        _NoProgramError: their calls are not so much per token.
+    """
+    blocks = _Blocks(tracer.arena)
+    largest = tracer.trace(steps.largest, blocks)  # lays the blocks out
+    hidden = blocks.whole(largest.result)
+    functions = [call.function for call in largest.calls]
+
+    def words_of(size: _Size) -> Words:
+        if size == steps.largest:
+            return _words(largest)
+        blocks.begin_again()
+        traced = tracer.trace(size, blocks)
+        if [call.function for call in traced.calls] != functions:
+            raise _NoProgramError(f"it calls other functions for {size}")
+        if traced.result.data_ptr() != hidden.data_ptr():
+            raise _NoProgramError(f"its result lies elsewhere for {size}")
+        return _words(traced)
+
+    planes = _Planes.through(steps, words_of)
+    kinds = np.array([kind for function in functions for kind in function.arguments])
+    if np.isin(kinds[planes.changing()], _SAME_FOR_ALL).any():
+        raise _NoProgramError(_NOT_PER_TOKEN)
+    for size in steps.tried():
+        if (planes.at(size) != words_of(size)).any():
+            raise _NoProgramError(f"{_NOT_PER_TOKEN}: {size}")
+    plan_words = [(planes.constants == address).nonzero()[0] for address in tracer.plan_addresses]
+    if not all(map(len, plan_words)):
+        raise _NoProgramError("its attention has no plan that could be exchanged")
+    return ForwardProgram(
+        steps,
+        NativeProgram(library, largest.calls),
+        planes,
+        numbers=tracer.numbers,
+        hidden=hidden,
+        plan_words=plan_words,
+    )
 
 
-def _lines(tracer: _Tracer, largest: Traced, address: int, least_tokens: int) -> _Lines | str:
-    """The arguments of steps from so many tokens on, like the largest one whose result is at `address`."""
-    lines: _Lines | None = None
-    for num_tokens in _TRIED:
-        if num_tokens < least_tokens:
-            continue
-        tracer.blocks.begin_again()
-        traced = tracer.trace(num_tokens)
-        if traced.reasons or tracer.blocks.reason:
-            return ", ".join(dict.fromkeys(filter(None, [*traced.reasons, tracer.blocks.reason])))
-        if [call.function for call in traced.calls] != [call.function for call in largest.calls]:
-            return f"it calls other functions for {num_tokens} tokens"
-        if traced.result.data_ptr() != address:
-            return f"its result lies elsewhere for {num_tokens} tokens"
-        words = _words(traced)
-        if lines is None:
-            found = _line_through(traced.calls, words, num_tokens, _words(largest))
-            if isinstance(found, str):
-                return found
-            lines = found
-        if (lines.constants + lines.slopes * num_tokens != words).any():
-            return f"its arguments for {num_tokens} tokens are not on a line"
-    assert lines is not None
-    return lines
+def _make_programs(tracer: _Tracer, library: ctypes.CDLL) -> list[ForwardProgram]:
+    """A model's programs.
 
-
-def _make_program(tracer: _Tracer, library: ctypes.CDLL) -> ForwardProgram | str:
-    """A model's program, or why it has none."""
+    Raises:
+        _NoProgramError: it has none.
+    """
     # First of all for few tokens: what cannot be recorded is computed, if only the first operation of it.
-    if reasons := tracer.trace(_LEAST_TOKENS[0]).reasons:
-        return ", ".join(dict.fromkeys(reasons))
-    tracer.blocks = _Blocks()  # the largest step lays them out
-    largest = tracer.trace(MAX_TOKENS)
-    if reasons := [reason for reason in (*largest.reasons, tracer.blocks.reason) if reason]:
-        return ", ".join(dict.fromkeys(reasons))
-    hidden = tracer.blocks.whole(largest.result)
+    tracer.trace(_Size(_LEAST_TOKENS, 1), _Blocks(tracer.arena))
     reasons = []
-    for least_tokens in _LEAST_TOKENS:
-        lines = _lines(tracer, largest, hidden.data_ptr(), least_tokens)
-        if isinstance(lines, str):
-            reasons.append(lines)
-            continue
-        plan_words = [(lines.constants == address).nonzero()[0] for address in tracer.plan_addresses]
-        if not all(map(len, plan_words)):
-            return "its attention has no plan that could be exchanged"
-        return ForwardProgram(
-            NativeProgram(library, largest.calls),
-            lines,
-            arena=tracer.blocks.arena,
-            numbers=tracer.numbers,
-            hidden=hidden,
-            plan_words=plan_words,
-        )
-    return reasons[0]
+    for border in _BORDERS:
+        try:
+            return [_make_program(tracer, library, steps) for steps in _Steps.beside(border)]
+        except _NoProgramError as error:
+            reasons.append(str(error))
+    raise _NoProgramError(reasons[0])
+
+
+def _make_forward(
+    model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
+) -> ProgrammedForward:
+    if num_ranks > 1:
+        raise _NoProgramError("ranks that share a model wait for each other within a step")
+    if not hasattr(attention, "repeatable_step"):
+        raise _NoProgramError(f"attention by {attention.name} is not a native call")
+    library = load_library()
+    tracer = _Tracer(model, kv_pool, attention, library)
+    return ProgrammedForward(model, _make_programs(tracer, library), tracer.arena)
 
 
 def programmed_forward(
@@ -305,17 +396,15 @@ def programmed_forward(
     if kernels.cuda_graph is False:
         return model.forward
     started_s = time.perf_counter()
-    made: ForwardProgram | str
-    if num_ranks > 1:
-        made = "ranks that share a model wait for each other within a step"
-    elif not hasattr(attention, "repeatable_step"):
-        made = f"attention by {attention.name} is not a native call"
-    else:
-        library = load_library()
-        made = _make_program(_Tracer(model, kv_pool, attention, library), library)
-    if isinstance(made, str):
-        logger.info("forward_program=none: %s", made)
+    try:
+        made = _make_forward(model, kv_pool, attention, num_ranks)
+    except _NoProgramError as error:
+        logger.info("forward_program=none: %s", error)
         return model.forward
-    taken_ms = (time.perf_counter() - started_s) * 1e3
-    logger.info("forward_program=native calls=%d traced_ms=%.0f", made.program.num_calls, taken_ms)
-    return ProgrammedForward(model, made)
+    logger.info(
+        "forward_program=native calls=%d programs=%d traced_ms=%.0f",
+        made.programs[0].program.num_calls,
+        len(made.programs),
+        (time.perf_counter() - started_s) * 1e3,
+    )
+    return made

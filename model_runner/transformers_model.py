@@ -53,8 +53,9 @@ class TransformersModel:
         self._decoder.set_attn_implementation(ATTENTION_NAME)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM`; here the final norm is part of it."""
-        return self.hidden_states(batch.input_ids, batch.positions, batch)
+        """See `CausalLM`; here the final norm is part of it, and all tokens are computed to the end."""
+        hidden = self.hidden_states(batch.input_ids, batch.positions, batch)
+        return hidden if batch.wanted is None else hidden.index_select(0, batch.wanted)
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         """[T] int64 tokens and their positions -> [T, hidden]."""

@@ -1,11 +1,12 @@
 """What decoder-only models have in common around their layers: embedding, rotary tables, last norm, head."""
 
-# Shapes: T new tokens in the batch, n rows that need logits, R numbers of a head that rotate.
+# Shapes: T new tokens in the batch, W of them wanted (see `ForwardBatch`), R numbers of a head that rotate.
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Protocol
 
 from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
@@ -16,17 +17,30 @@ if TYPE_CHECKING:
 
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
-    from ..ops import AddOp
+    from ..ops import AddOp, TakeRows
     from .norm import RMSNorm
+
+Keep = Callable[["Tensor"], "Tensor"]
+"""From rows of all tokens to those of the tokens that are computed further."""
+
+
+def every_row(x: Tensor) -> Tensor:
+    """The `Keep` of all layers but the last one."""
+    return x
 
 
 class Layer(Protocol):
     """One layer of a decoder; called with the angles of its kind of layer."""
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
+        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep
     ) -> tuple[Tensor, Tensor]:
-        """What the block before added, not yet in the residual stream (None at first) -> what this one adds."""
+        """What the block before added, not yet in the residual stream (None at first) -> what this one adds.
+
+        Args:
+            keep: goes over attention's result and the residual stream, as soon as no other token looks at this one:
+                behind attention itself.
+        """
         ...
 
 
@@ -36,7 +50,7 @@ class PreNormLayer:
     def __init__(
         self,
         attention_norm: RMSNorm,
-        attention: Callable[[Tensor, Tensor, Tensor, ForwardBatch], Tensor],
+        attention: Callable[[Tensor, Tensor, Tensor, ForwardBatch, Keep], Tensor],
         mlp_norm: RMSNorm,
         mlp: Callable[[Tensor], Tensor],
     ) -> None:
@@ -46,15 +60,15 @@ class PreNormLayer:
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
+        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep
     ) -> tuple[Tensor, Tensor]:
         """See `Layer`."""
         if x is None:
             x = self.attention_norm(residual)
         else:
             x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, cos, sin, batch)
-        x, residual = self.mlp_norm.add(x, residual)
+        x = self.attention(x, cos, sin, batch, keep)
+        x, residual = self.mlp_norm.add(x, keep(residual))
         return self.mlp(x), residual
 
 
@@ -69,6 +83,7 @@ class Decoder:
         norm: RMSNorm,
         head: OutputHead,
         add: AddOp,
+        take_rows: TakeRows,
     ) -> None:
         self.embedding = embedding
         self.rotary = rotary
@@ -76,15 +91,22 @@ class Decoder:
         self.norm = norm
         self.head = head
         self.add = add
+        self.take_rows = take_rows
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM`."""
+        """See `CausalLM`. Behind the last layer's attention only the wanted tokens are computed."""
         residual = self.embedding(batch.input_ids)
         angles = self.rotary.at(batch.positions)
+        keeps = chain(repeat(every_row, len(self.layers) - 1), [self._keep_wanted(batch)])
         x = None
-        for layer, (cos, sin) in zip(self.layers, angles, strict=True):
-            x, residual = layer(x, residual, cos, sin, batch)
-        return residual if x is None else self.add(x, residual)
+        for layer, (cos, sin), keep in zip(self.layers, angles, keeps, strict=True):
+            x, residual = layer(x, residual, cos, sin, batch, keep)
+        assert x is not None, "a model has layers"
+        return self.add(x, residual)
+
+    def _keep_wanted(self, batch: ForwardBatch) -> Keep:
+        wanted = batch.wanted
+        return every_row if wanted is None else lambda x: self.take_rows(x.contiguous(), wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM`."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..forward_batch import ForwardBatch
+    from ..layers.decoder import Keep
     from ..model_context import ModelContext
 
 
@@ -35,6 +36,7 @@ def build(context: ModelContext) -> Decoder:
         UnitOffsetRMSNorm(context, "model.norm", spec.hidden_size, spec.rms_norm_eps),
         build_head(context, embedding),
         context.ops.add,
+        context.ops.take_rows,
     )
 
 
@@ -60,13 +62,13 @@ class Gemma3Layer:
         self.after_mlp_norm = UnitOffsetRMSNorm(context, f"{name}.post_feedforward_layernorm", size, eps)
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
+        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep
     ) -> tuple[Tensor, Tensor]:
         """See `Layer`."""
         if x is None:
             x = self.attention_norm(residual)
         else:
             x, residual = self.attention_norm.add(x, residual)
-        x = self.after_attention_norm(self.attention(x, cos, sin, batch))
-        x, residual = self.mlp_norm.add(x, residual)
+        x = self.after_attention_norm(self.attention(x, cos, sin, batch, keep))
+        x, residual = self.mlp_norm.add(x, keep(residual))
         return self.after_mlp_norm(self.mlp(x)), residual

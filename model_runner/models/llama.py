@@ -37,4 +37,5 @@ def build(context: ModelContext) -> Decoder:
         RMSNorm(context, "model.norm", size, eps),
         build_head(context, embedding),
         context.ops.add,
+        context.ops.take_rows,
     )

@@ -54,4 +54,5 @@ def build_decoder(context: ModelContext, mlp: Callable[[str, int], Callable[[Ten
         RMSNorm(context, "model.norm", size, eps),
         build_head(context, embedding),
         context.ops.add,
+        context.ops.take_rows,
     )

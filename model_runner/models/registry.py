@@ -19,7 +19,7 @@ class CausalLM(Protocol):
     """A decoder with a language-model head. The two halves are apart because few positions need logits."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """The batch's tokens through all layers: [T, hidden], before the final norm."""
+        """The batch's tokens through all layers: [W, hidden] of the wanted ones, before the final norm."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

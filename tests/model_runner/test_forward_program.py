@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,19 +60,23 @@ class Compared:
     Attributes:
         sizes: tokens of the steps that were compared.
         others: tokens of those that the program left to the model.
+        wanted: how many of each step's tokens were wanted.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, *, with_all_rows: bool = True) -> None:
+        """`with_all_rows`: the model's bits are to be those that it has where all its tokens are wanted."""
         forward = driver.runner.forward
         assert isinstance(forward, ProgrammedForward)
         self.forward, self.model = forward, driver.runner.model
         self.sizes: list[int] = []
         self.others: list[int] = []
+        self.wanted: list[int] = []
+        self.with_all_rows = with_all_rows
         driver.runner.forward = self
 
     def __call__(self, batch: Any) -> Tensor:
         num_tokens = len(batch.input_ids)
-        arena = self.forward.program.arena
+        arena = self.forward.arena
         arena.fill(0xFF)  # NaN
         ours = self.forward(batch).clone()
         untouched = all(bool((chunk.memory == 0xFF).all()) for chunk in arena._chunks)
@@ -78,6 +84,11 @@ class Compared:
         theirs = self.model.forward(batch)
         assert ours.shape == theirs.shape and ours.isfinite().all()
         assert torch.equal(ours, theirs), num_tokens
+        self.wanted.append(len(ours))
+        if self.with_all_rows and batch.wanted is not None:
+            all_rows = self.model.forward(replaced(batch, wanted=None))
+            assert len(all_rows) == num_tokens > len(ours) == len(batch.wanted)
+            assert torch.equal(all_rows[batch.wanted], ours), num_tokens
         return ours
 
 
@@ -111,6 +122,7 @@ def test_a_program_gives_what_the_model_gives(make, model_type):
     live(driver, seed=3)
     assert len(set(compared.sizes)) >= 8, compared.sizes
     assert set(compared.others) <= {1}
+    assert max(compared.wanted) < max(compared.sizes)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +132,16 @@ def test_a_program_gives_what_the_model_gives(make, model_type):
         {"deterministic": True},
         {"quantization": "int8"},
         {"quantization": "int8", "speculative": "ngram"},
+        {"quantization": "int8", "deterministic": True},
     ],
     ids=str,
 )
 def test_so_it_does_with_other_memory_orders_and_weights(make, settings):
     driver = make("llama", **settings)
-    compared = Compared(driver)
+    # With AMX blocks have other bits from a number of rows on.
+    compared = Compared(
+        driver, with_all_rows="quantization" not in settings or settings.get("deterministic", False)
+    )
     live(driver, seed=6)
     if "quantization" not in settings:  # with AMX a program of weights in blocks begins at more tokens
         assert set(compared.others) <= {1}
@@ -148,6 +164,35 @@ def test_steps_answer_the_same_whatever_is_asked_of_them(make):
         answers.append([replace(result, forward_s=0.0) for result in results])
     assert any(result.prompt_logprobs for result in answers[0])
     assert answers[0] == answers[1]
+
+
+def test_prompts_whose_tokens_are_all_wanted_are_a_program_too(make):
+    driver = make("llama")
+    compared = Compared(driver)
+    driver.generate([list(range(3, 40))], SamplingParams(temperature=0.0, prompt_logprobs=1), num=1)
+    assert (compared.sizes, compared.wanted) == ([37], [37])
+
+
+def test_few_and_many_wanted_tokens_may_be_two_programs(make, monkeypatch):
+    """As with quantised weights on CPUs with AMX; they work in the same memory."""
+    monkeypatch.setattr(forward_program, "_BORDERS", (TILES_FROM,))
+    driver = make("llama")
+    compared = Compared(driver)
+    few, many = compared.forward.programs
+    runs: list[Any] = []
+
+    def counting(program: Any, run: Any, *args: Any) -> Any:
+        runs.append(program)
+        return run(*args)
+
+    for program in (few, many):
+        monkeypatch.setattr(program, "run", partial(counting, program, program.run))
+    asking = SamplingParams(temperature=0.0, max_new_tokens=64, prompt_logprobs=2)
+    for seed in (8, 9):
+        live(driver, seed, [asking, GREEDY, GREEDY])
+    num_many = sum(wanted >= TILES_FROM for wanted in compared.wanted)
+    assert runs.count(few) > 3 and runs.count(many) == num_many > 3
+    assert min(compared.sizes) >= TILES_FROM > min(compared.others)
 
 
 def test_plans_that_take_turns_are_told_apart(make):
@@ -179,8 +224,8 @@ def test_other_weights_are_read_anew(make):
 
 def test_a_larger_step_is_the_models(make, monkeypatch):
     monkeypatch.setattr(forward_program, "MAX_TOKENS", 34)
-    monkeypatch.setattr(forward_program, "_TRIED", (2, 3, 33))
-    monkeypatch.setattr(forward_program, "_LEAST_TOKENS", (2,))
+    monkeypatch.setattr(forward_program, "_MIDDLE", 33)
+    monkeypatch.setattr(forward_program, "_BORDERS", (1,))
     driver = make("llama")
     compared = Compared(driver)
     req = driver.start(list(range(3, 80)))
@@ -204,15 +249,18 @@ def test_what_is_no_native_call_is_a_reason(make, caplog):
 
 
 class Odd:
-    """The driver's model, and behind it a call whose arguments are as `change` makes them."""
+    """The driver's model, and behind it a call whose arguments are as `change` makes them.
 
-    def __init__(self, driver: Driver, change: Callable[[Any, Tensor], object]) -> None:
+    It is given `add`, the result and the number of the step's tokens.
+    """
+
+    def __init__(self, driver: Driver, change: Callable[[Any, Tensor, int], object]) -> None:
         self.model: Any = driver.runner.model
         self.change = change
 
     def forward(self, batch: Any) -> Tensor:
         hidden: Tensor = self.model.forward(batch)
-        self.change(self.model.add, hidden)
+        self.change(self.model.add, hidden, len(batch.input_ids))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -223,16 +271,32 @@ class Odd:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda add, x: add(x[: len(x) // 2], x[: len(x) // 2]), "for 3 tokens are not on a line"),
-        (lambda add, x: add(x[: len(x) % 5 + 1], x[: len(x) % 5 + 1]), "not so much per token"),
-        (lambda add, x: add(x[len(x) // 2 :], x[len(x) // 2 :]), "not so much per token"),
-        (lambda add, x: add(x, x) if len(x) < 999 else None, "calls other functions for 2 tokens"),
-        (lambda add, x: add(x, x) if len(x) % 2 else None, "calls other functions for 3 tokens"),
-        (lambda add, x: x.new_empty(99 if len(x) < 1999 else 5), "fewer tokens need more memory"),
-        (lambda add, x: x.sum(), "aten.sum"),
-        (lambda add, x: x.sum() if len(x) % 2 else None, "aten.sum"),
+        (lambda add, x, num: add(x[: len(x) & -2 or 1], x[: len(x) & -2 or 1]), ": 3 tokens, 3 wanted"),
+        (
+            lambda add, x, num: add(x[: num * len(x) >> 11 or 1], x[: num * len(x) >> 11 or 1]),
+            ": 2 tokens, 2",
+        ),
+        (lambda add, x, num: add(x[: len(x) % 5 + 1], x[: len(x) % 5 + 1]), "not so much per token"),
+        (lambda add, x, num: add(x[len(x) // 2 :], x[len(x) // 2 :]), "not so much per token"),
+        (lambda add, x, num: add(x, x) if len(x) < 999 else None, "other functions for 2 tokens, 1 wanted"),
+        (lambda add, x, num: add(x, x) if num % 2 else None, "other functions for 3 tokens, 3 wanted"),
+        (lambda add, x, num: x.new_empty(99 if len(x) < 1999 else 5), "fewer tokens need more memory"),
+        (lambda add, x, num: x.new_empty(99 if num < 1999 else 5), "fewer tokens need more memory"),
+        (lambda add, x, num: x.sum(), "aten.sum"),
+        (lambda add, x, num: x.sum() if num % 2 else None, "aten.sum"),
     ],
-    ids=["half", "remainder", "pointer", "few", "odd", "memory", "torch", "torch of odd"],
+    ids=[
+        "even",
+        "product",
+        "remainder",
+        "pointer",
+        "few",
+        "odd",
+        "memory",
+        "tokens",
+        "torch",
+        "torch of odd",
+    ],
 )
 def test_calls_that_are_not_so_much_per_token_are_a_reason(make, change, reason, caplog):
     driver = make("llama")
@@ -255,7 +319,7 @@ def test_what_cannot_be_recorded_is_hardly_computed(make):
     """A model of torch's operations would compute a step of the largest size at each start, some for minutes."""
     reached: list[tuple[str, int]] = []
 
-    def change(add: Any, hidden: Tensor) -> None:
+    def change(add: Any, hidden: Tensor, num_tokens: int) -> None:
         reached.append(("before", len(hidden)))
         hidden.sum()
         reached.append(("behind", len(hidden)))
@@ -265,7 +329,7 @@ def test_what_cannot_be_recorded_is_hardly_computed(make):
     pool, attention = driver.runner.kv_pool, driver.runner._builder._attention
     forward = programmed_forward(KernelConfig(), model=odd, kv_pool=pool, attention=attention, num_ranks=1)
     assert forward == odd.forward
-    assert reached == [("before", 2)]
+    assert reached == [("before", 1)]
     assert driver.generate([[3, 4, 5]], num=2), "calls of the library are made again"
 
 
@@ -273,17 +337,19 @@ def test_what_cannot_be_recorded_is_hardly_computed(make):
 def test_fewer_tokens_may_be_other_calls(make, least):
     """As those of quantised weights are on CPUs with AMX, where more tokens need no memory beside."""
 
-    def change(add: Any, hidden: Tensor) -> None:
-        workspace = hidden.new_empty((len(hidden) if len(hidden) < least else 0, 64))
-        add(hidden, workspace if len(workspace) else hidden)
+    def change(add: Any, hidden: Tensor, num_tokens: int) -> None:
+        for number in (num_tokens, len(hidden)):
+            workspace = hidden.new_empty((number if number < least else 0, 64))
+            add(*[workspace if len(workspace) else hidden] * 2)
 
     driver = make("llama")
     odd: Any = Odd(driver, change)
     pool, attention = driver.runner.kv_pool, driver.runner._builder._attention
     forward = programmed_forward(KernelConfig(), model=odd, kv_pool=pool, attention=attention, num_ranks=1)
     assert isinstance(forward, ProgrammedForward)
-    fits = [forward.program.fits(num) for num in (2, least - 1, least, MAX_TOKENS, MAX_TOKENS + 1)]
-    assert fits == [False, False, True, True, False]
+    few, many = (program.steps for program in forward.programs)
+    assert (few.least_tokens, few.least_wanted, few.most_wanted) == (least, 1, least - 1)
+    assert (many.least_tokens, many.least_wanted, many.most_wanted) == (least, least, MAX_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -315,5 +381,16 @@ def test_where_there_can_be_none_nothing_is_tried(kernels, num_ranks, reason, ca
     assert reason in caplog.text
 
 
-def test_the_largest_step_is_one_of_the_traced():
-    assert max(forward_program._TRIED) < MAX_TOKENS
+@pytest.mark.parametrize("border", forward_program._BORDERS)
+def test_every_step_belongs_to_one_program_at_most(border):
+    all_steps = forward_program._Steps.beside(border)
+    for tokens in (1, 2, 31, 32, 33, 64, 65, MAX_TOKENS, MAX_TOKENS + 1):
+        for wanted in {1, 2, 31, 32, 64, 65, tokens}:
+            if wanted <= tokens:
+                size = forward_program._Size(tokens, wanted)
+                num = sum(steps.include(size) for steps in all_steps)
+                assert num == (max(2, border) <= tokens <= MAX_TOKENS), size
+    for steps in all_steps:
+        tried = steps.tried()
+        assert len(set(tried)) == len(tried) and steps.largest not in tried
+        assert {size.wanted for size in tried} > {steps.least_wanted + 1}

@@ -206,6 +206,7 @@ def test_tokens_of_requests_with_drafts_take_turns_with_decodes(make_pair):
                     kv_pool=driver.runner.kv_pool,
                     out_cache_loc=loc,
                     attention=attention,
+                    wanted=None,
                 )
                 model = driver.runner.model
                 assert torch.equal(seen.pop(0), model.logits(model.forward(batch))), counts
