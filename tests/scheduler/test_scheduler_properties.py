@@ -119,7 +119,7 @@ def test_every_answer_is_the_one_it_gets_alone(
     make_scheduler: Callable[..., Harness], phases: str, overlap: int, page_size: int, radix_cache: bool
 ) -> None:
     num_retracted = 0
-    for seed, policy, chunk in itertools.product(range(2), ("fcfs", "lpm"), (-1, 8)):
+    for seed, (policy, chunk) in enumerate(itertools.product(("fcfs", "lpm"), (-1, 8))):
         rng = random.Random(seed)
         harness = make_scheduler(
             page_size=page_size,
