@@ -64,7 +64,7 @@ class PageAllocator:
         self._is_free: BoolArray = np.arange(num_extents * EXTENT_PAGES) < num_pages
         self._num_free_in = self._is_free.reshape(-1, EXTENT_PAGES).sum(axis=1, dtype=np.int32)
         # The same two once more: single numbers are had from there in a third of the time.
-        self._free_at, self._free_in = memoryview(self._is_free), memoryview(self._num_free_in)
+        self._free_at, self._free_in = self._is_free.data, self._num_free_in.data
         self._whole: IntArray = np.zeros(num_extents, dtype=np.int32)
         self._whole[:num_whole] = np.arange(num_whole - 1, -1, -1)
         self._num_whole = num_whole
@@ -150,8 +150,8 @@ class PageAllocator:
         None of an extent that is wholly free counts: those begin with their first page.
         """
         # The position behind a page is its id.
-        return (
-            page % EXTENT_PAGES > 0
+        return bool(
+            page % EXTENT_PAGES
             and page < len(self._free_at)
             and self._free_at[page]
             and self._free_in[page // EXTENT_PAGES] < EXTENT_PAGES

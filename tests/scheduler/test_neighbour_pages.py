@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from .harness import Harness
 
@@ -18,31 +17,26 @@ def share_of_neighbours(harness: Harness) -> float:
     return float(np.mean(counts))
 
 
-@pytest.fixture
-def crowd(make_scheduler):
-    """A pool of 4,096 pages with six requests that decode in turn."""
-
-    def make(num_before: int) -> Harness:
-        harness = make_scheduler(page_size=4, num_pages=4096, max_model_len=2048, radix_cache=True, eos=())
-        for _ in range(num_before):
-            harness.submit(prompt_len=1200, max_new_tokens=80)
-            harness.submit(prompt_len=1200, max_new_tokens=80)
-            harness.run_until_idle()
-        for _ in range(6):
-            harness.submit(prompt_len=30, max_new_tokens=400)
-        for _ in range(300):
-            harness.step()
-        return harness
-
-    return make
+def crowd(num_before: int) -> Harness:
+    """A pool of 1,024 pages with six requests that decode in turn, after so many pairs of prompts."""
+    harness = Harness(page_size=4, num_pages=1024, max_model_len=2048, eos=())
+    for _ in range(num_before):
+        harness.submit(prompt_len=600, max_new_tokens=40)
+        harness.submit(prompt_len=600, max_new_tokens=40)
+        harness.run_until_idle()
+    for _ in range(6):
+        harness.submit(prompt_len=30, max_new_tokens=200)
+    for _ in range(150):
+        harness.step()
+    return harness
 
 
-def test_in_a_fresh_pool(crowd):
+def test_in_a_fresh_pool():
     assert share_of_neighbours(crowd(0)) > 0.8
 
 
-def test_when_all_memory_is_cached_prompts(crowd):
-    harness = crowd(8)
+def test_when_all_memory_is_cached_prompts():
+    harness = crowd(4)
 
     assert harness.scheduler.report(0.0).evicted_tokens_total > 0
     assert share_of_neighbours(harness) > 0.8
