@@ -33,6 +33,18 @@ class LinearWithRows(LinearWeight, Protocol):
         ...
 
 
+@runtime_checkable
+class GateableWeight(LinearWeight, Protocol):
+    """A `LinearWeight` that may compute a gated layer's activation with its product, before anything is written."""
+
+    def end_with_silu(self) -> bool:
+        """From now on, if the answer is yes, a call gives silu(gate) * up: [T, K] -> [T, N / 2].
+
+        The gates are the first N / 2 outputs. Bit for bit what `silu_and_mul` of the same library makes of the product.
+        """
+        ...
+
+
 class PackLinear(Protocol):
     """Make a `LinearWeight` of [N, K], contiguous, in the serving dtype. May copy: the caller drops his reference."""
 

@@ -98,9 +98,12 @@ class NativeBlockLinear(NativeProduct):
             self._has_minima,
             self._zero,
             self._factor,
-            out.dtype == torch.float32,
+            self._form_of(out),
             self._tiles_from,
         )
+
+    def _pair(self) -> None:
+        self._library.pair_blocks(self._address, self._outputs, self._inputs, self._bits, self._has_minima)
 
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:
         self._library.blocks_rows(

@@ -55,8 +55,11 @@ class NativeLinear(NativeProduct):
             x.shape[0],
             self._inputs,
             self._outputs,
-            out.dtype == torch.float32,
+            self._form_of(out),
         )
+
+    def _pair(self) -> None:
+        self._library.pair_linear(self._address, self._outputs, self._inputs)
 
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:
         self._library.linear_rows(

@@ -10,9 +10,17 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from typing import Final
 
 import torch
 from torch import Tensor
+
+_BF16: Final = 0
+_FLOAT: Final = 1
+_GATED: Final = 2
+"""What is written; `Form` of `kernels/cpu/output.h`."""
+_LANES: Final = 16
+"""Gates that stand before their ups in a weight of a gated product."""
 
 
 class NativeProduct(ABC):
@@ -23,13 +31,25 @@ class NativeProduct(ABC):
         self._outputs, self._inputs = outputs, inputs
         self._packed = torch.empty(packed_bytes, dtype=torch.uint8)
         self._address = self._packed.data_ptr()
+        self._form = _BF16
+        self._width = outputs  # of what is written
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `LinearWeight`."""
         return self._checked(x, bias, torch.bfloat16)
 
+    def end_with_silu(self) -> bool:
+        """See `GateableWeight`. For gates in whole vectors; with others it stays what it is."""
+        assert self._form == _BF16, "it does so already"
+        if self._outputs % (2 * _LANES):
+            return False
+        self._pair()
+        self._form, self._width = _GATED, self._outputs // 2
+        return True
+
     def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same product before it is rounded: [T, N] float32, as whoever samples wants his logits."""
+        assert self._form == _BF16, "a gated product is rounded"
         return self._checked(x, bias, torch.float32)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -42,6 +62,9 @@ class NativeProduct(ABC):
             [T, K] bfloat16.
         """
         assert ids.dtype == torch.int64 and ids.dim() == 1, (ids.dtype, ids.shape)
+        if self._form == _GATED:
+            is_up, gate = ids // self._width, ids % self._width
+            ids = (gate // _LANES * 2 + is_up) * _LANES + gate % _LANES
         out = torch.empty((len(ids), self._inputs), dtype=torch.bfloat16)
         self._take_rows(ids.contiguous(), out)
         return out
@@ -58,9 +81,12 @@ class NativeProduct(ABC):
             bias = bias.contiguous()
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = x.new_empty((x.shape[0], self._outputs), dtype=dtype)
+        out = x.new_empty((x.shape[0], self._width), dtype=dtype)
         self._multiply(x, bias, out)
         return out
+
+    def _form_of(self, out: Tensor) -> int:
+        return _FLOAT if out.dtype == torch.float32 else self._form
 
     @abstractmethod
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -69,9 +95,13 @@ class NativeProduct(ABC):
         Args:
             x: [T, K] bfloat16; numbers of a row are neighbours.
             bias: [N] bfloat16, contiguous.
-            out: [T, N] contiguous, bfloat16 or float32.
+            out: [T, N] contiguous, bfloat16 or float32; [T, N / 2] bfloat16 once it ends with silu.
         """
 
     @abstractmethod
+    def _pair(self) -> None:
+        """Bring 16 gates and their 16 ups side by side, in place; N is a multiple of 32."""
+
+    @abstractmethod
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:
-        """out = weight[ids]: [T, K] bfloat16 from [T] int64, both contiguous."""
+        """out = weight[ids] as it is packed: [T, K] bfloat16 from [T] int64, both contiguous."""

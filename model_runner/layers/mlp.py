@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..ops import GateableWeight
 from .linear import Linear, RowLinear
 from .spans import equal_span
 
@@ -45,7 +46,15 @@ class GatedMLP:
         self.gate_up = Linear(context, names, size, sizes, bias=bias, outputs=outputs)
         self.down = RowLinear(context, f"{name}.down_proj", inner, size, bias=bias)
         self.activation = activation or context.ops.silu_and_mul
+        weight = self.gate_up.weight
+        if activation is None and isinstance(weight, GateableWeight) and weight.end_with_silu():
+            self.activation = _done
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""
         return self.down(self.activation(self.gate_up(x)))
+
+
+def _done(gate_up: Tensor) -> Tensor:
+    """The activation of a product that has ended with it."""
+    return gate_up

@@ -97,7 +97,7 @@ struct BlockTiles : BlockCall {
     }
 
     TileLinear product() const {
-        return {{x, x_stride, nullptr, bias, out, float_out, num_tokens, inputs, outputs}};
+        return {{*this, x, x_stride, nullptr, num_tokens, inputs}};
     }
 
     // Tokens [first, last) times one panel.

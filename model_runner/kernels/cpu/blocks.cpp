@@ -131,10 +131,7 @@ struct Blocks : BlockCall {
                 }
             }
         }
-        if (float_out)
-            finish(row, panel * PANEL, sums, static_cast<float*>(out));
-        else
-            finish(row, panel * PANEL, sums, static_cast<bf16*>(out));
+        finish(row, panel * PANEL, sums);
     }
 
     // One block of some vectors.
@@ -192,24 +189,6 @@ struct Blocks : BlockCall {
             for (int v = 0; v < AT_ONCE; ++v)
                 dots[r][v] = IN_WORDS ? dot_nibbles(dots[r][v], w[v], four) : dot_bytes(dots[r][v], w[v], four);
         }
-    }
-
-    template <int ROWS, class Out>
-    void finish(int64_t row, int64_t column, f32x16 (&sums)[ROWS][VECTORS], Out* to) const {
-        int64_t width = std::min(PANEL, outputs - column);
-        to += row * outputs + column;
-        if (bias != nullptr) {
-            float added[PANEL] = {};
-            for (int64_t n = 0; n < width; ++n) added[n] = to_float(bias[column + n]);
-            add_to_tile(added, sums);
-        }
-        if (width == PANEL) {
-            store_tile(to, outputs, sums);
-            return;
-        }
-        Out all[ROWS * PANEL];
-        store_tile(all, PANEL, sums);
-        for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * outputs, all + r * PANEL, width * sizeof(Out));
     }
 
     template <int ROWS, class AtBlock>
@@ -324,20 +303,46 @@ EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const ui
     });
 }
 
-// `workspace`: of blocks_workspace_bytes for the same `tiles_from`, which is at least 1; `out` is float where float_out is not 0, else bfloat16.
+// Makes the weight of a gated product (output.h) of a packed one, in place.
+EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bits, int has_minima) {
+    using namespace engine;
+    Output output = {nullptr, nullptr, GATED, outputs};
+    const int64_t bytes = Blocks::block_bytes(bits, has_minima != 0), blocks = inputs / BLOCK;
+    const int64_t panels = outputs / Blocks::PANEL, lines = GROUPS * bits / 8;
+    share_out(blocks, 1, [&](int64_t begin, int64_t end) {
+        thread_local Scratch scratch;
+        uint8_t* before = reinterpret_cast<uint8_t*>(scratch.get(panels * bytes));
+        for (int64_t block = begin; block < end; ++block) {
+            uint8_t* first = packed + block * bytes;
+            for (int64_t panel = 0; panel < panels; ++panel)
+                std::memcpy(before + panel * bytes, first + panel * blocks * bytes, bytes);
+            for (int64_t v = 0; v < 2 * panels; ++v) {
+                int64_t old = output.first_of(v) / LANES;
+                const uint8_t* from = before + old / 2 * bytes;
+                uint8_t* to = first + v / 2 * blocks * bytes;
+                // [group or kind of scale][vector of the panel]
+                auto copy = [&](int64_t at, int64_t size) {
+                    std::memcpy(to + at + v % 2 * size, from + at + old % 2 * size, size);
+                };
+                for (int64_t line = 0; line < lines; ++line) copy(line * 2 * Blocks::LINE, Blocks::LINE);
+                copy(lines * 2 * Blocks::LINE, LANES * 2);
+                if (has_minima) copy(lines * 2 * Blocks::LINE + Blocks::PANEL * 2, LANES * 2);
+            }
+        }
+    });
+}
+
+// `workspace`: of blocks_workspace_bytes for the same `tiles_from`, which is at least 1; `form`: see output.h.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
-                   int zero, float factor, int float_out, int64_t tiles_from) {
+                   int zero, float factor, int form, int64_t tiles_from) {
     using namespace engine;
-    BlockCall call = {static_cast<const bf16*>(x),
+    BlockCall call = {{static_cast<const bf16*>(bias), out, Form(form), outputs},
+                      static_cast<const bf16*>(x),
                       x_stride,
                       packed,
-                      static_cast<const bf16*>(bias),
-                      out,
-                      float_out != 0,
                       num_tokens,
                       inputs,
-                      outputs,
                       bits,
                       zero,
                       has_minima != 0,

@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include "output.h"
 #include "simd.h"
 
 namespace engine {
@@ -17,7 +18,7 @@ namespace engine {
 constexpr int64_t BLOCK = 32;      // inputs
 constexpr int GROUPS = BLOCK / 4;  // of four inputs: what one instruction adds up
 
-struct BlockCall {
+struct BlockCall : Output {
     static constexpr int64_t PANEL = 32;  // outputs
     static constexpr int VECTORS = PANEL / LANES;
     static constexpr int64_t LINE = 64;
@@ -25,10 +26,7 @@ struct BlockCall {
     const bf16* x;
     int64_t x_stride;
     const uint8_t* packed;
-    const bf16* bias;
-    void* out;
-    bool float_out;
-    int64_t num_tokens, inputs, outputs;
+    int64_t num_tokens, inputs;
     int bits, zero;
     bool has_minima;
     float factor;

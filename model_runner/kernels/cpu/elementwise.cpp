@@ -3,6 +3,7 @@
 //
 // All of them are computed in float32 and rounded once. Each row is one thread's: nothing depends on the batch.
 
+#include "activations.h"
 #include "parallel.h"
 #include "program.h"
 #include "simd.h"
@@ -66,18 +67,6 @@ void norms(const void* x_, void* residual_, const void* weight_, void* out_, int
 }
 
 // ---------------------------------------------------------------- activations
-
-struct Silu {
-    f32x16 operator()(f32x16 x) const { return x / (1.0f + exp2(x * -1.44269504f)); }
-};
-
-struct GeluTanh {
-    // 0.5 x (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
-    f32x16 operator()(f32x16 x) const {
-        f32x16 u = 0.79788456f * x * (1.0f + 0.044715f * x * x);
-        return x / (1.0f + exp2(u * -2.88539008f));
-    }
-};
 
 template <class T, class Act>
 void gated(const void* gate_up_, void* out_, int64_t rows, int64_t size) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "amx.h"
+#include "output.h"
 #include "simd.h"
 
 namespace engine {
@@ -36,14 +37,11 @@ struct Columns {
     int64_t width;
 };
 
-struct LinearCall {
+struct LinearCall : Output {
     const bf16* x;
     int64_t x_stride;
     const uint32_t* packed;
-    const bf16* bias;
-    void* out;
-    bool float_out;
-    int64_t num_tokens, inputs, outputs;
+    int64_t num_tokens, inputs;
 
     int64_t num_vectors() const { return padded(outputs) / LANES; }
     int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
@@ -52,6 +50,12 @@ struct LinearCall {
     // The first step of a vector, which begins at `column`.
     const uint32_t* at(int64_t column) const {
         return packed + column / PANEL * PANEL * steps_of(inputs) * STEP_PAIRS + column % PANEL * STEP_PAIRS;
+    }
+
+    // A number of vectors that have so many bytes at least, and end where they may.
+    int64_t vectors_of(int64_t bytes, int64_t vector_bytes, int64_t unit) const {
+        unit = std::max(unit, this->unit());
+        return (bytes + unit * vector_bytes - 1) / (unit * vector_bytes) * unit;
     }
 
     // Calls body(columns, what is read after them or null) for the vectors [begin, end), cut at panels and at `most`.

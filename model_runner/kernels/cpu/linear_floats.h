@@ -12,7 +12,7 @@
 
 #include <algorithm>
 
-#include "linear_output.h"
+#include "linear.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tile.h"
@@ -27,7 +27,7 @@
 
 namespace engine {
 
-struct FloatLinear : LinearOutput {
+struct FloatLinear : LinearCall {
     static constexpr int64_t ROWS = 12;     // tokens of a strip
     static constexpr int64_t VECTORS = 2;   // of outputs: 24 sums, 2 columns, 1 splat, 1 mask: 28 of 32 registers
     static constexpr int64_t WIDTH = VECTORS * LANES;
@@ -229,7 +229,7 @@ struct FloatLinear : LinearOutput {
     void run() const {
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         if (num_tokens <= SHARED_TOKENS) {
-            share_out(vectors, (MIN_BYTES + vector_bytes - 1) / vector_bytes,
+            share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, 1),
                       [&](int64_t begin, int64_t end) { multiply_all(0, num_tokens, begin, end, end); });
             return;
         }

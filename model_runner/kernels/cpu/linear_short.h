@@ -11,17 +11,17 @@
 
 #include <algorithm>
 
-#include "linear_output.h"
+#include "linear.h"
 #include "parallel.h"
 #include "tile.h"
 
 namespace engine {
 
-class ShortLinear : LinearOutput {
+class ShortLinear : LinearCall {
   public:
     // For some tokens. Their floats are this thread's memory: one at a time.
     ShortLinear(const LinearCall& call, int64_t first, int64_t last)
-        : LinearOutput{call}, first_(first), tokens_(last - first) {
+        : LinearCall(call), first_(first), tokens_(last - first) {
         int64_t most = tokens_ == 1 ? steps() : tokens_ < MANY ? FEW_STEPS : MANY_STEPS;
         parts_ = (steps() + most - 1) / most;
         thread_local Scratch scratch;
@@ -164,8 +164,17 @@ class ShortLinear : LinearOutput {
         multiply_tile<Kind, ROWS, VECTORS>(numbers, STRIDE, weights, width, steps, sums, fetch);
         if (strip.end < inputs / 2)
             store_tile(waiting, PANEL, sums);
-        else
+        else if (VECTORS > 1 || form != GATED)
             finish(strip.row, column, sums);
+        else if constexpr (VECTORS == 1)
+            finish_half(strip.row, column, waiting, sums);
+    }
+
+    // One vector of a gated product: gates wait for their ups, which come next.
+    template <int ROWS>
+    void finish_half(int64_t row, int64_t column, float* waiting, const f32x16 (&sums)[ROWS][1]) const {
+        store_tile(waiting, PANEL, sums);
+        if (column / LANES % 2 == 1) finish_gated(row, ROWS, column - LANES, 2, waiting - LANES, PANEL);
     }
 
     int64_t first_, tokens_, parts_ = 1;

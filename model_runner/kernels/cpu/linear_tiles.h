@@ -76,15 +76,16 @@ struct TileLinear : LinearCall {
     class Finish {
       public:
         Finish(const TileLinear& call, const Columns& columns, float* added, float* sums)
-            : added_(added),
+            : gated_(call.form == GATED),
+              added_(added),
               next_(sums),
               other_(sums + STRIP * PANEL),
               width_(std::min(columns.vectors * LANES, call.outputs - columns.column)),
-              number_bytes_(call.float_out ? sizeof(float) : sizeof(bf16)),
-              row_bytes_(call.outputs * number_bytes_),
-              out_(static_cast<char*>(call.out) + columns.column * number_bytes_) {
+              number_bytes_(call.form == FLOAT ? sizeof(float) : sizeof(bf16)),
+              row_bytes_(call.outputs / call.unit() * number_bytes_),
+              out_(static_cast<char*>(call.out) + columns.column / call.unit() * number_bytes_) {
             std::memset(added, 0, PANEL * sizeof(float));
-            for (int64_t n = 0; n < width_ && call.bias != nullptr; ++n) added[n] = to_float(call.bias[columns.column + n]);
+            if (call.bias != nullptr) call.copy_bias(columns.column, columns.vectors, added);
         }
 
         // Where the next strip may put its sums: [STRIP][PANEL].
@@ -104,6 +105,8 @@ struct TileLinear : LinearCall {
         void advance(int64_t rows) {
             rows = std::min(rows, left_);
             left_ -= rows;
+            if (gated_)
+                for (; rows > 0; --rows, from_ += PANEL, to_ += row_bytes_) store_gated(reinterpret_cast<bf16*>(to_));
             if (width_ == PANEL && number_bytes_ == sizeof(bf16))
                 for (; rows > 0; --rows, from_ += PANEL, to_ += row_bytes_) store_row(reinterpret_cast<bf16*>(to_));
             for (; rows > 0; --rows, from_ += PANEL, to_ += row_bytes_) store_some();
@@ -115,12 +118,18 @@ struct TileLinear : LinearCall {
             each<PER_PANEL>([&]<int V>() { store(to + V * LANES, load(from_ + V * LANES) + load(added_ + V * LANES)); });
         }
 
+        void store_gated(bf16* to) const {
+            static_assert(PER_PANEL == 2, "the gates and ups of a vector are a panel");
+            store(to, gated(load(from_) + load(added_), load(from_ + LANES) + load(added_ + LANES)));
+        }
+
         void store_some() const {
             float all[PANEL];  // or as many of bfloat16
             number_bytes_ == sizeof(bf16) ? store_row(reinterpret_cast<bf16*>(all)) : store_row(all);
             std::memcpy(to_, all, width_ * number_bytes_);
         }
 
+        bool gated_;
         const float* added_;  // [PANEL]: the bias of these columns, or zeros
         float *next_, *other_;  // one is written while the other one leaves
         int64_t width_, number_bytes_, row_bytes_, left_ = 0;
@@ -274,7 +283,7 @@ struct TileLinear : LinearCall {
         if (num_tokens == 0) return;
         if (num_tokens <= SHARED_TOKENS) {
             int64_t vector_bytes = steps_of(inputs) * STEP_PAIRS * LANES * 4;
-            share_out(num_vectors(), (MIN_BYTES + vector_bytes - 1) / vector_bytes, [&](int64_t begin, int64_t end) {
+            share_out(num_vectors(), vectors_of(MIN_BYTES, vector_bytes, 1), [&](int64_t begin, int64_t end) {
                 const uint32_t* next = end < num_vectors() ? at(end * LANES) : nullptr;
                 for_columns(begin, end, PER_PANEL, next, [&](const Columns& columns, const uint32_t* after) {
                     multiply(0, num_tokens, columns, after);

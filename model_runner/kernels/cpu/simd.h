@@ -177,6 +177,9 @@ ALWAYS_INLINE void store(bf16* p, f32x16 v) {
     put(p, round_to_bf16(v));
 }
 
+// As it would come back from a store as bfloat16.
+ALWAYS_INLINE f32x16 rounded(f32x16 v) { return (f32x16)(widened(round_to_bf16(v)) << 16); }
+
 // ---------------------------------------------------------------- arithmetic
 
 // Lane by lane a pair of bfloat16, (a, b), of finite numbers. Halves are rounded away from zero, which is cheaper.

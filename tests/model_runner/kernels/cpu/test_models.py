@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.model_runner.kernels.native import NativeOps
+from engine.model_runner.kernels.native_product import NativeProduct
 from engine.runtime.sampling_params import SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -88,6 +90,23 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_pair, unpack, s
     ours, _, _ = unpack(driver.step([(req, 120)]).prompt_logprobs[0])
 
     assert np.abs(ours - exact).mean() < 1.2 * np.abs(theirs - exact).mean() + 1e-3
+
+
+def test_an_activation_within_its_product_changes_no_bits(make_tiny_model, make_driver, unpack, monkeypatch):
+    tiny = make_tiny_model("llama", dtype="bfloat16", head_dim=16, intermediate_size=80)
+
+    def logprobs() -> tuple[Any, Any]:
+        driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16", page_size=16)
+        req = driver.start(tokens_of(70), SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=3))
+        prompt = driver.step([(req, 70)])
+        decoded = driver.step([(req, 1)])
+        return unpack(prompt.prompt_logprobs[0])[0].tolist(), unpack(decoded.logprobs[0])[2].tolist()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeOps, "silu_and_mul", lambda *_: pytest.fail("it is computed on its own"))
+        fused = logprobs()
+    monkeypatch.setattr(NativeProduct, "end_with_silu", lambda _weight: False)
+    assert logprobs() == fused
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.model_runner.arena import Arena
 from engine.model_runner.kernels import native_blocks
 from engine.model_runner.kernels.cpu.isa import best_isa
+from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_blocks import (
     NO_TILES,
     TILES_FROM,
@@ -84,6 +85,22 @@ def test_it_is_the_product_for_any_number_of_tokens(library, bits, has_minima, i
     bias = guarded((outputs,), 1) if inputs == 576 else None
     for num_tokens in (0, 1, 2, 5, 6, 7, 8, 9, 61, 130):
         check(linear, weight, guarded((num_tokens, inputs), 2), bias)
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), FORMS)
+@pytest.mark.parametrize("tiles_from", [2, NO_TILES])
+def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(library, bits, has_minima, tiles_from):
+    for width in (16, 80):
+        weight, bias = block_weight(2 * width, 96, bits, has_minima), guarded((2 * width,), 1)
+        linear = NativeBlockLinear(library, weight, tiles_from)
+        fused = NativeBlockLinear(library, weight, tiles_from)
+        assert fused.end_with_silu()
+        for num_tokens in (0, 1, 2, 5, 6, 7, 33, 61, 130):
+            x = guarded((num_tokens, 96), 2)
+            for added in (None, bias):
+                assert torch.equal(fused(x, added), NativeOps(library).silu_and_mul(linear(x, added)))
+        ids = torch.arange(2 * width)
+        assert torch.equal(fused.rows(ids), linear.rows(ids))
 
 
 @pytest.mark.parametrize(("bits", "has_minima"), FORMS)

@@ -158,6 +158,68 @@ def test_linear_of_any_shape_and_stride(request, inputs, outputs, num_tokens, of
     assert torch.equal(linear(x[some], bias), linear(x, bias)[some])
 
 
+GATED_SHAPES = [
+    (64, 16),
+    (30, 48),
+    (576, 96),
+    (832, 80),
+    (10, 1040),
+]  # panels end within, and behind, pairs of vectors
+
+
+@pytest.mark.parametrize(("inputs", "width"), GATED_SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(library, inputs, width, has_bias):
+    weight = guarded((2 * width, inputs), BF16, 0) / inputs**0.5 * 3
+    bias = guarded((2 * width,), BF16, 1) if has_bias else None
+    linear, fused = NativeLinear(library, weight), NativeLinear(library, weight)
+    assert fused.end_with_silu()
+    for num_tokens in (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 33, 61, 64, 130):
+        x = guarded((num_tokens, inputs), BF16, 2)
+        out = fused(x, bias)
+        assert torch.equal(out, NativeOps(library).silu_and_mul(linear(x, bias)))
+        gate, up = F.linear(x.double(), weight.double(), bias if bias is None else bias.double()).chunk(
+            2, dim=1
+        )
+        torch.testing.assert_close(out.double(), F.silu(gate) * up, rtol=0.02, atol=0.02)
+    ids = torch.arange(2 * width)
+    assert torch.equal(fused.rows(ids.flip(0)), weight.flip(0))
+
+
+def test_a_gated_product_writes_its_result_and_nothing_beside_it(library):
+    fused, x = NativeLinear(library, guarded((96, 70), BF16, 0)), guarded((67, 70), BF16, 1)
+    assert fused.end_with_silu()
+    for num_tokens in (1, 6, 35, 67):
+        memory = torch.full((64 + num_tokens * 48 + 64,), 7.0, dtype=BF16)
+        out = memory[64:-64].view(num_tokens, 48)
+        fused._multiply(x[:num_tokens], None, out)
+        assert (memory[:64] == 7).all() and (memory[-64:] == 7).all()
+        assert torch.equal(out, fused(x)[:num_tokens])
+
+
+def test_gated_bits_do_not_depend_on_the_number_of_threads(best_library):
+    fused = NativeLinear(best_library, guarded((2016, 832), BF16, 0))
+    assert fused.end_with_silu()
+    before = torch.get_num_threads()
+    outs = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            outs.append([fused(guarded((n, 832), BF16, 1)) for n in (1, 7, 50, 200)])
+    finally:
+        torch.set_num_threads(before)
+    for one, two, three in zip(*outs, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def test_gates_that_fill_no_vector_keep_their_own_operation(best_library):
+    weight, x = guarded((48, 64), BF16, 0), guarded((3, 64), BF16, 1)
+    linear = NativeLinear(best_library, weight)
+    before = linear(x)
+    assert not linear.end_with_silu()
+    assert torch.equal(linear(x), before) and torch.equal(linear.rows(torch.arange(48)), weight)
+
+
 def test_linear_writes_its_result_and_nothing_beside_it(library):
     linear, x = NativeLinear(library, guarded((41, 70), BF16, 0)), guarded((35, 70), BF16, 1)
     for dtype in (BF16, F32):

@@ -1,0 +1,90 @@
+// What a product is to write, and how sums in registers (tile.h) get there: the bias is added, and they are rounded.
+//
+// A gated product's outputs are gates and, behind them, as many ups; it writes silu(gate) * up. The gates of a vector and
+// their ups are side by side in its packed weight (pair_linear, pair_blocks), so they meet in registers. Both are rounded
+// to bfloat16 first: the bits are those of a plain product and of silu_and_mul behind it.
+
+#pragma once
+
+#include <algorithm>
+
+#include "activations.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace engine {
+
+enum Form { BF16, FLOAT, GATED };  // GATED: bfloat16, half as many as there are outputs, which are a multiple of 32
+
+struct Output {
+    const bf16* bias;
+    void* out;
+    Form form;
+    int64_t outputs;
+
+    // Neighbours that are to be finished together.
+    int64_t unit() const { return form == GATED ? 2 : 1; }
+
+    // Of the outputs before they were packed, where 16 begin that a vector of the packed weight has.
+    int64_t first_of(int64_t vector) const {
+        return form == GATED ? vector / 2 * LANES + vector % 2 * (outputs / 2) : vector * LANES;
+    }
+
+    // The bias of some vectors, zeros behind the last output.
+    void copy_bias(int64_t column, int64_t vectors, float* to) const {
+        for (int64_t v = 0; v < vectors; ++v, to += LANES) {
+            int64_t first = first_of(column / LANES + v);
+            for (int64_t n = 0; n < LANES; ++n) to[n] = first + n < outputs ? to_float(bias[first + n]) : 0.0f;
+        }
+    }
+
+    static ALWAYS_INLINE f32x16 gated(f32x16 gate, f32x16 up) { return Silu{}(rounded(gate)) * rounded(up); }
+
+    template <int ROWS, int VECTORS>
+    void finish(int64_t row, int64_t column, f32x16 (&sums)[ROWS][VECTORS]) const {
+        if (form == GATED) {  // on its own, with registers of its own
+            alignas(64) float all[ROWS * VECTORS * LANES];
+            store_tile(all, VECTORS * LANES, sums);
+            return finish_gated(row, ROWS, column, VECTORS, all, VECTORS * LANES);
+        }
+        if (bias != nullptr) {
+            float added[VECTORS * LANES];
+            copy_bias(column, VECTORS, added);
+            add_to_tile(added, sums);
+        }
+        if (form == BF16)
+            write(row, column, sums, static_cast<bf16*>(out));
+        else
+            write(row, column, sums, static_cast<float*>(out));
+    }
+
+    // An even number of vectors; `stride` floats from one row of sums to the next.
+    __attribute__((noinline)) void finish_gated(int64_t row, int64_t rows, int64_t column, int64_t vectors,
+                                                const float* sums, int64_t stride) const {
+        for (int64_t v = 0; v < vectors; v += 2, column += 2 * LANES, sums += 2 * LANES) {
+            float added[2 * LANES] = {};
+            if (bias != nullptr) copy_bias(column, 2, added);
+            bf16* to = static_cast<bf16*>(out) + row * (outputs / 2) + column / 2;
+            for (int64_t r = 0; r < rows; ++r)
+                store(to + r * (outputs / 2), gated(load(sums + r * stride) + load(added),
+                                                    load(sums + r * stride + LANES) + load(added + LANES)));
+        }
+    }
+
+  private:
+    template <int ROWS, int VECTORS, class Out>
+    void write(int64_t row, int64_t column, const f32x16 (&sums)[ROWS][VECTORS], Out* to) const {
+        constexpr int64_t WIDTH = VECTORS * LANES;
+        int64_t width = std::min<int64_t>(WIDTH, outputs - column);
+        to += row * outputs + column;
+        if (width == WIDTH) {
+            store_tile(to, outputs, sums);
+            return;
+        }
+        Out all[ROWS * WIDTH];
+        store_tile(all, WIDTH, sums);
+        for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * outputs, all + r * WIDTH, width * sizeof(Out));
+    }
+};
+
+}  // namespace engine
