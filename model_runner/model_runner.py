@@ -222,9 +222,8 @@ class ModelRunner:
             return Fetched(batch, chosen, num_tokens=num_tokens)
         hidden = self.forward(batch)
         sampled = cut_finite = num_tokens = None
-        if (
-            batch.sampling.num_rows
-        ):  # of the wanted tokens, those behind which somebody samples; mostly all of them
+        if batch.sampling.num_rows:
+            # Of the wanted tokens those behind which somebody samples; mostly all of them.
             last = hidden if batch.sample_indices is None else hidden.index_select(0, batch.sample_indices)
             sampled, num_tokens = self._sample(batch, self.model.logits(last))
         if batch.cut_indices is not None:

@@ -97,7 +97,13 @@ def assemble(
     max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
     prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages)
     kv = KVMemory(
-        allocator, pool, states, prefix_cache, host, num_lookahead_tokens=config.num_lookahead_tokens
+        allocator,
+        pool,
+        states,
+        prefix_cache,
+        host,
+        num_lookahead_tokens=config.num_lookahead_tokens,
+        reads_in_order=capacity.reads_in_order,
     )
 
     def load() -> Load:

@@ -145,10 +145,10 @@ class EvictionQueue:
         self._unpinned.discard(node)
         self._pinned.discard(node)
 
-    def pop(self) -> RadixNode | None:
-        """Take out the leaf that goes first; None if there is no evictable leaf."""
+    def pop(self, *, spare_pins: bool = False) -> RadixNode | None:
+        """Take out the leaf that goes first; None if there is no evictable leaf (`spare_pins`: without a pin)."""
         rank_of = self._rank
-        for heap in (self._unpinned, self._pinned):
+        for heap in (self._unpinned,) if spare_pins else (self._unpinned, self._pinned):
             entries = heap.entries
             while entries:
                 rank, _, node = heapq.heappop(entries)

@@ -34,9 +34,12 @@ from .row_states import RowStates
 MAX_LOOKUPS: Final = 16
 """Prefixes that an order of the queue may look up again in one pass."""
 
-_SHARE_AHEAD: Final = 16
-"""Of all pages the 16th part is free at most before more are evicted for requests that need one page each now, so that
-their next ones lie behind it."""
+AHEAD_PART: Final = 32
+"""Where the order of pages counts, some are evicted ahead of decodes' need while less than 1/32 of all is free.
+
+A larger part costs more of the cache than order is worth: multi-turn chats of 26 sessions in 1,024 pages found 79 % of
+their tokens cached without, 78 to 78.5 % with 1/32, 76 to 77 % with 1/16.
+"""
 
 _NO_MATCH = PrefixMatch()
 _MATCH_GENERATION: Final = operator.attrgetter("match_generation")
@@ -46,7 +49,7 @@ class KVMemory:
     """Pages for rows.
 
     Attributes:
-        evicted_pages_total: pages taken from the prefix cache because requests needed them.
+        evicted_pages_total: pages taken from the prefix cache because requests needed them, or will soon.
     """
 
     __slots__ = (
@@ -56,6 +59,7 @@ class KVMemory:
         "_host",
         "_lookahead",
         "_misses",
+        "_most_ahead",
         "_moved",
         "_pool",
         "_states",
@@ -72,8 +76,17 @@ class KVMemory:
         host: HostMemory,
         *,
         num_lookahead_tokens: int = 0,
+        reads_in_order: bool = False,
     ) -> None:
-        """Compose; `num_lookahead_tokens` slots are kept ready beyond each request's next token, for draft tokens."""
+        """Compose.
+
+        Args:
+            num_lookahead_tokens: slots that are kept ready beyond each request's next token, for draft tokens.
+            reads_in_order: whether it is worth something that a request's pages lie behind each other.
+        """
+        self._most_ahead = (
+            allocator.num_pages // AHEAD_PART // EXTENT_PAGES * EXTENT_PAGES if reads_in_order else 0
+        )
         self._host = host
         self._lookahead = np.int32(num_lookahead_tokens)
         self._copies: list[tuple[int, int]] = []
@@ -270,7 +283,9 @@ class KVMemory:
                 first, np.diff(np.append(first, len(rows)))
             ).astype(np.int32)
             num_pages += before
-            behind += before  # where the page before is, if it could be had
+            # Of a row's further pages: where the one before lies, if it was to be had and is in the same extent.
+            is_inside = (behind - 1 + before) // EXTENT_PAGES == (behind - 1) // EXTENT_PAGES
+            behind = np.where(is_inside, behind + before, 0)
         self._make_room(len(rows))
         self._make_room_behind(behind)
         self._pool.pages[rows, num_pages] = self._allocator.allocate_behind(behind)
@@ -283,22 +298,18 @@ class KVMemory:
             self._evict(missing)
 
     def _make_room_behind(self, pages: IntArray) -> None:
-        """Evict a little more, so that who is at the end of an extent gets the next one for itself.
+        """Evict a little more, so that who is at the end of an extent may get the next one for itself.
 
         Page after page would come from as many places of the cache, and be read as slowly.
         """
-        most = self.num_pages // _SHARE_AHEAD // EXTENT_PAGES * EXTENT_PAGES - self._allocator.num_free
-        while most > 0 and (extents := self._allocator.num_extents_needed(pages)):
-            num_evicted = self._evict(min(extents * EXTENT_PAGES, most))
-            most -= num_evicted
-            if not num_evicted:
-                return
+        most = self._most_ahead - self._allocator.num_free
+        if most > 0 and (extents := self._allocator.num_extents_needed(pages)):
+            self._evict(min(extents * EXTENT_PAGES, most), spare_pins=True)
 
-    def _evict(self, num_pages: int) -> int:
-        evicted = self._cache.evict(num_pages)
+    def _evict(self, num_pages: int, *, spare_pins: bool = False) -> None:
+        evicted = self._cache.evict(num_pages, spare_pins=spare_pins)
         self.evicted_pages_total += len(evicted)
         self._allocator.free(evicted)
-        return len(evicted)
 
     # ------------------------------------------------------------ into the prefix cache, and the end
 

@@ -31,9 +31,10 @@ class PageError(EngineError):
 
 
 class PageAllocator:
-    """Free pages, by extents: a stack of those that are wholly free, and a queue of those that have some free pages.
+    """Free pages, by extents: a stack of those that are wholly free, and a list of those that have some free pages.
 
-    The queue may name extents that are not like that any more; they are passed over when they are met.
+    The list may name extents that are not like that any more; they are passed over when they are met. Who grows page
+    by page takes from its beginning, where an extent has been left alone for longest, and prompts take from its end.
 
     Attributes:
         num_pages: free or not.
@@ -88,7 +89,7 @@ class PageAllocator:
         whole = self._take_whole(num_whole)
         rest += (num_whole - len(whole)) * EXTENT_PAGES
         last = self._begin_extent(rest)
-        single = last + self._take_some(rest - len(last), self._some.pop)  # what came free just now
+        single = last + self._take_some(rest - len(last), self._some.pop)
         return self._hand_out(
             np.concatenate((np.array(next_ones, np.int32), whole.ravel(), np.array(single, np.int32)))
         )
@@ -127,7 +128,7 @@ class PageAllocator:
         self.num_free += int(pages.size)
         extents, counts = np.unique(positions // EXTENT_PAGES, return_counts=True)
         self._num_free_in[extents] += counts.astype(np.int32)
-        for extent in extents.tolist():
+        for extent in extents[::-1].tolist():  # the lowest comes first again
             if self._free_in[extent] == EXTENT_PAGES:
                 self._whole[self._num_whole] = extent
                 self._num_whole += 1

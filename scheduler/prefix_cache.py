@@ -143,10 +143,10 @@ class PrefixCache(Protocol):
         """
         ...
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, num_pages: int, *, spare_pins: bool = False) -> IntArray:
         """Forget the least valuable unlocked pages, at most `num_pages`, and hand them over.
 
-        Pinned ones go when no others are left.
+        Pinned ones go when no others are left, or not at all (`spare_pins`).
         """
         ...
 
@@ -223,7 +223,7 @@ class NoPrefixCache:
     def forget(self, lease: Lease) -> IntArray:
         return EMPTY
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, num_pages: int, *, spare_pins: bool = False) -> IntArray:
         return EMPTY
 
     def flush(self) -> IntArray:

@@ -214,17 +214,17 @@ class RadixCache:
 
     # ------------------------------------------------------------ eviction
 
-    def evict(self, num_pages: int) -> IntArray:
-        return self._drop(num_pages, self._num_evictions + 1)
+    def evict(self, num_pages: int, *, spare_pins: bool = False) -> IntArray:
+        return self._drop(num_pages, self._num_evictions + 1, spare_pins=spare_pins)
 
     def flush(self) -> IntArray:
         return self._drop(self._evictable_pages, FLUSHED)
 
-    def _drop(self, num_pages: int, evicted_at: int) -> IntArray:
+    def _drop(self, num_pages: int, evicted_at: int, *, spare_pins: bool = False) -> IntArray:
         """Take pages from the leaves that go first; `evicted_at` is for the tombstones."""
         freed: list[AnyIntArray] = []
         missing = num_pages
-        while missing > 0 and (node := self._queue.pop()) is not None:
+        while missing > 0 and (node := self._queue.pop(spare_pins=spare_pins)) is not None:
             # A cut copies what stays, so a long leaf is halved down to a short one first. Each page is copied a few
             # times in all, while cutting page after page from a leaf of a million copies it a million times.
             while len(node.pages) > max(_LONG_LEAF_PAGES, 2 * missing):

@@ -65,8 +65,8 @@ class Recorded:
 
 @pytest.fixture(
     scope="module",
-    # That swaps, and steps one by one, are each in one of the others; the three take a server and six commands each.
-    params=["recompute", pytest.param("swap", marks=pytest.mark.slow), "swap, steps overlapped"],
+    # The others swap, too, and take one step at a time; each mode takes a server and six commands.
+    params=[pytest.param(mode, marks=pytest.mark.slow if mode == "swap" else ()) for mode in MODES],
 )
 def mode(request: pytest.FixtureRequest) -> str:
     """How requests lose their place, and how steps follow each other."""

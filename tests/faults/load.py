@@ -13,7 +13,7 @@ import httpx
 
 from tests.e2e.serving import DEADLINE_S, EngineServe
 
-NUM_TOKENS: Final = 120
+NUM_TOKENS: Final = 200
 EARLY_TOKENS: Final = 20
 """After so many tokens of each stream a fault comes; with `SLOW` steps the rest takes seconds on any machine."""
 

@@ -69,12 +69,12 @@ def test_a_page_that_is_not_in_use_or_none_has_nothing_behind_it(page):
     assert sorted(pages) == list(range(1, 25))
 
 
-def test_the_extent_that_came_free_last_is_the_first_one_used_again():
+def test_the_extents_that_came_free_last_are_the_first_ones_used_again_and_in_order():
     allocator = PageAllocator(64)
     pages = allocator.allocate(40)
-    allocator.free(pages[8:16])
+    allocator.free(pages[8:32])
 
-    assert sorted(allocator.allocate(8).tolist()) == sorted(pages[8:16].tolist())
+    assert allocator.allocate(24).tolist() == pages[8:32].tolist()
 
 
 @given(
