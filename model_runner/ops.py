@@ -40,7 +40,8 @@ class GateableWeight(LinearWeight, Protocol):
     def end_with_silu(self) -> bool:
         """From now on, if the answer is yes, a call gives silu(gate) * up: [T, K] -> [T, N / 2].
 
-        The gates are the first N / 2 outputs. Bit for bit what `silu_and_mul` of the same library makes of the product.
+        To be asked once, by the only one who uses the weight. The gates are the first N / 2 outputs. Bit for bit what
+        `silu_and_mul` of the same library makes of the product.
         """
         ...
 

@@ -283,9 +283,7 @@ class KVMemory:
                 first, np.diff(np.append(first, len(rows)))
             ).astype(np.int32)
             num_pages += before
-            # Of a row's further pages: where the one before lies, if it was to be had and is in the same extent.
-            is_inside = (behind - 1 + before) // EXTENT_PAGES == (behind - 1) // EXTENT_PAGES
-            behind = np.where(is_inside, behind + before, 0)
+            behind[before > 0] = 0
         self._make_room(len(rows))
         self._make_room_behind(behind)
         self._pool.pages[rows, num_pages] = self._allocator.allocate_behind(behind)

@@ -34,7 +34,7 @@ class PageAllocator:
     """Free pages, by extents: a stack of those that are wholly free, and a list of those that have some free pages.
 
     The list may name extents that are not like that any more; they are passed over when they are met. Who grows page
-    by page takes from its beginning, where an extent has been left alone for longest, and prompts take from its end.
+    by page takes from its beginning, where extents were touched longest ago, and prompts take from its end.
 
     Attributes:
         num_pages: free or not.
@@ -97,19 +97,27 @@ class PageAllocator:
     def allocate_behind(self, pages: IntArray) -> IntArray:
         """Take one page for each of `pages`, which it will follow; [len(pages)] int32, all different.
 
+        Args:
+            pages: 0: it follows the one that the entry before gets.
+
         Raises:
             PageError: see `allocate`.
         """
         self._check(len(pages))
-        positions = [
-            (self._take_behind(page, 1) or self._begin_extent(1) or self._take_some(1, self._some.popleft))[0]
-            for page in pages.tolist()
-        ]
+        positions: list[int] = []
+        for page in pages.tolist():
+            behind = page or positions[-1] + 1
+            positions += (
+                self._take_behind(behind, 1)
+                or self._begin_extent(1)
+                or self._take_some(1, self._some.popleft)
+            )
         return self._hand_out(np.array(positions, dtype=np.int32))
 
     def num_extents_needed(self, pages: IntArray) -> int:
-        """How many of `pages` have no free page behind them in their extent, and no wholly free extent either."""
-        return max(sum(not self._has_next(page) for page in pages.tolist()) - self._num_whole, 0)
+        """How many of `pages` (0 is none) have no free page behind them in their extent, nor a wholly free extent."""
+        at_end = sum(1 for page in pages.tolist() if page and not self._has_next(page))
+        return max(at_end - self._num_whole, 0)
 
     def free(self, pages: AnyIntArray) -> None:
         """Take pages back.

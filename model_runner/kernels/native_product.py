@@ -40,7 +40,8 @@ class NativeProduct(ABC):
 
     def end_with_silu(self) -> bool:
         """See `GateableWeight`. For gates in whole vectors; with others it stays what it is."""
-        assert self._form == _BF16, "it does so already"
+        if self._form != _BF16:
+            raise RuntimeError("the weight ends with its activation already; two layers must not share it")
         if self._outputs % (2 * _LANES):
             return False
         self._pair()

@@ -59,6 +59,14 @@ def test_prompts_that_are_computed_chunk_by_chunk_in_turn():
     assert share_of_neighbours(harness) > 0.8
 
 
+def test_requests_that_get_pages_for_drafts_too():
+    harness = make_harness(speculative="ngram", speculative_num_draft_tokens=9)
+
+    decode(harness)
+
+    assert share_of_neighbours(harness) > 0.8
+
+
 def test_when_all_memory_is_cached_prompts():
     harness = make_harness()
     fill_cache(harness)

@@ -59,6 +59,17 @@ def test_two_requests_that_share_their_last_page_get_different_ones_behind_it():
     assert pages[1] not in (*shared, pages[0])
 
 
+def test_a_request_that_needs_several_pages_at_once_gets_them_behind_each_other():
+    allocator = PageAllocator(64)
+    first, other = allocator.allocate(6), allocator.allocate(3)
+
+    pages = allocator.allocate_behind(np.array([first[-1], 0, 0, 0, other[-1], 0], dtype=np.int32))
+
+    assert pages[:2].tolist() == [first[-1] + 1, first[-1] + 2]
+    assert pages[3] == pages[2] + 1
+    assert pages[4:].tolist() == [other[-1] + 1, other[-1] + 2]
+
+
 @pytest.mark.parametrize("page", [9, 17, 24, 40])
 def test_a_page_that_is_not_in_use_or_none_has_nothing_behind_it(page):
     allocator = PageAllocator(24)
