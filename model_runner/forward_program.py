@@ -21,51 +21,46 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS, ForwardMode
+from ..runtime.step_plan import ForwardMode
 from .arena import Arena
 from .attention.backend import BatchLayout, PlannedAttention
 from .forward_batch import ForwardBatch
 from .kernels.cpu.library import load_library
-from .kernels.native_blocks import TILES_FROM
 from .native_program import NativeProgram, Traced, told_of_calls, trace
+from .program_planes import (
+    BORDERS,
+    LEAST_TOKENS,
+    MAX_TOKENS,
+    NOT_PER_TOKEN,
+    NoProgramError,
+    Planes,
+    Steps,
+    StepSize,
+)
 from .sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
     import ctypes
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
     from ..runtime.device_config import KernelConfig
     from .attention.backend import AttentionBackend
     from .kv_pool import KVPool
     from .models.registry import CausalLM
-
-    Words = npt.NDArray[np.int64]
+    from .program_planes import Words
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[ForwardBatch], Tensor]
 
-MAX_TOKENS: Final = 2048
-"""Of a step; larger ones are launched call by call, which costs them little. What of the memory for so many tokens no
-step has touched takes none."""
-_LEAST_TOKENS: Final = 2
-"""Of a step; smaller ones are decodes, which are recorded."""
-_BORDERS: Final = (1, TILES_FROM, MAX_DRAFT_STEP_TOKENS + 1)
-"""Numbers of tokens from which on calls are the same: the first that will do. Products of block-quantised weights are
-other ones for fewer, see `load._tiles_from`."""
-_MIDDLE: Final = 1025
-"""A number of tokens far from any border."""
 _SAME_FOR_ALL: Final = ["p", "f"]
 """Kinds of arguments that must not depend on numbers of tokens, see `kernels.cpu.library`."""
-_NOT_PER_TOKEN: Final = "its arguments are not so much per token"
 
 
 class ProgrammedForward:
@@ -85,89 +80,11 @@ class ProgrammedForward:
         """See `CausalLM.forward`."""
         attention = batch.attention
         num_tokens = len(batch.input_ids)
-        size = _Size(num_tokens, num_tokens if batch.wanted is None else len(batch.wanted))
+        size = StepSize(num_tokens, num_tokens if batch.wanted is None else len(batch.wanted))
         program = next((program for program in self.programs if program.steps.include(size)), None)
         if program is None or not isinstance(attention, PlannedAttention):
             return self._model.forward(batch)
         return program.run(batch, size, attention.plan_addresses)
-
-
-class _Size(NamedTuple):
-    """T and W of a step."""
-
-    tokens: int
-    wanted: int
-
-    def __str__(self) -> str:
-        return f"{self.tokens} tokens, {self.wanted} wanted"
-
-
-class _Steps(NamedTuple):
-    """Those from so many tokens on, with so many wanted ones."""
-
-    least_tokens: int
-    least_wanted: int
-    most_wanted: int
-
-    @classmethod
-    def beside(cls, border: int) -> list[Self]:
-        """All steps from so many tokens on, by whether as many are wanted."""
-        least_tokens = max(border, _LEAST_TOKENS)
-        steps = [cls(least_tokens, 1, border - 1), cls(least_tokens, border, MAX_TOKENS)]
-        return [each for each in steps if each.most_wanted]
-
-    def include(self, size: _Size) -> bool:
-        """Whether it is one of them."""
-        are_wanted = self.least_wanted <= size.wanted <= self.most_wanted
-        return self.least_tokens <= size.tokens <= MAX_TOKENS and are_wanted
-
-    @property
-    def largest(self) -> _Size:
-        """The one that needs the most memory."""
-        return _Size(MAX_TOKENS, self.most_wanted)
-
-    def tried(self) -> list[_Size]:
-        """Those for which the model is traced, beside the largest."""
-        tokens = sorted({self.least_tokens, self.least_tokens + 1, *_BORDERS, _MIDDLE})
-        tried = [_Size(number, min(number, self.most_wanted)) for number in tokens]
-        middle = (self.least_wanted + min(self.most_wanted, _MIDDLE)) // 2
-        tried += [_Size(_MIDDLE, self.least_wanted + 1), _Size(_MIDDLE, middle)]
-        return [size for size in tried if self.include(size)]
-
-
-class _Planes(NamedTuple):
-    """Arguments of all calls: `constants` + `by_token` * T + `by_wanted` * W."""
-
-    constants: Words
-    by_token: Words
-    by_wanted: Words
-
-    @classmethod
-    def through(cls, steps: _Steps, words_of: Callable[[_Size], Words]) -> Self:
-        """Those that have the right arguments at three sizes.
-
-        Raises:
-            _NoProgramError: there are none in whole numbers.
-        """
-        tokens, wanted = steps.least_tokens, steps.least_wanted
-        corner, edge, most = map(words_of, (_Size(tokens, wanted), _Size(MAX_TOKENS, wanted), steps.largest))
-        by_token, token_rest = np.divmod(edge - corner, MAX_TOKENS - tokens)
-        by_wanted, wanted_rest = np.divmod(most - edge, steps.most_wanted - wanted)
-        if token_rest.any() or wanted_rest.any():
-            raise _NoProgramError(_NOT_PER_TOKEN)
-        return cls(corner - by_token * tokens - by_wanted * wanted, by_token, by_wanted)
-
-    def at(self, size: _Size) -> Words:
-        """The arguments of a step."""
-        return self.constants + self.by_token * size.tokens + self.by_wanted * size.wanted
-
-    def changing(self) -> Words:
-        """Which arguments depend on the size."""
-        return np.flatnonzero((self.by_token != 0) | (self.by_wanted != 0))
-
-    def of(self, which: Words) -> Self:
-        """Of some of the arguments."""
-        return type(self)(*(column[which] for column in self))
 
 
 class ForwardProgram:
@@ -180,9 +97,9 @@ class ForwardProgram:
 
     def __init__(
         self,
-        steps: _Steps,
+        steps: Steps,
         program: NativeProgram,
-        planes: _Planes,
+        planes: Planes,
         *,
         numbers: Tensor,
         hidden: Tensor,
@@ -205,7 +122,7 @@ class ForwardProgram:
         self._hidden = hidden
         self._plan_words = plan_words
 
-    def run(self, batch: ForwardBatch, size: _Size, plan_addresses: list[int]) -> Tensor:
+    def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
         """[W, K], until the next run; `plan_addresses`: see `PlannedAttention`."""
         *numbers, wanted = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
@@ -262,10 +179,6 @@ class _Blocks:
         return self._arena.borrowed(tensor)
 
 
-class _NoProgramError(Exception):
-    """Why there is none."""
-
-
 class _Tracer:
     """Runs a model without computing anything."""
 
@@ -280,11 +193,11 @@ class _Tracer:
         self.numbers = torch.zeros((4, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 
-    def trace(self, size: _Size, blocks: _Blocks) -> Traced:
+    def trace(self, size: StepSize, blocks: _Blocks) -> Traced:
         """The calls of such a step.
 
         Raises:
-            _NoProgramError: some of them are no calls of the library, or need memory beside the blocks.
+            NoProgramError: some of them are no calls of the library, or need memory beside the blocks.
         """
         row, none, tokens = (np.array([number], dtype=np.int64) for number in (0, 0, size.tokens))
         with told_of_calls(self._library, lambda function, arguments: None, only_told=True):
@@ -310,7 +223,7 @@ class _Tracer:
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
-            raise _NoProgramError(", ".join(dict.fromkeys(reasons)))
+            raise NoProgramError(", ".join(dict.fromkeys(reasons)))
         return traced
 
 
@@ -318,38 +231,38 @@ def _words(traced: Traced) -> Words:
     return np.array([word for call in traced.calls for word in call.words], dtype=np.uint64).view(np.int64)
 
 
-def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: _Steps) -> ForwardProgram:
+def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> ForwardProgram:
     """The program of these steps.
 
     Raises:
-        _NoProgramError: their calls are not so much per token.
+        NoProgramError: their calls are not so much per token.
     """
     blocks = _Blocks(tracer.arena)
     largest = tracer.trace(steps.largest, blocks)  # lays the blocks out
     hidden = blocks.whole(largest.result)
     functions = [call.function for call in largest.calls]
 
-    def words_of(size: _Size) -> Words:
+    def words_of(size: StepSize) -> Words:
         if size == steps.largest:
             return _words(largest)
         blocks.begin_again()
         traced = tracer.trace(size, blocks)
         if [call.function for call in traced.calls] != functions:
-            raise _NoProgramError(f"it calls other functions for {size}")
+            raise NoProgramError(f"it calls other functions for {size}")
         if traced.result.data_ptr() != hidden.data_ptr():
-            raise _NoProgramError(f"its result lies elsewhere for {size}")
+            raise NoProgramError(f"its result lies elsewhere for {size}")
         return _words(traced)
 
-    planes = _Planes.through(steps, words_of)
+    planes = Planes.through(steps, words_of)
     kinds = np.array([kind for function in functions for kind in function.arguments])
     if np.isin(kinds[planes.changing()], _SAME_FOR_ALL).any():
-        raise _NoProgramError(_NOT_PER_TOKEN)
+        raise NoProgramError(NOT_PER_TOKEN)
     for size in steps.tried():
         if (planes.at(size) != words_of(size)).any():
-            raise _NoProgramError(f"{_NOT_PER_TOKEN}: {size}")
+            raise NoProgramError(f"{NOT_PER_TOKEN}: {size}")
     plan_words = [(planes.constants == address).nonzero()[0] for address in tracer.plan_addresses]
     if not all(map(len, plan_words)):
-        raise _NoProgramError("its attention has no plan that could be exchanged")
+        raise NoProgramError("its attention has no plan that could be exchanged")
     return ForwardProgram(
         steps,
         NativeProgram(library, largest.calls),
@@ -364,26 +277,26 @@ def _make_programs(tracer: _Tracer, library: ctypes.CDLL) -> list[ForwardProgram
     """A model's programs.
 
     Raises:
-        _NoProgramError: it has none.
+        NoProgramError: it has none.
     """
     # First of all for few tokens: what cannot be recorded is computed, if only the first operation of it.
-    tracer.trace(_Size(_LEAST_TOKENS, 1), _Blocks(tracer.arena))
+    tracer.trace(StepSize(LEAST_TOKENS, 1), _Blocks(tracer.arena))
     reasons = []
-    for border in _BORDERS:
+    for border in BORDERS:
         try:
-            return [_make_program(tracer, library, steps) for steps in _Steps.beside(border)]
-        except _NoProgramError as error:
+            return [_make_program(tracer, library, steps) for steps in Steps.beside(border)]
+        except NoProgramError as error:
             reasons.append(str(error))
-    raise _NoProgramError(reasons[0])
+    raise NoProgramError(reasons[0])
 
 
 def _make_forward(
     model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
 ) -> ProgrammedForward:
     if num_ranks > 1:
-        raise _NoProgramError("ranks that share a model wait for each other within a step")
+        raise NoProgramError("ranks that share a model wait for each other within a step")
     if not hasattr(attention, "repeatable_step"):
-        raise _NoProgramError(f"attention by {attention.name} is not a native call")
+        raise NoProgramError(f"attention by {attention.name} is not a native call")
     library = load_library()
     tracer = _Tracer(model, kv_pool, attention, library)
     return ProgrammedForward(model, _make_programs(tracer, library), tracer.arena)
@@ -398,7 +311,7 @@ def programmed_forward(
     started_s = time.perf_counter()
     try:
         made = _make_forward(model, kv_pool, attention, num_ranks)
-    except _NoProgramError as error:
+    except NoProgramError as error:
         logger.info("forward_program=none: %s", error)
         return model.forward
     logger.info(

@@ -13,10 +13,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from engine.model_runner import forward_program
-from engine.model_runner.forward_program import MAX_TOKENS, ProgrammedForward, programmed_forward
+from engine.model_runner import forward_program, program_planes
+from engine.model_runner.forward_program import ProgrammedForward, programmed_forward
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native_blocks import TILES_FROM
+from engine.model_runner.program_planes import MAX_TOKENS
 from engine.model_runner.recorded_step import NoRecordings
 from engine.runtime.device_config import KernelConfig
 from engine.runtime.sampling_params import SamplingParams
@@ -24,6 +25,15 @@ from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS, StepResult
 
 from .conftest import GREEDY, Driver, TinyModel
 from .test_native_recordings import SHAPES, WITH_HEAD_DIM
+
+
+def set_constants(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    """Of programs and their sizes, in both modules that go by them."""
+    for name, value in values.items():
+        modules = [module for module in (forward_program, program_planes) if hasattr(module, name)]
+        assert modules, name
+        for module in modules:
+            monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +185,7 @@ def test_prompts_whose_tokens_are_all_wanted_are_a_program_too(make):
 
 def test_few_and_many_wanted_tokens_may_be_two_programs(make, monkeypatch):
     """As with quantised weights on CPUs with AMX; they work in the same memory."""
-    monkeypatch.setattr(forward_program, "_BORDERS", (TILES_FROM,))
+    set_constants(monkeypatch, BORDERS=(TILES_FROM,))
     driver = make("llama")
     compared = Compared(driver)
     few, many = compared.forward.programs
@@ -223,9 +233,7 @@ def test_other_weights_are_read_anew(make):
 
 
 def test_a_larger_step_is_the_models(make, monkeypatch):
-    monkeypatch.setattr(forward_program, "MAX_TOKENS", 34)
-    monkeypatch.setattr(forward_program, "_MIDDLE", 33)
-    monkeypatch.setattr(forward_program, "_BORDERS", (1,))
+    set_constants(monkeypatch, MAX_TOKENS=34, _MIDDLE=33, BORDERS=(1,))
     driver = make("llama")
     compared = Compared(driver)
     req = driver.start(list(range(3, 80)))
@@ -381,13 +389,13 @@ def test_where_there_can_be_none_nothing_is_tried(kernels, num_ranks, reason, ca
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("border", forward_program._BORDERS)
+@pytest.mark.parametrize("border", program_planes.BORDERS)
 def test_every_step_belongs_to_one_program_at_most(border):
-    all_steps = forward_program._Steps.beside(border)
+    all_steps = program_planes.Steps.beside(border)
     for tokens in (1, 2, 31, 32, 33, 64, 65, MAX_TOKENS, MAX_TOKENS + 1):
         for wanted in {1, 2, 31, 32, 64, 65, tokens}:
             if wanted <= tokens:
-                size = forward_program._Size(tokens, wanted)
+                size = program_planes.StepSize(tokens, wanted)
                 num = sum(steps.include(size) for steps in all_steps)
                 assert num == (max(2, border) <= tokens <= MAX_TOKENS), size
     for steps in all_steps:
