@@ -27,7 +27,7 @@ def breakdown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     ("function", "part"),
     [
-        ("linear", "linears"),
+        ("linear_to", "linears"),
         ("attend", "attention"),
         ("plan_attention", "attention"),
         ("add_rms_norm", "norms, rotary, activation"),

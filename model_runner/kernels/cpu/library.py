@@ -38,7 +38,6 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "packed_linear_bytes": ("n", "nn"),
     "pack_linear": ("", "pnnp"),
     "pair_linear": ("", "pnn"),
-    "linear": ("", "pnpppnnn"),
     "linear_to": ("", "pnpppnnni"),
     "linear_rows": ("", "pppnnn"),
     "blocks_are_fast": ("i", ""),

@@ -230,11 +230,6 @@ EXPORT void linear_to(const void* x, int64_t x_stride, const void* packed, const
 #endif
 }
 
-EXPORT void linear(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
-                   int64_t num_tokens, int64_t inputs, int64_t outputs) {
-    linear_to(x, x_stride, packed, bias, out, num_tokens, inputs, outputs, engine::BF16);
-}
-
 // Rows of the weight as it was before it was packed: out[n] = weight[ids[n]]; ids in [0, outputs).
 EXPORT void linear_rows(const void* packed_, const int64_t* ids, void* out_, int64_t num_rows, int64_t inputs,
                         int64_t outputs) {
@@ -251,6 +246,5 @@ EXPORT void linear_rows(const void* packed_, const int64_t* ids, void* out_, int
     });
 }
 
-RECORDABLE(linear)
 RECORDABLE(linear_to)
 RECORDABLE(linear_rows)
