@@ -149,7 +149,7 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
     version: str
     model: str
     config: dict[str, dict[str, Any]]
-    capacity: dict[str, int]
+    capacity: dict[str, int | bool]
     model_spec: ModelSpec
     limits: RequestLimits
     num_live_requests: int

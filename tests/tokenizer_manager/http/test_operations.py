@@ -4,6 +4,7 @@ import json
 import re
 
 import msgspec
+import pytest
 
 from engine.runtime.messages import SchedulerReport
 from engine.tokenizer_manager.http.routes import ROUTES
@@ -88,6 +89,18 @@ def test_server_info_has_settings_capacity_model_and_report(serve: Serve):
     assert info["scheduler"]["num_running_reqs"] == 0
     assert info["scheduler"]["waiting_by_reason"] == {}
     assert info["scheduler"]["stalled"] == ""
+
+
+# Whole, with odd values and by real processes: tests/e2e/test_openapi.py, which is slow.
+@pytest.mark.parametrize(
+    "route",
+    [r for r in ROUTES if r.method == "GET" and r.answer is not None and "{" not in r.path],
+    ids=lambda route: route.path,
+)
+def test_answers_are_of_the_type_that_the_document_says(serve: Serve, route):
+    reply = serve(say_all("x")).client.get(route.path)
+    assert reply.status_code == 200
+    msgspec.json.decode(reply.content, type=route.answer)
 
 
 def test_metrics_count_requests_and_never_show_prompts(serve: Serve):
