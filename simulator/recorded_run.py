@@ -82,6 +82,14 @@ def read_recorded_run(path: str | Path) -> RecordedRun:
     return found
 
 
+def _is_of(record: Settled, batch: ScheduleBatch) -> bool:
+    """Whether this can be what came of the step; an engine that decides otherwise samples for others."""
+    if record.step_id != batch.plan.step_id:
+        return False
+    num_answers = len(record.num_next_tokens or record.next_token_ids) // np.dtype(np.int32).itemsize
+    return record.out_of_memory or num_answers == len(batch.sampled)
+
+
 class _Life:
     """One request of the log."""
 
@@ -149,7 +157,7 @@ class _Reader:
         self._in_flight.append((batch, now_s))
 
     def _settle(self, record: Settled) -> None:
-        if not self._in_flight or self._in_flight[0][0].plan.step_id != record.step_id:
+        if not self._in_flight or not _is_of(record, self._in_flight[0][0]):
             raise ConfigError(
                 f"step {record.step_id} of the log is none that this engine plans; `engine replay` shows where its "
                 f"decisions differ from those of engine {self._run.header.engine_version}"

@@ -20,8 +20,10 @@ from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.log_file import LogFileError
 from engine.scheduler.recorder import Recorder, make_recorder
+from engine.scheduler.replay import new_scheduler
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_work import StepWork
+from engine.simulator import recorded_run
 from engine.simulator.arrivals import Lengths
 from engine.simulator.cluster import Cluster, ClusterSettings
 from engine.simulator.cost_model import LinearCost
@@ -138,6 +140,15 @@ def test_the_recorded_run_is_read_back_as_it_was(path, make_replica):
     assert outcome.output_tokens == truth.output_tokens
     assert run.num_left_out == 0
     assert run.damage == ""
+
+
+def test_a_log_of_an_engine_that_decides_otherwise_is_refused(path, make_replica, monkeypatch):
+    serve(path, RAG.requests(Arrival(num_requests=20, rate=100.0)), make_replica())
+    monkeypatch.setattr(
+        recorded_run, "new_scheduler", lambda header: new_scheduler(header, chunked_prefill_size=64)
+    )
+    with pytest.raises(ConfigError, match=r"none that this engine plans; `engine replay` shows where"):
+        read_recorded_run(path)
 
 
 def test_the_cost_model_of_the_machine_is_found(path, make_replica):
