@@ -111,7 +111,7 @@ class Admission:
             num_decodes=num_decodes,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             decodes_first=limits.decodes_first,
-            time=self._target.for_prompts(num_decodes, kv_tokens, self._waiting_tokens(), page_size),
+            time=self._target.for_prompts(num_decodes, kv_tokens, *self._waiting_work(), page_size),
         )
         return PrefillAdder(
             parts.kv,
@@ -128,11 +128,12 @@ class Admission:
             num_lookahead_tokens=limits.num_lookahead_tokens,
         )
 
-    def _waiting_tokens(self) -> int:
-        """Prompt tokens to be computed, cached ones included; of those that wait, the first ones count."""
+    def _waiting_work(self) -> tuple[int, int]:
+        """Prompt tokens to be computed, cached ones included, and of how many prompts; of many, the first ones."""
         requests, states = self._parts.requests, self._parts.states
-        started = sum(req.fill_len - int(states.num_computed[req.row]) for req in requests.partial)
-        return started + sum(req.fill_len for req in islice(requests.waiting, _MAX_COUNTED))
+        lengths = [req.fill_len - int(states.num_computed[req.row]) for req in requests.partial]
+        lengths += [req.fill_len for req in islice(requests.waiting, _MAX_COUNTED)]
+        return sum(lengths), len(lengths)
 
     @property
     def _num_free_rows(self) -> int:
