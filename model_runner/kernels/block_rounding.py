@@ -1,9 +1,9 @@
 """`round_to_blocks`: weights in floating point to the nearest `BlockWeight`, block by block.
 
-8 bits are symmetric: the largest number of a block decides its scale. 4 bits have a scale and a minimum, and with 16
-steps it matters where they lie: the range of a block is not the best choice, since cutting off its ends a little makes
-all steps finer. So a few ranges are tried, for each the scale and minimum are those of least squares, and the one with
-the smallest squared error wins (as in k-quants of llama.cpp, without their weighting).
+8 bits are symmetric: the largest number of a block, or of two, decides its scale. 4 bits have a scale and a minimum,
+and with 16 steps it matters where they lie: the range of a block is not the best choice, since cutting off its ends a
+little makes all steps finer. So a few ranges are tried, for each the scale and minimum are those of least squares, and
+the one with the smallest squared error wins (as in k-quants of llama.cpp, without their weighting).
 
 Scales and minima are rounded to 16 bits, in which kernels hold them, before numbers are chosen for them. Half precision
 has a narrow range, and blocks of small numbers would get coarse scales, or ones that cut off their ends: so the weight
@@ -49,11 +49,16 @@ class _Rounded(NamedTuple):
     errors: Tensor
 
 
-def round_to_blocks(weight: Tensor, bits: Literal[4, 8]) -> BlockWeight:
-    """[N, K], in any floating-point type, to whole numbers; K must be a multiple of 32."""
+def round_to_blocks(weight: Tensor, bits: Literal[4, 8], *, in_pairs: bool = False) -> BlockWeight:
+    """[N, K], in any floating-point type, to whole numbers; K must be a multiple of 32.
+
+    Args:
+        in_pairs: two blocks of 8 bits get one scale, which our C++ kernels are faster with, if K allows it.
+    """
     rows, columns = weight.shape
     assert columns % BLOCK_SIZE == 0, weight.shape
-    blocks = weight.contiguous().view(-1, BLOCK_SIZE)
+    blocks_per_scale = 2 if in_pairs and bits == 8 and columns % (2 * BLOCK_SIZE) == 0 else 1
+    blocks = weight.contiguous().view(-1, blocks_per_scale * BLOCK_SIZE)
     factor = 2.0 ** (_LARGEST_EXPONENT - _exponent(blocks))
     numbers = torch.empty(blocks.shape, dtype=torch.uint8)
     scales = torch.empty((len(blocks), 1), dtype=torch.float32)
@@ -75,7 +80,7 @@ def round_to_blocks(weight: Tensor, bits: Literal[4, 8]) -> BlockWeight:
     per_row = (rows, columns // BLOCK_SIZE)
     return BlockWeight(
         numbers.view(rows, columns),
-        scales.view(per_row),
+        scales.repeat_interleave(blocks_per_scale, dim=0).view(per_row),
         None if minima is None else minima.view(per_row),
         _INT8_ZERO if bits == 8 else 0,
         bits,
@@ -116,7 +121,7 @@ def _on_all_threads(work: Callable[[int], None], starts: range) -> None:
 
 
 def _to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers [B, 32] and scales [B, 1] of blocks [B, 32]."""
+    """Numbers [B, n] and scales [B, 1] of blocks [B, n]."""
     scales = _in_16_bits(values.abs().amax(dim=1, keepdim=True) / _INT8_MAX).clamp_(min=_SMALLEST_SCALE)
     numbers = (values / scales).round_().clamp_(-_INT8_MAX, _INT8_MAX).add_(_INT8_ZERO)
     return numbers, scales

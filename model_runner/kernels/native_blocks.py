@@ -1,9 +1,10 @@
 """`NativeBlockLinear`: products with block-quantised weights by our C++ kernels (`kernels/cpu/blocks.cpp`).
 
-Few tokens are quantised, too, each block of 32 to whole numbers in -127..127 with one scale. Sums are exact within a
-block and float32 beyond, in one order. From `tiles_from` tokens on, where the CPU has AMX, activations stay as they are
-and the weight is rounded to bfloat16, panel by panel. So a token's bits depend on whether its call has so many tokens,
-and on nothing else; `NO_TILES` is for whoever cannot have that.
+Few tokens are quantised, too, each block of 32 to whole numbers in -127..127 with one scale; each two blocks, where a
+weight of 8 bits has the same scales in pairs. Sums are exact within a block and float32 beyond, in one order. From
+`tiles_from` tokens on, where the CPU has AMX, activations stay as they are and the weight is rounded to bfloat16, panel
+by panel. So a token's bits depend on whether its call has so many tokens, and on nothing else; `NO_TILES` is for
+whoever cannot have that.
 """
 
 # Shapes: T tokens, K inputs, N outputs.
@@ -60,6 +61,7 @@ class NativeBlockLinear(NativeProduct):
         self._tiles_from = tiles_from
         self._bits, self._zero = weight.bits, weight.zero if weight.minima is None else 0
         self._has_minima = weight.minima is not None
+        self._are_pairs = weight.bits == 8 and not self._has_minima and weight.has_paired_scales
         outputs, inputs = weight.shape
         num_bytes = library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima)
         super().__init__(library, outputs, inputs, num_bytes)
@@ -99,6 +101,7 @@ class NativeBlockLinear(NativeProduct):
             self._zero,
             self._factor,
             self._form_of(out),
+            self._are_pairs,
             self._tiles_from,
         )
 

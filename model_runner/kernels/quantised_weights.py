@@ -160,6 +160,11 @@ class BlockWeight:
             4 if self.minima is not None else 2
         )
 
+    @property
+    def has_paired_scales(self) -> bool:
+        """Whether blocks 2k and 2k + 1 have the same scale everywhere: groups of 64, in effect."""
+        return self.scales.shape[1] % 2 == 0 and torch.equal(self.scales[:, ::2], self.scales[:, 1::2])
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
         minima = self.scales * -self.zero if self.minima is None else self.minima

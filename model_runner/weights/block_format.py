@@ -66,7 +66,7 @@ class BlockParts:
             return _checked(blocks, name)
         slices = None if part is None else [part]
         values = plain() if plain else weights.stacked([f"{name}.weight"], [shape], slices=slices)
-        return values if form is None else _checked(round_to_blocks(values, form.bits), name)
+        return values if form is None else _checked(round_to_blocks(values, form.bits, in_pairs=True), name)
 
 
 class BlockFormat(QuantisedFormat):

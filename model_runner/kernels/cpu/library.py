@@ -45,7 +45,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "pack_blocks": ("", "pppnnip"),
     "pair_blocks": ("", "pnnii"),
     "blocks_workspace_bytes": ("n", "nnn"),
-    "blocks": ("", "pnppppnnniiifin"),
+    "blocks": ("", "pnppppnnniiifiin"),
     "blocks_rows": ("", "pppnniiif"),
     "add_rms_norm": ("", "ppppnnfii"),
     "silu_and_mul": ("", "ppnni"),

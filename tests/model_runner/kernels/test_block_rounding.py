@@ -44,6 +44,19 @@ def test_8_bits_are_off_by_half_a_step_at_most(weight: Tensor) -> None:
     assert rounded.numbers.min() >= 1  # symmetric
 
 
+def test_two_blocks_of_8_bits_may_share_a_scale(weight: Tensor) -> None:
+    rounded = round_to_blocks(weight, 8, in_pairs=True)
+
+    assert rounded.has_paired_scales and not round_to_blocks(weight, 8).has_paired_scales
+    steps = rounded.scales.repeat_interleave(32, dim=1)
+    assert ((rounded.dequantised(torch.float32) - weight).abs() <= steps * 0.57).all()
+    single = round_to_blocks(weight, 8).scales
+    assert torch.equal(rounded.scales[:, ::2], torch.maximum(single[:, ::2], single[:, 1::2]))
+    # 96 inputs are no pairs, and 4 bits need finer scales.
+    for odd in (round_to_blocks(weight[:, :96], 8, in_pairs=True), round_to_blocks(weight, 4, in_pairs=True)):
+        assert not odd.has_paired_scales
+
+
 def test_4_bits_lie_where_the_error_is_small(weight: Tensor) -> None:
     rounded = round_to_blocks(weight, 4)
 

@@ -202,8 +202,10 @@ def test_a_rank_with_the_end_of_the_head_gets_zeros_behind_it(tmp_path: Path) ->
 
         (head,) = kept.parts
         assert isinstance(head, BlockWeight) and head.bits == 8 and head.shape == (70, 512)
-        # 8 bits of what were 8 bits are the same but for a step's rounding.
-        torch.testing.assert_close(head.dequantised(torch.float32), padded, rtol=0.01, atol=1e-3)
+        steps = head.scales.abs().repeat_interleave(32, dim=1)
+        # The file's own 8 bits, or others half a step away: blocks share their scales in pairs then.
+        assert ((head.dequantised(torch.float32) - padded).abs() <= 0.57 * steps).all()
+        assert quantisation.stored is torch.allclose(head.dequantised(torch.float32), padded, rtol=1e-6)
         assert not head.dequantised(torch.float32)[26:].any()
 
 
@@ -238,7 +240,7 @@ def test_plain_weights_are_rounded_block_by_block(make_tiny_llama) -> None:
         BlockFormat(spec, kept).load(reader, [name], [(128, 128)], [Slice(1, 64, 128)])  # type: ignore[arg-type]
         (made,) = kept.parts
         assert isinstance(made, BlockWeight)
-        expected = round_to_blocks(plain[:, 64:], bits)  # type: ignore[arg-type]
+        expected = round_to_blocks(plain[:, 64:], bits, in_pairs=True)  # type: ignore[arg-type]
         assert torch.equal(made.numbers, expected.numbers) and torch.equal(made.scales, expected.scales)
 
 

@@ -51,9 +51,14 @@ def guarded(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return part
 
 
-def quantised(x: torch.Tensor) -> torch.Tensor:
+def paired(weight: BlockWeight) -> BlockWeight:
+    """The same numbers, with the scale of each second block for the one before, too."""
+    return replace(weight, scales=weight.scales[:, 1::2].repeat_interleave(2, dim=1))
+
+
+def quantised(x: torch.Tensor, block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """What the kernel makes of x, in float64."""
-    blocks: torch.Tensor = x.float().unflatten(1, (-1, BLOCK_SIZE))
+    blocks: torch.Tensor = x.float().unflatten(1, (-1, block_size))
     most = blocks.abs().amax(-1, keepdim=True)
     # `127 / most` would be the reciprocal times 127, which is rounded twice.
     numbers = (blocks * torch.where(most > 1e-30, torch.full_like(most, 127) / most, 0)).round()
@@ -65,10 +70,12 @@ def check(
 ) -> None:
     """Against the product in float64, up to the rounding of float32 sums and of the result."""
     exact_weight = weight.dequantised(torch.float64)
-    exact = quantised(x) @ exact_weight.T + (0 if bias is None else bias.double())
+    in_pairs = weight.bits == 8 and weight.minima is None and weight.has_paired_scales
+    numbers_of_x = quantised(x, 2 * BLOCK_SIZE if in_pairs else BLOCK_SIZE)
+    exact = numbers_of_x @ exact_weight.T + (0 if bias is None else bias.double())
     # Parts of a sum may be larger than the sum: numbers and minima are added up on their own.
     numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
-    parts = quantised(x).abs() @ (numbers + exact_weight.abs()).T + (
+    parts = numbers_of_x.abs() @ (numbers + exact_weight.abs()).T + (
         0 if bias is None else bias.double().abs()
     )
     precise = linear.to_float32(x, bias)
@@ -85,6 +92,26 @@ def test_it_is_the_product_for_any_number_of_tokens(library, bits, has_minima, i
     bias = guarded((outputs,), 1) if inputs == 576 else None
     for num_tokens in (0, 1, 2, 5, 6, 7, 8, 9, 61, 130):
         check(linear, weight, guarded((num_tokens, inputs), 2), bias)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 1), (576, 200), (1536, 33), (192, 97)])
+def test_blocks_whose_scales_are_equal_in_pairs_are_added_up_in_pairs(library, inputs, outputs):
+    weight = paired(block_weight(outputs, inputs, 8, has_minima=False))
+    linear = NativeBlockLinear(library, weight, NO_TILES)
+    for num_tokens in (0, 1, 2, 5, 6, 7, 61, 130):
+        check(linear, weight, guarded((num_tokens, inputs), 2))
+    x = guarded((130, inputs), 2)
+    everybody = linear.to_float32(x)
+    assert torch.equal(linear.to_float32(x[77:78]), everybody[77:78])
+    assert not torch.equal(
+        quantised(x), quantised(x, 2 * BLOCK_SIZE)
+    )  # else this would not tell the two apart
+
+
+@pytest.mark.parametrize(("bits", "has_minima"), [(4, False), (4, True), (8, True)])
+def test_other_weights_with_such_scales_are_multiplied_as_ever(library, bits, has_minima):
+    weight = paired(block_weight(33, 192, bits, has_minima))
+    check(NativeBlockLinear(library, weight, NO_TILES), weight, guarded((7, 192), 2))
 
 
 @pytest.mark.parametrize(("bits", "has_minima"), FORMS)
@@ -282,8 +309,9 @@ def test_whole_numbers_at_the_ends_do_not_overflow(library):
         check(NativeBlockLinear(library, weight), weight, torch.full((3, 64), x, dtype=BF16))
 
 
-def test_zeros_tiny_and_unbounded_numbers(library):
-    weight = block_weight(40, 64, 4, True)
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_zeros_tiny_and_unbounded_numbers(library, in_pairs):
+    weight = paired(block_weight(40, 64, 8, False)) if in_pairs else block_weight(40, 64, 4, True)
     linear = NativeBlockLinear(library, weight)
     x = torch.zeros(4, 64, dtype=BF16)
     assert not linear(x).any()
@@ -292,7 +320,8 @@ def test_zeros_tiny_and_unbounded_numbers(library):
     assert not out[0].isfinite().any() and out[1].isnan().all()
     assert out[2].abs().max() < 1e-30
     check(linear, weight, x[3:] * 2.0**-8)
-    nothing = replace(weight, scales=torch.zeros_like(weight.scales), minima=torch.zeros_like(weight.scales))
+    no_scales = torch.zeros_like(weight.scales)
+    nothing = replace(weight, scales=no_scales, minima=None if in_pairs else no_scales)
     assert not NativeBlockLinear(library, nothing)(guarded((2, 64), 1)).any()
 
 
