@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ..ops import GateableWeight
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
     from ..model_context import ModelContext
     from ..ops import GatedActivation
+
+logger = logging.getLogger(__name__)
 
 
 class GatedMLP:
@@ -49,6 +52,7 @@ class GatedMLP:
         weight = self.gate_up.weight
         if activation is None and isinstance(weight, GateableWeight) and weight.end_with_silu():
             self.activation = _done
+            logger.debug("%s: the product of gate and up ends with the activation", name)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""

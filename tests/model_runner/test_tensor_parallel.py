@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from engine.model_runner.assembly import LoadedModel
 from engine.model_runner.join_group import Place
+from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kv_pool import KVPool
 from engine.model_runner.layers.spans import equal_span, kv_head_span, padded_span
 from engine.model_runner.load import load_model_runner
@@ -77,11 +78,9 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def load_rank(tiny: TinyModel, group: TPGroup | None) -> Any:
+def load_rank(tiny: TinyModel, group: TPGroup | None, *, dtype: str = "float32") -> Any:
     capacity = Capacity(256, 128, 4, 8, tiny.spec.vocab_size)
-    config = ModelConfig(
-        dtype="float32", device="cpu", num_threads=1, load_format="auto", model_impl="engine"
-    )
+    config = ModelConfig(dtype=dtype, device="cpu", num_threads=1, load_format="auto", model_impl="engine")
     source = ModelSource("hf", str(tiny.folder), "test")
     place = Place(group or SINGLE_RANK, None)
     return load_model_runner(engine_config(config), source, tiny.spec, capacity, place), capacity
@@ -125,6 +124,26 @@ def test_logits_differ_from_those_of_one_rank_by_rounding_only(make_tiny_model):
         assert logits.dtype == torch.float32 and logits.is_contiguous()
         assert torch.equal(logits, shared[0])
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_each_rank_ends_its_product_of_gates_and_ups_with_the_activation(make_tiny_model, model_type):
+    """In bfloat16, where the C++ kernels can; `phi3` has both in one matrix."""
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    tiny = make_tiny_model(model_type, hidden_size=96, intermediate_size=96, dtype="bfloat16")
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    alone = load_rank(tiny, None, dtype="bfloat16")[0].model.layers[0].mlp
+
+    def computed(group: ThreadGroup) -> tuple[bool, torch.Tensor]:
+        mlp = load_rank(tiny, group, dtype="bfloat16")[0].model.layers[0].mlp
+        return mlp.gate_up(x).shape[1] == 48, mlp(x.clone())
+
+    expected = alone(x)
+    for is_fused, sums in on_ranks(2, computed):
+        assert is_fused
+        # Each rank's sum is rounded to 8 bits before they are added up.
+        torch.testing.assert_close(sums, expected, atol=2**-6 * float(expected.abs().max()), rtol=0)
 
 
 def test_a_layer_has_two_sums_over_ranks_and_a_step_four_operations_more(make_tiny_model):
