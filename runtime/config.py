@@ -212,7 +212,8 @@ class SchedulerConfig:
     ] = "auto"
     target_step_ms: Annotated[
         float | Auto,
-        "Milliseconds that a step with decodes may take: chunks of prompts beside them are cut to fit; 0: as it comes.",
+        "Milliseconds that a step with decodes may take: chunks of prompts beside them are cut to fit, unless several "
+        "wait; 0: as it comes.",
     ] = "auto"
     max_prefill_tokens: Annotated[int, "Prompt tokens of one step, all requests together."] = 16384
     max_num_batched_tokens: Annotated[

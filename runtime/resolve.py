@@ -228,7 +228,7 @@ class _Resolver:
                 )
             return asked
         if device == "cpu" and chunk != -1 and not apart:
-            reason = "running requests go on 20 times a second while prompts come, if the device can do that"
+            reason = "running requests go on 20 times a second beside a prompt, if the device can do that"
             return self.note("target_step_ms", CPU_TARGET_STEP_MS, reason)
         return 0.0
 

@@ -129,11 +129,15 @@ class Admission:
         )
 
     def _waiting_work(self) -> tuple[int, int]:
-        """Prompt tokens to be computed, cached ones included, and of how many prompts; of many, the first ones."""
+        """Prompt tokens to be computed, cached ones included, and those of all prompts but the longest.
+
+        Of the prompts that wait, the first ones count, and none for which there is no row.
+        """
         requests, states = self._parts.requests, self._parts.states
         lengths = [req.fill_len - int(states.num_computed[req.row]) for req in requests.partial]
-        lengths += [req.fill_len for req in islice(requests.waiting, _MAX_COUNTED)]
-        return sum(lengths), len(lengths)
+        num_waiting = min(_MAX_COUNTED, max(0, self._num_free_rows))
+        lengths += [req.fill_len for req in islice(requests.waiting, num_waiting)]
+        return sum(lengths), sum(lengths) - max(lengths, default=0)
 
     @property
     def _num_free_rows(self) -> int:

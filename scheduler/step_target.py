@@ -4,13 +4,13 @@ Whoever decodes waits for the prompts that share its steps: 512 prompt tokens ta
 a fifth of a second. A chunk size in tokens bounds that for one device, one model and one length of context only. With
 a target, the prompts of a step in which somebody decodes get the time that the decodes leave of it:
 
-    prompts_s = max(target_s - decodes_s, decodes_s, waiting_s / 16, behind_s / 2)  and at least a page of one prompt
+    prompts_s = max(target_s - decodes_s, decodes_s, waiting_s / 16, behind_s)     and at least a page of one prompt
 
 and chunks are cut where the prediction reaches it. The second term is for devices on which decoding alone takes that
-long: prompts must not starve, and a step that is long anyway takes some tokens of prompts for little. The third bounds
-the steps of a very long prompt. The fourth is for a queue, `behind_s` is what stands behind the first prompt in it:
-with a whole second of prompts waiting, short steps keep the first tokens of many back for the sake of few. While
-nobody decodes there is nobody to wait, and chunks are as large as configured.
+long: prompts must not starve, and a step that is long anyway takes some tokens of prompts for little. The third is for
+a very long prompt, which should not take hundreds of steps. The fourth is for a queue: `behind_s` is what waits besides
+the longest prompt, and with a whole second of that, short steps would keep the first tokens of many back for the sake
+of few. While nobody decodes there is nobody to wait, and chunks are as large as configured.
 
 Predicted is what a step takes by itself, so much per decoding request and per token of their KV, per prompt token, and
 per (query, key) pair of prompts' attention; learnt from the measured time of every step (`OnlineFit`). A step with
@@ -20,17 +20,19 @@ times come in with the results and stand in the decision log, so a replay learns
 Order among prompts stays the policy's: at 2.2 requests a second, shortest first makes the 99th percentile of the time
 to the first token worse by 0 to 9 %, because the tail is long prompts.
 
-What a queue is worth shows where a device is nearly busy (simulated: this scheduler, step times of two Zen 4 cores, 600
-requests of 64 to 512 tokens in and 64 to 128 out; P99 in ms of the time to the first token / between tokens):
+What a queue is worth shows where a device is nearly busy (simulated: this scheduler, step times of bfloat16 on two
+Zen 4 cores fitted to a decision log, 600 requests of 64 to 512 tokens in and 64 to 128 out; P99 in ms of the time to
+the first token / between tokens):
 
-    requests a second       1.2         1.8         2.2         2.6
-    waiting_s / 16      1,100 / 50  1,630 / 62  2,019 / 82  2,510 / 117
-    and behind_s / 2      820 / 73    992 / 134 1,106 / 196 1,340 / 274
-    waiting_s / 2         735 / 133   866 / 181   973 / 241 1,211 / 328
+    requests a second                1.2          1.8          2.2          2.6
+    waiting_s / 16               1,100 /  50  1,630 /  62  2,019 /  82  2,510 / 117
+    and behind_s / 2               927 /  54  1,108 / 121  1,269 / 179  1,411 / 256
+    and behind_s                   818 /  53    976 / 160  1,121 / 256  1,303 / 359
+    waiting_s / 2                  735 / 133    866 / 181    973 / 241  1,211 / 328
 
-The mean time of a whole answer is up to 5 % shorter with the second. The last one makes somebody who reads along wait
-for a single long prompt, too, for whose reader it wins next to nothing. At 4,500 prompt tokens a second, by AMX, there
-hardly ever is a queue, and all three give the same within 5 %.
+With the third the mean time of a whole answer is up to 5 % shorter than with the first. The last one makes somebody who
+reads along wait for a single long prompt, too, for whose reader it wins next to nothing. Prompts count whole, cached
+beginnings included, and only those for which there are rows.
 
 A smaller target costs first tokens little until a step holds less than about 100 prompt tokens (simulated without the
 queue's term, 600 requests at 2.2 a second; left with costs measured on two CPU cores, right with those of AMX, 4,500
@@ -52,8 +54,6 @@ from .step_work import work_of
 
 MAX_PASSES: Final = 16
 """Prompts that wait are to be computed in about so many steps, even if those take longer than the target."""
-MAX_QUEUE_PASSES: Final = 2
-"""Those behind the first of them, in so many."""
 _DECODE_STIFFNESS: Final = (1.0, 10.0, 10.0)  # a step; a request in it; a token of its KV
 _DECODE_SOLVE_INTERVAL: Final = 8  # decode steps are many, and alike
 _PROMPT_STIFFNESS: Final = (10.0, 1.0, 10.0)  # a step with prompts; a token of them; a pair
@@ -66,7 +66,7 @@ class StepTarget(Protocol):
     """See the module."""
 
     def for_prompts(
-        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, waiting_prompts: int, page_size: int
+        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
     ) -> PromptTime:
         """What prompts may take of a step.
 
@@ -74,7 +74,7 @@ class StepTarget(Protocol):
             num_decodes: requests that decode in it.
             kv_tokens: tokens whose KV those read.
             waiting_tokens: of the prompts to be computed.
-            waiting_prompts: how many those are.
+            tokens_behind: of those but the longest one.
             page_size: prompts always get so many tokens.
         """
         ...
@@ -94,7 +94,7 @@ class NoTarget:
     __slots__ = ()
 
     def for_prompts(
-        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, waiting_prompts: int, page_size: int
+        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
     ) -> PromptTime:
         return PromptTime.unlimited()
 
@@ -116,7 +116,7 @@ class TimeTarget:
         self._prompts = OnlineFit(_PROMPT_STIFFNESS)
 
     def for_prompts(
-        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, waiting_prompts: int, page_size: int
+        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
     ) -> PromptTime:
         fixed_s, token_s, pair_s = self._prompts.coefficients
         if not num_decodes or not (token_s or pair_s):
@@ -124,10 +124,7 @@ class TimeTarget:
         decodes_s = fixed_s + self._beside_prompts_s(num_decodes, kv_tokens)
         alone_s = max(decodes_s, self._decodes.predict((1.0, num_decodes, kv_tokens)))
         waiting_s = token_s * waiting_tokens
-        behind_s = waiting_s * (1 - 1 / max(1, waiting_prompts))
-        prompts_s = max(
-            self.target_s - decodes_s, alone_s, waiting_s / MAX_PASSES, behind_s / MAX_QUEUE_PASSES
-        )
+        prompts_s = max(self.target_s - decodes_s, alone_s, waiting_s / MAX_PASSES, token_s * tokens_behind)
         return PromptTime(
             prompts_s,
             token_s=token_s,

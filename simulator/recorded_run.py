@@ -19,7 +19,7 @@ from ..runtime.errors import ConfigError
 from ..runtime.messages import FinishKind, GenerateRequest
 from ..runtime.step_plan import ForwardMode, StepResult
 from ..scheduler.batch import ScheduleBatch
-from ..scheduler.decision_log import Settled
+from ..scheduler.decision_log import PassRecord, Settled
 from ..scheduler.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
 from ..scheduler.replay import new_scheduler
 from ..scheduler.step_work import work_of
@@ -82,14 +82,6 @@ def read_recorded_run(path: str | Path) -> RecordedRun:
     return found
 
 
-def _is_of(record: Settled, batch: ScheduleBatch) -> bool:
-    """Whether this can be what came of the step; an engine that decides otherwise samples for others."""
-    if record.step_id != batch.plan.step_id:
-        return False
-    num_answers = len(record.num_next_tokens or record.next_token_ids) // np.dtype(np.int32).itemsize
-    return record.out_of_memory or num_answers == len(batch.sampled)
-
-
 class _Life:
     """One request of the log."""
 
@@ -128,6 +120,9 @@ class _Reader:
                     scheduler.handle(record.message, record.now_s)
                 case Planning():
                     self._plan(record.now_s)
+                case PassRecord() if record.plan_crc:
+                    if not self._in_flight or self._in_flight[-1][0].checksum() != record.plan_crc:
+                        raise self._decides_otherwise(record.step_id)
                 case Settled():
                     if record.step_id:
                         self._settle(record)
@@ -157,11 +152,8 @@ class _Reader:
         self._in_flight.append((batch, now_s))
 
     def _settle(self, record: Settled) -> None:
-        if not self._in_flight or not _is_of(record, self._in_flight[0][0]):
-            raise ConfigError(
-                f"step {record.step_id} of the log is none that this engine plans; `engine replay` shows where its "
-                f"decisions differ from those of engine {self._run.header.engine_version}"
-            )
+        if not self._in_flight or self._in_flight[0][0].plan.step_id != record.step_id:
+            raise self._decides_otherwise(record.step_id)
         batch, planned_s = self._in_flight.popleft()
         if batch.plan.mode is not ForwardMode.IDLE:
             self._measure(batch, record)
@@ -178,6 +170,12 @@ class _Reader:
             num_next_tokens=record.num_next_tokens,
         )
         self._scheduler.settle(batch, result, record.now_s)
+
+    def _decides_otherwise(self, step_id: int) -> ConfigError:
+        return ConfigError(
+            f"step {step_id} of the log is none that this engine plans; `engine replay` shows where its decisions "
+            f"differ from those of engine {self._run.header.engine_version}"
+        )
 
     def _measure(self, batch: ScheduleBatch, record: Settled) -> None:
         work = work_of(batch, self._run.header.capacity.page_size)

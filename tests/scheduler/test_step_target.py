@@ -13,7 +13,7 @@ from engine.runtime.step_plan import ForwardMode, StepPlan
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.decision_log import PassRecord
 from engine.scheduler.prompt_time import PromptTime, StepTime
-from engine.scheduler.step_target import MAX_PASSES, MAX_QUEUE_PASSES
+from engine.scheduler.step_target import MAX_PASSES
 from engine.scheduler.verdict import AddReqResult, Reason
 from engine.scheduler.why import explain
 
@@ -168,17 +168,48 @@ def test_decodes_that_take_longer_than_the_target_do_not_starve_prompts():
     assert max(costs.of(batch.plan) for batch in mixed) < 0.85
 
 
-def test_one_long_prompt_is_no_queue():
+@pytest.mark.parametrize("others", [[], [8], [8, 8]])
+def test_a_long_prompt_is_no_queue_for_a_few_short_ones(others):
+    harness = make_harness(Costs())
+    warm_up(harness)
+    harness.submit("streams", prompt_len=5, max_new_tokens=200)
+    harness.step()
+    for prompt_len in [*others, 1500]:
+        harness.submit(prompt_len=prompt_len, max_new_tokens=2)
+    harness.step()
+
+    time = harness.last_pass.step_time
+    assert time is not None
+    assert time.waiting_s > 4 * time.target_s
+    assert time.prompts_s == pytest.approx(time.target_s - time.decodes_s)
+
+
+def test_what_waits_behind_a_prompt_in_progress_is_a_queue():
     harness = make_harness(Costs())
     warm_up(harness)
     harness.submit("streams", prompt_len=5, max_new_tokens=200)
     harness.step()
     harness.submit("long", prompt_len=1500, max_new_tokens=2)
     harness.step()
+    for _ in range(2):
+        harness.submit(prompt_len=400, max_new_tokens=2)
+    harness.step()
 
     time = harness.last_pass.step_time
-    assert time is not None
-    assert time.waiting_s / MAX_QUEUE_PASSES > 2 * time.target_s
+    assert time is not None and time.prompts_s == pytest.approx(800 * time.token_s)
+
+
+def test_prompts_without_a_row_are_no_queue():
+    harness = make_harness(Costs(), max_running_requests=2)
+    warm_up(harness)
+    harness.submit("streams", prompt_len=5, max_new_tokens=200)
+    harness.step()
+    for _ in range(10):
+        harness.submit(prompt_len=300, max_new_tokens=30)
+    harness.step()
+
+    time = harness.last_pass.step_time
+    assert time is not None and time.waiting_s == pytest.approx(300 * time.token_s)
     assert time.prompts_s == pytest.approx(time.target_s - time.decodes_s)
 
 
@@ -194,7 +225,7 @@ def test_many_waiting_prompts_are_worth_longer_steps():
     time = harness.last_pass.step_time
     assert time is not None
     assert time.waiting_s == pytest.approx(30 * 300 * time.token_s)
-    assert time.prompts_s == pytest.approx(time.waiting_s * 29 / 30 / MAX_QUEUE_PASSES)
+    assert time.prompts_s == pytest.approx(time.waiting_s * 29 / 30)
     assert time.prompts_s > 4 * (time.target_s - time.decodes_s)
     harness.run_until_idle()
     last = passes(harness, ForwardMode.MIXED)[-1].step_time

@@ -142,11 +142,11 @@ def test_the_recorded_run_is_read_back_as_it_was(path, make_replica):
     assert run.damage == ""
 
 
-def test_a_log_of_an_engine_that_decides_otherwise_is_refused(path, make_replica, monkeypatch):
+@pytest.mark.parametrize("changes", [{"chunked_prefill_size": 64}, {"schedule_policy": "lof"}])
+def test_a_log_of_an_engine_that_decides_otherwise_is_refused(path, make_replica, monkeypatch, changes):
+    """Also where its steps are as many, with as many tokens, of other requests."""
     serve(path, RAG.requests(Arrival(num_requests=20, rate=100.0)), make_replica())
-    monkeypatch.setattr(
-        recorded_run, "new_scheduler", lambda header: new_scheduler(header, chunked_prefill_size=64)
-    )
+    monkeypatch.setattr(recorded_run, "new_scheduler", lambda header: new_scheduler(header, **changes))
     with pytest.raises(ConfigError, match=r"none that this engine plans; `engine replay` shows where"):
         read_recorded_run(path)
 
