@@ -31,7 +31,8 @@ _STEPS: Final = (14.6, 15.4, 16.2, 17.2)
 """Into how many steps the range of a block is divided, 15 of which are used: more of them cut off more. With these the
 error is 7 % below that of whole ranges (normal numbers); with fifteen tries instead of four it would be 7.5 %."""
 _BLOCKS_AT_A_TIME: Final = 1 << 12
-"""Temporaries of half a megabyte each: the search reads them many times, and the cache holds some of them."""
+"""Temporaries of half a megabyte each, or one where blocks share scales: the search reads them many times, and the cache
+holds some of them."""
 _LARGEST_EXPONENT: Final = 14
 """Weights are multiplied until all are smaller than 2^14, so that the range of a block is smaller than 2^15."""
 _LEAST_EXPONENT: Final = -80
@@ -49,15 +50,15 @@ class _Rounded(NamedTuple):
     errors: Tensor
 
 
-def round_to_blocks(weight: Tensor, bits: Literal[4, 8], *, in_pairs: bool = False) -> BlockWeight:
+def round_to_blocks(weight: Tensor, bits: Literal[4, 8], *, paired_scales: bool = False) -> BlockWeight:
     """[N, K], in any floating-point type, to whole numbers; K must be a multiple of 32.
 
     Args:
-        in_pairs: two blocks of 8 bits get one scale, which our C++ kernels are faster with, if K allows it.
+        paired_scales: two blocks of 8 bits get one scale, which our C++ kernels are faster with, if K allows it.
     """
     rows, columns = weight.shape
     assert columns % BLOCK_SIZE == 0, weight.shape
-    blocks_per_scale = 2 if in_pairs and bits == 8 and columns % (2 * BLOCK_SIZE) == 0 else 1
+    blocks_per_scale = 2 if paired_scales and bits == 8 and columns % (2 * BLOCK_SIZE) == 0 else 1
     blocks = weight.contiguous().view(-1, blocks_per_scale * BLOCK_SIZE)
     factor = 2.0 ** (_LARGEST_EXPONENT - _exponent(blocks))
     numbers = torch.empty(blocks.shape, dtype=torch.uint8)

@@ -61,7 +61,7 @@ class NativeBlockLinear(NativeProduct):
         self._tiles_from = tiles_from
         self._bits, self._zero = weight.bits, weight.zero if weight.minima is None else 0
         self._has_minima = weight.minima is not None
-        self._are_pairs = weight.bits == 8 and not self._has_minima and weight.has_paired_scales
+        self._has_paired_scales = weight.bits == 8 and not self._has_minima and weight.has_paired_scales
         outputs, inputs = weight.shape
         num_bytes = library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima)
         super().__init__(library, outputs, inputs, num_bytes)
@@ -101,7 +101,7 @@ class NativeBlockLinear(NativeProduct):
             self._zero,
             self._factor,
             self._form_of(out),
-            self._are_pairs,
+            self._has_paired_scales,
             self._tiles_from,
         )
 

@@ -66,7 +66,9 @@ class BlockParts:
             return _checked(blocks, name)
         slices = None if part is None else [part]
         values = plain() if plain else weights.stacked([f"{name}.weight"], [shape], slices=slices)
-        return values if form is None else _checked(round_to_blocks(values, form.bits, in_pairs=True), name)
+        return (
+            values if form is None else _checked(round_to_blocks(values, form.bits, paired_scales=True), name)
+        )
 
 
 class BlockFormat(QuantisedFormat):

@@ -10,7 +10,7 @@
 // there are no minima but one zero for all, -zero * sum is what the dot product begins with.
 //
 // Scales cost as much as a quarter of the dot products. Where those of 8-bit blocks are equal in pairs, a pair is one dot
-// product and gets one scale of x: that takes 9 % less time (64 and 512 tokens, Zen 4).
+// product and gets one scale of x: that takes 9 % less time (64 and 512 tokens, Zen 4; of one token up to 10 % more).
 //
 // Where there are tiles, `tiles_from` and more tokens are multiplied with a weight that becomes bfloat16 instead, and x
 // stays as it is (block_tiles.h). So a token's bits depend on whether its call has so many, and on nothing else.
@@ -73,7 +73,7 @@ struct Blocks : BlockCall {
     // ------------------------------------------------------------ x
 
     void quantise(int64_t token, const Quantised& to) const {
-        are_pairs ? quantise<2>(token, to) : quantise<1>(token, to);
+        has_paired_scales ? quantise<2>(token, to) : quantise<1>(token, to);
     }
 
     // SPAN: blocks with one scale, that of the first.
@@ -234,7 +234,7 @@ struct Blocks : BlockCall {
         if (bits == 4)
             has_minima ? multiply_strip<4, true, 1, ROWS>(row, panel, from, at_block)
                        : multiply_strip<4, false, 1, ROWS>(row, panel, from, at_block);
-        else if (are_pairs)
+        else if (has_paired_scales)
             multiply_strip<8, false, 2, ROWS>(row, panel, from, at_block);
         else
             has_minima ? multiply_strip<8, true, 1, ROWS>(row, panel, from, at_block)
@@ -372,11 +372,11 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
     });
 }
 
-// `workspace`: of blocks_workspace_bytes for the same `tiles_from`, which is at least 1; `form`: see output.h; `are_pairs`:
+// `workspace`: of blocks_workspace_bytes for the same `tiles_from`, which is at least 1; `form`: see output.h; `has_paired_scales`:
 // of 8 bits without minima only.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
-                   int zero, float factor, int form, int are_pairs, int64_t tiles_from) {
+                   int zero, float factor, int form, int has_paired_scales, int64_t tiles_from) {
     using namespace engine;
     BlockCall call = {{static_cast<const bf16*>(bias), out, Form(form), outputs},
                       static_cast<const bf16*>(x),
@@ -387,7 +387,7 @@ EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const
                       bits,
                       zero,
                       has_minima != 0,
-                      are_pairs != 0,
+                      has_paired_scales != 0,
                       factor};
 #if TILES
     if (num_tokens >= tiles_from) return BlockTiles{call}.run();

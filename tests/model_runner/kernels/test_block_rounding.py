@@ -45,15 +45,20 @@ def test_8_bits_are_off_by_half_a_step_at_most(weight: Tensor) -> None:
 
 
 def test_two_blocks_of_8_bits_may_share_a_scale(weight: Tensor) -> None:
-    rounded = round_to_blocks(weight, 8, in_pairs=True)
+    rounded = round_to_blocks(weight, 8, paired_scales=True)
 
     assert rounded.has_paired_scales and not round_to_blocks(weight, 8).has_paired_scales
     steps = rounded.scales.repeat_interleave(32, dim=1)
     assert ((rounded.dequantised(torch.float32) - weight).abs() <= steps * 0.57).all()
     single = round_to_blocks(weight, 8).scales
     assert torch.equal(rounded.scales[:, ::2], torch.maximum(single[:, ::2], single[:, 1::2]))
+    stacked = stack_blocks([rounded, round_to_blocks(weight, 8)])
+    assert not stacked.has_paired_scales and torch.equal(stacked.scales[: len(weight)], rounded.scales)
     # 96 inputs are no pairs, and 4 bits need finer scales.
-    for odd in (round_to_blocks(weight[:, :96], 8, in_pairs=True), round_to_blocks(weight, 4, in_pairs=True)):
+    for odd in (
+        round_to_blocks(weight[:, :96], 8, paired_scales=True),
+        round_to_blocks(weight, 4, paired_scales=True),
+    ):
         assert not odd.has_paired_scales
 
 

@@ -240,7 +240,7 @@ def test_plain_weights_are_rounded_block_by_block(make_tiny_llama) -> None:
         BlockFormat(spec, kept).load(reader, [name], [(128, 128)], [Slice(1, 64, 128)])  # type: ignore[arg-type]
         (made,) = kept.parts
         assert isinstance(made, BlockWeight)
-        expected = round_to_blocks(plain[:, 64:], bits, in_pairs=True)  # type: ignore[arg-type]
+        expected = round_to_blocks(plain[:, 64:], bits, paired_scales=True)  # type: ignore[arg-type]
         assert torch.equal(made.numbers, expected.numbers) and torch.equal(made.scales, expected.scales)
 
 

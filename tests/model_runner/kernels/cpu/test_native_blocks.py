@@ -70,8 +70,8 @@ def check(
 ) -> None:
     """Against the product in float64, up to the rounding of float32 sums and of the result."""
     exact_weight = weight.dequantised(torch.float64)
-    in_pairs = weight.bits == 8 and weight.minima is None and weight.has_paired_scales
-    numbers_of_x = quantised(x, 2 * BLOCK_SIZE if in_pairs else BLOCK_SIZE)
+    is_paired = weight.bits == 8 and weight.minima is None and weight.has_paired_scales
+    numbers_of_x = quantised(x, 2 * BLOCK_SIZE if is_paired else BLOCK_SIZE)
     exact = numbers_of_x @ exact_weight.T + (0 if bias is None else bias.double())
     # Parts of a sum may be larger than the sum: numbers and minima are added up on their own.
     numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
@@ -117,13 +117,14 @@ def test_other_weights_with_such_scales_are_multiplied_as_ever(library, bits, ha
 @pytest.mark.parametrize(("bits", "has_minima"), FORMS)
 @pytest.mark.parametrize("tiles_from", [2, NO_TILES])
 def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(library, bits, has_minima, tiles_from):
-    for width in (16, 80):
-        weight, bias = block_weight(2 * width, 96, bits, has_minima), guarded((2 * width,), 1)
+    for width, inputs in ((16, 96), (80, 96), (80, 192)):
+        weight, bias = block_weight(2 * width, inputs, bits, has_minima), guarded((2 * width,), 1)
+        weight = paired(weight) if inputs == 192 else weight
         linear = NativeBlockLinear(library, weight, tiles_from)
         fused = NativeBlockLinear(library, weight, tiles_from)
         assert fused.end_with_silu()
         for num_tokens in (0, 1, 2, 5, 6, 7, 33, 61, 130):
-            x = guarded((num_tokens, 96), 2)
+            x = guarded((num_tokens, inputs), 2)
             for added in (None, bias):
                 assert torch.equal(fused(x, added), NativeOps(library).silu_and_mul(linear(x, added)))
         ids = torch.arange(2 * width)
@@ -309,9 +310,9 @@ def test_whole_numbers_at_the_ends_do_not_overflow(library):
         check(NativeBlockLinear(library, weight), weight, torch.full((3, 64), x, dtype=BF16))
 
 
-@pytest.mark.parametrize("in_pairs", [False, True])
-def test_zeros_tiny_and_unbounded_numbers(library, in_pairs):
-    weight = paired(block_weight(40, 64, 8, False)) if in_pairs else block_weight(40, 64, 4, True)
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_zeros_tiny_and_unbounded_numbers(library, is_paired):
+    weight = paired(block_weight(40, 64, 8, False)) if is_paired else block_weight(40, 64, 4, True)
     linear = NativeBlockLinear(library, weight)
     x = torch.zeros(4, 64, dtype=BF16)
     assert not linear(x).any()
@@ -321,7 +322,7 @@ def test_zeros_tiny_and_unbounded_numbers(library, in_pairs):
     assert out[2].abs().max() < 1e-30
     check(linear, weight, x[3:] * 2.0**-8)
     no_scales = torch.zeros_like(weight.scales)
-    nothing = replace(weight, scales=no_scales, minima=None if in_pairs else no_scales)
+    nothing = replace(weight, scales=no_scales, minima=None if is_paired else no_scales)
     assert not NativeBlockLinear(library, nothing)(guarded((2, 64), 1)).any()
 
 
