@@ -31,8 +31,8 @@ _STEPS: Final = (14.6, 15.4, 16.2, 17.2)
 """Into how many steps the range of a block is divided, 15 of which are used: more of them cut off more. With these the
 error is 7 % below that of whole ranges (normal numbers); with fifteen tries instead of four it would be 7.5 %."""
 _BLOCKS_AT_A_TIME: Final = 1 << 12
-"""Temporaries of half a megabyte each, or one where blocks share scales: the search reads them many times, and the cache
-holds some of them."""
+"""Temporaries of half a megabyte each, or one where blocks share scales: the search reads them many times, and the
+cache holds some of them."""
 _LARGEST_EXPONENT: Final = 14
 """Weights are multiplied until all are smaller than 2^14, so that the range of a block is smaller than 2^15."""
 _LEAST_EXPONENT: Final = -80
