@@ -372,8 +372,8 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
     });
 }
 
-// `workspace`: of blocks_workspace_bytes for the same `tiles_from`, which is at least 1; `form`: see output.h; `has_paired_scales`:
-// of 8 bits without minima only.
+// `workspace`: of blocks_workspace_bytes for the same `tiles_from`, which is at least 1; `form`: see output.h;
+// `has_paired_scales`: of 8 bits without minima only.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
                    int zero, float factor, int form, int has_paired_scales, int64_t tiles_from) {

@@ -28,7 +28,8 @@ struct BlockCall : Output {
     const uint8_t* packed;
     int64_t num_tokens, inputs;
     int bits, zero;
-    bool has_minima, has_paired_scales;  // has_paired_scales: scales of blocks 2k and 2k + 1 are the same, and there are no minima
+    bool has_minima;
+    bool has_paired_scales;  // of blocks 2k and 2k + 1; there are no minima then
     float factor;
 
     static constexpr int64_t block_bytes(int bits, bool has_minima) {
