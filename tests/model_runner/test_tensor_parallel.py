@@ -78,7 +78,9 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def load_rank(tiny: TinyModel, group: TPGroup | None, *, dtype: Literal["bfloat16", "float32"] = "float32") -> Any:
+def load_rank(
+    tiny: TinyModel, group: TPGroup | None, *, dtype: Literal["bfloat16", "float32"] = "float32"
+) -> Any:
     capacity = Capacity(256, 128, 4, 8, tiny.spec.vocab_size)
     config = ModelConfig(dtype=dtype, device="cpu", num_threads=1, load_format="auto", model_impl="engine")
     source = ModelSource("hf", str(tiny.folder), "test")
