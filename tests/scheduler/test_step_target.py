@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -168,12 +168,18 @@ def test_decodes_that_take_longer_than_the_target_do_not_starve_prompts():
     assert max(costs.of(batch.plan) for batch in mixed) < 0.85
 
 
-@pytest.mark.parametrize("others", [[], [8], [8, 8]])
-def test_a_long_prompt_is_no_queue_for_a_few_short_ones(others):
-    harness = make_harness(Costs())
+def streaming(**settings: Any) -> Harness:
+    """Costs are known, and one request decodes."""
+    harness = make_harness(Costs(), **settings)
     warm_up(harness)
     harness.submit("streams", prompt_len=5, max_new_tokens=200)
     harness.step()
+    return harness
+
+
+@pytest.mark.parametrize("others", [[], [8], [8, 8]])
+def test_a_long_prompt_is_no_queue_for_a_few_short_ones(others):
+    harness = streaming()
     for prompt_len in [*others, 1500]:
         harness.submit(prompt_len=prompt_len, max_new_tokens=2)
     harness.step()
@@ -185,10 +191,7 @@ def test_a_long_prompt_is_no_queue_for_a_few_short_ones(others):
 
 
 def test_what_waits_behind_a_prompt_in_progress_is_a_queue():
-    harness = make_harness(Costs())
-    warm_up(harness)
-    harness.submit("streams", prompt_len=5, max_new_tokens=200)
-    harness.step()
+    harness = streaming()
     harness.submit("long", prompt_len=1500, max_new_tokens=2)
     harness.step()
     for _ in range(2):
@@ -200,10 +203,7 @@ def test_what_waits_behind_a_prompt_in_progress_is_a_queue():
 
 
 def test_prompts_without_a_row_are_no_queue():
-    harness = make_harness(Costs(), max_running_requests=2)
-    warm_up(harness)
-    harness.submit("streams", prompt_len=5, max_new_tokens=200)
-    harness.step()
+    harness = streaming(max_running_requests=2)
     for _ in range(10):
         harness.submit(prompt_len=300, max_new_tokens=30)
     harness.step()
@@ -214,10 +214,7 @@ def test_prompts_without_a_row_are_no_queue():
 
 
 def test_many_waiting_prompts_are_worth_longer_steps():
-    harness = make_harness(Costs(), max_running_requests=64)
-    warm_up(harness)
-    harness.submit("streams", prompt_len=5, max_new_tokens=200)
-    harness.step()
+    harness = streaming(max_running_requests=64)
     for _ in range(30):
         harness.submit(prompt_len=300, max_new_tokens=30)
     harness.step()

@@ -18,6 +18,7 @@
 #include <algorithm>
 
 #include "block_tiles.h"
+#include "block_tokens.h"
 #include "blocks.h"
 #include "bytes.h"
 #include "parallel.h"
@@ -44,74 +45,7 @@ constexpr int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // bytes that a single stri
 constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 constexpr int64_t MIN_NUMBERS = 1 << 13;  // of x for each thread that quantises
 
-constexpr float TINY = 1e-30f;  // a block of smaller numbers counts as zeros: their inverse might be infinite
-
-// One block of one token.
-struct BlockScale {
-    float scale;
-    union {
-        float sum;      // of the block's numbers, times `scale`
-        int32_t start;  // of the dot product: -zero * sum of the block's numbers
-    };
-};
-
-// Quantised tokens: [tokens][inputs] bytes, then [tokens][inputs / 32] scales.
-struct Quantised {
-    int8_t* numbers;
-    BlockScale* scales;
-
-    Quantised(void* memory, int64_t tokens, int64_t inputs)
-        : numbers(static_cast<int8_t*>(memory)),
-          scales(reinterpret_cast<BlockScale*>(numbers + tokens * inputs)) {}
-
-    static int64_t bytes(int64_t tokens, int64_t inputs) {
-        return tokens * (inputs + inputs / BLOCK * int64_t(sizeof(BlockScale)));
-    }
-};
-
 struct Blocks : BlockCall {
-    // ------------------------------------------------------------ x
-
-    void quantise(int64_t token, const Quantised& to) const {
-        has_paired_scales ? quantise<2>(token, to) : quantise<1>(token, to);
-    }
-
-    // SPAN: blocks with one scale, that of the first.
-    template <int SPAN>
-    void quantise(int64_t token, const Quantised& to) const {
-        const bf16* from = x + token * x_stride;
-        int8_t* numbers = to.numbers + token * inputs;
-        BlockScale* scales = to.scales + token * (inputs / BLOCK);
-        for (int64_t block = 0; block < inputs / BLOCK; block += SPAN, from += SPAN * BLOCK, numbers += SPAN * BLOCK) {
-            f32x16 a[SPAN], b[SPAN];
-            for (int n = 0; n < SPAN; ++n) {
-                a[n] = load(from + n * BLOCK);
-                b[n] = load(from + n * BLOCK + LANES);
-            }
-            float most = largest_magnitude(a[0], b[0]);
-            if constexpr (SPAN == 2) {
-                float other = largest_magnitude(a[1], b[1]);
-                most = most > other || most != most ? most : other;  // NaN above all
-            }
-            f32x16 inverse = splat(most > TINY ? 127.0f / most : 0.0f);
-            i32x16 total = {};
-            for (int n = 0; n < SPAN; ++n) {
-                i32x16 p = round_to_int(a[n] * inverse), q = round_to_int(b[n] * inverse);
-                store_bytes(numbers + n * BLOCK, p);
-                store_bytes(numbers + n * BLOCK + LANES, q);
-                total += p + q;
-            }
-            int32_t all = engine::sum(total);
-            scales[block].scale = most / 127.0f * factor;  // not finite where x is not
-            if (has_minima)
-                scales[block].sum = scales[block].scale * float(all);
-            else
-                scales[block].start = -zero * all;
-        }
-    }
-
-    // ------------------------------------------------------------ products
-
     // What a strip fetches while it adds: so many cache lines at each block, into the first-level cache (3) or the
     // second (2).
     template <int CACHE>
@@ -279,7 +213,7 @@ struct Blocks : BlockCall {
         if (num_tokens == 0) return;
         Quantised all(workspace, num_tokens, inputs);
         share_out(num_tokens, (MIN_NUMBERS + inputs - 1) / inputs, [&](int64_t begin, int64_t end) {
-            for (int64_t token = begin; token < end; ++token) quantise(token, all);
+            for (int64_t token = begin; token < end; ++token) quantise(*this, token, all);
         });
         if (num_tokens <= SHARED_TOKENS) {
             share_out(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {

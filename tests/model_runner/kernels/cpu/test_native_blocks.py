@@ -314,13 +314,14 @@ def test_whole_numbers_at_the_ends_do_not_overflow(library):
 def test_zeros_tiny_and_unbounded_numbers(library, is_paired):
     weight = paired(block_weight(40, 64, 8, False)) if is_paired else block_weight(40, 64, 4, True)
     linear = NativeBlockLinear(library, weight)
-    x = torch.zeros(4, 64, dtype=BF16)
+    x = torch.zeros(5, 64, dtype=BF16)
     assert not linear(x).any()
-    x[0, 3], x[1, 40], x[2, 0], x[3, 63] = torch.inf, torch.nan, 2.0**-130, 3e38
+    x[0, 3], x[1, 40], x[2, 0], x[3, 63], x[4, 3] = torch.inf, torch.nan, 2.0**-130, 3e38, torch.nan
+    x[4, 40] = 1.0  # the other block's largest number does not hide it
     out = linear(x)
-    assert not out[0].isfinite().any() and out[1].isnan().all()
+    assert not out[0].isfinite().any() and out[1].isnan().all() and out[4].isnan().all()
     assert out[2].abs().max() < 1e-30
-    check(linear, weight, x[3:] * 2.0**-8)
+    check(linear, weight, x[3:4] * 2.0**-8)
     no_scales = torch.zeros_like(weight.scales)
     nothing = replace(weight, scales=no_scales, minima=None if is_paired else no_scales)
     assert not NativeBlockLinear(library, nothing)(guarded((2, 64), 1)).any()

@@ -1,0 +1,75 @@
+// Tokens for the products of blocks.cpp: whole numbers of 8 bits and scales of their own.
+
+#pragma once
+
+#include "blocks.h"
+#include "bytes.h"
+#include "simd.h"
+
+namespace engine {
+
+constexpr float TINY = 1e-30f;  // a block of smaller numbers counts as zeros: their inverse might be infinite
+
+// One block of one token.
+struct BlockScale {
+    float scale;
+    union {
+        float sum;      // of the block's numbers, times `scale`
+        int32_t start;  // of the dot product: -zero * sum of the block's numbers
+    };
+};
+
+// Quantised tokens: [tokens][inputs] bytes, then [tokens][inputs / 32] scales.
+struct Quantised {
+    int8_t* numbers;
+    BlockScale* scales;
+
+    Quantised(void* memory, int64_t tokens, int64_t inputs)
+        : numbers(static_cast<int8_t*>(memory)),
+          scales(reinterpret_cast<BlockScale*>(numbers + tokens * inputs)) {}
+
+    static int64_t bytes(int64_t tokens, int64_t inputs) {
+        return tokens * (inputs + inputs / BLOCK * int64_t(sizeof(BlockScale)));
+    }
+};
+
+// SPAN: blocks with one scale, that of the first.
+template <int SPAN>
+void quantise(const BlockCall& call, int64_t token, const Quantised& to) {
+    const int64_t inputs = call.inputs;
+    const bf16* from = call.x + token * call.x_stride;
+    int8_t* numbers = to.numbers + token * inputs;
+    BlockScale* scales = to.scales + token * (inputs / BLOCK);
+    for (int64_t block = 0; block < inputs / BLOCK; block += SPAN, from += SPAN * BLOCK, numbers += SPAN * BLOCK) {
+        f32x16 a[SPAN], b[SPAN];
+        for (int n = 0; n < SPAN; ++n) {
+            a[n] = load(from + n * BLOCK);
+            b[n] = load(from + n * BLOCK + LANES);
+        }
+        float most = largest_magnitude(a[0], b[0]);
+        if constexpr (SPAN == 2) {
+            float other = largest_magnitude(a[1], b[1]);
+            most = most > other || most != most ? most : other;  // NaN above all
+        }
+        f32x16 inverse = splat(most > TINY ? 127.0f / most : 0.0f);
+        i32x16 total = {};
+        for (int n = 0; n < SPAN; ++n) {
+            i32x16 p = round_to_int(a[n] * inverse), q = round_to_int(b[n] * inverse);
+            store_bytes(numbers + n * BLOCK, p);
+            store_bytes(numbers + n * BLOCK + LANES, q);
+            total += p + q;
+        }
+        int32_t all = engine::sum(total);
+        scales[block].scale = most / 127.0f * call.factor;  // not finite where x is not
+        if (call.has_minima)
+            scales[block].sum = scales[block].scale * float(all);
+        else
+            scales[block].start = -call.zero * all;
+    }
+}
+
+inline void quantise(const BlockCall& call, int64_t token, const Quantised& to) {
+    call.has_paired_scales ? quantise<2>(call, token, to) : quantise<1>(call, token, to);
+}
+
+}  // namespace engine
