@@ -16,7 +16,7 @@ from engine.runtime.feasibility import capacity_of
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest
 from engine.runtime.prepare import prepare
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, Pending, Runner, StepPlan, StepResult
+from engine.runtime.step_plan import ForwardMode, GoOn, Pending, Runner, StepPlan, StepResult, to_the_end
 
 
 class Step(NamedTuple):
@@ -39,8 +39,8 @@ class TimedRunner:
         self.steps: list[Step] = []
         self.waited_s = 0.0  # in all
 
-    def launch(self, plan: StepPlan) -> Pending:
-        return _TimedStep(self, plan, self._runner.launch(plan))
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+        return _TimedStep(self, plan, self._runner.launch(plan, go_on))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,14 @@ class Engine:
         from engine.scheduler.recorder import NoRecorder
         from engine.scheduler.scheduler import Scheduler
 
-        arguments = {"model": str(folder), "load_format": "dummy", "device": device, "dtype": "bfloat16"}
-        prepared = prepare(merge(from_arguments({**arguments, "seed": 1, **settings})))
+        arguments: dict[str, Any] = {
+            "model": str(folder),
+            "load_format": "dummy",
+            "device": device,
+            "dtype": "bfloat16",
+        }
+        arguments |= {"seed": 1, "decode_burst_ms": 0.0}  # each step is looked at by itself
+        prepared = prepare(merge(from_arguments({**arguments, **settings})))
         config, self.spec = prepared.config, prepared.spec
         runner = load_model_runner(config, prepared.source, self.spec, capacity_of(config, self.spec))
         self._runner = TimedRunner(runner)
@@ -120,13 +126,13 @@ class Engine:
         started_s = time.perf_counter()
         while self._scheduler.num_unfinished:
             began_s, waited_s = time.perf_counter(), self._runner.waited_s
-            self._pipeline.advance()
+            self._pipeline.advance(lambda: False)
             for output in self._scheduler.take_outputs():
                 if isinstance(output, BatchTokenOutput):
                     num_tokens += sum(len(row.token_ids) // 4 for row in output.outputs)
             host_s.append(time.perf_counter() - began_s - (self._runner.waited_s - waited_s))
         seconds = time.perf_counter() - started_s
-        while self._pipeline.advance():  # surplus steps of overlapped planning
+        while self._pipeline.advance(lambda: False):  # surplus steps of overlapped planning
             pass
         self._pipeline.idle()  # every page is accounted for
         assert num_tokens == sum(one.output_len for one in work), "somebody did not get all tokens"

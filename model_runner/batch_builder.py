@@ -7,6 +7,7 @@ All arithmetic is on whole arrays; only requests with prompt tokens in the step 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
+_INT32_BYTES: Final = 4
 _NOTHING: Final[Int64s] = np.empty(0, dtype=np.int64)
 
 
@@ -76,6 +78,16 @@ class BatchBuilder:
             plan: with at least one token; its new requests are in `RowStates` already.
         """
         return self._build_recorded(plan) or self._build_eager(plan, _Step.of(plan))
+
+    def next_round(self, last: ForwardBatch, plan: StepPlan, number: int) -> ForwardBatch:
+        """The batch of a burst's round, given that of the round before, whose tokens have been sampled."""
+        recorded = last.recorded
+        if recorded is None or recorded.advance is None:
+            return self.build(plan.round(number))
+        num = plan.total_num_scheduled_tokens
+        recorded.advance(np.frombuffer(plan.out_cache_loc, np.int32, num, _INT32_BYTES * num * number))
+        rows, positions = recorded.rows.numpy(), recorded.positions.numpy()
+        return replace(last, sampling=self._plan_sampling(rows, positions + 1))
 
     def _build_recorded(self, plan: StepPlan) -> ForwardBatch | None:
         """The batch of a step that is replayed; None if it cannot be.

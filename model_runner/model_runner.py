@@ -1,7 +1,7 @@
 """`ModelRunner`: executes `StepPlan`s, decides nothing. Called by the scheduler's process and by TP ranks.
 
-    runner.launch(plan)  -> PendingStep    host work and kernel launches; nothing in it waits for the device
-    pending.wait()       -> StepResult     waits for this step, and for none that was launched behind it
+    runner.launch(plan, go_on) -> Pending       host work and kernel launches; nothing in it waits for the device
+    pending.wait()             -> StepResult    waits for this step, and for none that was launched behind it
 
 The parts: `RowStates` (requests, host), `BatchBuilder` (plan -> `ForwardBatch`), the model, or for decodes a recording
 of it (`DecodeGraphs`), `KVPool`, `HostKVPool` (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from ..runtime.messages import Logprobs
-from ..runtime.step_plan import StepPlan, StepResult
+from ..runtime.step_plan import StepPlan, StepResult, to_the_end
 from .device_timer import DeviceTimer
 from .logprobs import TokenLogprobs, concatenate
 from .row_states import SamplingFlag
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..runtime.feasibility import Capacity
+    from ..runtime.step_plan import GoOn, Pending
     from .batch_builder import BatchBuilder
     from .forward_batch import ForwardBatch, PromptSpan
     from .forward_program import Forward
@@ -144,16 +146,37 @@ class ModelRunner:
         self._drops_steps = drops_steps
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
         fetched: Fetched | OutOfMemory | None = None
+        further: list[Sampled] = []
         timer = DeviceTimer(self._buffers.device)
         with timer:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
-                fetched = self._try_forward(plan)
-        return PendingStep(plan.step_id, timer, swap_timer, fetched)
+                fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0))
+            if plan.num_rounds > 1 and isinstance(fetched, Fetched):
+                further = self._further_rounds(plan, fetched, go_on)
+        pending = PendingStep(plan.step_id, timer, swap_timer, fetched)
+        return PendingBurst(pending, further) if further else pending
+
+    def _further_rounds(self, plan: StepPlan, first: Fetched, go_on: GoOn) -> list[Sampled]:
+        """What a burst samples behind its first round; it ends, too, where numbers are not finite."""
+        assert self._buffers.device.type == "cpu", (
+            "tokens are known here only where a launch is the whole step"
+        )
+        rounds: list[Sampled] = []
+        last = first
+        for number in range(1, plan.num_rounds):
+            assert last.sampled is not None, "a burst is made of decodes"
+            token_ids, finite, _ = last.sampled
+            if not finite.numpy().all() or not go_on(token_ids.numpy().astype(np.int32).tobytes()):
+                break
+            last = self._forward(self._builder.next_round(last.batch, plan, number))
+            assert last.sampled is not None
+            rounds.append(last.sampled)
+        return rounds
 
     def _update_rows(self, plan: StepPlan) -> None:
         """Forget the requests that left, and take in the new ones."""
@@ -313,6 +336,28 @@ class PendingStep:
             forward_s=forward_s,
             swap_s=swap_s,
             num_next_tokens=b"" if counts is None else counts.astype(np.int32).tobytes(),
+        )
+
+
+class PendingBurst:
+    """A burst that has been made; `wait` may be called once."""
+
+    def __init__(self, first: PendingStep, further: Sequence[Sampled]) -> None:
+        """`further`: what was sampled after the first round, at least once."""
+        self._first = first
+        self._further = further
+
+    def wait(self) -> StepResult:
+        """The result of the first round, with the tokens of the others."""
+        first = self._first.wait()
+        rounds = [np.frombuffer(first.next_token_ids, dtype=np.int32)]
+        rounds += [each.token_ids.numpy().astype(np.int32) for each in self._further]
+        finite = self._further[-1].finite.numpy()  # those before it were, or it had not come to this one
+        return structs.replace(
+            first,
+            next_token_ids=np.stack(rounds, axis=1).tobytes(),
+            errors=dict.fromkeys(np.flatnonzero(~finite).tolist(), NOT_FINITE),
+            num_next_tokens=np.full(len(finite), len(rounds), dtype=np.int32).tobytes(),
         )
 
 

@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -102,7 +103,7 @@ class NativeRecordings:
     ) -> RecordedStep:
         """The recording for these numbers; the first of its size is computed."""
         size = len(positions)
-        recording = self._recordings.get(size) or _Recording(size)
+        recording = self._recordings.get(size) or _Recording(size, self._slot_table, self._last_ids)
         recording.take(layout, positions, out_cache_loc, input_ids)
         if size not in self._recordings:
             self._record(recording)
@@ -165,8 +166,11 @@ class _Recording:
     attention: StepAttention
     step: RecordedStep
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, slot_table: npt.NDArray[np.int32], last_ids: Int64s) -> None:
+        """Those two are looked up and written, respectively, between the rounds of a burst."""
         self.size = size
+        self._slot_table = slot_table
+        self._last_ids = last_ids
         self._numbers = np.zeros((6, size), dtype=np.int64)
         columns = torch.from_numpy(self._numbers)
         self.rows, self.prefix_lens, self.extend_lens = columns[:3]
@@ -190,8 +194,24 @@ class _Recording:
         self._program = program
         self._is_done = True
         self.step = RecordedStep(
-            self.rows, self.positions, self.out_cache_loc, self.input_ids, self._replay, logits
+            self.rows,
+            self.positions,
+            self.out_cache_loc,
+            self.input_ids,
+            self._replay,
+            logits,
+            self._advance,
         )
+
+    def _advance(self, out_cache_loc: npt.NDArray[np.int32]) -> None:
+        """See `RecordedStep`; of a step in which each request computes one token."""
+        rows, prefix_lens, _, positions, loc, input_ids = self._numbers
+        prefix_lens += 1
+        positions += 1
+        loc[:] = out_cache_loc
+        input_ids[:] = self._last_ids[rows]
+        self._slot_table[rows, positions] = out_cache_loc
+        self._is_done = False
 
     def _replay(self) -> None:
         if not self._is_done:

@@ -11,13 +11,14 @@ from ..runtime.cluster_key import load_cluster_key
 from ..runtime.errors import RankLostError
 from ..runtime.ipc import FanOutbox
 from ..runtime.rank_messages import LaunchStep, RankInput
+from ..runtime.step_plan import to_the_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..runtime.device_config import ParallelConfig
     from ..runtime.messages import Message
-    from ..runtime.step_plan import Pending, Runner, StepPlan, StepResult
+    from ..runtime.step_plan import GoOn, Pending, Runner, StepPlan, StepResult
     from .tp_group import TPGroup
 
 
@@ -35,10 +36,11 @@ class RankedRunner:
         self._others = others
         self._group = group
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         """See `Runner`."""
+        assert plan.num_rounds == 1, "the others would not know when a burst ends"
         self._others.send(LaunchStep(plan))
-        return WaitingPending(self._runner.launch(plan), self._group)
+        return WaitingPending(self._runner.launch(plan, go_on), self._group)
 
 
 class WaitingPending:

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .attention.backend import BatchLayout, Int64s
+    from .batch_builder import Int32s
 
 Replay = Callable[[], None]
+Advance = Callable[["Int32s"], None]
 
 
 class RecordedStep(NamedTuple):
@@ -22,6 +24,8 @@ class RecordedStep(NamedTuple):
         rows, positions, out_cache_loc, input_ids: [n] int64 each, the numbers of its batch: where it reads them.
         replay: queues the step.
         logits: [n, V] float32, where it leaves them until the next replay of any step.
+        advance: brings the numbers of a burst's next round there, given its slots [n] int32: of what the replay before
+            was followed by, the last tokens. None: they have to be made ready like those of any step.
     """
 
     rows: Tensor
@@ -30,6 +34,7 @@ class RecordedStep(NamedTuple):
     input_ids: Tensor
     replay: Replay
     logits: Tensor
+    advance: Advance | None = None
 
     def without_padding(self, num: int) -> Self:
         """The same step as seen by its `num` real requests."""

@@ -215,12 +215,15 @@ class _Loop:
         """Take in messages, advance the steps, deliver what came out; sleeps while there is nothing to do."""
         for message in self._take_messages(0.0):
             parts.pipeline.handle(message)
-        advanced = parts.pipeline.advance()
+        advanced = parts.pipeline.advance(self._has_messages)
         self._deliver(parts)
         if not advanced:
             parts.pipeline.idle()
             for message in self._take_messages(wait_s(parts.scheduler, time.monotonic())):
                 parts.pipeline.handle(message)
+
+    def _has_messages(self) -> bool:
+        return not self._inbox.empty()
 
     def _take_messages(self, wait_s: float | None) -> Iterator[SchedulerInput]:
         """What has arrived; waits so many seconds for the first one, None: as long as it takes."""

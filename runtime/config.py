@@ -266,6 +266,11 @@ class SchedulerConfig:
         "With --speculative: guesses per request and step, at most; fewer where they do not pay.",
         Alias("num_speculative_tokens"),
     ] = 8
+    decode_burst_ms: Annotated[
+        float | Auto,
+        "Milliseconds for which running requests may generate tokens in a row while nobody waits; clients get them "
+        "together; 0: each by itself.",
+    ] = "auto"
     chaos: Annotated[
         str | None,
         "For tests: faults on purpose; 'retract=0.5:500' retracts with this probability, so often; 'oom=0.1:20' "
@@ -299,8 +304,9 @@ class SchedulerConfig:
             check_at_least(name, getattr(self, name), 0)
         for name in ("length_ageing", "priority_ageing", "static_batch_wait"):
             check_finite(name, getattr(self, name), 0.0, open_end=False)
-        if self.target_step_ms != "auto":
-            check_finite("target_step_ms", self.target_step_ms, 0.0, open_end=False)
+        for name in ("target_step_ms", "decode_burst_ms"):
+            if getattr(self, name) != "auto":
+                check_finite(name, getattr(self, name), 0.0, open_end=False)
         for name in ("queue_timeout", "request_timeout"):
             if getattr(self, name) is not None:
                 check_finite(name, getattr(self, name), 0.0, open_end=True)

@@ -118,6 +118,10 @@ class Inbox(Generic[M]):
             self._poller.poll(math.ceil(timeout_s * 1000))
         return list(decode_waiting(self._socket, self._decoder))
 
+    def has_message(self) -> bool:
+        """Whether `poll` would find one."""
+        return _has_message(self._socket)
+
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()

@@ -33,6 +33,7 @@ CPU_MEM_FRACTION: Final = 0.4  # other programs live in the same memory
 CUDA_MEM_FRACTION: Final = 0.88
 CPU_CHUNK_TOKENS: Final = 512
 CPU_TARGET_STEP_MS: Final = 50.0
+CPU_DECODE_BURST_MS: Final = 40.0
 CUDA_CHUNK_TOKENS: Final = ((35, 2048), (60, 4096), (100, 8192))  # (GPU with less than GiB, chunk)
 CUDA_LARGE_CHUNK_TOKENS: Final = 16384
 MAX_AUTO_GRAPH_BATCH: Final = 256
@@ -118,6 +119,7 @@ class _Resolver:
                 max_num_batched_tokens=self.max_num_batched_tokens(chunk, pool.max_running_requests),
                 long_prefill_token_threshold=self.long_prefill_token_threshold(pool.max_model_len),
                 overlap=self.overlap(device),
+                decode_burst_ms=self.decode_burst_ms(device),
             ),
         )
         _assert_no_auto(config)
@@ -311,6 +313,26 @@ class _Resolver:
         return self.note(
             "overlap", False, "on the CPU a launch is the whole step, so nothing would be left to overlap"
         )
+
+    def decode_burst_ms(self, device: str) -> float:
+        asked = self.config.scheduler.decode_burst_ms
+        reason = ""
+        if device != "cpu":
+            reason = f"on {device} the host plans the next step while the device computes"
+        elif self.config.parallel.tp > 1:
+            reason = f"tp is {self.config.parallel.tp}, and the other ranks would not know when a burst ends"
+        elif self.config.scheduler.overlap is True:
+            reason = (
+                "overlap is on: the next step is planned before anybody knows how many tokens this one yields"
+            )
+        if asked == "auto":
+            if reason:
+                return 0.0
+            why = f"a text still grows {1000 / CPU_DECODE_BURST_MS:.0f} times a second"
+            return self.note("decode_burst_ms", CPU_DECODE_BURST_MS, why)
+        if asked and reason:
+            raise ConfigError(f"decode_burst_ms is {asked:g}, but {reason}; leave --decode-burst-ms away")
+        return asked
 
     # ---------------------------------------------------------------- model and kernels
 

@@ -10,13 +10,29 @@ Arrays are bytes in C order, int32 unless said otherwise; `numpy.frombuffer` vie
 from __future__ import annotations
 
 import enum
+import struct
+from collections.abc import Callable
 from typing import Final, Protocol
+
+import msgspec
 
 from .messages import Logprobs, Record
 from .sampling_params import SamplingParams
 
 MAX_DRAFT_STEP_TOKENS: Final = 64
 """No step that checks drafts has more tokens, so that a runner may compute larger ones in another way than decodes."""
+
+
+GoOn = Callable[[bytes], bool]
+"""Asked between the rounds of a burst, with the tokens of the last one ([B] int32): whether there is to be another."""
+
+
+def to_the_end(next_token_ids: bytes) -> bool:
+    """A `GoOn`: nothing ends a burst before its last round."""
+    return True
+
+
+_INT32_BYTES: Final = 4
 
 
 class ForwardMode(enum.IntEnum):
@@ -68,13 +84,16 @@ class StepPlan(Record, frozen=True):
     that one come the request's drafts, guesses at the next tokens: the runner samples after each of them, too, and
     keeps what is sampled as far as the drafts say the same, and the first token that they do not.
 
+    A burst is a step of decodes alone that is made several times in a row: its rounds, each with the tokens that the
+    one before has sampled. The host has nothing to do between two of them but to be asked whether it goes on.
+
     Attributes:
         step_id: counts up from 1.
         mode: see `ForwardMode`.
         rows: [B] pool row of each request, extends first, then decodes.
         num_computed_tokens: [B] tokens whose KV exists already: position of the first new token.
         num_scheduled_tokens: [B] new tokens: 1 for a decode, 1 + k for one with k drafts, more for a prefill chunk.
-        out_cache_loc: [T] KV slot of each new token, in batch order; none twice.
+        out_cache_loc: [T] KV slot of each new token, in batch order; none twice. Of a burst [num_rounds, T].
         samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt.
         total_num_scheduled_tokens: T.
         new_reqs, row_updates: see their classes.
@@ -84,6 +103,7 @@ class StepPlan(Record, frozen=True):
         swap_ins: [I, 2] (host page, page): KV that comes back. Never both in one step; see `Capacity.num_host_pages`.
         num_drafts: [B] drafts of each request, only of decodes; empty if nobody has any.
         draft_ids: [sum of num_drafts] the drafts, request after request.
+        num_rounds: 1, or how often a burst is made at most; the arrays tell of its first round.
     """
 
     step_id: int
@@ -102,6 +122,25 @@ class StepPlan(Record, frozen=True):
     swap_ins: bytes = b""
     num_drafts: bytes = b""
     draft_ids: bytes = b""
+    num_rounds: int = 1
+
+    def round(self, number: int) -> StepPlan:
+        """One round of a burst, 0 <= number < num_rounds, as the plan of a step."""
+        num_bytes = _INT32_BYTES * self.total_num_scheduled_tokens
+        loc = self.out_cache_loc[number * num_bytes : (number + 1) * num_bytes]
+        if not number:
+            return msgspec.structs.replace(self, out_cache_loc=loc, num_rounds=1)
+        positions = memoryview(self.num_computed_tokens).cast("i")
+        return StepPlan(
+            self.step_id,
+            ForwardMode.DECODE,
+            self.rows,
+            struct.pack(f"{len(positions)}i", *[position + number for position in positions]),
+            self.num_scheduled_tokens,
+            loc,
+            self.samples,
+            self.total_num_scheduled_tokens,
+        )
 
 
 class StepResult(Record, frozen=True):
@@ -110,7 +149,7 @@ class StepResult(Record, frozen=True):
     Attributes:
         step_id: of the plan.
         next_token_ids: [S] the sampled tokens, in batch order of the requests with `samples` = 1; in a step with drafts
-            as many of each request as `num_next_tokens` says, one after the other.
+            as many of each request as `num_next_tokens` says, one after the other; so, too, after a burst.
         logprobs: one entry per sampled request (each of n = 1 token), or empty when nobody in the batch asked.
         prompt_logprobs: batch index -> log-probabilities of the prompt tokens *predicted by* this chunk: the tokens at
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
@@ -121,8 +160,8 @@ class StepResult(Record, frozen=True):
         swap_s: of these, seconds that the device was busy swapping; 0 without swaps.
         out_of_memory: why the step has computed nothing: the device had no memory for it. Everything of the plan before
             the batch has been done; the KV of the batch's new tokens is arbitrary. Empty for a step that has.
-        num_next_tokens: [S] tokens of each request: 1 and one more for each draft that was right; empty for a step
-            without drafts.
+        num_next_tokens: [S] tokens of each request: 1 and one more for each draft that was right, or one of each round
+            that was made of a burst; empty for a step without drafts or further rounds.
     """
 
     step_id: int
@@ -147,6 +186,10 @@ class Pending(Protocol):
 class Runner(Protocol):
     """What the scheduler needs of a model runner; the product's is `model_runner.ModelRunner`."""
 
-    def launch(self, plan: StepPlan) -> Pending:
-        """Start a step. May return before the device is done; nothing until `Pending.wait` may block on the device."""
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+        """Start a step. May return before the device is done; nothing until `Pending.wait` may block on the device.
+
+        Args:
+            go_on: asked between the rounds of a burst, if there are any; when it says no, the burst has ended.
+        """
         ...

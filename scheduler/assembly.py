@@ -14,6 +14,7 @@ from ..runtime.feasibility import Capacity, pages_for
 from .admission import Admission
 from .admission_pass import AdmissionParts
 from .answers import Answers
+from .bursts import Bursts
 from .chaos import make_chaos
 from .constraints import MaxLoras
 from .deadlines import Deadlines
@@ -68,6 +69,7 @@ class SchedulerParts:
     estimator: OutputEstimator
     phases: StepPhases
     speculation: Speculation
+    bursts: Bursts
     out_of_memory: OutOfMemory
     settler: ResultSettler
     deadlines: Deadlines
@@ -161,6 +163,16 @@ def assemble(
         answers=answers,
         policy=policy,
     )
+    stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
+    bursts = Bursts(
+        requests,
+        burst_s=limits.decode_burst_ms / 1000,
+        states=states,
+        pool=pool,
+        kv=kv,
+        caps=caps,
+        stop_rules=stop_rules,
+    )
     return SchedulerParts(
         requests=requests,
         allocator=allocator,
@@ -174,13 +186,14 @@ def assemble(
         estimator=estimator,
         phases=make_phases(config, admission, decodes, requests, out_of_memory),
         speculation=speculation,
+        bursts=bursts,
         out_of_memory=out_of_memory,
         settler=ResultSettler(
             requests,
             states=states,
             pool=pool,
             kv=kv,
-            stop_rules=StopRules(eos_token_ids, capacity.vocab_size),
+            stop_rules=stop_rules,
             caps=caps,
             out_of_memory=out_of_memory,
             estimator=estimator,
@@ -188,6 +201,7 @@ def assemble(
             policy=policy,
             target=target,
             speculation=speculation,
+            bursts=bursts,
             stats=stats,
             streams=streams,
         ),

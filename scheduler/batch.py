@@ -30,7 +30,8 @@ class ScheduleBatch:
         num_extends: E.
         rows: [B] the requests' rows when the step was planned.
         epochs: [B] the rows' epochs then; see `still_here`.
-        end: [B] the number of tokens with KV after the step; with drafts those of them that were right come on top.
+        end: [B] the number of tokens with KV after the step; those of right drafts, and of the further rounds of a
+            burst, come on top.
         num_drafts: draft tokens of all requests.
         sampled: [S] batch indices of those that sample; `StepResult.next_token_ids` is in this order.
     """
@@ -49,11 +50,13 @@ class ScheduleBatch:
         kv: KVMemory,
         host: HostMemory,
         drafts: Drafts = NO_DRAFTS,
+        num_rounds: int = 1,
     ) -> None:
-        """Build the plan of a step and count its tokens as computed, but for the drafts, which may be wrong.
+        """Build the plan of a step and count its tokens as computed.
 
-        Rows and pages of all tokens are taken already; the pool's rows that left, the rows whose pages moved, and the
-        copies between pages and with the host since the last plan are collected here.
+        Not counted are drafts, which may be wrong, and the further rounds of a burst, which may not be made. Rows and
+        pages of all tokens are taken already; the pool's rows that left, the rows whose pages moved, and the copies
+        between pages and with the host since the last plan are collected here.
         """
         positions = states.num_computed[decode_rows]
         ends = positions + np.int32(1)
@@ -67,6 +70,10 @@ class ScheduleBatch:
             out_cache_loc = pool.slots_at(np.repeat(decode_rows, lengths), token_positions)
         else:
             out_cache_loc = pool.slots_at(decode_rows, positions)
+        num_tokens = len(out_cache_loc)
+        if num_rounds > 1:
+            further = [pool.slots_at(decode_rows, positions + np.int32(k)) for k in range(1, num_rounds)]
+            out_cache_loc = np.concatenate([out_cache_loc, *further])
         if chunks:
             chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
             starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
@@ -77,6 +84,7 @@ class ScheduleBatch:
                 pool.slots(chunk.req.row, chunk.start, chunk.start + chunk.length) for chunk in chunks
             ]
             out_cache_loc = np.concatenate([*chunk_slots, out_cache_loc])
+            num_tokens = len(out_cache_loc)
             positions = np.concatenate([starts, positions])
             ends = np.concatenate([chunk_ends, ends])
             lengths = np.concatenate([chunk_lengths, lengths])
@@ -103,7 +111,7 @@ class ScheduleBatch:
             num_scheduled_tokens=lengths.tobytes(),
             out_cache_loc=out_cache_loc.tobytes(),
             samples=samples.tobytes(),
-            total_num_scheduled_tokens=len(out_cache_loc),
+            total_num_scheduled_tokens=num_tokens,
             new_reqs=tuple([_new_req(chunk, pool) for chunk in chunks if chunk.is_first]),
             row_updates=tuple(
                 [
@@ -117,10 +125,17 @@ class ScheduleBatch:
             swap_ins=swap_ins.tobytes(),
             num_drafts=_per_request(drafts, len(chunks)),
             draft_ids=drafts.token_ids.tobytes(),
+            num_rounds=num_rounds,
         )
 
     def __len__(self) -> int:
         return len(self.reqs)
+
+    def rounds_made(self, num_next_tokens: bytes) -> int:
+        """How often the step was made, by its result's number of tokens of each request: 1 if it is no burst."""
+        if self.plan.num_rounds == 1 or not num_next_tokens:
+            return 1
+        return int(np.frombuffer(num_next_tokens, dtype=np.int32)[0])
 
     def checksum(self) -> int:
         """Of the plan's arrays: equal plans have equal ones, so a replay can be compared without keeping plans."""

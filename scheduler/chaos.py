@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from msgspec import structs
 
 from ..runtime.config import ChaosSpec, SchedulerConfig, parse_chaos
-from ..runtime.step_plan import Pending, Runner, StepPlan, StepResult
+from ..runtime.step_plan import GoOn, Pending, Runner, StepPlan, StepResult, to_the_end
 from .req import Req
 
 
@@ -74,9 +74,9 @@ class ChaosRunner:
         self._left = spec.max_ooms
         self._random = random.Random(seed)
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         """See `Runner`."""
-        pending = self._runner.launch(plan)
+        pending = self._runner.launch(plan, go_on)
         is_small = len(plan.samples) < 2 and plan.total_num_scheduled_tokens <= self._page_size
         if is_small or not self._left or self._random.random() >= self._probability:
             return pending
@@ -107,22 +107,25 @@ class SlowRunner:
         self._runner = runner
         self._min_step_s = min_step_s
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         """See `Runner`."""
-        end_s = time.monotonic() + self._min_step_s
-        return _NotBefore(self._runner.launch(plan), end_s, self._min_step_s)
+        started_s = time.monotonic()
+        return _NotBefore(self._runner.launch(plan, go_on), started_s, self._min_step_s, plan.num_rounds > 1)
 
 
 class _NotBefore(NamedTuple):
     pending: Pending
-    end_s: float
+    started_s: float
     min_step_s: float
+    is_burst: bool
 
     def wait(self) -> StepResult:
-        """See `Pending`."""
+        """See `Pending`. Each round of a burst counts as a step."""
         result = self.pending.wait()
-        time.sleep(max(0.0, self.end_s - time.monotonic()))
-        return structs.replace(result, forward_s=max(result.forward_s, self.min_step_s))
+        counts = memoryview(result.num_next_tokens).cast("i") if self.is_burst else ()
+        min_s = self.min_step_s * max(counts, default=1)
+        time.sleep(max(0.0, self.started_s + min_s - time.monotonic()))
+        return structs.replace(result, forward_s=max(result.forward_s, min_s))
 
 
 class DeadlyRunner:
@@ -134,12 +137,12 @@ class DeadlyRunner:
         self._runner = runner
         self._token_id = token_id
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         """See `Runner`."""
         prompts = (memoryview(new.input_ids).cast("i")[: new.prompt_len] for new in plan.new_reqs)
         if any(self._token_id in prompt for prompt in prompts):
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._runner.launch(plan)
+        return self._runner.launch(plan, go_on)
 
 
 def with_chaos(runner: Runner, config: SchedulerConfig, page_size: int) -> Runner:

@@ -129,6 +129,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         plan_crc: checksum of the plan's arrays; 0 without a plan.
         step_time: what was predicted of the step's time; None where it was no limit.
         num_drafts: draft tokens that the step checks.
+        num_rounds: tokens in a row that each request gets, at most; see `bursts.py`.
     """
 
     now_s: float
@@ -155,6 +156,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
     plan_crc: int = 0
     step_time: StepTime | None = None
     num_drafts: int = 0
+    num_rounds: int = 1
 
     @property
     def retracted(self) -> list[str]:
@@ -177,8 +179,9 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         """For people: the pass, then each verdict."""
         retracted = ",".join(f"{each.rid}({each.cause}, {each.mode})" for each in self.retractions)
         drafts = f"drafts={self.num_drafts} " if self.num_drafts else ""
+        rounds = f"rounds={self.num_rounds} " if self.num_rounds > 1 else ""
         yield (
-            f"step={self.step_id} mode={self.mode.name} decodes={self.num_decodes} {drafts}"
+            f"step={self.step_id} mode={self.mode.name} decodes={self.num_decodes} {drafts}{rounds}"
             f"waiting={self.num_waiting} evicted_pages={self.evicted_pages} retracted={retracted or '-'}"
         )
         for note in self.notes:

@@ -80,7 +80,7 @@ class EventLoop:
         messages = self._inbox.poll(self._wait_s())
         for message in messages:
             self._pipeline.handle(message)
-        advanced = self._pipeline.advance()
+        advanced = self._pipeline.advance(self._inbox.has_message)
         if logger.isEnabledFor(logging.DEBUG):
             self._log_decisions()
         else:  # the level may change while it runs, and thousands of old ones are not news

@@ -33,8 +33,12 @@ class StopRules:
             lengths: [n] sequence lengths with the new tokens.
         """
         at_limit = lengths > states.max_kv_len[rows]
-        at_eos = self._is_eos[token_ids] & ~states.ignore_eos[rows]
-        result: BoolArray = at_limit | at_eos | states.needs_care[rows]
+        result: BoolArray = at_limit | self.at_eos(states, rows, token_ids) | states.needs_care[rows]
+        return result
+
+    def at_eos(self, states: RowStates, rows: IntArray, token_ids: IntArray) -> BoolArray:
+        """[n] whose new token, [n] below the vocabulary size, is an end of sequence that ends answers."""
+        result: BoolArray = self._is_eos[token_ids] & ~states.ignore_eos[rows]
         return result
 
     def finish(self, req: Req, token_id: int) -> Finish | None:

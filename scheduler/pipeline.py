@@ -59,24 +59,33 @@ class Pipeline:
         self._recorder.received(message, now_s)
         self._scheduler.handle(message, now_s)
 
-    def advance(self) -> bool:
+    def advance(self, has_news: Callable[[], bool]) -> bool:
         """Plan and launch a step, if there is one, and settle what has to be; whether anything was done.
 
         Blocks until the device is done with the step that is settled, never longer. If no step can be planned while one
         is in flight, that one is settled, since it may be what the next plan waits for: call again at once. After False
         nothing is in flight, and only a message or time can change what the scheduler decides.
+
+        Args:
+            has_news: whether a message has come meanwhile, which ends a burst.
         """
         now_s = self._clock()
         self._recorder.planning(now_s)
         batch = self._scheduler.next_batch(now_s)
         self._recorder.planned(batch)
         if batch is not None:
-            self._in_flight.append(InFlight(batch, self._runner.launch(batch.plan)))
+            self._in_flight.append(InFlight(batch, self._launch(batch, has_news)))
         elif not self._in_flight:
             return False
         if batch is None or len(self._in_flight) > self._max_left_in_flight:
             self._settle_oldest()
         return True
+
+    def _launch(self, batch: ScheduleBatch, has_news: Callable[[], bool]) -> Pending:
+        def goes_on(next_token_ids: bytes) -> bool:
+            return not has_news() and self._scheduler.goes_on(batch, next_token_ids)
+
+        return self._runner.launch(batch.plan, goes_on)
 
     def idle(self) -> None:
         """`advance` had nothing to do: let the scheduler check its books.

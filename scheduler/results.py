@@ -8,6 +8,7 @@ from ..runtime.messages import Finish, FinishKind, TokenOutput, Usage
 from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .batch import ScheduleBatch
+from .bursts import Bursts
 from .estimator.base import OutputEstimator
 from .kv_memory import KVMemory
 from .out_of_memory import OutOfMemory
@@ -28,6 +29,7 @@ class ResultSettler:
     """Appends tokens, finishes requests, fills the prefix cache, makes the rows to send."""
 
     __slots__ = (
+        "_bursts",
         "_caps",
         "_estimator",
         "_kv",
@@ -59,6 +61,7 @@ class ResultSettler:
         policy: SchedulePolicy,
         target: StepTarget,
         speculation: Speculation,
+        bursts: Bursts,
         stats: SchedulerStats,
         streams: bool = True,
     ) -> None:
@@ -75,6 +78,7 @@ class ResultSettler:
         self._policy = policy
         self._target = target
         self._speculation = speculation
+        self._bursts = bursts
         self._stats = stats
         self._streams = streams
 
@@ -94,7 +98,7 @@ class ResultSettler:
         self._states.num_settled[batch.rows[here]] = batch.end[here]
         rows = self._settle_errors(batch, result, here, now_s)
         self._settle_prompts(batch, result, here)
-        if batch.num_drafts:
+        if result.num_next_tokens:
             rows += self._settle_runs(batch, result, here, now_s)
         else:
             rows += self._settle_tokens(batch, result, here, now_s)
@@ -114,14 +118,17 @@ class ResultSettler:
 
     def _learn_costs(self, batch: ScheduleBatch, result: StepResult) -> None:
         """What steps take, for their target; what computing prompts and swapping do, for the choice between the two."""
-        self._target.measured(batch, result.forward_s - result.swap_s)
+        num_rounds = batch.rounds_made(result.num_next_tokens)
+        self._target.measured(batch, (result.forward_s - result.swap_s) / num_rounds)
         num_pages = (len(batch.plan.swap_outs) + len(batch.plan.swap_ins)) // (2 * TOKEN_ID_BYTES)
         if num_pages:
             self._mode.measured_swap(num_pages, result.swap_s)
         elif batch.plan.mode is ForwardMode.EXTEND:
             self._mode.measured_prefill(batch.plan.total_num_scheduled_tokens, result.forward_s)
         elif batch.plan.mode is ForwardMode.DECODE:
-            self._speculation.measured(len(batch), batch.num_drafts, result.forward_s)
+            self._speculation.measured(len(batch), batch.num_drafts, result.forward_s / num_rounds)
+            if not batch.num_drafts:
+                self._bursts.measured(num_rounds, result.forward_s)
 
     def _settle_errors(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
@@ -189,13 +196,17 @@ class ResultSettler:
     def _settle_runs(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
-        """The same for a step with drafts, in which each request has one token or a run of them."""
+        """The same for a step with drafts or several rounds, in which each request has one token or a run of them."""
         counts = np.frombuffer(result.num_next_tokens, dtype=np.int32)
         assert len(counts) == len(batch.sampled), f"step {result.step_id}: {len(counts)} runs"
         token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32)
         num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32).tolist()
-        self._stats.draft_tokens += batch.num_drafts
-        self._stats.accepted_draft_tokens += len(token_ids) - len(counts)
+        if num_drafts:
+            self._stats.draft_tokens += batch.num_drafts
+            self._stats.accepted_draft_tokens += len(token_ids) - len(counts)
+        else:
+            for _ in range(1, int(counts.max(initial=1))):
+                self._estimator.after_decode()
         rows = []
         for idx, end in enumerate(np.cumsum(counts).tolist()):
             batch_idx = batch.sampled[idx]
@@ -205,9 +216,10 @@ class ResultSettler:
             run, finish = self._cut(req, token_ids[end - counts[idx] : end])
             self._states.append_run(req.row, run)
             self._stats.generation_tokens += len(run)
-            req.num_drafts += num_drafts[batch_idx]
-            if len(run) > 1:
+            if num_drafts:
+                req.num_drafts += num_drafts[batch_idx]
                 req.num_right_drafts += len(run) - 1
+            if len(run) > 1:
                 self._policy.gained(req, len(run) - 1)
             logprobs = result.logprobs[idx] if result.logprobs else None  # of one token: see `may_speculate`
             id_bytes = run.tobytes()

@@ -41,7 +41,6 @@ from .arrays import TOKEN_ID_BYTES, BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .decision_log import Arrived, DecisionLog, PassRecord, Settled
-from .drafts import Drafts
 from .intake import reason_to_refuse
 from .ledger import LedgerError
 from .outputs import text_options
@@ -225,7 +224,7 @@ class Scheduler:
         work = self._parts.phases.plan(record, now_s)
         batch = None
         if work.chunks or work.decode_reqs or self._must_tell_runner(record):
-            batch = self._make_batch(work, self._parts.speculation.plan(work), record)
+            batch = self._make_batch(work, record)
         record.num_running = self._requests.num_with_row
         record.num_decodes = len(work.decode_reqs)
         record.evicted_pages = self._kv.evicted_pages_total - evicted_before
@@ -246,7 +245,8 @@ class Scheduler:
         nobody_runs = not self._requests.num_with_row
         return self._parts.pool.has_left_rows and nobody_runs and not record.gave_memory_back
 
-    def _make_batch(self, work: Work, drafts: Drafts, record: PassRecord) -> ScheduleBatch:
+    def _make_batch(self, work: Work, record: PassRecord) -> ScheduleBatch:
+        drafts = self._parts.speculation.plan(work)
         self._last_step_id += 1
         batch = ScheduleBatch(
             self._last_step_id,
@@ -258,8 +258,9 @@ class Scheduler:
             kv=self._kv,
             host=self._parts.host,
             drafts=drafts,
+            num_rounds=self._parts.bursts.plan(work, drafts),
         )
-        record.num_drafts = batch.num_drafts
+        record.num_drafts, record.num_rounds = batch.num_drafts, batch.plan.num_rounds
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()
@@ -285,6 +286,10 @@ class Scheduler:
                 num_next_tokens=result.num_next_tokens,
             )
         )
+
+    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes) -> bool:
+        """Whether a burst may go on behind a round that has sampled these tokens; no call changes anything."""
+        return self._parts.bursts.goes_on(batch, next_token_ids)
 
     def rows_still_here(self, batch: ScheduleBatch) -> BoolArray:
         """[B] whether `settle` would take the batch's tokens of each request: not if it has left its row since."""

@@ -235,14 +235,15 @@ class NgramSpeculation:
 
 def may_speculate(req: Req) -> bool:
     """Whether what is sampled for it at a position depends on the tokens before it through the model alone."""
-    return not (_has_penalties(req.sampling) or req.sampling.logprobs is not None or _has_grammar(req))
+    return not (_has_penalties(req.sampling) or req.sampling.logprobs is not None or has_grammar(req))
 
 
 def _has_penalties(sampling: SamplingParams) -> bool:
     return bool(sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty)
 
 
-def _has_grammar(req: Req) -> bool:
+def has_grammar(req: Req) -> bool:
+    """Whether which tokens it may have depends on those before them."""
     return ReqStatus.WAITING_GRAMMAR in req.entered_s
 
 

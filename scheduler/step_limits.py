@@ -20,6 +20,7 @@ class StepLimits(NamedTuple):
         look_ahead: how many requests behind one that lacks memory are tried; each costs a look into the prefix cache.
         num_lookahead_tokens: slots that each request keeps ready for draft tokens.
         target_step_ms: time of a step in which requests decode; 0: none. See `StepTarget`.
+        decode_burst_ms: see `Bursts`; 0: none.
     """
 
     chunk_size: int | None
@@ -30,6 +31,7 @@ class StepLimits(NamedTuple):
     look_ahead: int
     num_lookahead_tokens: int
     target_step_ms: float = 0.0
+    decode_burst_ms: float = 0.0
 
     def capped(self, max_step_tokens: int | None) -> Self:
         """With no more tokens in a step than this: prompts are cut, if they were not before."""
@@ -58,6 +60,7 @@ class StepLimits(NamedTuple):
             partial=PartialLimits.of(config),
             look_ahead=config.look_ahead,
             num_lookahead_tokens=config.num_lookahead_tokens,
-            # unresolved in logs that are older than the setting
+            # both unresolved in logs that are older than the setting
             target_step_ms=0.0 if config.target_step_ms == "auto" else config.target_step_ms,
+            decode_burst_ms=0.0 if config.decode_burst_ms == "auto" else config.decode_burst_ms,
         )

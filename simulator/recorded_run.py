@@ -109,6 +109,7 @@ class _Reader:
         self._swap_s = 0.0
         self._overheads_s: list[float] = []
         self._last_step: tuple[float, float] | None = None  # planned at, seconds; None after a rest
+        self._last_rounds = 1  # a burst is as many steps of a simulation, which has none
 
     def read(self) -> RecordedRun:
         scheduler = self._scheduler
@@ -144,7 +145,7 @@ class _Reader:
             return
         if self._last_step is not None:
             planned_s, forward_s = self._last_step
-            self._overheads_s.append(max(0.0, now_s - planned_s - forward_s))
+            self._overheads_s.append(max(0.0, now_s - planned_s - forward_s) / self._last_rounds)
             self._last_step = None
         for new in batch.plan.new_reqs:
             life = self._lives[new.rid]
@@ -158,6 +159,7 @@ class _Reader:
         if batch.plan.mode is not ForwardMode.IDLE:
             self._measure(batch, record)
             self._last_step = (planned_s, record.forward_s)
+            self._last_rounds = batch.rounds_made(record.num_next_tokens)
         if not record.out_of_memory:
             self._note_tokens(batch, record)
         result = StepResult(
@@ -181,9 +183,8 @@ class _Reader:
         work = work_of(batch, self._run.header.capacity.page_size)
         self._swapped_tokens += work.swapped_tokens
         self._swap_s += record.swap_s
-        self._steps.append(
-            MeasuredStep(work._replace(swapped_tokens=0), max(0.0, record.forward_s - record.swap_s))
-        )
+        step_s = max(0.0, record.forward_s - record.swap_s) / batch.rounds_made(record.num_next_tokens)
+        self._steps.append(MeasuredStep(work._replace(swapped_tokens=0), step_s))
 
     def _note_tokens(self, batch: ScheduleBatch, record: Settled) -> None:
         """Whose tokens they are; those of requests that lost their place meanwhile are nobody's, they come again."""

@@ -31,6 +31,7 @@ SERVE_FLAGS = """
 --cuda-graph
 --cuda-graph-max-bs
 --decision-log
+--decode-burst-ms
 --deterministic
 --device
 --disable-cuda-graph

@@ -128,6 +128,7 @@ class Driver:
             samples.append(stop == len(req.tokens))
         counts = [count for _, count in work]
         mode = ForwardMode.DECODE if all(count == 1 for count in counts) else ForwardMode.MIXED
+        tables = {name: int32(itertools.chain(*pairs)) for name, pairs in pages.items()}
         plan = StepPlan(
             step_id=self.step_id,
             mode=mode if work else ForwardMode.IDLE,
@@ -140,7 +141,9 @@ class Driver:
             new_reqs=tuple(new_reqs),
             row_updates=row_updates,
             finished_rows=int32(self.finished),
-            **{name: int32(itertools.chain(*pairs)) for name, pairs in pages.items()},
+            page_copies=tables.get("page_copies", b""),
+            swap_outs=tables.get("swap_outs", b""),
+            swap_ins=tables.get("swap_ins", b""),
         )
         self.finished = []
         return plan

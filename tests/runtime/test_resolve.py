@@ -102,6 +102,37 @@ def test_a_gpu_has_no_target_for_its_steps_unless_asked():
     assert resolved.config.scheduler.target_step_ms == 0.0 and "target_step_ms" not in resolved.notes
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, 40.0),
+        ({"decode_burst_ms": 0.0}, 0.0),
+        ({"decode_burst_ms": 15.0}, 15.0),
+        ({"overlap": True}, 0.0),
+    ],
+)
+def test_decodes_come_in_bursts_on_the_cpu(asked, expected):
+    resolved = resolve(EngineConfig(scheduler=SchedulerConfig(**asked)), SPEC, HOST)
+    assert resolved.config.scheduler.decode_burst_ms == expected
+    assert ("decode_burst_ms" in resolved.notes) == (not asked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "reason"),
+    [
+        ({"overlap": True}, HOST, "but overlap is on"),
+        ({}, GPU_HOST, "but on cuda the host plans the next step"),
+        ({"tp": 3}, HOST, "but tp is 3, and the other ranks"),
+    ],
+)
+def test_bursts_that_could_not_be_made_are_refused(settings, machine, reason):
+    asked = config(decode_burst_ms=20.0, **settings)
+    with pytest.raises(ConfigError, match=f"decode_burst_ms is 20, {reason}.*leave --decode-burst-ms away"):
+        resolve(asked, SPEC, machine)
+    elsewhere = config(**settings)
+    assert resolve(elsewhere, SPEC, machine).config.scheduler.decode_burst_ms == 0.0
+
+
 def test_the_default_model_on_a_plain_machine():
     resolved = resolve(EngineConfig(), SPEC, HOST)
     model, cache, scheduler = resolved.config.model, resolved.config.cache, resolved.config.scheduler
@@ -123,6 +154,7 @@ def test_the_default_model_on_a_plain_machine():
         "max_running_requests",
         "chunked_prefill_size",
         "target_step_ms",
+        "decode_burst_ms",
         "overlap",
         "model_impl",
         "cuda_graph",

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.runtime.messages import FinishKind, Logprobs
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, StepPlan, StepResult
+from engine.runtime.step_plan import ForwardMode, GoOn, StepPlan, StepResult, to_the_end
 
 MASK = (1 << 61) - 1
 GARBAGE = -7
@@ -114,9 +114,10 @@ class FakeRunner:
         self.no_memory: Callable[[StepPlan], bool] = lambda plan: False  # for which steps there is none
         self.steps = 0
         self.step_s: Callable[[StepPlan], float] = lambda plan: 0.01
+        self.num_rounds = 0  # of bursts
         self.swap_s = 0.0  # what every step with swaps says they took
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Launched:
         """Apply a plan in the order that its docstring gives."""
         self.steps += 1
         assert plan.step_id == self.steps
@@ -148,7 +149,29 @@ class FakeRunner:
             for row in ints(plan.rows):
                 self.rows[row].lost = True
             return Launched(StepResult(plan.step_id, forward_s=0.01, out_of_memory="tried to allocate 2 GiB"))
-        return Launched(self.forward(plan))
+        return Launched(self.forward(plan) if plan.num_rounds == 1 else self.burst(plan, go_on))
+
+    def burst(self, plan: StepPlan, go_on: GoOn) -> StepResult:
+        """A step of decodes, as often as the plan says and `go_on` allows, or until somebody fails."""
+        assert plan.mode is ForwardMode.DECODE and not plan.num_drafts and 0 not in plan.samples
+        assert len(ints(plan.out_cache_loc)) == plan.num_rounds * len(ints(plan.rows))
+        assert len(set(ints(plan.out_cache_loc))) == len(ints(plan.out_cache_loc))
+        results = [self.forward(plan.round(0))]
+        for number in range(1, plan.num_rounds):
+            if results[-1].errors or not go_on(results[-1].next_token_ids):
+                break
+            results.append(self.forward(plan.round(number)))
+        token_ids = np.array([ints(result.next_token_ids) for result in results], dtype=np.int32)
+        counts = np.full(token_ids.shape[1], len(results), dtype=np.int32)
+        self.num_rounds += len(results)
+        return StepResult(
+            plan.step_id,
+            token_ids.T.tobytes(),
+            errors=results[-1].errors,
+            forward_s=sum(result.forward_s for result in results),
+            swap_s=self.swap_s if plan.swap_outs or plan.swap_ins else 0.0,
+            num_next_tokens=counts.tobytes() if len(results) > 1 else b"",
+        )
 
     def copy_pages(self, plan: StepPlan) -> None:
         """Out to the host, from page to page, in from the host: in this order."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,6 +114,7 @@ class Harness:
         self.answers: dict[str, Answer] = {}
         self.flushes: list[FlushCacheDone] = []
         self.now_s = 100.0
+        self.has_news: Callable[[], bool] = lambda: False  # asked between two rounds of a burst
         self.rng = np.random.default_rng(0)
 
     # ------------------------------------------------------------ input
@@ -173,7 +175,8 @@ class Harness:
             self.check_record(passes[-1], batch)
         self.scheduler.audit()
         if batch is not None:
-            self.in_flight.append((batch, self.runner.launch(batch.plan)))
+            goes_on = partial(self.goes_on, batch)
+            self.in_flight.append((batch, self.runner.launch(batch.plan, goes_on)))
         idle = batch is None or batch.plan.mode is ForwardMode.IDLE
         while self.in_flight and (len(self.in_flight) > self.overlap or idle):
             self.settle()
@@ -181,6 +184,11 @@ class Harness:
                 break
         self.collect()
         return batch
+
+    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes) -> bool:
+        """What a pipeline says between two rounds of a burst."""
+        assert not self.overlap, "a burst beside another step"
+        return not self.has_news() and self.scheduler.goes_on(batch, next_token_ids)
 
     def settle(self) -> None:
         """Settle the oldest step in flight."""

@@ -101,6 +101,19 @@ def test_slow_steps_take_the_time_that_was_asked_for(make_scheduler, monkeypatch
     assert slept_s == [max(0.0, 0.125 - took_s)]
 
 
+def test_each_round_of_a_burst_takes_that_time(make_scheduler, monkeypatch):
+    now_s = [100.0]
+    slept_s: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    harness = make_scheduler(num_pages=128, decode_burst_ms=500.0)
+    harness.runner = with_chaos(harness.runner, SchedulerConfig(chaos="slow=0.125"), page_size=4)
+    harness.submit(max_new_tokens=6)
+    for _ in range(3):
+        harness.step()
+    assert slept_s == [0.125, 0.125, 0.5]
+
+
 @pytest.mark.parametrize("text", [None, "retract=0.5:9", "oom=0.5:0", "slow=0"])
 def test_other_runners_stay_as_they_are(make_scheduler, text):
     runner = make_scheduler().runner

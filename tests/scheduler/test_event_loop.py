@@ -23,7 +23,7 @@ from engine.runtime.messages import (
     SchedulerReport,
 )
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import StepPlan
+from engine.runtime.step_plan import GoOn, StepPlan, to_the_end
 from engine.scheduler.decision_log import KEPT_RECORDS, Arrived, PassRecord
 from engine.scheduler.event_loop import EventLoop
 from engine.scheduler.log_file import read_runs
@@ -87,9 +87,12 @@ class World:
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
-    def launch(self, plan: StepPlan) -> Any:
+    def has_message(self) -> bool:
+        return bool(self.arriving)
+
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Any:
         self.now_s += STEP_S
-        return self._runner.launch(plan)
+        return self._runner.launch(plan, go_on)
 
     def heartbeat(self) -> None:
         self.num_heartbeats += 1
@@ -147,6 +150,30 @@ def test_messages_are_taken_between_steps(world, overlap):
     assert rids == ["long", "long", "long", *(["long", "late"] if overlap else ["late", "long", "long"])]
     (finish,) = [row.finish for row in world.rows if row.rid == "long" and row.finish]
     assert finish.kind is FinishKind.ABORT
+
+
+def test_a_message_ends_a_burst(make_scheduler):
+    harness = make_scheduler(decode_burst_ms=1e6)
+    world = World(harness)
+    world.submit("long", max_new_tokens=60)
+    world.steps(3)
+    num_before = len(world.rows[-1].token_ids) // 4
+
+    def seconds(plan: StepPlan) -> float:
+        """Somebody comes while the second round is computed."""
+        if harness.runner.rows and (round_of := len(rounds)) < 2:
+            rounds.append(round_of)
+            if round_of == 1:
+                world.submit("late", max_new_tokens=1)
+        return 0.01
+
+    rounds: list[int] = []
+    harness.runner.step_s = seconds
+    world.steps(2)
+
+    rows = [(row.rid, len(row.token_ids) // 4) for row in world.rows][-3:]
+    assert num_before == 8
+    assert rows == [("long", 2), ("late", 1), ("long", 1)]
 
 
 def test_a_flush_is_answered_while_idle(world):

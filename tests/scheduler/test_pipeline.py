@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, SchedulerConfig
 from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
-from engine.runtime.step_plan import StepPlan, StepResult
+from engine.runtime.step_plan import GoOn, StepPlan, StepResult, to_the_end
 from engine.scheduler.log_file import read_runs
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.recorder import NoRecorder, Recorder, make_recorder
@@ -41,7 +41,7 @@ class SlowDevice:
         self.queue: deque[SlowStep] = deque()
         self.fail: dict[str, int] = {}
 
-    def launch(self, plan: StepPlan) -> SlowStep:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> SlowStep:
         self.note("launch", plan.step_id)
         step = SlowStep(self, plan)
         self.queue.append(step)
@@ -114,7 +114,7 @@ class Piped(Harness):
 
     def advance(self) -> bool:
         self.now_s += 0.01
-        advanced = self.pipeline.advance()
+        advanced = self.pipeline.advance(lambda: False)
         self.collect()
         self.scheduler.audit()
         return advanced

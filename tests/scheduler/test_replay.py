@@ -109,6 +109,7 @@ CONFIGS = st.fixed_dictionaries(
         "preemption_mode": st.sampled_from(["cost", "recompute", "swap"]),
         "chunked_prefill_size": st.sampled_from([-1, 8, 24]),
         "target_step_ms": st.sampled_from([0.0, 3.0, 30.0]),
+        "decode_burst_ms": st.sampled_from([0.0, 30.0, 1e9]),
         "max_loras_per_batch": st.sampled_from([1, 8]),
         "max_num_partial_prefills": st.sampled_from([1, 3]),
         "schedule_conservativeness": st.sampled_from([0.01, 0.3, 1.0]),
@@ -130,10 +131,11 @@ def test_every_decision_is_made_again(tmp_path, config, seed):
     path = tmp_path / "decisions.log"
     path.unlink(missing_ok=True)
     if config["overlap"]:
-        config["speculative"] = "off"
+        config |= {"speculative": "off", "decode_burst_ms": 0.0}
     harness = record(path, kind=Unchecked, max_model_len=120, **config)
     noise = random.Random(seed)  # chunks depend on measured times, which only the log remembers
     harness.runner.step_s = lambda plan: noise.lognormvariate(-5, 1) + 1e-3 * plan.total_num_scheduled_tokens
+    harness.has_news = lambda: noise.random() < 0.2
     random_life(harness, seed)
     finish(harness)
 
