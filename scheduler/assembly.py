@@ -30,6 +30,7 @@ from .ledger import Ledger
 from .out_of_memory import OutOfMemory
 from .outputs import StopRules
 from .page_allocator import PageAllocator
+from .page_supply import PageSupply
 from .phases import StepPhases, make_phases
 from .pinner import Pinner
 from .policy.base import Load, PolicyParts, SchedulePolicy
@@ -98,15 +99,9 @@ def assemble(
     host = HostMemory(capacity.num_host_pages)
     max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
     prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages)
-    kv = KVMemory(
-        allocator,
-        pool,
-        states,
-        prefix_cache,
-        host,
-        num_lookahead_tokens=config.num_lookahead_tokens,
-        reads_in_order=capacity.reads_in_order,
-    )
+    supply = PageSupply(allocator, prefix_cache, reads_in_order=capacity.reads_in_order)
+    lookahead = config.num_lookahead_tokens
+    kv = KVMemory(supply, pool, states, prefix_cache, host, num_lookahead_tokens=lookahead)
 
     def load() -> Load:
         taken = (kv.num_pages - kv.available_pages) / kv.num_pages

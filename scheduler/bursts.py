@@ -99,12 +99,10 @@ class Bursts:
         """As many of them as there are slots for, each with its page."""
         kv, page_size, rows = self._kv, self._kv.page_size, work.decode_rows
         computed, num_slots = self._states.num_computed[rows], self._pool.num_pages[rows] * page_size
-        while num_rounds > 1:
-            missing = -(-(computed + num_rounds - num_slots) // page_size)
-            if int(missing[missing > 0].sum()) <= kv.available_pages:
-                break
-            num_rounds -= 1
-        if num_rounds > 1:
-            for row, length in zip(rows.tolist(), (computed + num_rounds).tolist(), strict=True):
-                kv.grow(row, length)
-        return num_rounds
+        for rounds in range(num_rounds, 1, -1):
+            missing = -(-(computed + rounds - num_slots) // page_size)
+            if missing[missing > 0].sum() <= kv.available_pages:
+                for page in range(int(missing.max())):
+                    kv.grow_by_a_page(rows[missing > page])
+                return rounds
+        return 1

@@ -1,7 +1,7 @@
 """`KVMemory`: every page of KV memory changes hands here, between the free pages, the prefix cache and the requests.
 
-It composes the allocator, the page tables and the prefix cache, and keeps their one invariant: a page has exactly one
-owner (see `ledger.py`). Requests own the pages of their row beyond their lease.
+It composes the supply of pages, the page tables and the prefix cache, and keeps their one invariant: a page has exactly
+one owner (see `ledger.py`). Requests own the pages of their row beyond their lease.
 
 Why pages can be given back while a step in flight still uses them: the runner executes steps strictly in the order of
 their launch, and whoever gets a page next uses it in a step that is planned, hence launched, later. So a late write
@@ -24,7 +24,7 @@ from .arrays import IntArray
 from .cache_miss import CacheMiss, MissKind
 from .decision_log import PageCounts
 from .host_memory import HostMemory
-from .page_allocator import EXTENT_PAGES, PageAllocator
+from .page_supply import PageSupply
 from .prefix import Prefix
 from .prefix_cache import PrefixCache, PrefixMatch
 from .req import Req, ReqStatus
@@ -34,81 +34,53 @@ from .row_states import RowStates
 MAX_LOOKUPS: Final = 16
 """Prefixes that an order of the queue may look up again in one pass."""
 
-AHEAD_PART: Final = 32
-"""Where the order of pages counts, some are evicted ahead of decodes' need while less than 1/32 of all is free.
-
-A larger part costs more of the cache than order is worth: multi-turn chats of 26 sessions in 1,024 pages found 79 % of
-their tokens cached without, 78 to 78.5 % with 1/32, 76 to 77 % with 1/16.
-"""
-
 _NO_MATCH = PrefixMatch()
 _MATCH_GENERATION: Final = operator.attrgetter("match_generation")
 
 
 class KVMemory:
-    """Pages for rows.
-
-    Attributes:
-        evicted_pages_total: pages taken from the prefix cache because requests needed them, or will soon.
-    """
+    """Pages for rows."""
 
     __slots__ = (
-        "_allocator",
         "_cache",
         "_copies",
         "_host",
         "_lookahead",
         "_misses",
-        "_most_ahead",
         "_moved",
         "_pool",
         "_states",
-        "evicted_pages_total",
+        "_supply",
         "page_size",
     )
 
     def __init__(
         self,
-        allocator: PageAllocator,
+        supply: PageSupply,
         pool: ReqToTokenPool,
         states: RowStates,
         prefix_cache: PrefixCache,
         host: HostMemory,
         *,
         num_lookahead_tokens: int = 0,
-        reads_in_order: bool = False,
     ) -> None:
-        """Compose.
-
-        Args:
-            num_lookahead_tokens: slots that are kept ready beyond each request's next token, for draft tokens.
-            reads_in_order: whether it is worth something that a request's pages lie behind each other.
-        """
-        self._most_ahead = (
-            allocator.num_pages // AHEAD_PART // EXTENT_PAGES * EXTENT_PAGES if reads_in_order else 0
-        )
+        """`num_lookahead_tokens`: slots that are kept ready beyond each request's next token, for draft tokens."""
         self._host = host
         self._lookahead = np.int32(num_lookahead_tokens)
         self._copies: list[tuple[int, int]] = []
         self._misses: list[CacheMiss] = []
-        self._allocator = allocator
+        self._supply = supply
         self._pool = pool
         self._states = states
         self._cache = prefix_cache
         self.page_size = pool.page_size
-        self.evicted_pages_total = 0
         # row -> (first, last + 1) index of the pages that were exchanged for the cache's
         self._moved: dict[int, tuple[int, int]] = {}
 
     @property
     def num_pages(self) -> int:
         """Pages of the pool."""
-        return self._allocator.num_pages
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that nobody owns."""
-        return self._allocator.num_free
+        return self._supply.num_pages
 
     @property
     def cached_pages(self) -> int:
@@ -118,7 +90,12 @@ class KVMemory:
     @property
     def available_pages(self) -> int:
         """Pages that can be had without taking them from a request: free ones and evictable ones."""
-        return self._allocator.num_free + self._cache.evictable_pages
+        return self._supply.num_available
+
+    @property
+    def evicted_pages_total(self) -> int:
+        """Pages taken from the prefix cache because requests needed them, or will soon."""
+        return self._supply.evicted_total
 
     @property
     def held_pages(self) -> int:
@@ -128,16 +105,12 @@ class KVMemory:
     @property
     def highest_used_page(self) -> int:
         """The highest page id that anybody ever had; 0 if nobody had one."""
-        return self._allocator.highest_used
+        return self._supply.highest_used
 
     def page_counts(self) -> PageCounts:
         """The terms of the page equation; what requests hold is what the others leave."""
-        free, evictable, locked = (
-            self._allocator.num_free,
-            self._cache.evictable_pages,
-            self._cache.locked_pages,
-        )
-        return PageCounts(free, evictable, locked, self._allocator.num_pages - free - evictable - locked)
+        free, evictable, locked = self._supply.num_free, self._cache.evictable_pages, self._cache.locked_pages
+        return PageCounts(free, evictable, locked, self._supply.num_pages - free - evictable - locked)
 
     # ------------------------------------------------------------ beginning of a request
 
@@ -252,9 +225,8 @@ class KVMemory:
         missing = pages_for(num_tokens, self.page_size) - num_pages
         if missing <= 0:
             return
-        self._make_room(missing)
         behind = int(self._pool.pages[row, num_pages - 1]) if num_pages else 0
-        self._pool.append_pages(row, self._allocator.allocate(missing, behind))
+        self._pool.append_pages(row, self._supply.take(missing, behind))
 
     def rows_without_room(self, rows: IntArray) -> IntArray:
         """Those of `rows` that need a new page, one entry per page, so that their next token has a slot.
@@ -284,30 +256,8 @@ class KVMemory:
             ).astype(np.int32)
             num_pages += before
             behind[before > 0] = 0
-        self._make_room(len(rows))
-        self._make_room_behind(behind)
-        self._pool.pages[rows, num_pages] = self._allocator.allocate_behind(behind)
+        self._pool.pages[rows, num_pages] = self._supply.take_behind(behind)
         self._pool.num_pages[rows] = num_pages + 1
-
-    def _make_room(self, count: int) -> None:
-        """Evict, so that `count` pages are free."""
-        missing = count - self._allocator.num_free
-        if missing > 0:
-            self._evict(missing)
-
-    def _make_room_behind(self, pages: IntArray) -> None:
-        """Evict a little more, so that who is at the end of an extent may get the next one for itself.
-
-        Page after page would come from as many places of the cache, and be read as slowly.
-        """
-        most = self._most_ahead - self._allocator.num_free
-        if most > 0 and (extents := self._allocator.num_extents_needed(pages)):
-            self._evict(min(extents * EXTENT_PAGES, most), spare_pins=True)
-
-    def _evict(self, num_pages: int, *, spare_pins: bool = False) -> None:
-        evicted = self._cache.evict(num_pages, spare_pins=spare_pins)
-        self.evicted_pages_total += len(evicted)
-        self._allocator.free(evicted)
 
     # ------------------------------------------------------------ into the prefix cache, and the end
 
@@ -332,7 +282,7 @@ class KVMemory:
             changed_from, changed_to = first + int(different[0]), first + int(different[-1]) + 1
             begin, _ = self._moved.get(row, (changed_from, 0))  # a lease grows at its end only
             self._moved[row] = (begin, changed_to)
-            self._allocator.free(own[different])
+            self._supply.give_back(own[different])
             own[:] = cached
         self._pool.num_leased[row] = end
 
@@ -350,11 +300,11 @@ class KVMemory:
         if keep:
             self.cache_settled(req)
         begin, end = req.lease.num_pages, int(self._pool.num_pages[row])
-        self._allocator.free(self._pool.pages[row, begin:end])
+        self._supply.give_back(self._pool.pages[row, begin:end])
         if keep:
             self._cache.release(req.lease)
         else:
-            self._allocator.free(self._cache.forget(req.lease))
+            self._supply.give_back(self._cache.forget(req.lease))
         req.lease = None
         self._moved.pop(row, None)
         self._pool.release(row)
@@ -411,7 +361,7 @@ class KVMemory:
     def flush(self) -> tuple[int, int]:
         """Empty the prefix cache of all that is not leased; returns (pages dropped, pages kept)."""
         dropped = self._cache.flush()
-        self._allocator.free(dropped)
+        self._supply.give_back(dropped)
         return len(dropped), self._cache.locked_pages
 
 
