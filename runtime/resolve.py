@@ -17,12 +17,12 @@ from .determinism import check_deterministic
 from .device_config import ParallelConfig
 from .errors import ConfigError
 from .host_facts import HostFacts, usable_threads
-from .memory_budget import GIB
 from .model_files.model_spec import SUPPORTED_MODEL_TYPES
 from .model_files.quantisation import BLOCK_METHODS, Quantization
 from .model_files.quantisation_choice import with_quantisation
-from .pool_size import Device, PoolDecision, PoolSize, prompt_tokens
+from .pool_size import Device, PoolDecision, PoolSize
 from .rank_spec import check_tp
+from .step_settings import StepSettings
 
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec
@@ -31,13 +31,7 @@ BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
 BF16_CAPABILITY: Final = (8, 0)  # Ampere
 CPU_MEM_FRACTION: Final = 0.4  # other programs live in the same memory
 CUDA_MEM_FRACTION: Final = 0.88
-CPU_CHUNK_TOKENS: Final = 512
-CPU_TARGET_STEP_MS: Final = 50.0
-CPU_DECODE_BURST_MS: Final = 40.0
-CUDA_CHUNK_TOKENS: Final = ((35, 2048), (60, 4096), (100, 8192))  # (GPU with less than GiB, chunk)
-CUDA_LARGE_CHUNK_TOKENS: Final = 16384
 MAX_AUTO_GRAPH_BATCH: Final = 256
-LONG_PREFILL_FRACTION: Final = 0.04  # of the context; vLLM's
 
 T = TypeVar("T")
 
@@ -78,7 +72,8 @@ class _Resolver:
         model_impl = self.model_impl()
         dtype = self.dtype(device, model_impl)
         num_threads = self.num_threads()
-        chunk = self.chunked_prefill_size(device)
+        steps = StepSettings(self.config, self.host, device)
+        chunk = steps.chunked_prefill_size()
         fraction = self.mem_fraction(device)
         quantization = self.quantization(device, dtype, model_impl)
         self.spec = with_quantisation(self.spec, quantization)
@@ -114,14 +109,15 @@ class _Resolver:
             scheduler=replace(
                 self.config.scheduler,
                 chunked_prefill_size=chunk,
-                target_step_ms=self.target_step_ms(device, chunk),
+                target_step_ms=steps.target_step_ms(chunk),
                 max_running_requests=pool.max_running_requests,
-                max_num_batched_tokens=self.max_num_batched_tokens(chunk, pool.max_running_requests),
-                long_prefill_token_threshold=self.long_prefill_token_threshold(pool.max_model_len),
-                overlap=self.overlap(device),
-                decode_burst_ms=self.decode_burst_ms(device),
+                max_num_batched_tokens=steps.max_num_batched_tokens(chunk, pool.max_running_requests),
+                long_prefill_token_threshold=steps.long_prefill_token_threshold(pool.max_model_len),
+                overlap=steps.overlap(),
+                decode_burst_ms=steps.decode_burst_ms(),
             ),
         )
+        self.notes.update(steps.notes)
         _assert_no_auto(config)
         check_deterministic(config, self.spec)
         return Resolved(config, self.notes)
@@ -196,44 +192,6 @@ class _Resolver:
             reason += f", shared by {ranks} ranks"
         return self.note("num_threads", threads, reason)
 
-    def chunked_prefill_size(self, device: str) -> int:
-        asked = self.config.scheduler.chunked_prefill_size
-        if asked == -1:
-            return -1
-        budget = self.config.scheduler.max_num_batched_tokens
-        if asked != "auto":
-            chunk, reason = asked, ""
-        elif budget is not None and self.config.scheduler.phases == "decode-first":
-            chunk, reason = budget, "one budget for prompts and decodes, --max-num-batched-tokens"
-        elif device == "cpu":
-            chunk, reason = (
-                CPU_CHUNK_TOKENS,
-                "keeps a CPU step well under a second, so running requests go on",
-            )
-        else:
-            gib = self.host.gpus[0].total_bytes / GIB
-            chunk = next((size for below, size in CUDA_CHUNK_TOKENS if gib < below), CUDA_LARGE_CHUNK_TOKENS)
-            reason = f"for a GPU with {gib:.0f} GiB"
-        rounded = max(self.page_size, chunk // self.page_size * self.page_size)
-        if rounded != chunk:
-            reason = f"{chunk} in whole pages of {self.page_size}" + (f"; {reason}" if reason else "")
-        return self.note("chunked_prefill_size", rounded, reason)
-
-    def target_step_ms(self, device: str, chunk: int) -> float:
-        asked = self.config.scheduler.target_step_ms
-        apart = self.config.scheduler.phases == "prefill-first"
-        if asked != "auto":
-            if asked and apart:
-                raise ConfigError(
-                    f"target_step_ms is {asked:g}, but with phases prefill-first no step has prompts and decodes, so "
-                    "none could be cut for them; use --phases mixed, or leave --target-step-ms away"
-                )
-            return asked
-        if device == "cpu" and chunk != -1 and not apart:
-            reason = "running requests go on 20 times a second beside a prompt, if the device can do that"
-            return self.note("target_step_ms", CPU_TARGET_STEP_MS, reason)
-        return 0.0
-
     # ---------------------------------------------------------------- memory
 
     def mem_fraction(self, device: str) -> float:
@@ -256,83 +214,6 @@ class _Resolver:
         decision = PoolSize(self.config, self.spec, facts, chunk=chunk, fraction=fraction).decide()
         self.notes.update(decision.notes)
         return decision
-
-    # ---------------------------------------------------------------- steps
-
-    def max_num_batched_tokens(self, chunk: int, max_running: int) -> int | None:
-        scheduler = self.config.scheduler
-        asked, decode_first = scheduler.max_num_batched_tokens, scheduler.phases == "decode-first"
-        if asked is None:
-            if not decode_first:
-                return None
-            # One budget, as in vLLM: decodes take of it, so a larger one than the chunk would never bind.
-            prompts = prompt_tokens(self.config, chunk)
-            if prompts >= max_running + self.page_size:
-                reason = "one budget: prompts get what the running requests leave of a full step of prompts"
-                return self.note("max_num_batched_tokens", prompts, reason)
-            reason = f"{prompts} tokens of prompts beside {max_running} running requests, who would take all of them"
-            return self.note("max_num_batched_tokens", prompts + max_running, reason)
-        if asked < self.page_size:
-            raise ConfigError(
-                f"max_num_batched_tokens is {asked}, less than one page of {self.page_size} tokens, so no prompt could "
-                f"be cut to fit into a step; raise it or lower --page-size"
-            )
-        if decode_first and asked < max_running:
-            raise ConfigError(
-                f"max_num_batched_tokens is {asked}, but with phases decode-first a step must hold a token of each of "
-                f"{max_running} running requests; raise it or lower --max-running-requests"
-            )
-        return asked
-
-    def long_prefill_token_threshold(self, max_model_len: int) -> int:
-        scheduler = self.config.scheduler
-        if scheduler.long_prefill_token_threshold or scheduler.max_num_partial_prefills == 1:
-            return scheduler.long_prefill_token_threshold
-        return self.note(
-            "long_prefill_token_threshold",
-            max(1, int(max_model_len * LONG_PREFILL_FRACTION)),
-            f"{LONG_PREFILL_FRACTION * 100:g} % of the context of {max_model_len}, since "
-            f"{scheduler.max_num_partial_prefills} prompts may be cut at the same time",
-        )
-
-    def overlap(self, device: str) -> bool:
-        asked, speculative = self.config.scheduler.overlap, self.config.scheduler.speculative
-        if speculative != "off":
-            if asked is True:
-                raise ConfigError(
-                    f"overlap is on, but so is speculative {speculative}: a step cannot be planned before it is known "
-                    "how many tokens the one before yields; use --no-overlap, or --speculative off"
-                )
-            return self.note(
-                "overlap", False, "how many tokens a step with drafts yields must be known first"
-            )
-        if asked != "auto":
-            return asked
-        if device == "cuda":
-            return self.note("overlap", True, "the GPU need not wait for the host between two steps")
-        return self.note(
-            "overlap", False, "on the CPU a launch is the whole step, so nothing would be left to overlap"
-        )
-
-    def decode_burst_ms(self, device: str) -> float:
-        asked = self.config.scheduler.decode_burst_ms
-        reason = ""
-        if device != "cpu":
-            reason = f"on {device} the host plans the next step while the device computes"
-        elif self.config.parallel.tp > 1:
-            reason = f"tp is {self.config.parallel.tp}, and the other ranks would not know when a burst ends"
-        elif self.config.scheduler.overlap is True:
-            reason = (
-                "overlap is on: the next step is planned before anybody knows how many tokens this one yields"
-            )
-        if asked == "auto":
-            if reason:
-                return 0.0
-            why = f"a text still grows {1000 / CPU_DECODE_BURST_MS:.0f} times a second"
-            return self.note("decode_burst_ms", CPU_DECODE_BURST_MS, why)
-        if asked and reason:
-            raise ConfigError(f"decode_burst_ms is {asked:g}, but {reason}; leave --decode-burst-ms away")
-        return asked
 
     # ---------------------------------------------------------------- model and kernels
 

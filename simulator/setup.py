@@ -9,13 +9,12 @@ from ..runtime.config import EngineConfig
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import Capacity
 from ..runtime.pool_size import MAX_AUTO_RUNNING, TOKENS_PER_REQUEST
-from ..runtime.resolve import (
+from ..runtime.resolve import CPU_MEM_FRACTION, CUDA_MEM_FRACTION
+from ..runtime.step_settings import (
     CPU_CHUNK_TOKENS,
-    CPU_MEM_FRACTION,
     CPU_TARGET_STEP_MS,
     CUDA_CHUNK_TOKENS,
     CUDA_LARGE_CHUNK_TOKENS,
-    CUDA_MEM_FRACTION,
 )
 from .device_facts import DeviceFacts
 from .model_facts import ModelFacts
