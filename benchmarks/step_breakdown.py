@@ -258,7 +258,8 @@ def scheduler_us(num_running: int, rounds: int = 200) -> float:
 def served(model: str, port: int, serve_args: Sequence[str]) -> Iterator[tuple[Case, dict[str, float]]]:
     """The time between two tokens, and each process's CPU time for one token, in microseconds."""
     command = [sys.executable, "-P", "-m", "engine", "serve", model, "--served-model-name", MODEL_NAME]
-    command += ["--host", HOST, "--port", str(port), *serve_args]
+    # Without bursts: a step's parts and what lies between two steps are to add up to the time of a token.
+    command += ["--host", HOST, "--port", str(port), "--decode-burst-ms", "0", *serve_args]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with running(Side("engine", tuple(command), port), log, START_LIMIT_S) as server:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
-_INT32_BYTES: Final = 4
 _NOTHING: Final[Int64s] = np.empty(0, dtype=np.int64)
 
 
@@ -84,8 +83,7 @@ class BatchBuilder:
         recorded = last.recorded
         if recorded is None or recorded.advance is None:
             return self.build(plan.round(number))
-        num = plan.total_num_scheduled_tokens
-        recorded.advance(np.frombuffer(plan.out_cache_loc, np.int32, num, _INT32_BYTES * num * number))
+        recorded.advance(np.frombuffer(plan.round_loc(number), dtype=np.int32))
         rows, positions = recorded.rows.numpy(), recorded.positions.numpy()
         return replace(last, sampling=self._plan_sampling(rows, positions + 1))
 

@@ -167,7 +167,7 @@ class _Recording:
     step: RecordedStep
 
     def __init__(self, size: int, slot_table: npt.NDArray[np.int32], last_ids: Int64s) -> None:
-        """Those two are looked up and written, respectively, between the rounds of a burst."""
+        """`slot_table`, `last_ids`: written and looked up, respectively, between the rounds of a burst."""
         self.size = size
         self._slot_table = slot_table
         self._last_ids = last_ids
@@ -200,7 +200,7 @@ class _Recording:
             self.input_ids,
             self._replay,
             logits,
-            self._advance,
+            self._advance if program is not None else None,
         )
 
     def _advance(self, out_cache_loc: npt.NDArray[np.int32]) -> None:

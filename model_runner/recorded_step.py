@@ -24,8 +24,8 @@ class RecordedStep(NamedTuple):
         rows, positions, out_cache_loc, input_ids: [n] int64 each, the numbers of its batch: where it reads them.
         replay: queues the step.
         logits: [n, V] float32, where it leaves them until the next replay of any step.
-        advance: brings the numbers of a burst's next round there, given its slots [n] int32: of what the replay before
-            was followed by, the last tokens. None: they have to be made ready like those of any step.
+        advance: brings the numbers of a burst's next round there, given its slots [n] int32; the tokens of the round
+            before are in the relay. None: they have to be made ready like those of any step.
     """
 
     rows: Tensor

@@ -22,6 +22,7 @@ from .sampling_params import SamplingParams
 MAX_DRAFT_STEP_TOKENS: Final = 64
 """No step that checks drafts has more tokens, so that a runner may compute larger ones in another way than decodes."""
 
+_INT32_BYTES: Final = 4
 
 GoOn = Callable[[bytes], bool]
 """Asked between the rounds of a burst, with the tokens of the last one ([B] int32): whether there is to be another."""
@@ -30,9 +31,6 @@ GoOn = Callable[[bytes], bool]
 def to_the_end(next_token_ids: bytes) -> bool:
     """A `GoOn`: nothing ends a burst before its last round."""
     return True
-
-
-_INT32_BYTES: Final = 4
 
 
 class ForwardMode(enum.IntEnum):
@@ -124,10 +122,14 @@ class StepPlan(Record, frozen=True):
     draft_ids: bytes = b""
     num_rounds: int = 1
 
-    def round(self, number: int) -> StepPlan:
-        """One round of a burst, 0 <= number < num_rounds, as the plan of a step."""
+    def round_loc(self, number: int) -> bytes:
+        """[T] `out_cache_loc` of a round, 0 <= number < num_rounds."""
         num_bytes = _INT32_BYTES * self.total_num_scheduled_tokens
-        loc = self.out_cache_loc[number * num_bytes : (number + 1) * num_bytes]
+        return self.out_cache_loc[number * num_bytes : (number + 1) * num_bytes]
+
+    def round(self, number: int) -> StepPlan:
+        """A round, 0 <= number < num_rounds, as the plan of a step."""
+        loc = self.round_loc(number)
         if not number:
             return msgspec.structs.replace(self, out_cache_loc=loc, num_rounds=1)
         positions = memoryview(self.num_computed_tokens).cast("i")
@@ -190,6 +192,7 @@ class Runner(Protocol):
         """Start a step. May return before the device is done; nothing until `Pending.wait` may block on the device.
 
         Args:
-            go_on: asked between the rounds of a burst, if there are any; when it says no, the burst has ended.
+            go_on: asked between the rounds of a burst, if there are any; when it says no, the burst has ended. Only
+                devices that are done with a round when its launch returns can make one.
         """
         ...

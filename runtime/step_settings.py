@@ -146,6 +146,8 @@ class StepSettings:
             reason = (
                 "overlap is on: the next step is planned before anybody knows how many tokens this one yields"
             )
+        elif self._scheduler.phases == "prefill-first" and self._scheduler.prefill_decode_interval:
+            reason = "prefill_decode_interval counts decode steps, and a burst would be one of them"
         if asked == "auto":
             if reason:
                 return 0.0

@@ -21,12 +21,14 @@ One round only, and why:
 - where the pages for more are not there: all that run go on at the same pace, so nobody loses his place to a burst;
 - after the device ran out of memory, until the caps of `step_caps.py` are gone.
 
-How long a round takes is what it took in the last step of decodes. Where devices compute while the host plans
-(overlap), nothing is to be gained, and there are no bursts (`runtime/resolve.py`).
+How long a round takes is what it took in the last step of decodes alone; if more requests decode than in that one,
+there is one round. A burst whose rounds take longer than that ends early. Where devices compute while the host plans
+(overlap), nothing is to be gained, and there are no bursts (`runtime/step_settings.py`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -49,7 +51,17 @@ MAX_ROUNDS: Final = 8
 class Bursts:
     """See the module."""
 
-    __slots__ = ("_burst_s", "_caps", "_kv", "_pool", "_requests", "_round_s", "_states", "_stop_rules")
+    __slots__ = (
+        "_burst_s",
+        "_caps",
+        "_kv",
+        "_measured_reqs",
+        "_pool",
+        "_requests",
+        "_round_s",
+        "_states",
+        "_stop_rules",
+    )
 
     def __init__(
         self,
@@ -70,13 +82,16 @@ class Bursts:
         self._kv = kv
         self._caps = caps
         self._stop_rules = stop_rules
-        self._round_s = float("inf")
+        self._round_s = math.inf
+        self._measured_reqs = 0
 
     def plan(self, work: Work, drafts: Drafts) -> int:
         """The number of rounds of a step, 1 for most; takes the pages for them."""
         rows, states = work.decode_rows, self._states
-        wanted = min(MAX_ROUNDS, int(self._burst_s / self._round_s))
-        if wanted < 2 or not len(rows) or work.chunks or drafts or self._caps.are_lowered:
+        wanted = int(min(MAX_ROUNDS, self._burst_s / self._round_s))
+        if wanted < 2 or work.chunks or drafts or not 0 < len(rows) <= self._measured_reqs:
+            return 1
+        if self._caps.are_lowered:
             return 1
         if self._requests.num_waiting or self._requests.partial:
             return 1
@@ -86,12 +101,21 @@ class Bursts:
         left = states.max_kv_len[rows] - states.num_computed[rows]
         return self._with_pages(work, min(wanted, int(left.min())))
 
-    def measured(self, num_rounds: int, seconds: float) -> None:
+    def measured(self, num_reqs: int, num_rounds: int, seconds: float) -> None:
         """A step of decodes without drafts has taken so long."""
-        self._round_s = seconds / num_rounds if seconds > 0 else float("inf")
+        self._measured_reqs = num_reqs
+        self._round_s = seconds / num_rounds if seconds > 0 else math.inf
 
-    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes) -> bool:
-        """Whether no answer ends with these tokens, [B] int32 of a round."""
+    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float) -> bool:
+        """Whether there may be another round.
+
+        Args:
+            next_token_ids: [B] int32 of the last round: no answer may end with its token.
+            num_rounds, seconds: what has been made of the burst, and how long that took: another one like that must
+                fit.
+        """
+        if seconds * (num_rounds + 1) > self._burst_s * num_rounds:
+            return False
         token_ids = np.frombuffer(next_token_ids, dtype=np.int32)
         return not self._stop_rules.at_eos(self._states, batch.rows, token_ids).any()
 

@@ -16,6 +16,7 @@ is settled. The tokens that anybody gets are the same either way.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -82,8 +83,13 @@ class Pipeline:
         return True
 
     def _launch(self, batch: ScheduleBatch, has_news: Callable[[], bool]) -> Pending:
+        launched_s = self._clock()
+        rounds = itertools.count(1)
+
         def goes_on(next_token_ids: bytes) -> bool:
-            return not has_news() and self._scheduler.goes_on(batch, next_token_ids)
+            if has_news():
+                return False
+            return self._scheduler.goes_on(batch, next_token_ids, next(rounds), self._clock() - launched_s)
 
         return self._runner.launch(batch.plan, goes_on)
 

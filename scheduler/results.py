@@ -119,6 +119,7 @@ class ResultSettler:
     def _learn_costs(self, batch: ScheduleBatch, result: StepResult) -> None:
         """What steps take, for their target; what computing prompts and swapping do, for the choice between the two."""
         num_rounds = batch.rounds_made(result.num_next_tokens)
+        self._stats.num_steps += num_rounds - 1
         self._target.measured(batch, (result.forward_s - result.swap_s) / num_rounds)
         num_pages = (len(batch.plan.swap_outs) + len(batch.plan.swap_ins)) // (2 * TOKEN_ID_BYTES)
         if num_pages:
@@ -128,18 +129,26 @@ class ResultSettler:
         elif batch.plan.mode is ForwardMode.DECODE:
             self._speculation.measured(len(batch), batch.num_drafts, result.forward_s / num_rounds)
             if not batch.num_drafts:
-                self._bursts.measured(num_rounds, result.forward_s)
+                self._bursts.measured(len(batch), num_rounds, result.forward_s)
 
     def _settle_errors(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
-        """End the requests that failed on their own; their KV may be bad, so it is not kept."""
+        """End the requests that failed on their own; their KV may be bad, so it is not kept.
+
+        What the rounds of a burst before the last one have given them is theirs.
+        """
         rows = []
+        num_rounds = batch.rounds_made(result.num_next_tokens)
         for idx, message in result.errors.items():
             if here[idx]:
                 here[idx] = False
-                finish = Finish(FinishKind.ERROR, message=message)
-                rows.append(self._requests.finish(batch.reqs[idx], finish, now_s, keep=False))
+                req, finish = batch.reqs[idx], Finish(FinishKind.ERROR, message=message)
+                first = idx * num_rounds * TOKEN_ID_BYTES  # of a burst all sample
+                id_bytes = result.next_token_ids[first : first + (num_rounds - 1) * TOKEN_ID_BYTES]
+                req.output_len += num_rounds - 1
+                self._stats.generation_tokens += num_rounds - 1
+                rows.append(self._requests.finish(req, finish, now_s, id_bytes, keep=False))
         return rows
 
     def _settle_prompts(self, batch: ScheduleBatch, result: StepResult, here: BoolArray) -> None:

@@ -73,7 +73,7 @@ class RowStates:
         return lengths
 
     def append_run(self, row: int, token_ids: IntArray) -> None:
-        """Append [n] sampled tokens to one row. The KV of all but the last exists: they were drafts, and right."""
+        """Append [n] sampled tokens to one row. The KV of all but the last exists: of right drafts, or of rounds."""
         start = int(self.known_len[row])
         self.token_ids[row, start : start + len(token_ids)] = token_ids
         self.known_len[row] = start + len(token_ids)

@@ -247,6 +247,7 @@ class Scheduler:
 
     def _make_batch(self, work: Work, record: PassRecord) -> ScheduleBatch:
         drafts = self._parts.speculation.plan(work)
+        num_rounds = self._parts.bursts.plan(work, drafts)
         self._last_step_id += 1
         batch = ScheduleBatch(
             self._last_step_id,
@@ -258,9 +259,9 @@ class Scheduler:
             kv=self._kv,
             host=self._parts.host,
             drafts=drafts,
-            num_rounds=self._parts.bursts.plan(work, drafts),
+            num_rounds=num_rounds,
         )
-        record.num_drafts, record.num_rounds = batch.num_drafts, batch.plan.num_rounds
+        record.num_drafts, record.num_rounds = batch.num_drafts, num_rounds
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()
@@ -287,9 +288,9 @@ class Scheduler:
             )
         )
 
-    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes) -> bool:
-        """Whether a burst may go on behind a round that has sampled these tokens; no call changes anything."""
-        return self._parts.bursts.goes_on(batch, next_token_ids)
+    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float) -> bool:
+        """Whether a burst may have another round, see `Bursts.goes_on`; asking changes nothing."""
+        return self._parts.bursts.goes_on(batch, next_token_ids, num_rounds, seconds)
 
     def rows_still_here(self, batch: ScheduleBatch) -> BoolArray:
         """[B] whether `settle` would take the batch's tokens of each request: not if it has left its row since."""

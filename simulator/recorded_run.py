@@ -108,8 +108,9 @@ class _Reader:
         self._swapped_tokens = 0
         self._swap_s = 0.0
         self._overheads_s: list[float] = []
-        self._last_step: tuple[float, float] | None = None  # planned at, seconds; None after a rest
-        self._last_rounds = 1  # a burst is as many steps of a simulation, which has none
+        self._last_step: tuple[float, float, int] | None = (
+            None  # planned at, seconds, rounds; None after a rest
+        )
 
     def read(self) -> RecordedRun:
         scheduler = self._scheduler
@@ -144,8 +145,9 @@ class _Reader:
         if batch is None:
             return
         if self._last_step is not None:
-            planned_s, forward_s = self._last_step
-            self._overheads_s.append(max(0.0, now_s - planned_s - forward_s) / self._last_rounds)
+            planned_s, forward_s, num_rounds = self._last_step
+            overhead_s = max(0.0, now_s - planned_s - forward_s) / num_rounds
+            self._overheads_s += [overhead_s] * num_rounds
             self._last_step = None
         for new in batch.plan.new_reqs:
             life = self._lives[new.rid]
@@ -158,8 +160,7 @@ class _Reader:
         batch, planned_s = self._in_flight.popleft()
         if batch.plan.mode is not ForwardMode.IDLE:
             self._measure(batch, record)
-            self._last_step = (planned_s, record.forward_s)
-            self._last_rounds = batch.rounds_made(record.num_next_tokens)
+            self._last_step = planned_s, record.forward_s, batch.rounds_made(record.num_next_tokens)
         if not record.out_of_memory:
             self._note_tokens(batch, record)
         result = StepResult(
@@ -180,11 +181,15 @@ class _Reader:
         )
 
     def _measure(self, batch: ScheduleBatch, record: Settled) -> None:
+        """Each round of a burst is a step: a simulation has no bursts."""
         work = work_of(batch, self._run.header.capacity.page_size)
         self._swapped_tokens += work.swapped_tokens
         self._swap_s += record.swap_s
-        step_s = max(0.0, record.forward_s - record.swap_s) / batch.rounds_made(record.num_next_tokens)
-        self._steps.append(MeasuredStep(work._replace(swapped_tokens=0), step_s))
+        num_rounds = batch.rounds_made(record.num_next_tokens)
+        step_s = max(0.0, record.forward_s - record.swap_s) / num_rounds
+        for number in range(num_rounds):
+            kv_tokens = work.kv_tokens + number * work.decode_rows
+            self._steps.append(MeasuredStep(work._replace(swapped_tokens=0, kv_tokens=kv_tokens), step_s))
 
     def _note_tokens(self, batch: ScheduleBatch, record: Settled) -> None:
         """Whose tokens they are; those of requests that lost their place meanwhile are nobody's, they come again."""

@@ -82,7 +82,7 @@ class SchedulePolicy:
         """A step was planned: so much is computed of prompts, and these generate a token."""
 
     def gained(self, req: Req, num_tokens: int) -> None:
-        """Drafts were right: a step generated so many tokens more for a request than the one of `planned`."""
+        """A step generated so many tokens more for a request than the one of `planned`: right drafts, or a burst."""
 
     def finished(self, req: Req, kind: FinishKind) -> None:
         """A request has ended, with `output_len` tokens; `kind` tells whether the model had said what it wanted to."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.model_runner import native_program, native_recordings
 from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.decode_graphs import Replayed
 from engine.model_runner.kernels.cpu.library import reasons_against_library
@@ -21,6 +22,7 @@ from engine.model_runner.recorded_step import NoRecordings
 from engine.runtime.device_config import KernelConfig
 
 from .conftest import Driver, Request, TinyModel
+from .test_bursts import step
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -240,6 +242,23 @@ def test_what_cannot_be_recorded_is_said_once_and_computed_eagerly(make_pair, ca
     assert any(name in reason for name in ("mkldnn", "aten.linear", "aten.mm", "aten.addmm", "aten.t.")), (
         reason
     )
+
+
+def test_a_burst_whose_first_round_could_not_be_recorded_goes_on_without(make_pair, monkeypatch):
+    recorded, eager = make_pair("llama")
+    recorded.generate([[3, 4, 5]], num=3)  # one token a step can be
+    monkeypatch.setattr(
+        native_recordings,
+        "record",
+        lambda library, arena, compute: native_program.Recorded(compute(), None, "for a test"),
+    )
+    reqs = [recorded.start(tokens) for tokens in ([3, 4, 5], [6, 7, 8, 9])]
+    recorded.step([(req, len(req.tokens)) for req in reqs])
+
+    step(recorded, reqs, 5)
+
+    assert recordings_of(recorded).reason_against == "for a test"
+    assert [req.output for req in reqs] == eager.generate([[3, 4, 5], [6, 7, 8, 9]], num=6)
 
 
 def test_recordings_are_logged_once(make_pair, caplog):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, ConfigError, SamplingParams
+from engine.scheduler.decision_log import PassRecord
 from engine.scheduler.log_file import Input, read_runs
 from engine.scheduler.replay import replay
 from engine.scheduler.why import explain
@@ -56,6 +57,21 @@ def test_everything_an_llm_decided_is_replayed(tiny_model, path):
         for run in read_runs(path)
     ]
     assert set(inputs) == {"GenerateRequest", "AbortRequest", "PinPrefix", "FlushCache"}
+
+
+def test_bursts_give_the_text_of_single_steps_and_are_replayed(tiny_model, path):
+    prompts, texts = ["one", "two prompts", "three"], []
+    for burst_ms in (0, 1e6):
+        with LLM(str(tiny_model), **SETTINGS, decode_burst_ms=burst_ms, decision_log=str(path)) as llm:
+            greedy, seeded = GREEDY, SamplingParams(max_new_tokens=25, seed=3, ignore_eos=True)
+            outputs = [*llm.generate(prompts, greedy), *llm.generate(prompts, seeded)]
+            texts.append([output.text for output in outputs])
+
+    single, bursts = ([*run.records] for run in read_runs(path))
+    assert texts[0] == texts[1]
+    assert max(each.num_rounds for each in single if isinstance(each, PassRecord)) == 1
+    assert max(each.num_rounds for each in bursts if isinstance(each, PassRecord)) == 8
+    assert all(replay(run).is_equal for run in read_runs(path))
 
 
 def test_the_file_knows_what_the_llm_answers(tiny_model, path):

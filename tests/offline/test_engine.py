@@ -57,13 +57,43 @@ class ScriptedRunner:
         return Done(StepResult(plan.step_id, tokens.tobytes()))
 
 
-def make_engine(before_step=lambda step_id: None, table=None, *, overlap=False, **settings):
+class BurstRunner(ScriptedRunner):
+    """Makes bursts of one request: each round samples the next letter; `between` is called before one is asked for."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
+        self.num_tokens = 0
+
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end):
+        tokens: list[int] = []
+        for number in range(plan.num_rounds if plan.rows else 0):
+            if number:
+                self.between(number)
+                if not go_on(np.int32(tokens[-1]).tobytes()):
+                    break
+            tokens.append(self.num_tokens % 26)
+            self.num_tokens += 1
+        token_ids, counts = np.array(tokens, dtype=np.int32), np.array([len(tokens)], dtype=np.int32)
+        # 1 ms a round, as the scheduler is told
+        return Done(
+            StepResult(
+                plan.step_id,
+                token_ids.tobytes(),
+                forward_s=0.001 * len(tokens),
+                num_next_tokens=counts.tobytes() if len(tokens) > 1 else b"",
+            )
+        )
+
+
+def make_engine(before_step=lambda step_id: None, table=None, *, runner=None, overlap=False, **settings):
     def build():
         config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4, **settings)
         scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
         detokenizer = Detokenizer(table or Letters())
         recorder = NoRecorder()
-        pipeline = Pipeline(scheduler, ScriptedRunner(before_step), recorder, time.monotonic, overlap=overlap)
+        made = runner or ScriptedRunner(before_step)
+        pipeline = Pipeline(scheduler, made, recorder, time.monotonic, overlap=overlap)
         return EngineParts(scheduler, pipeline, detokenizer, CAPACITY, recorder)
 
     return EngineThread(build)
@@ -183,6 +213,36 @@ def test_a_stop_string_frees_the_request_in_the_scheduler(overlap):
     read(rows)
     assert engine.flush_cache().kept_tokens == 0
     assert rows.empty()
+    engine.close()
+
+
+def test_a_stop_string_within_a_burst_ends_the_text_there():
+    runner = BurstRunner(lambda number: None)
+    engine, rows = make_engine(runner=runner, decode_burst_ms=1e6), row_queue()
+    engine.submit(request("a", max_new_tokens=50, stop=("ef",)), rows)
+    seen = read(rows)
+    assert "".join(row.text for row in seen) == "abcd"
+    assert seen[-1].usage.completion_tokens == 6
+    assert runner.num_tokens == 2 + 8, "the prompt's, a single step's, and one burst"
+    assert engine.flush_cache().kept_tokens == 0
+    engine.close()
+
+
+def test_who_comes_ends_a_burst():
+    """The caller's thread hands a message over while the engine's thread computes."""
+    lengths = []
+
+    def between(number):
+        lengths.append(number)
+        if len(lengths) == 3:
+            engine.abort("a", "enough")
+
+    engine, rows = make_engine(runner=BurstRunner(between), decode_burst_ms=1e6), row_queue()
+    engine.submit(request("a", max_new_tokens=40), rows)
+    (*_, last) = read(rows)
+    assert (last.finish.kind, last.finish.message) == (FinishKind.ABORT, "enough")
+    assert last.usage.completion_tokens == 2 + 3
+    assert lengths == [1, 2, 3]
     engine.close()
 
 

@@ -62,6 +62,17 @@ def receive(inbox: Inbox[SchedulerInput], count: int) -> list[SchedulerInput]:
     return messages
 
 
+def test_a_message_that_waits_can_be_seen(inbox, outbox):
+    assert not inbox.has_message()
+    outbox.send(REQUEST)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not inbox.has_message() and time.monotonic() < deadline_s:
+        pass
+    assert inbox.has_message(), "and stays to be seen"
+    assert inbox.poll() == [REQUEST]
+    assert not inbox.has_message()
+
+
 def test_messages_arrive_in_order_and_typed(inbox, outbox):
     sent = [REQUEST, AbortRequest("r1", "client disconnected"), FlushCache(1)]
     for message in sent:

@@ -123,6 +123,11 @@ def test_decodes_come_in_bursts_on_the_cpu(asked, expected):
         ({"overlap": True}, HOST, "but overlap is on"),
         ({}, GPU_HOST, "but on cuda the host plans the next step"),
         ({"tp": 3}, HOST, "but tp is 3, and the other ranks"),
+        (
+            {"phases": "prefill-first", "prefill_decode_interval": 4},
+            HOST,
+            "but prefill_decode_interval counts decode steps",
+        ),
     ],
 )
 def test_bursts_that_could_not_be_made_are_refused(settings, machine, reason):

@@ -109,11 +109,13 @@ class Harness:
         self.runner = FakeRunner(
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
         )
+        self._fake_runner = self.runner  # `runner` may become one around it
         self.overlap = overlap  # steps that are launched ahead of the one being settled
         self.in_flight: list[tuple[ScheduleBatch, Launched]] = []
         self.answers: dict[str, Answer] = {}
         self.flushes: list[FlushCacheDone] = []
         self.now_s = 100.0
+        self._burst_id = self._num_rounds = 0
         self.has_news: Callable[[], bool] = lambda: False  # asked between two rounds of a burst
         self.rng = np.random.default_rng(0)
 
@@ -186,9 +188,15 @@ class Harness:
         return batch
 
     def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes) -> bool:
-        """What a pipeline says between two rounds of a burst."""
+        """What a pipeline says between two rounds of a burst, each of which takes what the runner will say."""
         assert not self.overlap, "a burst beside another step"
-        return not self.has_news() and self.scheduler.goes_on(batch, next_token_ids)
+        if self._burst_id != batch.plan.step_id:
+            self._burst_id, self._num_rounds = batch.plan.step_id, 0
+        self._num_rounds += 1
+        seconds = self._num_rounds * self._fake_runner.step_s(batch.plan)
+        return not self.has_news() and self.scheduler.goes_on(
+            batch, next_token_ids, self._num_rounds, seconds
+        )
 
     def settle(self) -> None:
         """Settle the oldest step in flight."""

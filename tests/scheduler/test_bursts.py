@@ -34,6 +34,14 @@ def rounds_of(batches: list[ScheduleBatch]) -> list[int]:
     return [batch.plan.num_rounds for batch in batches]
 
 
+def made(harness: Harness) -> list[int]:
+    """The rounds that were made of each burst."""
+    settled = [each for each in harness.scheduler.decisions if isinstance(each, Settled)]
+    return [
+        np.frombuffer(each.num_next_tokens, dtype=np.int32)[0] for each in settled if each.num_next_tokens
+    ]
+
+
 def test_a_burst_lasts_as_long_as_it_may(make_harness):
     harness = make_harness()
     harness.submit("a", max_new_tokens=14)
@@ -57,7 +65,23 @@ def test_a_slower_device_makes_fewer(make_harness):
     for _ in range(5):
         harness.step()
     harness.runner.step_s = lambda plan: 0.02
-    assert rounds_of(harness.run_until_idle())[:3] == [4, 2, 2]
+    harness.step()
+    assert harness.last_pass.num_rounds == 4 and made(harness)[-1] == 2, "it ends early"
+    assert rounds_of(harness.run_until_idle())[:3] == [2, 2, 2]
+
+
+def test_more_requests_than_were_measured_show_first_how_long_a_round_takes(make_harness):
+    """Each costs 10 ms here: bursts of one would last half a second with twelve."""
+    harness = make_harness(max_running_requests=12)
+    harness.runner.step_s = lambda plan: 0.01 * len(plan.samples)
+    harness.submit(max_new_tokens=60)
+    for _ in range(6):
+        harness.step()
+    assert harness.last_pass.num_rounds == 4
+    for _ in range(11):
+        harness.submit(max_new_tokens=20)
+    steps = harness.run_until_idle()
+    assert rounds_of([batch for batch in steps if len(batch) > 4 and not batch.num_extends]) == [1] * 19
 
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 24))
@@ -103,8 +127,7 @@ def test_news_end_it_after_the_round(make_harness):
     harness.submit("a", max_new_tokens=42)
     steps = harness.run_until_idle()
     assert rounds_of(steps[2:8]) == [MAX_ROUNDS] * 6
-    made = [each.num_next_tokens for each in harness.scheduler.decisions if isinstance(each, Settled)]
-    assert [np.frombuffer(each, dtype=np.int32).tolist() for each in made if each][:6] == [[3]] * 6
+    assert made(harness)[:6] == [3] * 6
 
 
 def test_nobody_waits_for_one(make_harness):
@@ -117,7 +140,7 @@ def test_nobody_waits_for_one(make_harness):
 
 
 def test_not_while_a_prompt_is_in_the_middle_of_its_chunks(make_harness):
-    harness = make_harness(chunked_prefill_size=8, phases="prefill-first", prefill_decode_interval=2)
+    harness = make_harness(chunked_prefill_size=8)
     harness.submit("a", max_new_tokens=40)
     for _ in range(3):
         harness.step()
@@ -203,10 +226,21 @@ def test_one_that_fails_in_it_ends_alone(make_harness):
         harness.submit(rid, max_new_tokens=30)
     for _ in range(3):
         harness.step()
-    harness.runner.fail_next.add("b")
+    before = len(harness.answers["b"].tokens)
+
+    def seconds(plan: Any) -> float:
+        """The third round of the next burst will fail."""
+        rounds.append(plan)
+        if len(rounds) == 3 * 2:  # asked by the runner, and by who decides whether it goes on
+            harness.runner.fail_next.add("b")
+        return 0.01
+
+    rounds: list[Any] = []
+    harness.runner.step_s = seconds
     harness.run_until_idle()  # checks the answers
     finish = harness.answers["b"].finish
     assert finish is not None and finish.kind is FinishKind.ERROR
+    assert len(harness.answers["b"].tokens) == before + 3, "what it got before that is its own"
     assert [len(harness.answers[rid].tokens) for rid in ("a", "c")] == [30, 30]
 
 
@@ -232,6 +266,17 @@ def test_tenants_pay_for_each_token(make_harness, monkeypatch):
     assert len(steps) + sum(gained) == 23, (
         "a step is charged as one token, and `gained` says what comes on top"
     )
+
+
+def test_each_round_is_counted_as_a_step(make_harness):
+    counts = []
+    for rounds in (0, 4):
+        harness = make_harness(rounds=rounds)
+        harness.submit("a", max_new_tokens=23)
+        harness.run_until_idle()
+        report = harness.scheduler.report(0.0)
+        counts.append((report.num_steps_total, round(report.step_s_total, 6)))
+    assert counts[0] == counts[1] == (23, 0.23)
 
 
 def test_the_decisions_say_so(make_harness):

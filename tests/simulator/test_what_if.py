@@ -142,6 +142,39 @@ def test_the_recorded_run_is_read_back_as_it_was(path, make_replica):
     assert run.damage == ""
 
 
+@pytest.mark.parametrize("num_rounds", [1, 4])
+def test_each_round_of_a_burst_is_a_step(path, num_rounds):
+    """One request of 20 + 13 tokens; a round takes 10 ms, and what lies between two steps 2 ms."""
+    config = SchedulerConfig(decode_burst_ms=10.0 * num_rounds, chunked_prefill_size=16)
+    cache, capacity = CacheConfig(page_size=4, max_total_tokens=512), Capacity(256, 128, 4, 4, VOCAB_SIZE)
+    scheduler = Scheduler(config, cache, capacity, frozenset())
+    settings = EngineConfig(scheduler=config, cache=cache, log=LogConfig(decision_log=str(path)))
+    recorder = make_recorder(settings, capacity, frozenset(), scheduler, wall_s=1e9, now_s=0.0)
+    calls, now_s = RecordedCalls(scheduler, recorder), 1.0
+    prompt = np.full(20, 5, dtype=np.int32).tobytes()
+    calls.handle(GenerateRequest("r", prompt, SamplingParams(max_new_tokens=14, seed=1)), 0.0)
+    while (batch := calls.next_batch(now_s)) is not None:
+        rounds = batch.plan.num_rounds
+        tokens = np.full(len(batch.sampled) * rounds, 7, dtype=np.int32).tobytes()
+        counts = np.full(len(batch.sampled), rounds, dtype=np.int32).tobytes() if rounds > 1 else b""
+        step_s = 0.01 * rounds if batch.plan.total_num_scheduled_tokens else 0.0
+        now_s += step_s
+        calls.settle(
+            batch, StepResult(batch.plan.step_id, tokens, forward_s=step_s, num_next_tokens=counts), now_s
+        )
+        now_s += 0.002
+    recorder.close()
+
+    run = read_recorded_run(path)
+
+    decodes = [step for step in run.steps if not step.work.prefill_tokens]
+    assert [step.work.kv_tokens for step in decodes] == list(range(21, 34))
+    assert [step.step_s for step in run.steps] == pytest.approx([0.01] * 15)
+    assert run.outcome.num_steps == 15
+    assert run.outcome.busy_s == pytest.approx(0.15)
+    assert run.overhead_s == pytest.approx(0.002 / num_rounds)
+
+
 @pytest.mark.parametrize("changes", [{"chunked_prefill_size": 64}, {"schedule_policy": "lof"}])
 def test_a_log_of_an_engine_that_decides_otherwise_is_refused(path, make_replica, monkeypatch, changes):
     """Also where its steps are as many, with as many tokens, of other requests."""
