@@ -12,7 +12,7 @@ import pytest
 from engine.model_runner.rank_loop import RankLoop
 from engine.model_runner.ranked_runner import RankedRunner
 from engine.runtime.rank_messages import LaunchStep, RankInput
-from engine.runtime.step_plan import ForwardMode, StepPlan, StepResult
+from engine.runtime.step_plan import ForwardMode, GoOn, StepPlan, StepResult, to_the_end
 
 
 class Journal:
@@ -24,7 +24,7 @@ class Journal:
         self.arrivals = arrivals or []
         self.waiting = False
 
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Any:
         self.events.append(f"launch {plan.step_id}")
         return PendingEntry(self, plan.step_id)
 
