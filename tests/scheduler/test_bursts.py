@@ -15,7 +15,9 @@ from engine.runtime.messages import FinishKind, GrammarReady
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.bursts import MAX_ROUNDS
 from engine.scheduler.decision_log import PassRecord, Settled
+from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.policy.base import SchedulePolicy
+from engine.scheduler.recorder import NoRecorder
 
 from .harness import Harness
 
@@ -266,6 +268,24 @@ def test_tenants_pay_for_each_token(make_harness, monkeypatch):
     assert len(steps) + sum(gained) == 23, (
         "a step is charged as one token, and `gained` says what comes on top"
     )
+
+
+def test_a_pipeline_measures_bursts_by_its_own_clock(make_harness):
+    """The runner says that a round takes 10 ms; by the clock it takes 20."""
+    now_s = [100.0]
+
+    def seconds(_plan: Any) -> float:
+        now_s[0] += 0.02
+        return 0.01
+
+    harness = make_harness()
+    harness.runner.step_s = seconds
+    pipeline = Pipeline(harness.scheduler, harness.runner, NoRecorder(), lambda: now_s[0], overlap=False)
+    harness.submit("a", max_new_tokens=20)
+    while pipeline.advance(lambda: False):
+        pass
+    assert max(each.num_rounds for each in harness.scheduler.decisions.passes) == 4
+    assert made(harness) == [2] * 9
 
 
 def test_each_round_is_counted_as_a_step(make_harness):
