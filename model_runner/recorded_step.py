@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .attention.backend import BatchLayout, Int64s
-    from .batch_builder import Int32s
+    from .row_states import Int32s
 
 Replay = Callable[[], None]
 Advance = Callable[["Int32s"], None]

@@ -70,10 +70,8 @@ class ScheduleBatch:
             out_cache_loc = pool.slots_at(np.repeat(decode_rows, lengths), token_positions)
         else:
             out_cache_loc = pool.slots_at(decode_rows, positions)
-        num_tokens = len(out_cache_loc)
-        if num_rounds > 1:
-            further = [pool.slots_at(decode_rows, positions + np.int32(k)) for k in range(1, num_rounds)]
-            out_cache_loc = np.concatenate([out_cache_loc, *further])
+        # Of a burst, which is made of decodes alone.
+        further_loc = [pool.slots_at(decode_rows, positions + np.int32(k)) for k in range(1, num_rounds)]
         if chunks:
             chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
             starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
@@ -84,7 +82,6 @@ class ScheduleBatch:
                 pool.slots(chunk.req.row, chunk.start, chunk.start + chunk.length) for chunk in chunks
             ]
             out_cache_loc = np.concatenate([*chunk_slots, out_cache_loc])
-            num_tokens = len(out_cache_loc)
             positions = np.concatenate([starts, positions])
             ends = np.concatenate([chunk_ends, ends])
             lengths = np.concatenate([chunk_lengths, lengths])
@@ -109,9 +106,9 @@ class ScheduleBatch:
             rows=self.rows.tobytes(),
             num_computed_tokens=positions.tobytes(),
             num_scheduled_tokens=lengths.tobytes(),
-            out_cache_loc=out_cache_loc.tobytes(),
+            out_cache_loc=b"".join([loc.tobytes() for loc in (out_cache_loc, *further_loc)]),
             samples=samples.tobytes(),
-            total_num_scheduled_tokens=num_tokens,
+            total_num_scheduled_tokens=len(out_cache_loc),
             new_reqs=tuple([_new_req(chunk, pool) for chunk in chunks if chunk.is_first]),
             row_updates=tuple(
                 [

@@ -41,7 +41,6 @@ from .phases import Work
 from .req_to_token_pool import ReqToTokenPool
 from .requests import Requests
 from .row_states import RowStates
-from .speculation import has_grammar
 from .step_caps import StepCaps
 
 MAX_ROUNDS: Final = 8
@@ -95,7 +94,7 @@ class Bursts:
             return 1
         if self._requests.num_waiting or self._requests.partial:
             return 1
-        if states.needs_care[rows].any() or any(map(has_grammar, work.decode_reqs)):
+        if states.needs_care[rows].any() or any(req.has_grammar for req in work.decode_reqs):
             return 1
         # The last token of an answer is never fed back, so it needs no slot.
         left = states.max_kv_len[rows] - states.num_computed[rows]

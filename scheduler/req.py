@@ -192,6 +192,11 @@ class Req:
         """Whether it stands in the queue."""
         return self.status in _WAITING
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether which tokens it may have depends on those before them."""
+        return ReqStatus.WAITING_GRAMMAR in self.entered_s
+
     def usage(self) -> Usage:
         """What it has consumed so far."""
         return Usage(self.prompt_len, self.output_len, self.cached_tokens, self.queue_s, self.num_retractions)

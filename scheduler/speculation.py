@@ -44,7 +44,7 @@ from .drafts import NO_DRAFTS, Drafts, drafts_of
 from .kv_memory import KVMemory
 from .ngram_proposer import HitRates, NgramProposer
 from .phases import Work
-from .req import Req, ReqStatus
+from .req import Req
 from .req_to_token_pool import ReqToTokenPool
 from .row_states import RowStates
 from .step_caps import StepCaps
@@ -235,16 +235,11 @@ class NgramSpeculation:
 
 def may_speculate(req: Req) -> bool:
     """Whether what is sampled for it at a position depends on the tokens before it through the model alone."""
-    return not (_has_penalties(req.sampling) or req.sampling.logprobs is not None or has_grammar(req))
+    return not (_has_penalties(req.sampling) or req.sampling.logprobs is not None or req.has_grammar)
 
 
 def _has_penalties(sampling: SamplingParams) -> bool:
     return bool(sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty)
-
-
-def has_grammar(req: Req) -> bool:
-    """Whether which tokens it may have depends on those before them."""
-    return ReqStatus.WAITING_GRAMMAR in req.entered_s
 
 
 def make_speculation(

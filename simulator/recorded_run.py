@@ -108,9 +108,8 @@ class _Reader:
         self._swapped_tokens = 0
         self._swap_s = 0.0
         self._overheads_s: list[float] = []
-        self._last_step: tuple[float, float, int] | None = (
-            None  # planned at, seconds, rounds; None after a rest
-        )
+        # When it was planned, its seconds, its rounds; None after a rest.
+        self._last_step: tuple[float, float, int] | None = None
 
     def read(self) -> RecordedRun:
         scheduler = self._scheduler

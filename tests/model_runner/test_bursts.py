@@ -177,8 +177,7 @@ def test_it_ends_with_the_round_whose_numbers_are_none(make_tiny_driver, round_w
     assert len(reqs[0].output) == 1 + round_with_nan + 1
 
 
-def test_rows_are_looked_up_once_and_new_ones_come_with_the_first_round(make_tiny_driver):
-    """A request that leaves, and the next one in its row, between two bursts."""
+def test_the_next_request_in_a_row_has_nothing_of_the_one_before(make_tiny_driver):
     driver = make_tiny_driver()
     first = driver.start([3, 4, 5], KINDS[4])
     driver.step([(first, 3)])
