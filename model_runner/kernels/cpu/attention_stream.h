@@ -17,6 +17,10 @@
 #include "bytes.h"
 #include "parallel.h"
 
+// Left to itself GCC 12 makes a function of the last of them as soon as something is added elsewhere in the class, and all
+// takes a third longer: 28 and 37 ns for a key and its value of 3 heads of 64, from a cache (Zen 4, bfloat16).
+#define INNER_LOOP inline __attribute__((always_inline))
+
 namespace engine {
 
 template <class T, class KV>
@@ -213,7 +217,7 @@ class Stream {
 
     // Scores of 16 keys, without their scales.
     template <int GROUP, bool IS_WHOLE>
-    void score(int64_t kv_head, int64_t head, int64_t from, Ahead& ahead) {
+    INNER_LOOP void score(int64_t kv_head, int64_t head, int64_t from, Ahead& ahead) {
         int64_t dim = step_.head_dim;
         const Query* queries[GROUP];
         for (int g = 0; g < GROUP; ++g) queries[g] = heads_[head + g].query;
@@ -316,7 +320,7 @@ class Stream {
 
     // Adds the weighted values of 16 keys.
     template <int GROUP, bool IS_WHOLE>
-    void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, Ahead& ahead) {
+    INNER_LOOP void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, Ahead& ahead) {
         int64_t d = 0, dim = step_.head_dim;
         for (; d + (CHUNKS_AT_ONCE - 1) * CHUNK < dim; d += CHUNKS_AT_ONCE * CHUNK)
             add_chunks<GROUP, CHUNKS_AT_ONCE, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
@@ -324,7 +328,7 @@ class Stream {
     }
 
     template <int GROUP, int CHUNKS, bool IS_WHOLE>
-    void add_chunks(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, int64_t d, Ahead& ahead) {
+    INNER_LOOP void add_chunks(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, int64_t d, Ahead& ahead) {
         int64_t at = kv_head * step_.head_dim + d, left = step_.head_dim - d;
         const Weight* weights = weights_ + head * KEY_BLOCK + from;
         float* values_of[GROUP];
