@@ -17,9 +17,9 @@
 #include "bytes.h"
 #include "parallel.h"
 
-// Left to itself GCC 12 makes a function of the last of them as soon as something is added elsewhere in the class, and all
-// takes a third longer: 28 and 37 ns for a key and its value of 3 heads of 64, from a cache (Zen 4, bfloat16).
-#define INNER_LOOP inline __attribute__((always_inline))
+// GCC 12 stops inlining add_chunks, and with it whatever it is called through, as soon as something is added elsewhere in
+// the class: one thread then takes 37 instead of 28 ns for a key and its value, from a cache (Zen 4, 3 heads of 64).
+#define INNER_LOOP __attribute__((always_inline))
 
 namespace engine {
 
@@ -144,7 +144,7 @@ class Stream {
         Ahead of_scores(step_, keys_of(rows), values_of(rows), num_passes() * sixteens * (LANES / QUARTER));
         for (int64_t from = 0; from < rows.count; from += LANES) {
             find_rows(in_.k, rows, from);
-            for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) {
+            for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) INNER_LOOP {
                 score<GROUP, IS_WHOLE>(kv_head, head, from, of_scores);
             });
         }
@@ -157,7 +157,7 @@ class Stream {
         for (int64_t from = 0; from < rows.count; from += LANES) {
             int64_t pairs = (std::min<int64_t>(rows.count - from, LANES) + 1) / 2;
             find_rows(in_.v, rows, from);
-            for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) {
+            for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) INNER_LOOP {
                 add_values<GROUP, IS_WHOLE>(kv_head, head, from, pairs, of_values);
             });
         }
@@ -171,7 +171,7 @@ class Stream {
 
     // body<GROUP>(kv_head, first of so many heads) for all heads.
     template <class Body>
-    void for_heads(const Body& body) {
+    INNER_LOOP inline void for_heads(const Body& body) {
         for (int64_t first = 0; first < num_heads(); first += unit())
             for (int64_t g = 0; g < unit(); g += MAX_GROUP) {
                 int64_t head = first + g, kv_head = head / heads_per_kv_;
@@ -217,7 +217,7 @@ class Stream {
 
     // Scores of 16 keys, without their scales.
     template <int GROUP, bool IS_WHOLE>
-    INNER_LOOP void score(int64_t kv_head, int64_t head, int64_t from, Ahead& ahead) {
+    INNER_LOOP inline void score(int64_t kv_head, int64_t head, int64_t from, Ahead& ahead) {
         int64_t dim = step_.head_dim;
         const Query* queries[GROUP];
         for (int g = 0; g < GROUP; ++g) queries[g] = heads_[head + g].query;
@@ -320,7 +320,7 @@ class Stream {
 
     // Adds the weighted values of 16 keys.
     template <int GROUP, bool IS_WHOLE>
-    INNER_LOOP void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, Ahead& ahead) {
+    INNER_LOOP inline void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, Ahead& ahead) {
         int64_t d = 0, dim = step_.head_dim;
         for (; d + (CHUNKS_AT_ONCE - 1) * CHUNK < dim; d += CHUNKS_AT_ONCE * CHUNK)
             add_chunks<GROUP, CHUNKS_AT_ONCE, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
@@ -328,7 +328,7 @@ class Stream {
     }
 
     template <int GROUP, int CHUNKS, bool IS_WHOLE>
-    INNER_LOOP void add_chunks(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, int64_t d, Ahead& ahead) {
+    INNER_LOOP inline void add_chunks(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, int64_t d, Ahead& ahead) {
         int64_t at = kv_head * step_.head_dim + d, left = step_.head_dim - d;
         const Weight* weights = weights_ + head * KEY_BLOCK + from;
         float* values_of[GROUP];
@@ -374,3 +374,5 @@ class Stream {
 };
 
 }  // namespace engine
+
+#undef INNER_LOOP
