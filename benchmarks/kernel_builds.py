@@ -1,18 +1,21 @@
 """Attention of decodes by several builds of the CPU kernels, in turn, in one process: what a change gains.
 
-    python benchmarks/kernel_builds.py keep before        # with the sources as they were
-    python benchmarks/kernel_builds.py keep after         # and as they are now
+    git stash && python benchmarks/kernel_builds.py keep before; git stash pop
+    python benchmarks/kernel_builds.py keep after
     python benchmarks/kernel_builds.py compare before after [--kv-dtype int8] [--requests 64] [--length 360] [--cold]
 
 On a shared machine the same kernel takes half as long again a minute later, and processes that run one after the other
 differ by more than most changes gain. Here each round runs all builds, in an order drawn by chance, and what counts is
-the ratio within a round: it is good to a percent or two. Shapes of a layer are those of SmolLM2-135M, pages lie in runs
-of eight, and there are so many layers that no cache holds their keys and values.
+the ratio within a round: on an otherwise idle machine quartiles are 1 to 3 % apart. Results are compared first. Shapes
+of a layer are those of SmolLM2-135M, pages lie in runs of eight, and by default no cache holds the keys and values of
+all layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import re
 import shutil
 import sys
 import time
@@ -21,30 +24,33 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 # Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+import engine
 from benchmarks.cpu_kernels import HEAD_DIM, HEADS, KV_HEADS, PAGE_SIZE, model_spec
-from engine.model_runner.attention.backend import BatchLayout, StepAttention
-from engine.model_runner.attention.cpu_native import CpuNativeAttention
-from engine.model_runner.input_buffers import InputBuffers
-from engine.model_runner.kernels.cpu.build import build
-from engine.model_runner.kernels.cpu.compiler import NoLibraryError
-from engine.model_runner.kernels.cpu.isa import best_isa
-from engine.model_runner.kernels.cpu.library import open_library
-from engine.model_runner.kv_pool import KVPool
 from engine.runtime.openmp import shorten_spinning
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import ctypes
+    from collections.abc import Callable, Sequence
 
+    import torch
     from torch import Tensor
 
+    from engine.model_runner.attention.backend import StepAttention
+    from engine.model_runner.attention.cpu_native import CpuNativeAttention
+
+ROOT = Path(__file__).resolve().parent.parent
 RUN_PAGES = 8
 COLD_BYTES = 48 << 20  # more than a core's share of any cache
-DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+MOST_DIFFERENCE = 0.05  # root mean square, of the first build's results
+KV_DTYPES = ("bfloat16", "int8")
+
+
+class BuildError(Exception):
+    """A build that cannot be kept or compared, and what to do."""
 
 
 class Decodes(NamedTuple):
@@ -70,36 +76,138 @@ class Build(NamedTuple):
 def main() -> None:
     """Keep a build, or compare some."""
     parser = argparse.ArgumentParser(description="builds of the CPU kernels, in turn")
-    parser.add_argument("--folder", type=Path, default=Path("build/kernels"), help="where builds are kept")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/kernels", help="where builds are kept")
     commands = parser.add_subparsers(dest="command", required=True)
-    keep = commands.add_parser("keep", help="compile the sources as they are, and keep that under a name")
-    keep.add_argument("name")
-    compare = commands.add_parser("compare", help="the first of the builds beside the others")
-    compare.add_argument("names", nargs="+")
-    compare.add_argument("--kv-dtype", choices=list(DTYPES), default="bfloat16")
-    compare.add_argument("--requests", type=int, default=64)
-    compare.add_argument("--length", type=int, default=360, help="mean tokens of a request")
-    compare.add_argument("--layers", type=int, default=30)
-    compare.add_argument("--threads", type=int, default=2)
-    compare.add_argument("--rounds", type=int, default=40)
-    compare.add_argument("--cold", action="store_true", help="empty the caches before each call")
+    keep_parser = commands.add_parser(
+        "keep", help="compile the sources as they are, and keep that under a name"
+    )
+    keep_parser.add_argument("name", type=build_name)
+    compare_parser = commands.add_parser("compare", help="the first of the builds beside the others")
+    compare_parser.add_argument("names", nargs="+", type=build_name)
+    compare_parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=KV_DTYPES[0])
+    compare_parser.add_argument("--requests", type=at_least(1), default=64)
+    compare_parser.add_argument("--length", type=at_least(2), default=360, help="mean tokens of a request")
+    compare_parser.add_argument("--layers", type=at_least(1), default=30)
+    compare_parser.add_argument("--threads", type=at_least(1), default=2)
+    compare_parser.add_argument("--rounds", type=at_least(1), default=40)
+    compare_parser.add_argument(
+        "--cold", action="store_true", help="read 48 MB of something else before each call"
+    )
     args = parser.parse_args()
     try:
         if args.command == "keep":
-            args.folder.mkdir(parents=True, exist_ok=True)
-            print(shutil.copy(build(best_isa()), args.folder / f"{args.name}.so"))
-            return
-        shorten_spinning()
-        torch.set_num_threads(args.threads)
-        decodes = make_decodes(args.requests, args.length)
-        files = [args.folder / f"{name}.so" for name in args.names]
-        builds = open_builds(files, decodes, args.layers, DTYPES[args.kv_dtype])
-        q = torch.randn(args.requests, HEADS, HEAD_DIM).to(torch.bfloat16)
-        seconds = measure(builds, q, args.layers, args.rounds, is_cold=args.cold)
+            print(keep(args.folder, args.name))
+        else:
+            compare(args)
+    except (BuildError, OSError) as error:
+        sys.exit(str(error))
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """What argparse makes of such a number."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return int(text)
+
+    return parse
+
+
+def build_name(text: str) -> str:
+    """A name that is a file's, too."""
+    if not re.fullmatch(r"\w[\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name of letters, digits, '_', '-' and '.'")
+    return text
+
+
+def keep(folder: Path, name: str) -> Path:
+    """Compile this repository's sources for this CPU; returns the file.
+
+    Raises:
+        BuildError: Python's `engine` is another folder's, or nothing can compile.
+    """
+    from engine.model_runner.kernels.cpu.build import build
+    from engine.model_runner.kernels.cpu.compiler import NoLibraryError
+    from engine.model_runner.kernels.cpu.isa import best_isa
+
+    used = Path(engine.__file__).resolve().parent
+    if used != ROOT:
+        raise BuildError(f"`engine` is the one in {used}, not in {ROOT}: run `pip install -e {ROOT}` first")
+    try:
+        built = build(best_isa())
     except NoLibraryError as error:
-        sys.exit(f"{error}\nmake a build with: python benchmarks/kernel_builds.py keep NAME")
-    for line in report(args.names, seconds, int(decodes.lengths.sum()) * args.layers):
+        raise BuildError(str(error)) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.interface").write_text(interface())
+    return Path(shutil.copy(built, folder / f"{name}.so"))
+
+
+def interface() -> str:
+    """Changes with what the library's functions take."""
+    from engine.model_runner.kernels.cpu.library import _SIGNATURES
+
+    return hashlib.sha256(repr(sorted(_SIGNATURES.items())).encode()).hexdigest()
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Print a line for each build.
+
+    Raises:
+        BuildError: one cannot be loaded, or computes something else.
+    """
+    shorten_spinning()  # before torch is imported
+    import torch
+
+    torch.set_num_threads(args.threads)
+    libraries = [open_build(args.folder, name) for name in args.names]
+    decodes = make_decodes(args.requests, args.length)
+    builds = make_builds(libraries, decodes, args.layers, getattr(torch, args.kv_dtype))
+    q = torch.randn(args.requests, HEADS, HEAD_DIM).to(torch.bfloat16)
+    differences = compare_results(args.names, [build.step.forward(0, q) for build in builds])
+    seconds = measure(builds, q, args.layers, args.rounds, is_cold=args.cold)
+    for line in report(args.names, differences, seconds, int(decodes.lengths.sum()) * args.layers):
         print(line)
+
+
+def open_build(folder: Path, name: str) -> ctypes.CDLL:
+    """A kept build.
+
+    Raises:
+        BuildError: there is none of this name, it is not for this CPU, or its functions take something else.
+    """
+    from engine.model_runner.kernels.cpu.compiler import NoLibraryError
+    from engine.model_runner.kernels.cpu.library import open_library
+
+    file, wanted = folder / f"{name}.so", folder / f"{name}.interface"
+    if not file.is_file() or not wanted.is_file():
+        raise BuildError(
+            f"no build {name!r} in {folder}: make one with `kernel_builds.py --folder {folder} keep {name}`"
+        )
+    if wanted.read_text() != interface():
+        raise BuildError(
+            f"the functions of build {name!r} take other arguments than those of this engine's library"
+        )
+    try:
+        return open_library(file)
+    except NoLibraryError as error:
+        raise BuildError(str(error)) from error
+
+
+def compare_results(names: Sequence[str], results: Sequence[Tensor]) -> list[float]:
+    """How far each build's results are from the first one's, root mean square, as a share of these.
+
+    Raises:
+        BuildError: too far.
+    """
+    first = results[0].double()
+    differences = [float((other.double() - first).norm() / first.norm()) for other in results]
+    for name, difference in zip(names, differences, strict=True):
+        if not difference <= MOST_DIFFERENCE:
+            raise BuildError(
+                f"results of {name} are {difference:.1%} off those of {names[0]}, more than {MOST_DIFFERENCE:.0%}"
+            )
+    return differences
 
 
 def make_decodes(num_requests: int, mean_length: int) -> Decodes:
@@ -115,12 +223,17 @@ def make_decodes(num_requests: int, mean_length: int) -> Decodes:
     return Decodes(lengths, table, int(num_runs.sum()) * RUN_PAGES)
 
 
-def open_builds(files: Sequence[Path], decodes: Decodes, num_layers: int, dtype: torch.dtype) -> list[Build]:
-    """All with the same keys and values.
+def make_builds(
+    libraries: Sequence[ctypes.CDLL], decodes: Decodes, num_layers: int, dtype: torch.dtype
+) -> list[Build]:
+    """All with the same keys and values."""
+    import torch
 
-    Raises:
-        NoLibraryError: a file is missing, or not for this CPU.
-    """
+    from engine.model_runner.attention.backend import BatchLayout
+    from engine.model_runner.attention.cpu_native import CpuNativeAttention
+    from engine.model_runner.input_buffers import InputBuffers
+    from engine.model_runner.kv_pool import KVPool
+
     device = torch.device("cpu")
     pool = KVPool(
         num_layers=num_layers,
@@ -138,9 +251,7 @@ def open_builds(files: Sequence[Path], decodes: Decodes, num_layers: int, dtype:
     ones = np.ones_like(decodes.lengths)
     layout = BatchLayout(np.arange(len(ones)), decodes.lengths - 1, ones, 0)
     spec, table = model_spec(num_layers), torch.from_numpy(decodes.table)
-    backends = [
-        CpuNativeAttention(spec, pool, table, InputBuffers(device), open_library(file)) for file in files
-    ]
+    backends = [CpuNativeAttention(spec, pool, table, InputBuffers(device), library) for library in libraries]
     return [Build(backend, backend.plan_step(layout)) for backend in backends]
 
 
@@ -152,7 +263,9 @@ def measure(
     Args:
         q: [N, HEADS, HEAD_DIM] bfloat16.
     """
-    other: Tensor | None = torch.ones(COLD_BYTES // 4) if is_cold else None
+    import torch
+
+    other = torch.ones(COLD_BYTES // 4) if is_cold else None
     rng = np.random.default_rng(0)
     seconds = np.zeros((rounds + 1, len(builds)))
     for row in seconds:
@@ -166,14 +279,21 @@ def measure(
     return seconds[1:]  # the first round warms up
 
 
-def report(names: Sequence[str], seconds: npt.NDArray[np.float64], num_keys: int) -> list[str]:
-    """A line of each build; its ratio to the first is the median of the rounds' ratios, quartiles behind it."""
-    width = max(map(len, names))
-    lines = [f"{'build':{width}} {'ns a key':>9} {'ratio':>6}  quartiles"]
-    for name, mine in zip(names, seconds.T, strict=True):
+def report(
+    names: Sequence[str], differences: Sequence[float], seconds: npt.NDArray[np.float64], num_keys: int
+) -> list[str]:
+    """A line of each build; its ratio to the first is the median of the rounds' ratios, quartiles behind it.
+
+    Args:
+        seconds: [rounds, builds], of all threads together.
+    """
+    width = max(len("build"), *map(len, names))
+    lines = [f"{'build':{width}} {'ns a key':>9} {'ratio':>6}  {'quartiles':14}  results"]
+    for name, difference, mine in zip(names, differences, seconds.T, strict=True):
         low, middle, high = np.quantile(mine / seconds[:, 0], [0.25, 0.5, 0.75])
         per_key = np.median(mine) * 1e9 / num_keys
-        lines.append(f"{name:{width}} {per_key:9.2f} {middle:6.3f}  {low:.3f} to {high:.3f}")
+        results = "the same" if difference == 0 else f"{difference:.2%} off"
+        lines.append(f"{name:{width}} {per_key:9.2f} {middle:6.3f}  {low:.3f} to {high:.3f}  {results}")
     return lines
 
 
