@@ -24,6 +24,9 @@ from unittest.mock import patch
 from engine.runtime.openmp import shorten_spinning
 
 if TYPE_CHECKING:
+    import torch
+
+    from engine.model_runner.kv_pool import KVPool
     from engine.model_runner.model_runner import ModelRunner
     from engine.runtime.model_files.model_spec import ModelSpec
     from engine.runtime.step_plan import StepPlan
@@ -165,21 +168,10 @@ def attention() -> Iterator[Case]:
     from engine.model_runner.attention.cpu_native import CpuNativeAttention
     from engine.model_runner.attention.torch_native import TorchNativeAttention
     from engine.model_runner.input_buffers import InputBuffers
-    from engine.model_runner.kv_pool import KVPool
 
     device = torch.device("cpu")
     num_pages = MAX_REQUESTS * MAX_LEN // PAGE_SIZE
-    kv_pool = KVPool(
-        num_layers=1,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=torch.bfloat16,
-        device=device,
-    )
-    for pool in (*kv_pool.k, *kv_pool.v):
-        pool.normal_()
+    kv_pool = make_kv_pool(1, num_pages, torch.bfloat16)
     for num_requests, length, shared, new in (
         (1, 256, 0, 1),
         (1, 1024, 0, 1),
@@ -214,6 +206,28 @@ def attention() -> Iterator[Case]:
             "GFLOP/s" if new > 1 else "GB/s of keys and values as if nothing was shared",
             rounds=10,
         )
+
+
+def make_kv_pool(num_layers: int, num_pages: int, dtype: torch.dtype) -> KVPool:
+    """Random keys and values in all of its pages."""
+    import torch
+
+    from engine.model_runner.kv_pool import KVPool
+
+    pool = KVPool(
+        num_layers=num_layers,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    for numbers in (*pool.k, *pool.v):
+        numbers.normal_() if dtype.is_floating_point else numbers.random_(-127, 128)
+    for scales in (*pool.k_scale, *pool.v_scale):
+        scales.fill_(1 / 127)
+    return pool
 
 
 # ---------------------------------------------------------------- whole steps

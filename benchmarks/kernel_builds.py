@@ -1,12 +1,12 @@
 """Attention of decodes by several builds of the CPU kernels, in turn, in one process: what a change gains.
 
-    git stash && python benchmarks/kernel_builds.py keep before; git stash pop
+    python benchmarks/kernel_builds.py keep before    # then change the kernels
     python benchmarks/kernel_builds.py keep after
     python benchmarks/kernel_builds.py compare before after [--kv-dtype int8] [--requests 64] [--length 360] [--cold]
 
 On a shared machine the same kernel takes half as long again a minute later, and processes that run one after the other
 differ by more than most changes gain. Here each round runs all builds, in an order drawn by chance, and what counts is
-the ratio within a round: on an otherwise idle machine quartiles are 1 to 3 % apart. Results are compared first. Shapes
+the ratio within a round: on an otherwise idle machine quartiles are 1 to 5 % apart. Results are compared first. Shapes
 of a layer are those of SmolLM2-135M, pages lie in runs of eight, and by default no cache holds the keys and values of
 all layers.
 """
@@ -29,7 +29,7 @@ import numpy.typing as npt
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import engine
-from benchmarks.cpu_kernels import HEAD_DIM, HEADS, KV_HEADS, PAGE_SIZE, model_spec
+from benchmarks.cpu_kernels import HEAD_DIM, HEADS, PAGE_SIZE, make_kv_pool, model_spec
 from engine.runtime.openmp import shorten_spinning
 
 if TYPE_CHECKING:
@@ -232,26 +232,13 @@ def make_builds(
     from engine.model_runner.attention.backend import BatchLayout
     from engine.model_runner.attention.cpu_native import CpuNativeAttention
     from engine.model_runner.input_buffers import InputBuffers
-    from engine.model_runner.kv_pool import KVPool
 
-    device = torch.device("cpu")
-    pool = KVPool(
-        num_layers=num_layers,
-        num_pages=decodes.num_pages,
-        page_size=PAGE_SIZE,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        device=device,
-    )
-    for numbers in (*pool.k, *pool.v):
-        numbers.normal_() if dtype.is_floating_point else numbers.random_(-127, 128)
-    for scales in (*pool.k_scale, *pool.v_scale):
-        scales.fill_(1 / 127)
+    pool = make_kv_pool(num_layers, decodes.num_pages, dtype)
     ones = np.ones_like(decodes.lengths)
     layout = BatchLayout(np.arange(len(ones)), decodes.lengths - 1, ones, 0)
     spec, table = model_spec(num_layers), torch.from_numpy(decodes.table)
-    backends = [CpuNativeAttention(spec, pool, table, InputBuffers(device), library) for library in libraries]
+    buffers = InputBuffers(torch.device("cpu"))
+    backends = [CpuNativeAttention(spec, pool, table, buffers, library) for library in libraries]
     return [Build(backend, backend.plan_step(layout)) for backend in backends]
 
 
