@@ -12,7 +12,7 @@ import torch
 from ..runtime.errors import ConfigError
 from .attention.cpu_native import CpuNativeAttention
 from .kernels import native
-from .kernels.native_linear import NativeLinear
+from .kernels.native_product import NativeProduct
 from .op_selection import MAKERS, Maker, Target
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def pack_linear(weight: Tensor) -> LinearWeight:
         ConfigError: it cannot have this weight.
     """
     packed = native.native_ops().pack_linear(weight)
-    if not isinstance(packed, NativeLinear):
+    if not isinstance(packed, NativeProduct):
         outputs, inputs = weight.shape
         raise ConfigError(
             f"deterministic is on, but a weight of {outputs} x {inputs} in {weight.dtype} is not multiplied by the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from functools import partial
@@ -32,6 +33,7 @@ from .trial import measure
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
 from .weights.gguf import GGUFStore
+from .weights.pack_report import PackReport
 from .weights.reader import TensorStore, WeightReader
 from .weights.safetensors import SafetensorsStore
 
@@ -169,6 +171,8 @@ def _load_own_model(
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     target = Target(rank_spec(spec, group.size), device, dtype)
     ops = select_ops(target, MAKERS_IN_FIXED_ORDER) if config.kernels.deterministic else select_ops(target)
+    report = PackReport(ops.pack_linear)
+    ops = dataclasses.replace(ops, pack_linear=report)
     context = ModelContext(
         spec=spec,
         weights=weights,
@@ -182,6 +186,7 @@ def _load_own_model(
     )
     model = build_model(context)
     weights.finish()
+    report.log()
     return model
 
 

@@ -63,8 +63,8 @@ class NativeBlockLinear(NativeProduct):
         self._has_minima = weight.minima is not None
         self._has_paired_scales = weight.bits == 8 and not self._has_minima and weight.has_paired_scales
         outputs, inputs = weight.shape
-        num_bytes = library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima)
-        super().__init__(library, outputs, inputs, num_bytes)
+        super().__init__(library, outputs, inputs)
+        self._allocate(library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima))
         exponent = _HALF_EXPONENT - _exponent(weight)
         self._factor = 2.0**-exponent
         numbers = weight.numbers.contiguous()

@@ -5,16 +5,20 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..ops import LinearWeight
 from . import plain
+from .compressed_linear import CompressedLinear
 from .cpu.library import reasons_against_library
 from .native_product import NativeProduct
 
 CPU = torch.device("cpu")
+_WORTH_COMPRESSING: Final = 0.9
+"""Of its bytes: a weight that would have more stays as it is."""
 
 
 def reasons_against_native_linear(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -29,7 +33,8 @@ def reasons_against_native_linear(device: torch.device, dtype: torch.dtype) -> l
 def pack_native_linear(library: ctypes.CDLL, weight: Tensor) -> LinearWeight:
     """See `PackLinear`. A weight with an odd number of inputs, or in float32, is oneDNN's or torch's."""
     if weight.shape[1] % 2 == 0 and weight.dtype == torch.bfloat16:
-        return NativeLinear(library, weight)
+        linear = NativeLinear(library, weight)
+        return linear.compressed() or linear
     if plain.reasons_against_onednn(CPU, weight.dtype):
         return plain.pack_linear(weight)
     return plain.pack_linear_onednn(weight)
@@ -41,9 +46,18 @@ class NativeLinear(NativeProduct):
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         assert weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0, (weight.dtype, weight.shape)
         outputs, inputs = weight.shape
-        super().__init__(library, outputs, inputs, library.packed_linear_bytes(outputs, inputs))
+        super().__init__(library, outputs, inputs)
+        self._allocate(library.packed_linear_bytes(outputs, inputs))
         weight = weight.contiguous()
         library.pack_linear(weight.data_ptr(), outputs, inputs, self._address)
+
+    def compressed(self) -> CompressedLinear | None:
+        """The same numbers in fewer bytes; None where they would be hardly fewer, or nothing here multiplies them."""
+        shape = self._outputs, self._inputs
+        num_bytes = self._library.compressed_linear_bytes(self._address, *shape)
+        if not 0 < num_bytes <= _WORTH_COMPRESSING * self.num_bytes:
+            return None
+        return CompressedLinear(self._library, self._packed, *shape)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         self._library.linear_to(

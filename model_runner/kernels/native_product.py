@@ -26,11 +26,13 @@ _LANES: Final = 16
 class NativeProduct(ABC):
     """A weight [N, K] packed for one of our kernels, which needs no other copy of it; a `LinearWeight`."""
 
-    def __init__(self, library: ctypes.CDLL, outputs: int, inputs: int, packed_bytes: int) -> None:
+    _packed: Tensor
+    _address: int
+
+    def __init__(self, library: ctypes.CDLL, outputs: int, inputs: int) -> None:
+        """The subclass allocates its memory and fills it."""
         self._library = library
         self._outputs, self._inputs = outputs, inputs
-        self._packed = torch.empty(packed_bytes, dtype=torch.uint8)
-        self._address = self._packed.data_ptr()
         self._form = _BF16
         self._width = outputs  # of what is written
 
@@ -85,6 +87,10 @@ class NativeProduct(ABC):
         out = x.new_empty((x.shape[0], self._width), dtype=dtype)
         self._multiply(x, bias, out)
         return out
+
+    def _allocate(self, num_bytes: int) -> None:
+        self._packed = torch.empty(num_bytes, dtype=torch.uint8)
+        self._address = self._packed.data_ptr()
 
     def _form_of(self, out: Tensor) -> int:
         return _FLOAT if out.dtype == torch.float32 else self._form

@@ -24,6 +24,9 @@ inline int64_t padded(int64_t outputs) { return (outputs + LANES - 1) / LANES * 
 
 inline int64_t steps_of(int64_t inputs) { return (inputs / 2 + STEP_PAIRS - 1) / STEP_PAIRS; }
 
+// Rows of a table that are worth waking a thread for.
+inline int64_t min_rows(int64_t inputs) { return (1 << 16) / (inputs * 2) + 1; }
+
 // Where in a panel of `width` outputs a pair of one of them is.
 inline int64_t pair_at(int64_t output, int64_t pair, int64_t width) {
     return pair / STEP_PAIRS * STEP_PAIRS * width + output / LANES * STEP_PAIRS * LANES + pair % STEP_PAIRS * LANES +
@@ -42,13 +45,15 @@ struct LinearCall : Output {
     int64_t x_stride;
     const uint32_t* packed;
     int64_t num_tokens, inputs;
+    const int64_t* panel_starts = nullptr;  // of a compressed weight (compressed.h)
 
     int64_t num_vectors() const { return padded(outputs) / LANES; }
     int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
     int64_t panel_width(int64_t panel) const { return std::min(PANEL, padded(outputs) - panel * PANEL); }
 
-    // The first step of a vector, which begins at `column`.
+    // The first step of a vector, which begins at `column`; of a compressed weight its panel.
     const uint32_t* at(int64_t column) const {
+        if (panel_starts != nullptr) return packed + panel_starts[column / PANEL];
         return packed + column / PANEL * PANEL * steps_of(inputs) * STEP_PAIRS + column % PANEL * STEP_PAIRS;
     }
 

@@ -40,8 +40,9 @@ struct Output {
 
     static ALWAYS_INLINE f32x16 gated(f32x16 gate, f32x16 up) { return Silu{}(rounded(gate)) * rounded(up); }
 
+    // Inlined: sums whose address another function knows would be stored at each step of the loop before.
     template <int ROWS, int VECTORS>
-    void finish(int64_t row, int64_t column, f32x16 (&sums)[ROWS][VECTORS]) const {
+    inline __attribute__((always_inline)) void finish(int64_t row, int64_t column, f32x16 (&sums)[ROWS][VECTORS]) const {
         if (form == GATED) {  // on its own, with registers of its own
             alignas(64) float all[ROWS * VECTORS * LANES];
             store_tile(all, VECTORS * LANES, sums);
@@ -73,7 +74,7 @@ struct Output {
 
   private:
     template <int ROWS, int VECTORS, class Out>
-    void write(int64_t row, int64_t column, const f32x16 (&sums)[ROWS][VECTORS], Out* to) const {
+    inline __attribute__((always_inline)) void write(int64_t row, int64_t column, const f32x16 (&sums)[ROWS][VECTORS], Out* to) const {
         constexpr int64_t WIDTH = VECTORS * LANES;
         int64_t width = std::min<int64_t>(WIDTH, outputs - column);
         to += row * outputs + column;

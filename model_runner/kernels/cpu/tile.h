@@ -81,6 +81,19 @@ struct Nothing {
     void operator()(int64_t /*step*/) const {}
 };
 
+// One step, or a part of it: sums[r][v] += rows[r] * columns[v].
+template <class Kind, int ROWS, int VECTORS>
+inline __attribute__((always_inline)) void add_products(const typename Kind::Vector (&columns)[VECTORS],
+                                                        const typename Kind::Number* rows, int64_t row_stride, int part,
+                                                        f32x16 (&sums)[ROWS][VECTORS]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+        typename Kind::Vector row = Kind::splat_step(rows + r * row_stride, part);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) sums[r][v] = Kind::multiply_add(sums[r][v], columns[v], row);
+    }
+}
+
 // sums[r][v] = rows[r] . columns[v]
 //
 //   rows: `row_stride` numbers apart; steps * NUMBERS numbers are read of each.
@@ -97,12 +110,7 @@ inline __attribute__((always_inline)) void multiply_tile(
             typename Kind::Vector columns[VECTORS];
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) columns[v] = Kind::load_step(panel + k * panel_width + v * LANES, part);
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) {
-                typename Kind::Vector row = Kind::splat_step(rows + r * row_stride + k * Kind::NUMBERS, part);
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; ++v) sums[r][v] = Kind::multiply_add(sums[r][v], columns[v], row);
-            }
+            add_products<Kind>(columns, rows + k * Kind::NUMBERS, row_stride, part, sums);
         }
     }
 }

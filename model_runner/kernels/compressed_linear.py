@@ -1,0 +1,55 @@
+"""`CompressedLinear`: products with bfloat16 weights that take 12 bits a number, without loss (`cpu/compressed.h`)."""
+
+# Shapes: T tokens, K inputs, N outputs.
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from .native_product import NativeProduct
+
+
+class CompressedLinear(NativeProduct):
+    """What a `NativeLinear` is, to the bit, of three quarters of its bytes."""
+
+    def __init__(self, library: ctypes.CDLL, packed: Tensor, outputs: int, inputs: int) -> None:
+        """`packed`: the weight [N, K] as a `NativeLinear` has it; not kept.
+
+        Only where `compressed_linear_bytes` is not 0.
+        """
+        super().__init__(library, outputs, inputs)
+        self._compress(packed)
+
+    def _compress(self, packed: Tensor) -> None:
+        shape = self._outputs, self._inputs
+        self._allocate(self._library.compressed_linear_bytes(packed.data_ptr(), *shape))
+        self._library.compress_linear(packed.data_ptr(), *shape, self._address)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        self._library.compressed_linear_to(
+            x.data_ptr(),
+            x.stride(0),
+            self._address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            self._inputs,
+            self._outputs,
+            self._form_of(out),
+        )
+
+    def _pair(self) -> None:
+        """Exponents belong to panels, and outputs change theirs."""
+        shape = self._outputs, self._inputs
+        packed = torch.empty(self._library.packed_linear_bytes(*shape), dtype=torch.uint8)
+        self._library.decompress_linear(self._address, *shape, packed.data_ptr())
+        self._library.pair_linear(packed.data_ptr(), *shape)
+        self._compress(packed)
+
+    def _take_rows(self, ids: Tensor, out: Tensor) -> None:
+        self._library.compressed_linear_rows(
+            self._address, ids.data_ptr(), out.data_ptr(), len(ids), self._inputs, self._outputs
+        )

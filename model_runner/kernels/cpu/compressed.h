@@ -1,0 +1,121 @@
+// A weight of linear.h in 12 bits a number instead of 16, without loss. Of the 256 exponents that bfloat16 has, 16 are
+// all that nearly every number of 64 neighbouring outputs has (their entropy is some 2.6 bits; T. Zhang et al.: "70% Size,
+// 100% Accuracy", arXiv:2504.11651), so four bits say which one it is. A step with any other exponent stays as it was.
+//
+//   [panels] int64      where each panel begins, in words (uint32)
+//   each panel:
+//     [32] uint16       its exponents, at their place in a bfloat16; twice, as the instruction looks at five bits
+//     uint32            where its first step begins, in words
+//     [...] uint32      steps that are as they were, in ascending order; then the number of steps; filled up to 64 bytes
+//     each step:
+//       [two vectors of the panel][32] uint16    signs and mantissas: of the first one where its numbers have them, of the
+//                                                other one where they have them with their bytes swapped
+//       [32] uint16                              four bits of each vector, those of the first one lowest
+//     or, as it was:
+//       [vector of the panel][32] uint16
+//
+// All panels have 64 outputs, the last one is filled up with zeros. Who waits for memory reads three quarters of it: few
+// tokens unpack in registers what they multiply, of many the first strip leaves it in a cache for the others.
+
+#pragma once
+
+#include <algorithm>
+
+#include "linear.h"
+#include "simd.h"
+#include "tile.h"
+
+// Where it exists: unpacking takes AVX-512's words, and products of tiles or of floats would need it in another form.
+#if HAS_BF16_DOT && !TILES
+#define COMPRESSES 1
+#else
+#define COMPRESSES 0
+#endif
+
+namespace engine {
+
+constexpr int64_t EXPONENTS = 16;                           // of a panel
+constexpr int64_t EXPONENT_WORDS = EXPONENTS;               // each twice, two in a word
+constexpr int64_t REST_WORDS = PANEL / 2;                   // of a step: signs and mantissas, ...
+constexpr int64_t SHORT_STEP = REST_WORDS + PANEL / 4;      // ... and all of it
+constexpr int64_t WHOLE_STEP = PANEL;
+constexpr uint32_t REST = 0x807f807f;                       // of a pair: signs and mantissas
+
+inline int64_t head_words(int64_t whole_steps) {
+    return (EXPONENT_WORDS + 2 + whole_steps + LINE - 1) / LINE * LINE;
+}
+
+// Where in a panel one is that reads it from the first step to the last.
+class PanelReader {
+  public:
+    explicit PanelReader(const uint32_t* panel)
+        : panel_(panel), at_(panel + panel[EXPONENT_WORDS]), whole_(panel + EXPONENT_WORDS + 1) {}
+
+    const uint16_t* exponents() const { return reinterpret_cast<const uint16_t*>(panel_); }
+    const uint32_t* at() const { return at_; }
+
+    // Behind this step; returns whether it was whole.
+    ALWAYS_INLINE bool advance() {
+        bool is_whole = step_++ == *whole_;
+        at_ += is_whole ? WHOLE_STEP : SHORT_STEP;
+        whole_ += is_whole;
+        return is_whole;
+    }
+
+    // Behind that many steps.
+    void advance(int64_t steps) {
+        const uint32_t* before = whole_;
+        for (step_ += steps; *whole_ < step_;) ++whole_;
+        at_ += steps * SHORT_STEP + (whole_ - before) * (WHOLE_STEP - SHORT_STEP);
+    }
+
+  private:
+    const uint32_t* panel_;
+    const uint32_t* at_;
+    const uint32_t* whole_;
+    int64_t step_ = 0;
+};
+
+#if COMPRESSES
+
+// The first VECTORS vectors of a short step. (Turned by 8 bits instead of swapped it would be as short, and 7 % slower with
+// 6 rows on Zen 4: that takes the multipliers' time.)
+template <int VECTORS>
+inline __attribute__((always_inline)) void unpack_step(const uint32_t* from, __m512i exponents, u32x16 (&columns)[VECTORS]) {
+    const __m512i codes = _mm512_loadu_si512(from + REST_WORDS), kept = _mm512_set1_epi32(int(REST));
+    const __m512i swapped = _mm512_set4_epi32(0x0e0f0c0d, 0x0a0b0809, 0x06070405, 0x02030001);
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+        __m512i exponent = _mm512_permutexvar_epi16(v == 0 ? codes : _mm512_srli_epi16(codes, 4 * v), exponents);
+        __m512i rest = _mm512_loadu_si512(from + v / 2 * LANES);
+        if (v % 2 == 1) rest = _mm512_shuffle_epi8(rest, swapped);
+        constexpr int OR_AND = 0xf8;  // a | (b & c)
+        columns[v] = (u32x16)_mm512_ternarylogic_epi32(exponent, rest, kept, OR_AND);
+    }
+}
+
+// As multiply_tile: sums[r][v] += rows[r] . columns[v]. What was unpacked is left at `unpacked`, if that is not null.
+template <int ROWS, int VECTORS, class AtStep>
+inline __attribute__((always_inline)) void multiply_compressed(const bf16* rows, int64_t row_stride, PanelReader from,
+                                                               int64_t steps, f32x16 (&sums)[ROWS][VECTORS],
+                                                               uint32_t* unpacked, const AtStep& at_step) {
+    const __m512i exponents = _mm512_loadu_si512(from.exponents());
+    for (int64_t k = 0; k < steps; ++k) {
+        at_step(k);
+        u32x16 columns[VECTORS];
+        const uint32_t* at = from.at();
+        if (from.advance())
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) columns[v] = load_pairs(at + v * LANES);
+        else
+            unpack_step(at, exponents, columns);
+        if (unpacked != nullptr)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) put(unpacked + k * PANEL + v * LANES, columns[v]);
+        add_products<Pairs>(columns, rows + k * Pairs::NUMBERS, row_stride, 0, sums);
+    }
+}
+
+#endif  // COMPRESSES
+
+}  // namespace engine

@@ -1,0 +1,227 @@
+// x @ weight.T + bias in bfloat16, for any number of tokens, by vectors.
+//
+// One vector of the panel is multiplied with a pair of x, which needs no shuffling and no sums across a vector. A thread
+// reads its panels from the first byte to the last, which is what memory is fastest at. With more tokens than a tile has
+// rows a panel is cut along k: a part of it stays in a cache for all strips of tokens, while their sums wait in memory,
+// as they are. So a sum is the same chain of additions, cut or not, of a compressed weight or of one that is not.
+
+#pragma once
+
+#include <algorithm>
+
+#include "compressed.h"
+#include "linear.h"
+#include "linear_short.h"
+#include "parallel.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace engine {
+
+// Where a strip finds columns, from some step on: as they were packed, ...
+struct PackedColumns {
+    const uint32_t* weights;
+    int64_t width;
+
+    const uint32_t* at() const { return weights; }
+
+    template <int ROWS, int VECTORS, class AtStep>
+    inline __attribute__((always_inline)) void multiply(const bf16* rows, int64_t row_stride, int64_t steps,
+                                                        f32x16 (&sums)[ROWS][VECTORS], const AtStep& at_step) const {
+        multiply_tile<Pairs>(rows, row_stride, weights, width, steps, sums, at_step);
+    }
+};
+
+#if COMPRESSES
+// ... or in a compressed panel.
+struct CompressedColumns {
+    PanelReader from;
+    uint32_t* unpacked;  // where they are left; null: nobody needs them
+
+    const uint32_t* at() const { return from.at(); }
+
+    template <int ROWS, int VECTORS, class AtStep>
+    inline __attribute__((always_inline)) void multiply(const bf16* rows, int64_t row_stride, int64_t steps,
+                                                        f32x16 (&sums)[ROWS][VECTORS], const AtStep& at_step) const {
+        multiply_compressed(rows, row_stride, from, steps, sums, unpacked, at_step);
+    }
+};
+#endif
+
+// COMPRESSED: see compressed.h; pieces begin and end with panels then.
+template <bool COMPRESSED>
+struct VectorLinear : LinearCall {
+    static_assert(!COMPRESSED || (COMPRESSES && !READS_AHEAD));
+
+#if defined(__AVX512F__)
+    static constexpr bool IS_SHORT = false;
+#else
+    static constexpr bool IS_SHORT = true;
+#endif
+    static constexpr int64_t BLOCK_STRIPS = 21;    // of tokens, whose x stays in the second-level cache beside a panel
+    static constexpr int64_t SHARED_TOKENS = 60;   // more are cut into such blocks
+    static constexpr int64_t MOST_PANELS = 4;      // that are handed out at once, for one conversion of their tokens, ...
+    static constexpr int64_t SHARES = 4;           // ... as long as each thread gets so many pieces
+    static constexpr int64_t PART_STEPS = 384;     // of k: 96 KB of a panel
+    static constexpr int64_t FEW_STRIPS = 3;       // unpack for themselves: that takes less than what one leaves for the others
+    static constexpr int64_t GATED_PANELS = 16;    // of a single strip whose gates are finished together
+    static constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 4 KB
+    static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
+
+    // What a strip fetches while it adds: so many cache lines at each step.
+    struct Fetch {
+        const uint32_t* from;
+        int64_t lines;
+
+        ALWAYS_INLINE void operator()(int64_t step) const {
+            for (int64_t n = 0; n < lines; ++n) fetch(from + (step * lines + n) * LINE);
+        }
+    };
+
+    // Where sums of a strip wait, for other steps or to be finished with others.
+    struct Waiting {
+        float* sums = nullptr;
+        int64_t stride = 0;
+        bool is_finished_by_caller = false;
+    };
+
+    static int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
+
+    // The columns from a step on; see `CompressedColumns` for `unpacked`.
+    static auto columns_at(const Columns& columns, int64_t step, [[maybe_unused]] uint32_t* unpacked) {
+#if COMPRESSES
+        if constexpr (COMPRESSED) {
+            PanelReader from(columns.weights);
+            from.advance(step);
+            return CompressedColumns{from, unpacked};
+        } else
+#endif
+            return PackedColumns{columns.weights + step * columns.width, columns.width};
+    }
+
+    // Tokens [first, last) times some columns.
+    //
+    // Memory is kept busy meanwhile: a single strip fetches what it reads a little later; several, which find all but
+    // the first in the cache, fetch the next part, and with the last part what is at `next`, if anything.
+    void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
+        int64_t steps = inputs / 2, strips = strips_of(last - first);
+        if (strips <= 1) return multiply_single(first, last, columns, {});
+        thread_local Scratch scratch;
+        bool is_left = COMPRESSED && strips > FEW_STRIPS;  // what the first strip unpacks
+        int64_t num_sums = (last - first) * PANEL, num_left = is_left ? PART_STEPS * PANEL : 0;
+        float* waiting = reinterpret_cast<float*>(scratch.get((num_sums + num_left) * sizeof(float)));
+        uint32_t* unpacked = is_left ? reinterpret_cast<uint32_t*>(waiting + num_sums) : nullptr;
+        int64_t parts = (steps + PART_STEPS - 1) / PART_STEPS;
+        int64_t all_lines = COMPRESSED ? SHORT_STEP / LINE : columns.vectors, lines = (all_lines + strips - 1) / strips;
+        for (int64_t part = 0; part < parts; ++part) {
+            int64_t begin = steps * part / parts, end = steps * (part + 1) / parts;
+            const uint32_t* after = part + 1 < parts ? columns_at(columns, end, nullptr).at() : next;
+            for (int64_t strip = 0; strip < strips; ++strip) {  // of equal height: 4 + 4 rows beat 6 + 2
+                int64_t row = first + (last - first) * strip / strips;
+                int rows = int(first + (last - first) * (strip + 1) / strips - row);
+                Fetch fetch = {after + strip * lines * (end - begin) * LINE, std::min(lines, all_lines - strip * lines)};
+                if (after == nullptr) fetch.lines = 0;
+                auto multiply = [&](const auto& from) {
+                    multiply_strip(row, rows, columns, begin, end, from, {waiting + (row - first) * PANEL, PANEL}, fetch);
+                };
+                if (is_left && strip > 0)
+                    multiply(PackedColumns{unpacked, PANEL});
+                else
+                    multiply(columns_at(columns, begin, unpacked));
+            }
+        }
+    }
+
+    void multiply_single(int64_t first, int64_t last, const Columns& columns, const Waiting& waiting) const {
+        int rows = int(last - first);
+        auto from = columns_at(columns, 0, nullptr);
+        if constexpr (READS_AHEAD)
+            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting,
+                           Fetch{columns.weights + AHEAD * columns.width, columns.vectors});
+        else
+            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Nothing{});
+    }
+
+    // A single strip of a gated product. Activations of one panel at a time would interrupt the stream of weights too
+    // often: that made it 4 to 5 % slower than two operations are, for 4 and 6 tokens.
+    void multiply_single_gated(int64_t first, int64_t last, int64_t begin, int64_t end) const {
+        constexpr int64_t STRIDE = GATED_PANELS * PANEL + LANES;  // not a power of two, whose lines collide
+        alignas(64) float sums[TILE_ROWS * STRIDE];
+        for (int64_t stop; begin < end; begin = stop) {
+            stop = std::min(end, (begin / PER_PANEL + GATED_PANELS) * PER_PANEL);
+            for_columns(begin, stop, TILE_VECTORS, nullptr, [&](const Columns& columns, const uint32_t*) {
+                multiply_single(first, last, columns, {sums + columns.column - begin * LANES, STRIDE, true});
+            });
+            finish_gated(first, last - first, begin * LANES, stop - begin, sums, STRIDE);
+        }
+    }
+
+    // The steps [begin, end) of one strip. Where they are not all, its sums come from `waiting` and go there.
+    template <class From, class AtStep>
+    void multiply_strip(int64_t row, int rows, const Columns& columns, int64_t begin, int64_t end, const From& from,
+                        const Waiting& waiting, const AtStep& at_step) const {
+        with_tile(rows, int(columns.vectors), [&]<int ROWS, int VECTORS>() {
+            multiply_rows<ROWS, VECTORS>(row, columns.column, begin, end, from, waiting, at_step);
+        });
+    }
+
+    // A function of its own: among others GCC 12 stores all sums at each step.
+    template <int ROWS, int VECTORS, class From, class AtStep>
+    __attribute__((noinline)) void multiply_rows(int64_t row, int64_t column, int64_t begin, int64_t end, From from,
+                                                 Waiting waiting, AtStep at_step) const {
+        f32x16 sums[ROWS][VECTORS];
+        if (begin == 0)
+            zero_tile(sums);
+        else
+            load_tile(waiting.sums, waiting.stride, sums);
+        from.multiply(x + row * x_stride + 2 * begin, x_stride, end - begin, sums, at_step);
+        if (end < inputs / 2 || waiting.is_finished_by_caller)
+            store_tile(waiting.sums, waiting.stride, sums);
+        else
+            finish(row, column, sums);
+    }
+
+    // The vectors [begin, end) of the outputs.
+    void multiply_vectors(int64_t first, int64_t last, int64_t begin, int64_t end, const uint32_t* next) const {
+        if constexpr (IS_SHORT) {
+            ShortLinear product(*this, first, last);
+            for_columns(begin, end, PER_PANEL, next, [&](const Columns& columns, const uint32_t* after) {
+                product.multiply(columns, after);
+            });
+        } else if (form == GATED && last - first <= TILE_ROWS) {
+            multiply_single_gated(first, last, begin, end);
+        } else {
+            for_columns(begin, end, TILE_VECTORS, next, [&](const Columns& columns, const uint32_t* after) {
+                multiply(first, last, columns, after);
+            });
+        }
+    }
+
+    void run() const {
+        if (num_tokens == 0) return;
+        int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
+        if (num_tokens <= SHARED_TOKENS) {
+            // Whole panels, as long as all threads get some: one that two threads read comes from memory twice.
+            int64_t unit = COMPRESSED || num_panels() >= SHARES * max_threads() ? PER_PANEL : 1;
+            share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, unit), [&](int64_t begin, int64_t end) {
+                const uint32_t* next = end < vectors ? at(end * LANES) : nullptr;
+                multiply_vectors(0, num_tokens, begin, end, next);
+            });
+            return;
+        }
+        int64_t panels = num_panels(), strips = strips_of(num_tokens);
+        int64_t blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+        int64_t ahead = max_threads();  // groups: one is mine after so many, if all threads are equally fast
+        int64_t together = IS_SHORT ? std::clamp<int64_t>(blocks * panels / (SHARES * ahead), 1, MOST_PANELS) : 1;
+        int64_t groups = (panels + together - 1) / together;
+        hand_out(blocks * groups, [&](int64_t n) {
+            int64_t block = n / groups, panel = n % groups * together;
+            int64_t first = num_tokens * (strips * block / blocks) / strips;
+            int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
+            const uint32_t* next = n + ahead < blocks * groups ? at((n + ahead) % groups * together * PANEL) : nullptr;
+            multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + together) * PER_PANEL, vectors), next);
+        });
+    }
+};
+
+}  // namespace engine

@@ -1,0 +1,45 @@
+"""`PackReport`: counts what packing makes smaller without loss, for the log."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ..kernels.compressed_linear import CompressedLinear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..ops import LinearWeight, PackLinear
+
+logger = logging.getLogger(__name__)
+
+
+class PackReport:
+    """A `PackLinear` that leaves the packing to another one."""
+
+    def __init__(self, pack: PackLinear) -> None:
+        self._pack = pack
+        self._num_compressed = 0
+        self._bytes = 0
+        self._plain_bytes = 0
+
+    def __call__(self, weight: Tensor) -> LinearWeight:
+        """See `PackLinear`."""
+        plain_bytes = weight.nbytes
+        packed = self._pack(weight)
+        if isinstance(packed, CompressedLinear):
+            self._num_compressed += 1
+            self._bytes += packed.num_bytes
+            self._plain_bytes += plain_bytes
+        return packed
+
+    def log(self) -> None:
+        """Say how many weights have been compressed and what that saves; nothing if none has."""
+        if self._num_compressed:
+            logger.info(
+                "weights_compressed=%d compressed_mib=%d instead of %d, without loss",
+                self._num_compressed,
+                self._bytes >> 20,
+                self._plain_bytes >> 20,
+            )
