@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "linear_floats.h"
 #include "linear_vectors.h"
 #include "parallel.h"
 #include "program.h"
@@ -224,6 +225,9 @@ EXPORT void compressed_linear_to(const void* x, int64_t x_stride, const void* co
                        num_tokens,
                        inputs,
                        static_cast<const int64_t*>(compressed)};
+#if FLOAT_PRODUCTS
+    if (num_tokens > TILE_ROWS) return FloatLinear<true>{{call}}.run();
+#endif
     VectorLinear<true>{{call}}.run();
 }
 

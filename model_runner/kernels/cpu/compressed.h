@@ -25,8 +25,8 @@
 #include "simd.h"
 #include "tile.h"
 
-// Where it exists: unpacking takes AVX-512's words, and products of tiles or of floats would need it in another form.
-#if HAS_BF16_DOT && !TILES
+// Where it exists: unpacking is made of AVX-512's words, and tiles would need it in another form.
+#if defined(__AVX512BW__) && !TILES
 #define COMPRESSES 1
 #else
 #define COMPRESSES 0
@@ -78,37 +78,50 @@ class PanelReader {
 
 #if COMPRESSES
 
-// The first VECTORS vectors of a short step. (Turned by 8 bits instead of swapped it would be as short, and 7 % slower with
-// 6 rows on Zen 4: that takes the multipliers' time.)
-template <int VECTORS>
-inline __attribute__((always_inline)) void unpack_step(const uint32_t* from, __m512i exponents, u32x16 (&columns)[VECTORS]) {
-    const __m512i codes = _mm512_loadu_si512(from + REST_WORDS), kept = _mm512_set1_epi32(int(REST));
-    const __m512i swapped = _mm512_set4_epi32(0x0e0f0c0d, 0x0a0b0809, 0x06070405, 0x02030001);
+// A panel's exponents, and what else takes steps of it apart.
+struct Unpacker {
+    __m512i exponents, kept, swapped;
+
+    explicit Unpacker(const PanelReader& panel)
+        : exponents(_mm512_loadu_si512(panel.exponents())),
+          kept(_mm512_set1_epi32(int(REST))),
+          swapped(_mm512_set4_epi32(0x0e0f0c0d, 0x0a0b0809, 0x06070405, 0x02030001)) {}
+
+    // The vectors from `first` on, an even one, of the reader's step, which is behind it then.
+    //
+    // (Turned by 8 bits instead of swapped they would be as short, and products of 6 rows 7 % slower on Zen 4: that takes
+    // the multipliers' time.)
+    template <int VECTORS>
+    inline __attribute__((always_inline)) void next(PanelReader& from, int64_t first, u32x16 (&to)[VECTORS]) const {
+        const uint32_t* at = from.at();
+        if (from.advance()) {
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-        __m512i exponent = _mm512_permutexvar_epi16(v == 0 ? codes : _mm512_srli_epi16(codes, 4 * v), exponents);
-        __m512i rest = _mm512_loadu_si512(from + v / 2 * LANES);
-        if (v % 2 == 1) rest = _mm512_shuffle_epi8(rest, swapped);
-        constexpr int OR_AND = 0xf8;  // a | (b & c)
-        columns[v] = (u32x16)_mm512_ternarylogic_epi32(exponent, rest, kept, OR_AND);
+            for (int v = 0; v < VECTORS; ++v) to[v] = load_pairs(at + (first + v) * LANES);
+            return;
+        }
+        __m512i codes = _mm512_loadu_si512(at + REST_WORDS);
+        if (first > 0) codes = _mm512_srl_epi16(codes, _mm_cvtsi64_si128(4 * first));
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            __m512i exponent = _mm512_permutexvar_epi16(v == 0 ? codes : _mm512_srli_epi16(codes, 4 * v), exponents);
+            __m512i rest = _mm512_loadu_si512(at + (first + v) / 2 * LANES);
+            if (v % 2 == 1) rest = _mm512_shuffle_epi8(rest, swapped);
+            constexpr int OR_AND = 0xf8;  // a | (b & c)
+            to[v] = (u32x16)_mm512_ternarylogic_epi32(exponent, rest, kept, OR_AND);
+        }
     }
-}
+};
 
 // As multiply_tile: sums[r][v] += rows[r] . columns[v]. What was unpacked is left at `unpacked`, if that is not null.
 template <int ROWS, int VECTORS, class AtStep>
 inline __attribute__((always_inline)) void multiply_compressed(const bf16* rows, int64_t row_stride, PanelReader from,
                                                                int64_t steps, f32x16 (&sums)[ROWS][VECTORS],
                                                                uint32_t* unpacked, const AtStep& at_step) {
-    const __m512i exponents = _mm512_loadu_si512(from.exponents());
+    const Unpacker unpacker(from);
     for (int64_t k = 0; k < steps; ++k) {
         at_step(k);
         u32x16 columns[VECTORS];
-        const uint32_t* at = from.at();
-        if (from.advance())
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) columns[v] = load_pairs(at + v * LANES);
-        else
-            unpack_step(at, exponents, columns);
+        unpacker.next(from, 0, columns);
         if (unpacked != nullptr)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) put(unpacked + k * PANEL + v * LANES, columns[v]);

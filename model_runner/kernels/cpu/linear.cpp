@@ -68,7 +68,7 @@ EXPORT void linear_to(const void* x, int64_t x_stride, const void* packed, const
     TileLinear{call}.run();
 #else
 #if FLOAT_PRODUCTS
-    if (num_tokens > TILE_ROWS) return FloatLinear{{call}}.run();
+    if (num_tokens > TILE_ROWS) return FloatLinear<false>{{call}}.run();
 #endif
     VectorLinear<false>{{call}}.run();
 #endif

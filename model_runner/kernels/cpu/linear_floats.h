@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "compressed.h"
 #include "linear.h"
 #include "parallel.h"
 #include "simd.h"
@@ -27,6 +28,32 @@
 
 namespace engine {
 
+// Pairs of VECTORS vectors, step by step: as they were packed, ...
+struct PackedPairs {
+    const uint32_t* at;
+    int64_t width;
+
+    template <int VECTORS>
+    inline __attribute__((always_inline)) void next(u32x16 (&to)[VECTORS]) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) to[v] = load_pairs(at + v * LANES);
+        at += width;
+    }
+};
+
+// ... or from a compressed panel.
+struct CompressedPairs {
+    PanelReader from;
+    Unpacker unpacker;
+    int64_t first;  // vector of the panel
+
+    template <int VECTORS>
+    inline __attribute__((always_inline)) void next(u32x16 (&to)[VECTORS]) {
+        unpacker.next(from, first, to);
+    }
+};
+
+template <bool COMPRESSED>
 struct FloatLinear : LinearCall {
     static constexpr int64_t ROWS = 12;     // tokens of a strip
     static constexpr int64_t VECTORS = 2;   // of outputs: 24 sums, 2 columns, 1 splat, 1 mask: 28 of 32 registers
@@ -39,6 +66,7 @@ struct FloatLinear : LinearCall {
     static constexpr int64_t BLOCK_STRIPS = 5;        // of tokens, whose part of x stays in the second-level cache
     static constexpr int64_t SHARED_TOKENS = BLOCK_STRIPS * ROWS;  // more are cut into such blocks
     static constexpr int64_t PIECES = 4;              // for each thread at least, if that is possible: they end together then
+    static constexpr int64_t STEP_LINES = COMPRESSED ? SHORT_STEP / LINE : PER_PANEL;
     static constexpr int64_t MIN_BYTES = 1 << 16;     // of weights for each thread: less is not worth waking it
 
     // Memory of one thread.
@@ -76,9 +104,24 @@ struct FloatLinear : LinearCall {
 
     static int64_t strips_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
 
-    // Where a pair of a vector is.
-    const uint32_t* pair_of(int64_t vector, int64_t pair) const {
-        return at(vector * LANES) + pair * panel_width(vector / PER_PANEL);
+    // A vector's pairs from one on.
+    auto pairs_at(int64_t vector, int64_t pair) const {
+        if constexpr (COMPRESSED) {
+            PanelReader from(at(vector * LANES));
+            from.advance(pair);
+            return CompressedPairs{from, Unpacker(from), vector % PER_PANEL};
+        } else {
+            int64_t width = panel_width(vector / PER_PANEL);
+            return PackedPairs{at(vector * LANES) + pair * width, width};
+        }
+    }
+
+    // Where they are, or in a compressed panel their whole step.
+    const uint32_t* address_of(int64_t vector, int64_t pair) const {
+        if constexpr (COMPRESSED)
+            return pairs_at(vector, pair).from.at();
+        else
+            return pairs_at(vector, pair).at;
     }
 
     void widen_x(int64_t first, int64_t last, int64_t begin, int64_t end, float* to) const {
@@ -120,23 +163,25 @@ struct FloatLinear : LinearCall {
     }
 
     // The first strip widens the columns, and leaves them at `widened`, `stride` floats a pair (0: nobody needs them).
-    template <int ROWS_, int VECTORS_>
-    static inline __attribute__((always_inline)) void multiply_first(const Strip& strip, const uint32_t* pairs, int64_t width,
-                                                                     float* widened, int64_t stride, const Fetch& fetch,
+    template <int ROWS_, int VECTORS_, class Pairs>
+    static inline __attribute__((always_inline)) void multiply_first(const Strip& strip, Pairs from, float* widened,
+                                                                     int64_t stride, const Fetch& fetch,
                                                                      f32x16 (&sums)[ROWS_][VECTORS_]) {
         const float* x = strip.x;
-        for (int64_t k = 0; k < strip.end - strip.begin; ++k, ++x, pairs += width, widened += stride) {
+        for (int64_t k = 0; k < strip.end - strip.begin; ++k, ++x, widened += stride) {
             fetch(k);
+            u32x16 pairs[VECTORS_];
+            from.next(pairs);
             f32x16 columns[VECTORS_];
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS_; ++v) {
-                columns[v] = low_of(load_pairs(pairs + v * LANES));
+                columns[v] = low_of(pairs[v]);
                 store(widened + v * LANES, columns[v]);
             }
             multiply_add(columns, x, sums);
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS_; ++v) {
-                columns[v] = high_of(load_pairs(pairs + v * LANES));
+                columns[v] = high_of(pairs[v]);
                 store(widened + WIDTH + v * LANES, columns[v]);
             }
             multiply_add(columns, x + PART, sums);
@@ -168,7 +213,7 @@ struct FloatLinear : LinearCall {
         else
             load_tile(strip.waiting, WIDTH, sums);
         if (is_first)
-            multiply_first(strip, pair_of(vector, strip.begin), panel_width(vector / PER_PANEL), widened, stride, fetch, sums);
+            multiply_first(strip, pairs_at(vector, strip.begin), widened, stride, fetch, sums);
         else
             multiply_next(strip, widened, fetch, sums);
         if (strip.end < inputs / 2)
@@ -196,16 +241,16 @@ struct FloatLinear : LinearCall {
             float* waiting = memory.waiting;
             for (int64_t vector = begin; vector < end;) {
                 int64_t stop = std::min(end, (vector / PER_PANEL + 1) * PER_PANEL);  // of the panel
-                const uint32_t* after = stop < end             ? pair_of(stop, from)
-                                        : part + 1 < parts     ? pair_of(begin, to)
-                                        : next < num_vectors() ? pair_of(next, 0)
+                const uint32_t* after = stop < end             ? address_of(stop, from)
+                                        : part + 1 < parts     ? address_of(begin, to)
+                                        : next < num_vectors() ? address_of(next, 0)
                                                                : nullptr;
-                int64_t all = strips * ((stop - vector + VECTORS - 1) / VECTORS), lines = all < PER_PANEL ? 2 : 1, n = 0;
+                int64_t all = strips * ((stop - vector + VECTORS - 1) / VECTORS), lines = all < STEP_LINES ? 2 : 1, n = 0;
                 for (; vector < stop; vector += VECTORS, waiting += tokens * WIDTH) {
                     for (int64_t strip = 0; strip < strips; ++strip, ++n) {
                         int64_t row = tokens * strip / strips, rows = tokens * (strip + 1) / strips - row;
                         Fetch fetch = {after + n * lines * (to - from) * LINE, lines * LINE, (lines - 1) * LINE};
-                        if (after == nullptr || n * lines >= PER_PANEL) fetch = {packed, 0, 0};
+                        if (after == nullptr || n * lines >= STEP_LINES) fetch = {packed, 0, 0};
                         Strip work = {first + row, from, to, memory.x + row * ROW, waiting + row * WIDTH};
                         with_rows<ROWS>(rows, std::min(stop - vector, VECTORS), [&]<int ROWS_, int VECTORS_>() {
                             multiply_strip<ROWS_, VECTORS_>(work, vector, memory.columns, strip == 0,
@@ -229,7 +274,7 @@ struct FloatLinear : LinearCall {
     void run() const {
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         if (num_tokens <= SHARED_TOKENS) {
-            share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, 1),
+            share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, COMPRESSED ? VECTORS : 1),
                       [&](int64_t begin, int64_t end) { multiply_all(0, num_tokens, begin, end, end); });
             return;
         }

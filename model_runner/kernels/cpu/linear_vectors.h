@@ -51,7 +51,7 @@ struct CompressedColumns {
 // COMPRESSED: see compressed.h; pieces begin and end with panels then.
 template <bool COMPRESSED>
 struct VectorLinear : LinearCall {
-    static_assert(!COMPRESSED || (COMPRESSES && !READS_AHEAD));
+    static_assert(!COMPRESSED || COMPRESSES);
 
 #if defined(__AVX512F__)
     static constexpr bool IS_SHORT = false;
@@ -135,9 +135,9 @@ struct VectorLinear : LinearCall {
     void multiply_single(int64_t first, int64_t last, const Columns& columns, const Waiting& waiting) const {
         int rows = int(last - first);
         auto from = columns_at(columns, 0, nullptr);
+        int64_t width = COMPRESSED ? SHORT_STEP : columns.width, lines = COMPRESSED ? SHORT_STEP / LINE : columns.vectors;
         if constexpr (READS_AHEAD)
-            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting,
-                           Fetch{columns.weights + AHEAD * columns.width, columns.vectors});
+            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Fetch{from.at() + AHEAD * width, lines});
         else
             multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Nothing{});
     }

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,8 +19,8 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def can_compress(best_library: ctypes.CDLL) -> None:
-    if not best_library.compressed_linear_bytes(NativeLinear(best_library, weight(64, 64))._address, 64, 64):
+def can_compress(library: ctypes.CDLL) -> None:
+    if not library.compressed_linear_bytes(NativeLinear(library, weight(64, 64))._address, 64, 64):
         pytest.skip("this level of instructions multiplies no such weights")
 
 
@@ -52,7 +52,12 @@ def assert_same_bits(one: Tensor, other: Tensor) -> None:
     assert one.dtype == other.dtype and torch.equal(one.view(as_bits), other.view(as_bits))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the library does not change
+)
 @given(
     inputs=st.integers(1, 500).map(lambda half: 2 * half),
     outputs=st.integers(1, 300),
@@ -62,9 +67,8 @@ def assert_same_bits(one: Tensor, other: Tensor) -> None:
     seed=st.integers(0, 1000),
 )
 def test_any_weight_gives_the_bits_that_it_gives_uncompressed(
-    request, inputs, outputs, num_tokens, share, has_bias, seed
+    library, inputs, outputs, num_tokens, share, has_bias, seed
 ):
-    library = request.getfixturevalue("best_library")
     numbers = with_rare_exponents(weight(outputs, inputs, seed), share, seed)
     plain = NativeLinear(library, numbers)
     small = compressed(library, plain)
@@ -79,11 +83,11 @@ def test_any_weight_gives_the_bits_that_it_gives_uncompressed(
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 832), (2016, 70), (160, 2000)])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_bits_are_the_same_for_any_number_of_tokens(best_library, outputs, inputs, is_gated):
+def test_bits_are_the_same_for_any_number_of_tokens(library, outputs, inputs, is_gated):
     """One strip of rows, a few that unpack for themselves, and those that take what the first one has left."""
     numbers = with_rare_exponents(weight(outputs, inputs), 1e-4, 3).nan_to_num(0.5, 0.5, 0.5)
-    plain = NativeLinear(best_library, numbers)
-    small = compressed(best_library, plain)
+    plain = NativeLinear(library, numbers)
+    small = compressed(library, plain)
     if is_gated:
         assert plain.end_with_silu() and small.end_with_silu()
     for num_tokens in (1, 2, 3, 4, 5, 6, 7, 12, 13, 18, 19, 24, 25, 60, 61, 127, 130, 300):
@@ -92,8 +96,8 @@ def test_bits_are_the_same_for_any_number_of_tokens(best_library, outputs, input
     assert_same_bits(small.rows(torch.arange(outputs).flip(0)), numbers.flip(0))
 
 
-def test_bits_do_not_depend_on_the_number_of_threads(best_library):
-    small = compressed(best_library, NativeLinear(best_library, weight(1000, 832)))
+def test_bits_do_not_depend_on_the_number_of_threads(library):
+    small = compressed(library, NativeLinear(library, weight(1000, 832)))
     before = torch.get_num_threads()
     outs = []
     try:
@@ -106,8 +110,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(best_library):
         assert torch.equal(one, two) and torch.equal(one, three)
 
 
-def test_a_result_is_written_and_nothing_beside_it(best_library):
-    small, x = compressed(best_library, NativeLinear(best_library, weight(41, 70))), tokens(35, 70)
+def test_a_result_is_written_and_nothing_beside_it(library):
+    small, x = compressed(library, NativeLinear(library, weight(41, 70))), tokens(35, 70)
     for dtype in (BF16, torch.float32):
         memory = torch.full((64 + 35 * 41 + 64,), 7.0, dtype=dtype)
         out = memory[64:-64].view(35, 41)
@@ -116,36 +120,36 @@ def test_a_result_is_written_and_nothing_beside_it(best_library):
         assert torch.equal(out, small(x) if dtype == BF16 else small.to_float32(x))
 
 
-def test_compressing_stays_within_the_bytes_it_asked_for(best_library):
+def test_compressing_stays_within_the_bytes_it_asked_for(library):
     for outputs, inputs, share in ((41, 70, 0.0), (64, 64, 1.0), (130, 258, 0.01)):
-        plain = NativeLinear(best_library, with_rare_exponents(weight(outputs, inputs), share, 5))
-        num_bytes = best_library.compressed_linear_bytes(plain._address, outputs, inputs)
+        plain = NativeLinear(library, with_rare_exponents(weight(outputs, inputs), share, 5))
+        num_bytes = library.compressed_linear_bytes(plain._address, outputs, inputs)
         memory = torch.full((num_bytes + 128,), 77, dtype=torch.uint8)
-        best_library.compress_linear(plain._address, outputs, inputs, memory.data_ptr() + 64)
+        library.compress_linear(plain._address, outputs, inputs, memory.data_ptr() + 64)
         assert (memory[:64] == 77).all() and (memory[-64:] == 77).all()
         back = torch.full((plain.num_bytes + 128,), 77, dtype=torch.uint8)
-        best_library.decompress_linear(memory.data_ptr() + 64, outputs, inputs, back.data_ptr() + 64)
+        library.decompress_linear(memory.data_ptr() + 64, outputs, inputs, back.data_ptr() + 64)
         assert (back[:64] == 77).all() and (back[-64:] == 77).all()
         assert torch.equal(back[64:-64], plain._packed)
 
 
-def test_weights_of_a_model_take_three_quarters(best_library):
-    packed = pack_native_linear(best_library, weight(960, 576))
+def test_weights_of_a_model_take_three_quarters(library):
+    packed = pack_native_linear(library, weight(960, 576))
     assert isinstance(packed, CompressedLinear)
     assert 0.75 < packed.num_bytes / (2 * 960 * 576) < 0.77
 
 
-def test_a_weight_that_would_not_become_smaller_stays_as_it_is(best_library):
+def test_a_weight_that_would_not_become_smaller_stays_as_it_is(library):
     any_bits = with_rare_exponents(weight(256, 256), 1.0, 0)
     few_outputs = weight(16, 256)  # filled up to 64
     for numbers in (any_bits, few_outputs):
-        packed = pack_native_linear(best_library, numbers)
+        packed = pack_native_linear(library, numbers)
         assert isinstance(packed, NativeLinear)
         assert_same_bits(packed.rows(torch.arange(len(numbers))), numbers)
 
 
-def test_the_log_says_how_many_weights_were_compressed_and_what_that_saves(best_library, caplog):
-    report = PackReport(lambda numbers: pack_native_linear(best_library, numbers))
+def test_the_log_says_how_many_weights_were_compressed_and_what_that_saves(library, caplog):
+    report = PackReport(lambda numbers: pack_native_linear(library, numbers))
     with caplog.at_level(logging.INFO):
         report.log()
         assert not caplog.messages
