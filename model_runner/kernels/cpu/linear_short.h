@@ -81,7 +81,7 @@ class ShortLinear : LinearCall {
         int64_t lines;
 
         void operator()(int64_t step) const {
-            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (step * lines + n) * LINE);
+            for (int64_t n = 0; n < lines; ++n) fetch(from + (step * lines + n) * LINE);
         }
     };
 
@@ -94,7 +94,7 @@ class ShortLinear : LinearCall {
 
         void operator()(int64_t step) const {
             int64_t line = step >> shift;
-            if (line << shift == step) __builtin_prefetch(from + line * LINE);
+            if (line << shift == step) fetch(from + line * LINE);
         }
     };
 
