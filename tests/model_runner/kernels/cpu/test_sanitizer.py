@@ -28,7 +28,8 @@ def test_no_kernel_leaves_its_memory(tmp_path):
         pytest.skip("the compiler has no address sanitizer")
     env = os.environ | {
         "LD_PRELOAD": runtime,
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep what they have until the end
+        # Python and torch keep what they have until the end; pytest would swallow what is written to the terminal.
+        "ASAN_OPTIONS": f"detect_leaks=0:log_path={tmp_path}/report",
         "ENGINE_TEST_SANITIZE": str(tmp_path),
         "OMP_NUM_THREADS": "1",
     }
@@ -61,5 +62,6 @@ def test_no_kernel_leaves_its_memory(tmp_path):
         text=True,
         timeout=850,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    reports = "".join(path.read_text()[:4000] for path in tmp_path.glob("report*"))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:] + reports
     assert " passed" in done.stdout
