@@ -15,18 +15,21 @@ from .native_product import NativeProduct
 class CompressedLinear(NativeProduct):
     """What a `NativeLinear` is, to the bit, of three quarters of its bytes."""
 
-    def __init__(self, library: ctypes.CDLL, packed: Tensor, outputs: int, inputs: int) -> None:
-        """`packed`: the weight [N, K] as a `NativeLinear` has it; not kept.
+    def __init__(
+        self, library: ctypes.CDLL, packed: Tensor, outputs: int, inputs: int, num_bytes: int
+    ) -> None:
+        """Take the numbers of a packed weight.
 
-        Only where `compressed_linear_bytes` is not 0.
+        Args:
+            packed: the weight [N, K] as a `NativeLinear` has it; not kept.
+            num_bytes: what the library's `compressed_linear_bytes` says of it; not 0.
         """
         super().__init__(library, outputs, inputs)
-        self._compress(packed)
+        self._compress(packed, num_bytes)
 
-    def _compress(self, packed: Tensor) -> None:
-        shape = self._outputs, self._inputs
-        self._allocate(self._library.compressed_linear_bytes(packed.data_ptr(), *shape))
-        self._library.compress_linear(packed.data_ptr(), *shape, self._address)
+    def _compress(self, packed: Tensor, num_bytes: int) -> None:
+        self._allocate(num_bytes)
+        self._library.compress_linear(packed.data_ptr(), self._outputs, self._inputs, self._address)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         self._library.compressed_linear_to(
@@ -47,7 +50,7 @@ class CompressedLinear(NativeProduct):
         packed = torch.empty(self._library.packed_linear_bytes(*shape), dtype=torch.uint8)
         self._library.decompress_linear(self._address, *shape, packed.data_ptr())
         self._library.pair_linear(packed.data_ptr(), *shape)
-        self._compress(packed)
+        self._compress(packed, self._library.compressed_linear_bytes(packed.data_ptr(), *shape))
 
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:
         self._library.compressed_linear_rows(

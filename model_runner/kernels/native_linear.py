@@ -17,7 +17,7 @@ from .cpu.library import reasons_against_library
 from .native_product import NativeProduct
 
 CPU = torch.device("cpu")
-_WORTH_COMPRESSING: Final = 0.9
+_WORTH_COMPRESSING: Final = 0.8
 """Of its bytes: a weight that would have more stays as it is."""
 
 
@@ -53,11 +53,12 @@ class NativeLinear(NativeProduct):
 
     def compressed(self) -> CompressedLinear | None:
         """The same numbers in fewer bytes; None where they would be hardly fewer, or nothing here multiplies them."""
+        assert not self.ends_with_silu, "its outputs have changed their panels"
         shape = self._outputs, self._inputs
         num_bytes = self._library.compressed_linear_bytes(self._address, *shape)
         if not 0 < num_bytes <= _WORTH_COMPRESSING * self.num_bytes:
             return None
-        return CompressedLinear(self._library, self._packed, *shape)
+        return CompressedLinear(self._library, self._packed, *shape, num_bytes)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         self._library.linear_to(

@@ -73,6 +73,11 @@ class NativeProduct(ABC):
         return out
 
     @property
+    def ends_with_silu(self) -> bool:
+        """Whether `end_with_silu` was asked for and has said yes."""
+        return self._form == _GATED
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the weight."""
         return self._packed.nbytes

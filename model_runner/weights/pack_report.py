@@ -20,26 +20,24 @@ class PackReport:
 
     def __init__(self, pack: PackLinear) -> None:
         self._pack = pack
-        self._num_compressed = 0
-        self._bytes = 0
-        self._plain_bytes = 0
+        self._compressed: list[CompressedLinear] = []
+        self._plain_bytes = 0  # of these
 
     def __call__(self, weight: Tensor) -> LinearWeight:
         """See `PackLinear`."""
         plain_bytes = weight.nbytes
         packed = self._pack(weight)
         if isinstance(packed, CompressedLinear):
-            self._num_compressed += 1
-            self._bytes += packed.num_bytes
+            self._compressed.append(packed)
             self._plain_bytes += plain_bytes
         return packed
 
     def log(self) -> None:
         """Say how many weights have been compressed and what that saves; nothing if none has."""
-        if self._num_compressed:
+        if self._compressed:
             logger.info(
                 "weights_compressed=%d compressed_mib=%d instead of %d, without loss",
-                self._num_compressed,
-                self._bytes >> 20,
+                len(self._compressed),
+                sum(packed.num_bytes for packed in self._compressed) >> 20,
                 self._plain_bytes >> 20,
             )

@@ -2,7 +2,7 @@
 // all that nearly every number of 64 neighbouring outputs has (their entropy is some 2.6 bits; T. Zhang et al.: "70% Size,
 // 100% Accuracy", arXiv:2504.11651), so four bits say which one it is. A step with any other exponent stays as it was.
 //
-//   [panels] int64      where each panel begins, in words (uint32)
+//   [panels] int64      where each panel begins, in words (uint32); filled up to 64 bytes
 //   each panel:
 //     [32] uint16       its exponents, at their place in a bfloat16; twice, as the instruction looks at five bits
 //     uint32            where its first step begins, in words
@@ -112,16 +112,17 @@ struct Unpacker {
     }
 };
 
-// As multiply_tile: sums[r][v] += rows[r] . columns[v]. What was unpacked is left at `unpacked`, if that is not null.
+// As multiply_tile, with the vectors from `first` on: sums[r][v] += rows[r] . columns[v]. What was unpacked is left at
+// `unpacked`, if that is not null.
 template <int ROWS, int VECTORS, class AtStep>
 inline __attribute__((always_inline)) void multiply_compressed(const bf16* rows, int64_t row_stride, PanelReader from,
-                                                               int64_t steps, f32x16 (&sums)[ROWS][VECTORS],
+                                                               int64_t first, int64_t steps, f32x16 (&sums)[ROWS][VECTORS],
                                                                uint32_t* unpacked, const AtStep& at_step) {
     const Unpacker unpacker(from);
     for (int64_t k = 0; k < steps; ++k) {
         at_step(k);
         u32x16 columns[VECTORS];
-        unpacker.next(from, 0, columns);
+        unpacker.next(from, first, columns);
         if (unpacked != nullptr)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) put(unpacked + k * PANEL + v * LANES, columns[v]);

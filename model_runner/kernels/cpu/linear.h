@@ -1,4 +1,4 @@
-// What a product of linear.cpp is given, and how its weight is packed.
+// What a product of linear.cpp or compressed.cpp is given, and how its weight is packed.
 //
 //   [panel][step][vector of the panel][pair of k of the step][output of the vector][2]
 //

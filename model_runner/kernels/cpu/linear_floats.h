@@ -56,7 +56,7 @@ struct CompressedPairs {
 template <bool COMPRESSED>
 struct FloatLinear : LinearCall {
     static constexpr int64_t ROWS = 12;     // tokens of a strip
-    static constexpr int64_t VECTORS = 2;   // of outputs: 24 sums, 2 columns, 1 splat, 1 mask: 28 of 32 registers
+    static constexpr int64_t VECTORS = 2;   // of outputs: 24 sums, 2 columns, 1 splat, 1 mask: 28 of 32 registers, and 5 to unpack
     static constexpr int64_t WIDTH = VECTORS * LANES;
     static constexpr int64_t PART = 96;      // pairs of k: 24 KB of widened columns
     static constexpr int64_t FEW_STRIPS = 2;  // wait for memory and not for sums, and ...

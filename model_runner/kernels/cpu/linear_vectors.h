@@ -24,6 +24,7 @@ struct PackedColumns {
     int64_t width;
 
     const uint32_t* at() const { return weights; }
+    void advance(int64_t steps) { weights += steps * width; }
 
     template <int ROWS, int VECTORS, class AtStep>
     inline __attribute__((always_inline)) void multiply(const bf16* rows, int64_t row_stride, int64_t steps,
@@ -36,19 +37,21 @@ struct PackedColumns {
 // ... or in a compressed panel.
 struct CompressedColumns {
     PanelReader from;
+    int64_t first;       // vector of the panel
     uint32_t* unpacked;  // where they are left; null: nobody needs them
 
     const uint32_t* at() const { return from.at(); }
+    void advance(int64_t steps) { from.advance(steps); }
 
     template <int ROWS, int VECTORS, class AtStep>
     inline __attribute__((always_inline)) void multiply(const bf16* rows, int64_t row_stride, int64_t steps,
                                                         f32x16 (&sums)[ROWS][VECTORS], const AtStep& at_step) const {
-        multiply_compressed(rows, row_stride, from, steps, sums, unpacked, at_step);
+        multiply_compressed(rows, row_stride, from, first, steps, sums, unpacked, at_step);
     }
 };
 #endif
 
-// COMPRESSED: see compressed.h; pieces begin and end with panels then.
+// COMPRESSED: see compressed.h; pieces begin with an even vector of a panel then.
 template <bool COMPRESSED>
 struct VectorLinear : LinearCall {
     static_assert(!COMPRESSED || COMPRESSES);
@@ -65,7 +68,7 @@ struct VectorLinear : LinearCall {
     static constexpr int64_t PART_STEPS = 384;     // of k: 96 KB of a panel
     static constexpr int64_t FEW_STRIPS = 3;       // unpack for themselves: that takes less than what one leaves for the others
     static constexpr int64_t GATED_PANELS = 16;    // of a single strip whose gates are finished together
-    static constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 4 KB
+    static constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 3 or 4 KB
     static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 
     // What a strip fetches while it adds: so many cache lines at each step.
@@ -87,16 +90,14 @@ struct VectorLinear : LinearCall {
 
     static int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
 
-    // The columns from a step on; see `CompressedColumns` for `unpacked`.
-    static auto columns_at(const Columns& columns, int64_t step, [[maybe_unused]] uint32_t* unpacked) {
+    // The columns at their first step; see `CompressedColumns` for `unpacked`.
+    static auto begin_of(const Columns& columns, [[maybe_unused]] uint32_t* unpacked) {
 #if COMPRESSES
-        if constexpr (COMPRESSED) {
-            PanelReader from(columns.weights);
-            from.advance(step);
-            return CompressedColumns{from, unpacked};
-        } else
+        if constexpr (COMPRESSED)
+            return CompressedColumns{PanelReader(columns.weights), columns.column % PANEL / LANES, unpacked};
+        else
 #endif
-            return PackedColumns{columns.weights + step * columns.width, columns.width};
+            return PackedColumns{columns.weights, columns.width};
     }
 
     // Tokens [first, last) times some columns.
@@ -113,28 +114,30 @@ struct VectorLinear : LinearCall {
         uint32_t* unpacked = is_left ? reinterpret_cast<uint32_t*>(waiting + num_sums) : nullptr;
         int64_t parts = (steps + PART_STEPS - 1) / PART_STEPS;
         int64_t all_lines = COMPRESSED ? SHORT_STEP / LINE : columns.vectors, lines = (all_lines + strips - 1) / strips;
+        auto from = begin_of(columns, unpacked);
         for (int64_t part = 0; part < parts; ++part) {
             int64_t begin = steps * part / parts, end = steps * (part + 1) / parts;
-            const uint32_t* after = part + 1 < parts ? columns_at(columns, end, nullptr).at() : next;
+            auto following = from;
+            following.advance(end - begin);
+            const uint32_t* after = part + 1 < parts ? following.at() : next;
             for (int64_t strip = 0; strip < strips; ++strip) {  // of equal height: 4 + 4 rows beat 6 + 2
                 int64_t row = first + (last - first) * strip / strips;
                 int rows = int(first + (last - first) * (strip + 1) / strips - row);
                 Fetch fetch = {after + strip * lines * (end - begin) * LINE, std::min(lines, all_lines - strip * lines)};
                 if (after == nullptr) fetch.lines = 0;
-                auto multiply = [&](const auto& from) {
-                    multiply_strip(row, rows, columns, begin, end, from, {waiting + (row - first) * PANEL, PANEL}, fetch);
-                };
+                Waiting sums = {waiting + (row - first) * PANEL, PANEL};
                 if (is_left && strip > 0)
-                    multiply(PackedColumns{unpacked, PANEL});
+                    multiply_strip(row, rows, columns, begin, end, PackedColumns{unpacked, PANEL}, sums, fetch);
                 else
-                    multiply(columns_at(columns, begin, unpacked));
+                    multiply_strip(row, rows, columns, begin, end, from, sums, fetch);
             }
+            from = following;
         }
     }
 
     void multiply_single(int64_t first, int64_t last, const Columns& columns, const Waiting& waiting) const {
         int rows = int(last - first);
-        auto from = columns_at(columns, 0, nullptr);
+        auto from = begin_of(columns, nullptr);
         int64_t width = COMPRESSED ? SHORT_STEP : columns.width, lines = COMPRESSED ? SHORT_STEP / LINE : columns.vectors;
         if constexpr (READS_AHEAD)
             multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Fetch{from.at() + AHEAD * width, lines});
@@ -202,7 +205,7 @@ struct VectorLinear : LinearCall {
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         if (num_tokens <= SHARED_TOKENS) {
             // Whole panels, as long as all threads get some: one that two threads read comes from memory twice.
-            int64_t unit = COMPRESSED || num_panels() >= SHARES * max_threads() ? PER_PANEL : 1;
+            int64_t least = COMPRESSED ? 2 : 1, unit = num_panels() >= SHARES * max_threads() ? PER_PANEL : least;
             share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, unit), [&](int64_t begin, int64_t end) {
                 const uint32_t* next = end < vectors ? at(end * LANES) : nullptr;
                 multiply_vectors(0, num_tokens, begin, end, next);

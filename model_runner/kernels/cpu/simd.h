@@ -43,7 +43,8 @@ constexpr bool READS_AHEAD = true;
 constexpr int FETCH_INTO = 3;
 #endif
 
-// Asks for the cache line at p. GCC 12 leaves out its own __builtin_prefetch where nothing else is in a loop.
+// Asks for the cache line at p. GCC 12 left out some of its own __builtin_prefetch, in loops with nothing else in them
+// (linear_short.h, linear_vectors.h).
 ALWAYS_INLINE void fetch(const void* p) {
 #if defined(__x86_64__)
     if constexpr (FETCH_INTO == 2)

@@ -116,6 +116,15 @@ def test_weights_that_our_product_cannot_take_go_to_onednn(ops):
     assert not isinstance(ops.pack_linear(odd), NativeLinear)
 
 
+def test_weights_are_compressed_with_avx512_and_without_tiles(library, request):
+    level = request.node.callspec.params["library"]
+    linear = NativeLinear(library, guarded((256, 256), BF16, 0))
+    assert (linear.compressed() is not None) == (level in ("avx512_bf16", "avx512_vnni", "avx512"))
+    assert linear.end_with_silu()
+    with pytest.raises(AssertionError):
+        linear.compressed()
+
+
 def test_with_amx_the_product_is_ours_too(monkeypatch):
     """And not oneDNN's, whose calls cannot be recorded."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
