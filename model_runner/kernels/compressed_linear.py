@@ -32,17 +32,7 @@ class CompressedLinear(NativeProduct):
         self._library.compress_linear(packed.data_ptr(), self._outputs, self._inputs, self._address)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        self._library.compressed_linear_to(
-            x.data_ptr(),
-            x.stride(0),
-            self._address,
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            self._inputs,
-            self._outputs,
-            self._form_of(out),
-        )
+        self._library.compressed_linear_to(*self._arguments(x, bias, out))
 
     def _pair(self) -> None:
         """Exponents belong to panels, and outputs change theirs."""

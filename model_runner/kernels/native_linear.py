@@ -61,17 +61,7 @@ class NativeLinear(NativeProduct):
         return CompressedLinear(self._library, self._packed, *shape, num_bytes)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        self._library.linear_to(
-            x.data_ptr(),
-            x.stride(0),
-            self._address,
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            self._inputs,
-            self._outputs,
-            self._form_of(out),
-        )
+        self._library.linear_to(*self._arguments(x, bias, out))
 
     def _pair(self) -> None:
         self._library.pair_linear(self._address, self._outputs, self._inputs)

@@ -97,6 +97,20 @@ class NativeProduct(ABC):
         self._packed = torch.empty(num_bytes, dtype=torch.uint8)
         self._address = self._packed.data_ptr()
 
+    def _arguments(self, x: Tensor, bias: Tensor | None, out: Tensor) -> tuple[int | None, ...]:
+        """Of `_multiply`, as the library's products of panels take them."""
+        return (
+            x.data_ptr(),
+            x.stride(0),
+            self._address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            self._inputs,
+            self._outputs,
+            self._form_of(out),
+        )
+
     def _form_of(self, out: Tensor) -> int:
         return _FLOAT if out.dtype == torch.float32 else self._form
 
