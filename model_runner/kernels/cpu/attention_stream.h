@@ -27,7 +27,10 @@ template <class T, class KV>
 class Stream {
   public:
     explicit Stream(const AttentionInputs<T, KV>& inputs)
-        : in_(inputs), step_(inputs.step), padded_dim_((step_.head_dim + CHUNK - 1) / CHUNK * CHUNK) {}
+        : in_(inputs),
+          step_(inputs.step),
+          padded_dim_((step_.head_dim + CHUNK - 1) / CHUNK * CHUNK),
+          score_scale_(inputs.score_scale()) {}
 
     // `next`: the item that this thread will do next, or null.
     void run(const Item& item, const Item* next) {
@@ -62,6 +65,15 @@ class Stream {
 #else
     static constexpr int KEYS_AT_ONCE = 2, CHUNKS_AT_ONCE = 1;
 #endif
+
+    // What the compiler knows of a head's dimensions: nothing, that they are whole chunks, or how many they are. The more
+    // it knows, the fewer questions are left in the innermost loops.
+    static constexpr int ANY = 0, WHOLE = 1;
+
+    template <int DIM>
+    int64_t dim_of() const {
+        return DIM > WHOLE ? DIM : step_.head_dim;
+    }
 
     static Rows rows_at(const int32_t* slots, int64_t count) { return {slots, std::min(count, KEY_BLOCK)}; }
 
@@ -131,34 +143,38 @@ class Stream {
     // ------------------------------------------------------------ a block
 
     void block(int64_t key, Rows rows, Rows after) {
-        step_.head_dim % CHUNK ? block<false>(key, rows, after) : block<true>(key, rows, after);
+        // The usual ones, where it is worth the compiler's time: other kinds wait for memory.
+        if constexpr (IS_WORDS && sizeof(T) == 2) {
+            if (step_.head_dim == 64) return block<64>(key, rows, after);
+            if (step_.head_dim == 128) return block<128>(key, rows, after);
+        }
+        step_.head_dim % CHUNK ? block<ANY>(key, rows, after) : block<WHOLE>(key, rows, after);
     }
 
     typename Ahead::Part keys_of(Rows rows) const { return {in_.k, in_.k_scale, rows}; }
     typename Ahead::Part values_of(Rows rows) const { return {in_.v, in_.v_scale, rows}; }
 
-    // IS_WHOLE: heads are whole chunks, which saves the question in all loops.
-    template <bool IS_WHOLE>
+    template <int DIM>
     void block(int64_t key, Rows rows, Rows after) {
         int64_t sixteens = (rows.count + LANES - 1) / LANES;
         Ahead of_scores(step_, keys_of(rows), values_of(rows), num_passes() * sixteens * (LANES / QUARTER));
-        for (int64_t from = 0; from < rows.count; from += LANES) {
-            find_rows(in_.k, rows, from);
+        find_rows(in_.k, rows, sixteens * LANES);
+        for (int64_t from = 0; from < rows.count; from += LANES)
             for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) INNER_LOOP {
-                score<GROUP, IS_WHOLE>(kv_head, head, from, of_scores);
+                score<GROUP, DIM>(kv_head, head, from, of_scores);
             });
-        }
         if constexpr (KV_IS_QUANTISED) {
             find_scales(rows.slots, rows.count);
         }
         for (int64_t head = 0; head < num_heads(); ++head)
             weigh(head, rows.count, std::min(rows.count, heads_[head].seen_to - key));
-        Ahead of_values(step_, values_of(rows), keys_of(after), num_passes() * ((rows.count + 1) / 2));
+        int64_t quarters = (rows.count + QUARTER - 1) / QUARTER;
+        Ahead of_values(step_, values_of(rows), keys_of(after), num_passes() * quarters * (QUARTER / 2));
+        find_rows(in_.v, rows, quarters * QUARTER);
         for (int64_t from = 0; from < rows.count; from += LANES) {
-            int64_t pairs = (std::min<int64_t>(rows.count - from, LANES) + 1) / 2;
-            find_rows(in_.v, rows, from);
+            int64_t to = std::min(from + LANES, quarters * QUARTER);
             for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) INNER_LOOP {
-                add_values<GROUP, IS_WHOLE>(kv_head, head, from, pairs, of_values);
+                add_values<GROUP, DIM>(kv_head, head, from, to, of_values);
             });
         }
     }
@@ -184,10 +200,10 @@ class Stream {
             }
     }
 
-    // Missing rows repeat the last one: the request's own numbers, with weight 0.
-    void find_rows(const KV* pool, Rows rows, int64_t from) {
-        for (int64_t n = 0; n < LANES; ++n)
-            rows_[n] = pool + rows.slots[std::min(from + n, rows.count - 1)] * in_.kv_stride();
+    // So many. Missing ones repeat the last one: the request's own numbers, with weight 0.
+    void find_rows(const KV* pool, Rows rows, int64_t num) {
+        for (int64_t n = 0; n < rows.count; ++n) rows_[n] = pool + rows.slots[n] * in_.kv_stride();
+        for (int64_t n = rows.count; n < num; ++n) rows_[n] = rows_[rows.count - 1];
     }
 
     // Where a number is not finite the scale is not either, and so all scores.
@@ -215,37 +231,43 @@ class Stream {
 #endif
     }
 
-    // Scores of 16 keys, without their scales.
-    template <int GROUP, bool IS_WHOLE>
+    // Scores of 16 keys, without the keys' scales.
+    template <int GROUP, int DIM>
     INNER_LOOP inline void score(int64_t kv_head, int64_t head, int64_t from, Ahead& ahead) {
-        int64_t dim = step_.head_dim;
         const Query* queries[GROUP];
         for (int g = 0; g < GROUP; ++g) queries[g] = heads_[head + g].query;
         Sum parts[GROUP][LANES / QUARTER];
+#pragma GCC unroll 4
         for (int quarter = 0; quarter < LANES / QUARTER; ++quarter) {
-            const KV* const* rows = rows_ + quarter * QUARTER;
-            Sum sums_of[GROUP][QUARTER] = {};
-#pragma GCC unroll 2
-            for (int first = 0; first < QUARTER; first += KEYS_AT_ONCE)
-                for (int64_t d = 0; d < dim; d += CHUNK) {
-                    int64_t left = IS_WHOLE ? CHUNK : dim - d;
-                    typename Dots::Row query[GROUP];
-                    for (int g = 0; g < GROUP; ++g) query[g] = Dots::load_query(queries[g] + d, left);
-                    for (int n = first; n < first + KEYS_AT_ONCE; ++n) {
-                        typename Dots::Row key = Dots::load_row(rows[n] + kv_head * dim + d, left);
-                        for (int g = 0; g < GROUP; ++g)
-                            sums_of[g][n] = Dots::multiply_add(sums_of[g][n], key, query[g]);
-                    }
-                }
-            for (int g = 0; g < GROUP; ++g)
-                parts[g][quarter] = sums_of_parts(sums_of[g][0], sums_of[g][1], sums_of[g][2], sums_of[g][3]);
+            score_quarter<GROUP, DIM>(rows_ + from + quarter * QUARTER, kv_head * dim_of<DIM>(), queries, quarter, parts);
             ahead.turn();
         }
         for (int g = 0; g < GROUP; ++g) {
-            float scale = in_.score_scale();
+            float scale = score_scale_;
             if constexpr (IS_WORDS) scale *= heads_[head + g].query_scale;
             store(scores_ + (head + g) * KEY_BLOCK + from, to_float(add_parts(parts[g])) * scale);
         }
+    }
+
+    // Of 4 keys, whose heads begin at `at` in their rows.
+    template <int GROUP, int DIM>
+    INNER_LOOP inline void score_quarter(const KV* const* rows, int64_t at, const Query* const (&queries)[GROUP],
+                                         int quarter, Sum (&parts)[GROUP][LANES / QUARTER]) {
+        Sum sums_of[GROUP][QUARTER] = {};
+#pragma GCC unroll 2
+        for (int first = 0; first < QUARTER; first += KEYS_AT_ONCE)
+#pragma GCC unroll 4
+            for (int64_t d = 0; d < dim_of<DIM>(); d += CHUNK) {
+                int64_t left = DIM == ANY ? step_.head_dim - d : CHUNK;
+                typename Dots::Row query[GROUP];
+                for (int g = 0; g < GROUP; ++g) query[g] = Dots::load_query(queries[g] + d, left);
+                for (int n = first; n < first + KEYS_AT_ONCE; ++n) {
+                    typename Dots::Row key = Dots::load_row(rows[n] + at + d, left);
+                    for (int g = 0; g < GROUP; ++g) sums_of[g][n] = Dots::multiply_add(sums_of[g][n], key, query[g]);
+                }
+            }
+        for (int g = 0; g < GROUP; ++g)
+            parts[g][quarter] = sums_of_parts(sums_of[g][0], sums_of[g][1], sums_of[g][2], sums_of[g][3]);
     }
 
     // Of each KV head, those of the block's tokens side by side, and zeros.
@@ -318,19 +340,18 @@ class Stream {
         }
     }
 
-    // Adds the weighted values of 16 keys.
-    template <int GROUP, bool IS_WHOLE>
-    INNER_LOOP inline void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, Ahead& ahead) {
-        int64_t d = 0, dim = step_.head_dim;
-        for (; d + (CHUNKS_AT_ONCE - 1) * CHUNK < dim; d += CHUNKS_AT_ONCE * CHUNK)
-            add_chunks<GROUP, CHUNKS_AT_ONCE, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
-        if (d < dim) add_chunks<GROUP, 1, IS_WHOLE>(kv_head, head, from, pairs, d, ahead);
+    // Adds the weighted values of the block's keys [from, to), a multiple of 4.
+    template <int GROUP, int DIM>
+    INNER_LOOP inline void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t to, Ahead& ahead) {
+        int64_t d = 0;
+        for (; d + (CHUNKS_AT_ONCE - 1) * CHUNK < dim_of<DIM>(); d += CHUNKS_AT_ONCE * CHUNK)
+            add_chunks<GROUP, CHUNKS_AT_ONCE, DIM>(kv_head, head, from, to, d, ahead);
+        if (d < dim_of<DIM>()) add_chunks<GROUP, 1, DIM>(kv_head, head, from, to, d, ahead);
     }
 
-    template <int GROUP, int CHUNKS, bool IS_WHOLE>
-    INNER_LOOP inline void add_chunks(int64_t kv_head, int64_t head, int64_t from, int64_t pairs, int64_t d, Ahead& ahead) {
-        int64_t at = kv_head * step_.head_dim + d, left = step_.head_dim - d;
-        const Weight* weights = weights_ + head * KEY_BLOCK + from;
+    template <int GROUP, int CHUNKS, int DIM>
+    INNER_LOOP inline void add_chunks(int64_t kv_head, int64_t head, int64_t from, int64_t to, int64_t d, Ahead& ahead) {
+        int64_t at = kv_head * dim_of<DIM>() + d, left = DIM == ANY ? step_.head_dim - d : CHUNKS * CHUNK;
         float* values_of[GROUP];
         for (int g = 0; g < GROUP; ++g) values_of[g] = heads_[head + g].values() + d;
         Sum sums_of[GROUP][CHUNKS][2];
@@ -342,35 +363,41 @@ class Stream {
                     else
                         sums_of[g][c][u] = load(values_of[g] + c * CHUNK + u * LANES);
                 }
-        for (int64_t pair = 0; pair < pairs; ++pair) {
-            const KV *first = rows_[2 * pair] + at, *second = rows_[2 * pair + 1] + at;
-            typename Dots::WeightPair mine[GROUP];
-            for (int g = 0; g < GROUP; ++g) mine[g] = Dots::load_weights(weights + g * KEY_BLOCK + 2 * pair);
-            for (int c = 0; c < CHUNKS; ++c) {
-                typename Dots::Values values(first + c * CHUNK, second + c * CHUNK, IS_WHOLE ? CHUNK : left - c * CHUNK);
-                for (int g = 0; g < GROUP; ++g) Dots::add(sums_of[g][c], values, mine[g]);
+        for (int64_t quarter = from; quarter < to; quarter += QUARTER) {
+            const KV* const* rows = rows_ + quarter;
+            const Weight* weights = weights_ + head * KEY_BLOCK + quarter;
+#pragma GCC unroll 2
+            for (int n = 0; n < QUARTER; n += 2) {
+                const KV *first = rows[n] + at, *second = rows[n + 1] + at;
+                typename Dots::WeightPair mine[GROUP];
+                for (int g = 0; g < GROUP; ++g) mine[g] = Dots::load_weights(weights + g * KEY_BLOCK + n);
+                for (int c = 0; c < CHUNKS; ++c) {
+                    typename Dots::Values values(first + c * CHUNK, second + c * CHUNK, left - c * CHUNK);
+                    for (int g = 0; g < GROUP; ++g) Dots::add(sums_of[g][c], values, mine[g]);
+                }
+                if (d == 0) ahead.turn();
             }
-            if (d == 0) ahead.turn();
         }
         for (int g = 0; g < GROUP; ++g)
             for (int c = 0; c < CHUNKS; ++c)
                 for (int u = 0; u < 2; ++u) {
-                    float* to = values_of[g] + c * CHUNK + u * LANES;
+                    float* sum = values_of[g] + c * CHUNK + u * LANES;
                     if constexpr (IS_WORDS)
-                        store(to, load(to) + to_float(sums_of[g][c][u]) * heads_[head + g].value_scale);
+                        store(sum, load(sum) + to_float(sums_of[g][c][u]) * heads_[head + g].value_scale);
                     else
-                        store(to, sums_of[g][c][u]);
+                        store(sum, sums_of[g][c][u]);
                 }
     }
 
     const AttentionInputs<T, KV>& in_;
     const Step& step_;
     int64_t padded_dim_, heads_per_kv_ = 0;
+    float score_scale_;
     Head* heads_ = nullptr;
     Query* queries_ = nullptr;  // where they are not read in place
     float *scores_ = nullptr, *key_scales_ = nullptr, *token_value_scales_ = nullptr;  // of the block's keys
     Weight* weights_ = nullptr;
-    const KV* rows_[LANES] = {};
+    const KV* rows_[KEY_BLOCK];
 };
 
 }  // namespace engine
