@@ -7,25 +7,12 @@
 
 #include <algorithm>
 
-#include <unistd.h>
-
 #include "attention_plan.h"
-#include "simd.h"
+#include "fetch.h"
 
 namespace engine {
 
-constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : KEY_BLOCK;  // the second-level cache has room for more
-
-// Of the CPUs that fetch into the second-level cache, Zen 5's first level has room for a block of rows, and more lines on
-// their way than Zen 4's: 64 decodes take 0.95 (bfloat16) and 0.92 (int8) of the time by way of it (simd.h has the opposite).
-inline bool first_level_is_large() {
-#ifdef _SC_LEVEL1_DCACHE_SIZE
-    return sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
-#else
-    return false;
-#endif
-}
-inline const bool FETCHES_INTO_FIRST_LEVEL = FETCH_INTO == 3 || first_level_is_large();
+constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : KEY_BLOCK;  // the caches of CPUs with FETCH_INTO 2 have room for more
 
 // Some of the slot table.
 struct Rows {
@@ -71,11 +58,11 @@ class FetchAhead {
     inline __attribute__((always_inline)) void fetch_row(int64_t slot) const {
         const char* row = reinterpret_cast<const char*>(pool_ + slot * row_numbers_);
         const char* end = reinterpret_cast<const char*>(pool_ + (slot + 1) * row_numbers_);
-        if (FETCHES_INTO_FIRST_LEVEL)
-            for (; row < end; row += LINE_BYTES) __builtin_prefetch(row, 0, 3);
+        if (READS_AHEAD)
+            for (; row < end; row += LINE_BYTES) fetch<3>(row);
         else
-            for (; row < end; row += LINE_BYTES) __builtin_prefetch(row, 0, 2);
-        if constexpr (sizeof(KV) == 1) __builtin_prefetch(scales_ + slot * num_scales_, 0, FETCH_INTO);
+            for (; row < end; row += LINE_BYTES) fetch<2>(row);
+        if constexpr (sizeof(KV) == 1) fetch(scales_ + slot * num_scales_);
     }
 
     static constexpr int64_t LINE_BYTES = 64;

@@ -21,6 +21,7 @@
 #include "block_tokens.h"
 #include "blocks.h"
 #include "bytes.h"
+#include "fetch.h"
 #include "parallel.h"
 #include "program.h"
 #include "simd.h"
@@ -41,7 +42,7 @@ constexpr int AT_ONCE = 1;
 #endif
 constexpr int64_t SHARED_TOKENS = 60;  // more are cut into blocks of rows
 constexpr int64_t BLOCK_STRIPS = 42;   // whose x stays in the second-level cache beside a panel
-constexpr int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // bytes that a single strip fetches in advance
+const int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // bytes that a single strip fetches in advance
 constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 constexpr int64_t MIN_NUMBERS = 1 << 13;  // of x for each thread that quantises
 

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "fetch.h"
 #include "linear.h"
 #include "parallel.h"
 #include "tile.h"

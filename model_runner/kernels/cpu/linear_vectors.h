@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "compressed.h"
+#include "fetch.h"
 #include "linear.h"
 #include "linear_short.h"
 #include "parallel.h"
@@ -71,13 +72,25 @@ struct VectorLinear : LinearCall {
     static constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 3 or 4 KB
     static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 
-    // What a strip fetches while it adds: so many cache lines at each step.
+    // What one of several strips fetches while it adds: so many cache lines at each step.
     struct Fetch {
         const uint32_t* from;
         int64_t lines;
 
         ALWAYS_INLINE void operator()(int64_t step) const {
             for (int64_t n = 0; n < lines; ++n) fetch(from + (step * lines + n) * LINE);
+        }
+    };
+
+    // What a single strip fetches while it adds: a step that comes later.
+    struct FetchAhead {
+        static constexpr int64_t LINES = COMPRESSED ? SHORT_STEP / LINE : TILE_VECTORS;
+
+        const uint32_t* from;
+
+        ALWAYS_INLINE void operator()(int64_t step) const {
+#pragma GCC unroll 4
+            for (int64_t n = 0; n < LINES; ++n) fetch<3>(from + (step * LINES + n) * LINE);
         }
     };
 
@@ -138,9 +151,9 @@ struct VectorLinear : LinearCall {
     void multiply_single(int64_t first, int64_t last, const Columns& columns, const Waiting& waiting) const {
         int rows = int(last - first);
         auto from = begin_of(columns, nullptr);
-        int64_t width = COMPRESSED ? SHORT_STEP : columns.width, lines = COMPRESSED ? SHORT_STEP / LINE : columns.vectors;
-        if constexpr (READS_AHEAD)
-            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Fetch{from.at() + AHEAD * width, lines});
+        int64_t width = COMPRESSED ? SHORT_STEP : columns.width;
+        if (READS_AHEAD)
+            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, FetchAhead{from.at() + AHEAD * width});
         else
             multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Nothing{});
     }
@@ -202,27 +215,38 @@ struct VectorLinear : LinearCall {
 
     void run() const {
         if (num_tokens == 0) return;
+        num_tokens <= SHARED_TOKENS ? run_few() : run_many();
+    }
+
+  private:
+    // Whole panels, as long as all threads get some: one that two threads read comes from memory twice.
+    void run_few() const {
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
-        if (num_tokens <= SHARED_TOKENS) {
-            // Whole panels, as long as all threads get some: one that two threads read comes from memory twice.
-            int64_t least = COMPRESSED ? 2 : 1, unit = num_panels() >= SHARES * max_threads() ? PER_PANEL : least;
-            share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, unit), [&](int64_t begin, int64_t end) {
-                const uint32_t* next = end < vectors ? at(end * LANES) : nullptr;
-                multiply_vectors(0, num_tokens, begin, end, next);
-            });
-            return;
-        }
-        int64_t panels = num_panels(), strips = strips_of(num_tokens);
+        int64_t least = COMPRESSED ? 2 : 1, unit = num_panels() >= SHARES * max_threads() ? PER_PANEL : least;
+        share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, unit), [&](int64_t begin, int64_t end) {
+            const uint32_t* next = end < vectors ? at(end * LANES) : nullptr;
+            multiply_vectors(0, num_tokens, begin, end, next);
+        });
+    }
+
+    // Pieces are some panels with a block of tokens. The last ones, which not all threads would get one of, are cut into parts.
+    void run_many() const {
+        int64_t panels = num_panels(), strips = strips_of(num_tokens), ahead = max_threads();
         int64_t blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
-        int64_t ahead = max_threads();  // groups: one is mine after so many, if all threads are equally fast
         int64_t together = IS_SHORT ? std::clamp<int64_t>(blocks * panels / (SHARES * ahead), 1, MOST_PANELS) : 1;
-        int64_t groups = (panels + together - 1) / together;
-        hand_out(blocks * groups, [&](int64_t n) {
-            int64_t block = n / groups, panel = n % groups * together;
-            int64_t first = num_tokens * (strips * block / blocks) / strips;
-            int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
-            const uint32_t* next = n + ahead < blocks * groups ? at((n + ahead) % groups * together * PANEL) : nullptr;
-            multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + together) * PER_PANEL, vectors), next);
+        int64_t groups = (panels + together - 1) / together, pieces = blocks * groups;
+        int64_t rest = pieces % ahead, whole = pieces - rest;
+        int64_t parts = rest > 0 ? std::clamp<int64_t>(ahead / rest, 1, strips / blocks) : 1;
+        hand_out(whole + rest * parts, [&](int64_t n) {
+            int64_t piece = n < whole ? n : whole + (n - whole) / parts;
+            int64_t part = n < whole ? 0 : (n - whole) % parts, num_parts = n < whole ? 1 : parts;
+            int64_t block = piece / groups, panel = piece % groups * together;
+            int64_t strip = strips * block / blocks, num_strips = strips * (block + 1) / blocks - strip;
+            int64_t first = num_tokens * (strip + num_strips * part / num_parts) / strips;
+            int64_t last = num_tokens * (strip + num_strips * (part + 1) / num_parts) / strips;
+            int64_t after = piece + ahead;  // which is mine then, if all threads are equally fast
+            const uint32_t* next = after < pieces ? at(after % groups * together * PANEL) : nullptr;
+            multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + together) * PER_PANEL, num_vectors()), next);
         });
     }
 };

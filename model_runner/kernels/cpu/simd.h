@@ -31,31 +31,6 @@ namespace engine {
 
 constexpr int LANES = 16;
 
-// Whether to ask memory in advance for what is read from one end to the other, and into which cache what is read
-// elsewhere is fetched. The CPUs that take the level avx512_bf16 are AMD's (isa.py; and Cooper Lake), whose own
-// prefetchers do better alone (one thread reads 27 GB/s instead of 22), and whose first-level cache has few lines on their
-// way at a time (64 decodes of 512 tokens: 13 GB/s, 18 by way of the second-level cache; both Zen 4).
-#if HAS_BF16_DOT && !defined(HAS_AMX)
-constexpr bool READS_AHEAD = false;
-constexpr int FETCH_INTO = 2;
-#else
-constexpr bool READS_AHEAD = true;
-constexpr int FETCH_INTO = 3;
-#endif
-
-// Asks for the cache line at p. GCC 12 left out some of its own __builtin_prefetch, in loops with nothing else in them
-// (linear_short.h, linear_vectors.h).
-ALWAYS_INLINE void fetch(const void* p) {
-#if defined(__x86_64__)
-    if constexpr (FETCH_INTO == 2)
-        asm volatile("prefetcht1 %0" ::"m"(*static_cast<const char*>(p)));
-    else
-        asm volatile("prefetcht0 %0" ::"m"(*static_cast<const char*>(p)));
-#else
-    __builtin_prefetch(p, 0, FETCH_INTO);
-#endif
-}
-
 #if defined(__AVX512F__)
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));

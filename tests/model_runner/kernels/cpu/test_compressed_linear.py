@@ -101,19 +101,21 @@ def test_bits_are_the_same_for_any_number_of_tokens(library, outputs, inputs, is
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_bits_do_not_depend_on_the_number_of_threads(library, is_gated):
-    """Eight get pieces that begin within a panel: with so many inputs two vectors are worth waking a thread."""
+    """Eight get pieces that begin within a panel: with so many inputs two vectors are worth waking a thread. Three and
+    five get a part each of the last of 16 panels, or of 32 with half of the tokens each."""
     plain = NativeLinear(library, with_rare_exponents(weight(992, 1100), 1e-4, 3).nan_to_num(0.5, 0.5, 0.5))
     small = compressed(library, plain)
     if is_gated:
         assert plain.end_with_silu() and small.end_with_silu()
     before = torch.get_num_threads()
     try:
-        for num_tokens in (1, 5, 7, 50, 200):
+        for num_tokens in (1, 5, 7, 50, 100, 200):
             x = tokens(num_tokens, 1100)
             torch.set_num_threads(1)
             alone = plain(x)
-            for num_threads in (1, 2, 3, 8):
+            for num_threads in (1, 2, 3, 5, 8):
                 torch.set_num_threads(num_threads)
+                assert_same_bits(plain(x), alone)
                 assert_same_bits(small(x), alone)
     finally:
         torch.set_num_threads(before)
