@@ -12,7 +12,8 @@
 
 namespace engine {
 
-constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : KEY_BLOCK;  // the caches of CPUs with FETCH_INTO 2 have room for more
+constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : KEY_BLOCK;  // a second-level cache has room for more
+constexpr int64_t FIRST_LEVEL_BYTES = 32 << 10;                   // of the rows ahead that a first-level cache has room for
 
 // Some of the slot table.
 struct Rows {
@@ -21,7 +22,7 @@ struct Rows {
 };
 
 // Fetches, while the rows of one part are used, those of them that are more than ROWS_AHEAD away, and then so many of the
-// next part. Spread evenly over so many turns.
+// next part. Spread evenly over so many turns, and there must be no more: the next row would be behind the slot table.
 template <class KV>
 class FetchAhead {
   public:
@@ -33,7 +34,11 @@ class FetchAhead {
     };
 
     FetchAhead(const Step& step, const Part& now, const Part& next, int64_t turns)
-        : row_numbers_(step.num_kv_heads * step.head_dim), num_scales_(step.num_kv_heads), turns_(turns), next_(next) {
+        : row_numbers_(step.num_kv_heads * step.head_dim),
+          num_scales_(step.num_kv_heads),
+          turns_(turns),
+          into_first_level_(FETCH_INTO == 3 || (READS_AHEAD && ROWS_AHEAD * row_bytes() <= FIRST_LEVEL_BYTES)),
+          next_(next) {
         int64_t near = std::min(now.rows.count, ROWS_AHEAD);
         next_.rows.count = std::min(next.rows.count, ROWS_AHEAD);
         num_ = now.rows.count - near + next_.rows.count;
@@ -48,6 +53,10 @@ class FetchAhead {
     }
 
   private:
+    static constexpr int64_t LINE_BYTES = 64;
+
+    int64_t row_bytes() const { return row_numbers_ * int64_t(sizeof(KV)); }
+
     void begin(const Part& part, int64_t first) {
         slot_ = part.rows.slots + first;
         end_ = part.rows.slots + part.rows.count;
@@ -57,17 +66,16 @@ class FetchAhead {
 
     inline __attribute__((always_inline)) void fetch_row(int64_t slot) const {
         const char* row = reinterpret_cast<const char*>(pool_ + slot * row_numbers_);
-        const char* end = reinterpret_cast<const char*>(pool_ + (slot + 1) * row_numbers_);
-        if (READS_AHEAD)
+        const char* end = row + row_bytes();
+        if (into_first_level_)
             for (; row < end; row += LINE_BYTES) fetch<3>(row);
         else
             for (; row < end; row += LINE_BYTES) fetch<2>(row);
         if constexpr (sizeof(KV) == 1) fetch(scales_ + slot * num_scales_);
     }
 
-    static constexpr int64_t LINE_BYTES = 64;
-
     int64_t row_numbers_, num_scales_, turns_, num_, due_ = 0;
+    bool into_first_level_;
     const int32_t *slot_, *end_;
     const KV* pool_;
     const float* scales_;

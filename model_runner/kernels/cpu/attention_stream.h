@@ -143,7 +143,7 @@ class Stream {
     // ------------------------------------------------------------ a block
 
     void block(int64_t key, Rows rows, Rows after) {
-        // The usual ones, where it is worth the compiler's time: other kinds wait for memory.
+        // The usual ones, where it is worth the compiler's time: other kinds wait for memory as long.
         if constexpr (IS_WORDS && sizeof(T) == 2) {
             if (step_.head_dim == 64) return block<64>(key, rows, after);
             if (step_.head_dim == 128) return block<128>(key, rows, after);
@@ -200,7 +200,7 @@ class Stream {
             }
     }
 
-    // So many. Missing ones repeat the last one: the request's own numbers, with weight 0.
+    // The first `num` rows of the block. Missing ones repeat the last one: the request's own numbers, with weight 0.
     void find_rows(const KV* pool, Rows rows, int64_t num) {
         for (int64_t n = 0; n < rows.count; ++n) rows_[n] = pool + rows.slots[n] * in_.kv_stride();
         for (int64_t n = rows.count; n < num; ++n) rows_[n] = rows_[rows.count - 1];

@@ -82,9 +82,9 @@ struct VectorLinear : LinearCall {
         }
     };
 
-    // What a single strip fetches while it adds: a step that comes later.
-    struct FetchAhead {
-        static constexpr int64_t LINES = COMPRESSED ? SHORT_STEP / LINE : TILE_VECTORS;
+    // What a single strip fetches while it adds: a whole step of a panel, which comes later.
+    struct FetchLater {
+        static constexpr int64_t LINES = COMPRESSED ? SHORT_STEP / LINE : PER_PANEL;
 
         const uint32_t* from;
 
@@ -151,9 +151,9 @@ struct VectorLinear : LinearCall {
     void multiply_single(int64_t first, int64_t last, const Columns& columns, const Waiting& waiting) const {
         int rows = int(last - first);
         auto from = begin_of(columns, nullptr);
-        int64_t width = COMPRESSED ? SHORT_STEP : columns.width;
-        if (READS_AHEAD)
-            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, FetchAhead{from.at() + AHEAD * width});
+        if (READS_AHEAD && (COMPRESSED || columns.vectors == PER_PANEL))
+            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting,
+                           FetchLater{from.at() + AHEAD * FetchLater::LINES * LINE});
         else
             multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Nothing{});
     }
@@ -229,7 +229,8 @@ struct VectorLinear : LinearCall {
         });
     }
 
-    // Pieces are some panels with a block of tokens. The last ones, which not all threads would get one of, are cut into parts.
+    // Pieces are some panels with a block of tokens. The last ones, if at most half of the threads would get one of them, are
+    // cut into parts.
     void run_many() const {
         int64_t panels = num_panels(), strips = strips_of(num_tokens), ahead = max_threads();
         int64_t blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
@@ -237,14 +238,14 @@ struct VectorLinear : LinearCall {
         int64_t groups = (panels + together - 1) / together, pieces = blocks * groups;
         int64_t rest = pieces % ahead, whole = pieces - rest;
         int64_t parts = rest > 0 ? std::clamp<int64_t>(ahead / rest, 1, strips / blocks) : 1;
+        auto piece_of = [&](int64_t n) { return n < whole ? n : whole + (n - whole) / parts; };
         hand_out(whole + rest * parts, [&](int64_t n) {
-            int64_t piece = n < whole ? n : whole + (n - whole) / parts;
+            int64_t piece = piece_of(n), block = piece / groups, panel = piece % groups * together;
             int64_t part = n < whole ? 0 : (n - whole) % parts, num_parts = n < whole ? 1 : parts;
-            int64_t block = piece / groups, panel = piece % groups * together;
-            int64_t strip = strips * block / blocks, num_strips = strips * (block + 1) / blocks - strip;
-            int64_t first = num_tokens * (strip + num_strips * part / num_parts) / strips;
-            int64_t last = num_tokens * (strip + num_strips * (part + 1) / num_parts) / strips;
-            int64_t after = piece + ahead;  // which is mine then, if all threads are equally fast
+            int64_t first_strip = strips * block / blocks, num_strips = strips * (block + 1) / blocks - first_strip;
+            int64_t first = num_tokens * (first_strip + num_strips * part / num_parts) / strips;
+            int64_t last = num_tokens * (first_strip + num_strips * (part + 1) / num_parts) / strips;
+            int64_t after = piece_of(n + ahead);  // is mine then, if all threads are equally fast
             const uint32_t* next = after < pieces ? at(after % groups * together * PANEL) : nullptr;
             multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + together) * PER_PANEL, num_vectors()), next);
         });
