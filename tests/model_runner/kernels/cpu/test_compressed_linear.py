@@ -101,8 +101,10 @@ def test_bits_are_the_same_for_any_number_of_tokens(library, outputs, inputs, is
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_bits_do_not_depend_on_the_number_of_threads(library, is_gated):
-    """Eight get pieces that begin within a panel: with so many inputs two vectors are worth waking a thread. Of 100 tokens
-    three and five cut the last of 16 panels into a part for each."""
+    """Eight get pieces that begin within a panel: with so many inputs two vectors are worth waking a thread.
+
+    Of 100 tokens three and five cut the last of 16 panels into a part for each.
+    """
     plain = NativeLinear(library, with_rare_exponents(weight(992, 1100), 1e-4, 3).nan_to_num(0.5, 0.5, 0.5))
     small = compressed(library, plain)
     if is_gated:
