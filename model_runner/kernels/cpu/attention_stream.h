@@ -12,9 +12,8 @@
 #include <algorithm>
 
 #include "attention_ahead.h"
-#include "attention_dots.h"
 #include "attention_inputs.h"
-#include "bytes.h"
+#include "attention_words.h"
 #include "parallel.h"
 
 // GCC 12 stops inlining add_chunks, and with it whatever it is called through, as soon as something is added elsewhere in
@@ -57,7 +56,6 @@ class Stream {
     static constexpr bool KV_IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
     static constexpr bool IS_WORDS = std::is_same<Dots, WordDots>::value;
     static constexpr bool IS_WIDE = std::is_same<Dots, WideDots>::value;
-    static constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
     static constexpr int MAX_GROUP = 4;  // query heads that are handled at once; more make another pass over cached rows
     static constexpr int QUARTER = 4;    // keys whose sums are added up together
 #if defined(__AVX512F__)
@@ -127,7 +125,7 @@ class Stream {
 
     void use_query(const T* q, [[maybe_unused]] Query* room, Head& head) const {
         if constexpr (IS_WORDS) {
-            head.query_scale = quantise_query(q, room);
+            head.query_scale = quantise_query(q, step_.head_dim, padded_dim_, room);
             head.query = room;
         } else if constexpr (IS_WIDE) {
             for (int64_t d = 0; d < step_.head_dim; d += CHUNK) {
@@ -204,31 +202,6 @@ class Stream {
     void find_rows(const KV* pool, Rows rows, int64_t num) {
         for (int64_t n = 0; n < rows.count; ++n) rows_[n] = pool + rows.slots[n] * in_.kv_stride();
         for (int64_t n = rows.count; n < num; ++n) rows_[n] = rows_[rows.count - 1];
-    }
-
-    // Where a number is not finite the scale is not either, and so all scores.
-    float quantise_query(const T* q, int16_t* out) const {
-        f32x16 most = {}, wrong = {};
-        for (int64_t d = 0; d < step_.head_dim; d += LANES) {
-            f32x16 numbers = load(q + d);
-            most = maximum(most, maximum(numbers, -numbers));
-            wrong += numbers * 0.0f;
-        }
-        float top = largest(most), scale = top * (1.0f / MOST_WORD) + sum(wrong);
-        float factor = scale > 0.0f ? MOST_WORD / top : 0.0f;
-        for (int64_t d = 0; d < step_.head_dim; d += LANES) store_words(out + d, load(q + d) * factor);
-        std::memset(out + step_.head_dim, 0, sizeof(int16_t) * (padded_dim_ - step_.head_dim));
-        return scale;
-    }
-
-    static void store_words(int16_t* out, f32x16 numbers) {
-#if HAS_WORD_DOT && !defined(__AVX512F__)
-        i32x16 whole = round_to_int(numbers);
-        __m256i words = _mm256_packs_epi32((__m256i)whole.low, (__m256i)whole.high);  // four of one, four of the other
-        _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(words, 0xd8));
-#elif HAS_WORD_DOT
-        _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)numbers)));
-#endif
     }
 
     // Scores of 16 keys, without the keys' scales.
@@ -331,10 +304,9 @@ class Stream {
                 most = maximum(most, weights[v]);
                 wrong += weights[v] * 0.0f;
             }
-            float top = largest(most), scale = top * (1.0f / MOST_WORD) + sum(wrong);
-            float factor = scale > 0.0f ? MOST_WORD / top : 0.0f;
-            heads_[head].value_scale = scale;
-            for (int v = 0; v < vectors; ++v) store_words(out + v * LANES, weights[v] * factor);
+            WordScale words(most, wrong);
+            heads_[head].value_scale = words.scale;
+            for (int v = 0; v < vectors; ++v) store_words(out + v * LANES, weights[v] * words.inverse);
         } else {
             for (int v = 0; v < vectors; ++v) store(out + v * LANES, weights[v]);
         }

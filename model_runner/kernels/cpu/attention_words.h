@@ -1,0 +1,50 @@
+// Queries and weights as whole numbers of 16 bits, which stream items multiply 8-bit keys and values with (WordDots).
+
+#pragma once
+
+#include "attention_dots.h"
+#include "bytes.h"
+
+namespace engine {
+
+constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
+
+// What a number is divided by to become a whole one: its inverse is 0 where all numbers are, or one is not finite. Then the
+// scale is not either, and so nothing that is multiplied with it.
+struct WordScale {
+    float scale, inverse;
+
+    // most: the largest magnitude; wrong: numbers times 0.
+    WordScale(f32x16 most, f32x16 wrong) {
+        float top = largest(most);
+        scale = top * (1.0f / MOST_WORD) + sum(wrong);
+        inverse = scale > 0.0f ? MOST_WORD / top : 0.0f;
+    }
+};
+
+inline void store_words([[maybe_unused]] int16_t* out, [[maybe_unused]] f32x16 numbers) {
+#if HAS_WORD_DOT && !defined(__AVX512F__)
+    i32x16 whole = round_to_int(numbers);
+    __m256i words = _mm256_packs_epi32((__m256i)whole.low, (__m256i)whole.high);  // four of one, four of the other
+    _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(words, 0xd8));
+#elif HAS_WORD_DOT
+    _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)numbers)));
+#endif
+}
+
+// A query of `size` numbers, zeros behind them up to `padded_size`; returns its scale.
+template <class T>
+float quantise_query(const T* q, int64_t size, int64_t padded_size, int16_t* out) {
+    f32x16 most = {}, wrong = {};
+    for (int64_t d = 0; d < size; d += LANES) {
+        f32x16 numbers = load(q + d);
+        most = maximum(most, maximum(numbers, -numbers));
+        wrong += numbers * 0.0f;
+    }
+    WordScale words(most, wrong);
+    for (int64_t d = 0; d < size; d += LANES) store_words(out + d, load(q + d) * words.inverse);
+    std::memset(out + size, 0, sizeof(int16_t) * (padded_size - size));
+    return words.scale;
+}
+
+}  // namespace engine
