@@ -63,6 +63,9 @@ class Stream {
 #else
     static constexpr int KEYS_AT_ONCE = 2, CHUNKS_AT_ONCE = 1;
 #endif
+    // Keys whose values one pass adds: more have fewer sums to load and store, fewer use rows in the order of their arrival.
+    static constexpr int64_t VALUES_AT_ONCE = IS_WORDS ? KEY_BLOCK : LANES;
+    static constexpr int TURNS_OF_WEIGHTS = IS_WORDS ? 2 : 4;  // of FetchAhead, for one head's
 
     // What the compiler knows of a head's dimensions: nothing, that they are whole chunks, or how many they are. The more
     // it knows, the fewer questions are left in the innermost loops.
@@ -80,7 +83,7 @@ class Stream {
         const Query* query;
         float* state;     // its result: the largest score, the sum of the weights, the weighted values
         int64_t seen_to;  // behind the last key that it sees
-        float query_scale, value_scale;  // where queries and weights are integers
+        float query_scale, value_scale, kept;  // where queries and weights are integers: `kept` of the values so far
 
         float* values() const { return state + LANES; }
     };
@@ -164,13 +167,16 @@ class Stream {
         if constexpr (KV_IS_QUANTISED) {
             find_scales(rows.slots, rows.count);
         }
-        for (int64_t head = 0; head < num_heads(); ++head)
-            weigh(head, rows.count, std::min(rows.count, heads_[head].seen_to - key));
         int64_t quarters = (rows.count + QUARTER - 1) / QUARTER;
-        Ahead of_values(step_, values_of(rows), keys_of(after), num_passes() * quarters * (QUARTER / 2));
+        Ahead of_values(step_, values_of(rows), keys_of(after),
+                        num_heads() * TURNS_OF_WEIGHTS + num_passes() * quarters * (QUARTER / 2));
+        for (int64_t head = 0; head < num_heads(); ++head) {
+            weigh(head, rows.count, std::min(rows.count, heads_[head].seen_to - key));
+            for (int n = 0; n < TURNS_OF_WEIGHTS; ++n) of_values.turn();
+        }
         find_rows(in_.v, rows, quarters * QUARTER);
-        for (int64_t from = 0; from < rows.count; from += LANES) {
-            int64_t to = std::min(from + LANES, quarters * QUARTER);
+        for (int64_t from = 0; from < rows.count; from += VALUES_AT_ONCE) {
+            int64_t to = std::min(from + VALUES_AT_ONCE, quarters * QUARTER);
             for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) INNER_LOOP {
                 add_values<GROUP, DIM>(kv_head, head, from, to, of_values);
             });
@@ -262,7 +268,7 @@ class Stream {
     }
 
     // Scores of one head to weights, of which it sees the first `seen`; what it has so far is scaled to the new largest
-    // score.
+    // score, or is going to be (`kept`).
     void weigh(int64_t head, int64_t count, int64_t seen) {
         constexpr int VECTORS = KEY_BLOCK / LANES;
         int vectors = int((count + LANES - 1) / LANES);
@@ -276,8 +282,7 @@ class Stream {
             tops = maximum(tops, scores[v]);
         }
         float* state = heads_[head].state;
-        float before = state[0], most = before;
-        if (any_above(tops, before)) most = std::max(before, largest(tops));
+        float before = state[0], most = std::max(before, largest(tops));
         float shift = most == NOTHING ? 0.0f : most;
         f32x16 total = {};
         for (int v = 0; v < vectors; ++v) {
@@ -287,7 +292,9 @@ class Stream {
         float kept = before == most ? 1.0f : exp2_small(before - most);
         state[0] = most;
         state[1] = state[1] * kept + sum(total);
-        if (kept != 1.0f)
+        if constexpr (IS_WORDS)
+            heads_[head].kept = kept;
+        else if (kept != 1.0f)
             for (int64_t d = 0; d < padded_dim_; d += LANES) store(state + LANES + d, load(state + LANES + d) * kept);
         keep_weights(head, vectors, scores);
     }
@@ -353,9 +360,10 @@ class Stream {
         for (int g = 0; g < GROUP; ++g)
             for (int c = 0; c < CHUNKS; ++c)
                 for (int u = 0; u < 2; ++u) {
+                    const Head& mine = heads_[head + g];
                     float* sum = values_of[g] + c * CHUNK + u * LANES;
                     if constexpr (IS_WORDS)
-                        store(sum, load(sum) + to_float(sums_of[g][c][u]) * heads_[head + g].value_scale);
+                        store(sum, fused(load(sum) * mine.kept, to_float(sums_of[g][c][u]), splat(mine.value_scale)));
                     else
                         store(sum, sums_of[g][c][u]);
                 }
