@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
@@ -136,5 +137,12 @@ class RepeatableAttention(AttentionBackend, Protocol):
         Args:
             rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; the lengths sum to T. Who has several tokens
                 has drafts. Where there are fewer requests than tokens, the others have no tokens: extend_lens is 0.
+        """
+        ...
+
+    def replay(self, step: Callable[[], None], num_tokens: int) -> None:
+        """Repeat the calls of a whole step of so many tokens.
+
+        How it is planned may differ from time to time, what it gives does not.
         """
         ...

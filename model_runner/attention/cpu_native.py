@@ -4,6 +4,9 @@ A step is planned once for all layers of a window, in C++, too (`kernels/cpu/att
 which piece of whose keys. Who shares a prefix is read off the slot table: the prefix cache gives requests with the same
 beginning the same pages.
 
+While a layer's products are computed, some of what the next layer's attention reads may be fetched into the cache that
+the cores share (`EarlyFetch`).
+
 The tokens of a request that checks drafts get the bits of as many decodes, one after the other, in the same company.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -21,6 +25,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.library import load_library, reasons_against_library
+from ..kernels.cpu.shared_cache import shared_cache_bytes
+from .early_fetch import EarlyFetch
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
 _HEAD_DIM_MULTIPLE: Final = 16  # one vector of the kernels
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 _ALL_DECODE: Final = None
+
+_EARLY_SHARE: Final = 3 / 8
+"""Of the shared cache, for what is fetched early: it is used once more by what was read, and by the weights."""
 
 
 class CpuNativeAttention:
@@ -65,12 +74,14 @@ class CpuNativeAttention:
         library: ctypes.CDLL | None = None,
         *,
         fixed_order: bool = False,
+        early_fetch: EarlyFetch | None = None,
     ) -> None:
         """See `AttentionBackend`.
 
         Args:
             library: another than that of this CPU.
             fixed_order: a token's bits depend on the tokens before it only; decodes take longer.
+            early_fetch: by default of what this CPU's shared cache has room for.
         """
         self._library = load_library() if library is None else library
         self._kv_pool = kv_pool
@@ -88,6 +99,8 @@ class CpuNativeAttention:
                 pool.shape,
             )
         self._kv_dtype = dtype
+        self._row_bytes = spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        self._early_fetch = early_fetch or EarlyFetch(int(shared_cache_bytes() * _EARLY_SHARE))
         self._addresses = [  # the pool never moves
             tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
             for layer_id in range(spec.num_layers)
@@ -122,6 +135,10 @@ class CpuNativeAttention:
             self._library.plan_attention(plan, *addresses, _ALL_DECODE, len(rows))
         return self._step(plans, len(rows))
 
+    def replay(self, step: Callable[[], None], num_tokens: int) -> None:
+        """See `RepeatableAttention`."""
+        self._early_fetch.run(step, num_tokens)
+
     def _make_plans(self) -> _Plans:
         return _Plans(
             self._library,
@@ -130,11 +147,15 @@ class CpuNativeAttention:
             self._kv_pool.page_size,
             self._windows,
             fixed_order=self._fixed_order,
+            row_bytes=self._row_bytes,
+            early_fetch=self._early_fetch,
         )
 
     def _step(self, plans: _Plans, num_tokens: int) -> _Step:
         return _Step(
             self._library.attend,
+            self._library.announce_attention if self._early_fetch.most_bytes else None,
+            self._row_bytes,
             self._addresses,
             plans,
             self._kv_dtype,
@@ -159,7 +180,10 @@ class _Plans:
         windows: list[int | None],
         *,
         fixed_order: bool,
+        row_bytes: int,
+        early_fetch: EarlyFetch,
     ) -> None:
+        self._early_fetch = early_fetch  # plans read its number
         by_window = {
             window: library.new_attention_plan(
                 table.data_ptr(),
@@ -170,6 +194,8 @@ class _Plans:
                 spec.head_dim,
                 window or 0,
                 fixed_order,
+                row_bytes,
+                early_fetch.address,
             )
             for window in dict.fromkeys(windows)
         }
@@ -182,6 +208,8 @@ class _Plans:
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Step:
     attend: ctypes._NamedFuncPointer
+    announce: ctypes._NamedFuncPointer | None
+    row_bytes: int
     addresses: list[tuple[int | None, ...]]  # of each layer's keys, values, and their scales
     plans: _Plans
     kv_dtype: torch.dtype
@@ -208,6 +236,9 @@ class _Step:
             out.data_ptr(),
             q.dtype == torch.bfloat16,
         )
+        if self.announce is not None and layer_id + 1 < len(self.addresses):
+            keys, values, *_ = self.addresses[layer_id + 1]
+            self.announce(self.plans.of_layer[layer_id + 1], keys, values, self.row_bytes)
         return out
 
 

@@ -15,8 +15,10 @@
 #include "attention_plan.h"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
+#include "attention_sharing.h"
 #include "parallel.h"
 #include "program.h"
 
@@ -26,25 +28,23 @@ namespace {
 constexpr int64_t PIECE = 128;         // keys of one item of a decode: 100 KB for 3 heads of 64, some 4 us for one core
 constexpr int64_t TOGETHER = 16;       // tokens of a decode that one item takes: what they need stays in the L2
 constexpr int64_t SHARED_PIECE = 512;  // keys of one item of a shared prefix; each costs its sharers a result to merge
-constexpr int64_t MIN_SHARED = 64;     // tokens from which a shared prefix is worth its own items: one block of keys
 constexpr int64_t TILE_HEADS = 288;    // query heads of an item's tokens: their values, 74 KB for D = 64, stay in the L2
 constexpr int64_t MOST_PACKED = 64 << 20;  // bytes; what lies behind is packed by each item: a tenth of its work more
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Positions [start, stop) that lie in the same slots for all members: indices of decodes, at least 2, ascending.
-struct SharedPrefix {
-    std::vector<int64_t> members;
-    int64_t start, stop;
-};
 
 class Plan {
   public:
     Step step = {};  // first: a plan's address is its step's
 
     Plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads, int64_t group, int64_t head_dim,
-         int64_t window, bool fixed_order)
-        : width_(width), page_size_(page_size), window_(window), fixed_order_(fixed_order) {
+         int64_t window, bool fixed_order, int64_t row_bytes, const int64_t* early_bytes)
+        : width_(width),
+          page_size_(page_size),
+          window_(window),
+          row_bytes_(row_bytes),
+          early_bytes_(early_bytes),
+          fixed_order_(fixed_order) {
         step.slots = table;
         step.num_kv_heads = num_kv_heads;
         step.group = group;
@@ -89,6 +89,9 @@ class Plan {
         step.merges = merges_.data();
         step.num_tiles = std::count_if(items_.begin(), items_.end(), [](const Item& item) { return item.is_tile; });
         step.num_items = int64_t(items_.size());
+        find_stretches();
+        step.stretches = stretches_.data();
+        step.num_stretches = int64_t(stretches_.size());
         step.blocks = blocks_.data();
         step.num_blocks = int64_t(blocks_.size());
         step.packed = packed_.get(step.num_blocks * block_bytes());
@@ -195,7 +198,7 @@ class Plan {
     // A token's partial results lie side by side: those of its shared parts in their order, then its own pieces.
     void add_decodes() {
         std::vector<SharedPrefix> shared;
-        if (window_ == 0 && decodes_.size() > 1) shared = shared_prefixes();
+        if (window_ == 0 && decodes_.size() > 1) shared = find_shared_prefixes();
         for (const SharedPrefix& prefix : shared)
             for (int64_t member : prefix.members) {
                 decodes_[member].own_from = prefix.stop;
@@ -212,6 +215,12 @@ class Plan {
             }
         for (const SharedPrefix& prefix : shared) add_shared(prefix);
         for (const Decode& decode : decodes_) add_pieces(decode);
+    }
+
+    std::vector<SharedPrefix> find_shared_prefixes() const {
+        std::vector<PrefixFinder::Request> requests;
+        for (const Decode& decode : decodes_) requests.push_back({decode.row, decode.prefix_len / page_size_});
+        return PrefixFinder(step.slots, width_, page_size_, std::move(requests)).find();
     }
 
     int64_t own_from(const Decode& decode, int64_t token) const { return std::max(decode.own_from, seen_from_[token]); }
@@ -257,80 +266,34 @@ class Plan {
         partials_.push_back(next_partial_[token]++);
     }
 
-    // ------------------------------------------------------------ who shares what
+    // ------------------------------------------------------------ what may be fetched early
 
-    // Who shares the pages up to `known` and the next one, and from where on that is not yet found.
-    struct Group {
-        std::vector<int64_t> members;
-        int64_t start, known;  // pages
-    };
-
-    int32_t slot_of(int64_t decode, int64_t page) const {
-        return step.slots[decodes_[decode].row * width_ + page * page_size_];
-    }
-
-    // Whole pages before the first new token.
-    int64_t num_pages(int64_t decode) const { return decodes_[decode].prefix_len / page_size_; }
-
-    // Read off the slots; a request may be in several, one behind the other, ascending and without gaps from 0.
-    //
-    // A stack and not recursion: as many groups lie within each other as there are requests of different lengths.
-    std::vector<SharedPrefix> shared_prefixes() const {
-        int64_t least = divide_up(MIN_SHARED, page_size_);  // pages that are worth it
-        std::vector<SharedPrefix> found;
-        std::vector<Group> groups;
-        std::vector<int64_t> members;
-        for (int64_t n = 0; n < int64_t(decodes_.size()); ++n)
-            if (num_pages(n) >= least) members.push_back(n);
-        add_groups(members, 0, 0, groups);
-        while (!groups.empty()) {
-            Group group = std::move(groups.back());
-            groups.pop_back();
-            int64_t start = group.start, stop = first_difference(group);
-            if (stop - start >= least) {
-                found.push_back({group.members, start * page_size_, stop * page_size_});
-                start = stop;
+    // Of as many stream items as there is room for, evenly among the others: then threads wait for memory in turn.
+    void find_stretches() {
+        stretches_.clear();
+        const int64_t longest = std::max<int64_t>(1, LaterReads::MOST_LINES * Lines::BYTES / row_bytes_);
+        int64_t all = 0, room = *early_bytes_ / (2 * row_bytes_), due = 0;
+        for (int64_t n = step.num_tiles; n < step.num_items; ++n) all += items_[n].stop - items_[n].start;
+        for (int64_t n = step.num_tiles; n < step.num_items; ++n) {
+            const Item& item = items_[n];
+            due += std::min(room, all);
+            if (due < all) continue;
+            due -= all;
+            for (int64_t key = item.start, next; key < item.stop; key = next) {
+                const int32_t* slots = step.slots + item.table;
+                int64_t end = std::min(item.stop, key + longest);
+                for (next = key + 1; next < end && slots[next] == slots[next - 1] + 1;) ++next;
+                stretches_.push_back({slots[key], int32_t(next - key)});
             }
-            // Who ends before the next prefix could be worth it would cut it short for the others.
-            members.clear();
-            for (int64_t member : group.members)
-                if (num_pages(member) >= std::max(start + least, stop + 1)) members.push_back(member);
-            add_groups(members, start, stop, groups);
-        }
-        return found;
-    }
-
-    // The first page that not all members have in common.
-    int64_t first_difference(const Group& group) const {
-        int64_t stop = num_pages(group.members[0]);
-        for (int64_t member : group.members) stop = std::min(stop, num_pages(member));
-        for (int64_t member : group.members)
-            for (int64_t page = group.known; page < stop; ++page)
-                if (slot_of(member, page) != slot_of(group.members[0], page)) stop = page;
-        return stop;
-    }
-
-    // Those of `members` that have page `known` in common with another one.
-    void add_groups(const std::vector<int64_t>& members, int64_t start, int64_t known, std::vector<Group>& groups) const {
-        std::vector<std::pair<int32_t, int64_t>> by_slot;
-        for (int64_t member : members) by_slot.push_back({slot_of(member, known), member});
-        std::sort(by_slot.begin(), by_slot.end());
-        for (size_t last = by_slot.size(); last > 0;) {  // the last group first: they are taken from the end
-            size_t first = last - 1;
-            while (first > 0 && by_slot[first - 1].first == by_slot[last - 1].first) --first;
-            if (last - first > 1) {
-                Group group{{}, start, known};
-                for (size_t n = first; n < last; ++n) group.members.push_back(by_slot[n].second);
-                groups.push_back(std::move(group));
-            }
-            last = first;
         }
     }
 
-    int64_t width_, page_size_, window_;
+    int64_t width_, page_size_, window_, row_bytes_;
+    const int64_t* early_bytes_;
     bool fixed_order_;
     std::vector<Item> items_;
     std::vector<PackedBlock> blocks_;
+    std::vector<Stretch> stretches_;
     std::vector<int64_t> tokens_, partials_, seen_from_, seen_to_, merges_;
     std::vector<int64_t> next_partial_;  // of each token of the batch
     std::vector<Extend> extends_;
@@ -344,9 +307,13 @@ class Plan {
 
 // A plan for the layers of one window (0: none) over a slot table of `width` positions a row; it begins with a `Step`.
 // fixed_order: see above; decodes take longer.
+// row_bytes: of a token's keys, and of its values. early_bytes: of both, how much of a layer's the next planned step may
+// fetch early (later_reads.h).
 EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads,
-                                int64_t group, int64_t head_dim, int64_t window, int fixed_order) {
-    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, fixed_order);
+                                int64_t group, int64_t head_dim, int64_t window, int fixed_order, int64_t row_bytes,
+                                const int64_t* early_bytes) {
+    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, fixed_order, row_bytes,
+                            early_bytes);
 }
 
 EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(plan); }
@@ -365,4 +332,14 @@ EXPORT void plan_attention(void* plan_, const int64_t* rows, const int64_t* pref
     });
 }
 
+// Announces what streams of the plan read from these pools (later_reads.h); outside of programs nobody listens.
+EXPORT void announce_attention(const void* plan, const void* keys, const void* values, int64_t row_bytes) {
+    engine::LaterReads* later = engine::later_reads();
+    engine::hand_out(1, [&](int64_t) {
+        const engine::Step& step = *static_cast<const engine::Step*>(plan);
+        if (later != nullptr) later->announce(step.stretches, step.num_stretches, keys, values, row_bytes);
+    });
+}
+
 RECORDABLE(plan_attention)
+RECORDABLE(announce_attention)

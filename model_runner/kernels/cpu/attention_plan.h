@@ -17,6 +17,8 @@
 
 #include <cstdint>
 
+#include "later_reads.h"
+
 namespace engine {
 
 constexpr int64_t KEY_BLOCK = 64;  // of a stream item
@@ -53,6 +55,8 @@ struct Step {
     int64_t num_tiles, num_items; // the tiles come first
     int64_t num_merges, num_blocks;
     int64_t num_kv_heads, group, head_dim;
+    const Stretch* stretches; // what streams read, as much as may be fetched early
+    int64_t num_stretches;
 
     int64_t num_heads() const { return num_kv_heads * group; }
     // Floats: the largest score, the sum of the weights, and behind room for a vector the weighted values, in whole

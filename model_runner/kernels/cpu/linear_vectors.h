@@ -72,13 +72,16 @@ struct VectorLinear : LinearCall {
     static constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 3 or 4 KB
     static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 
-    // What one of several strips fetches while it adds: so many cache lines at each step.
+    // What one of several strips fetches while it adds: a cache line at each of so many steps, or two.
     struct Fetch {
         const uint32_t* from;
-        int64_t lines;
+        int64_t steps, lines;
 
         ALWAYS_INLINE void operator()(int64_t step) const {
-            for (int64_t n = 0; n < lines; ++n) fetch(from + (step * lines + n) * LINE);
+            if (step >= steps) return;
+            fetch(from + step * LINE);
+            if (lines == 2) [[unlikely]]
+                fetch(from + (steps + step) * LINE);
         }
     };
 
@@ -116,7 +119,8 @@ struct VectorLinear : LinearCall {
     // Tokens [first, last) times some columns.
     //
     // Memory is kept busy meanwhile: a single strip fetches what it reads a little later; several, which find all but
-    // the first in the cache, fetch the next part, and with the last part what is at `next`, if anything.
+    // the first in the cache, fetch the next part, and with the last part what is at `next`, if anything. That takes
+    // few of them; the others fetch what later calls read.
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
         int64_t steps = inputs / 2, strips = strips_of(last - first);
         if (strips <= 1) return multiply_single(first, last, columns, {});
@@ -136,8 +140,10 @@ struct VectorLinear : LinearCall {
             for (int64_t strip = 0; strip < strips; ++strip) {  // of equal height: 4 + 4 rows beat 6 + 2
                 int64_t row = first + (last - first) * strip / strips;
                 int rows = int(first + (last - first) * (strip + 1) / strips - row);
-                Fetch fetch = {after + strip * lines * (end - begin) * LINE, std::min(lines, all_lines - strip * lines)};
-                if (after == nullptr) fetch.lines = 0;
+                Fetch fetch = after != nullptr && strip * lines < all_lines
+                                  ? Fetch{after + strip * lines * (end - begin) * LINE, end - begin,
+                                          std::min(lines, all_lines - strip * lines)}
+                                  : fetch_later(end - begin);
                 Waiting sums = {waiting + (row - first) * PANEL, PANEL};
                 if (is_left && strip > 0)
                     multiply_strip(row, rows, columns, begin, end, PackedColumns{unpacked, PANEL}, sums, fetch);
@@ -146,6 +152,12 @@ struct VectorLinear : LinearCall {
             }
             from = following;
         }
+    }
+
+    // What a strip does that has no weights to fetch.
+    Fetch fetch_later(int64_t steps) const {
+        Lines lines = later == nullptr ? Lines{nullptr, 0} : later->next();
+        return {reinterpret_cast<const uint32_t*>(lines.from), std::min(lines.count, steps), 1};
     }
 
     void multiply_single(int64_t first, int64_t last, const Columns& columns, const Waiting& waiting) const {
@@ -217,6 +229,8 @@ struct VectorLinear : LinearCall {
         if (num_tokens == 0) return;
         num_tokens <= SHARED_TOKENS ? run_few() : run_many();
     }
+
+    LaterReads* later = later_reads();
 
   private:
     // Whole panels, as long as all threads get some: one that two threads read comes from memory twice.

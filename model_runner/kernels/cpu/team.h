@@ -22,6 +22,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "later_reads.h"
+
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -47,6 +49,7 @@ class Team {
     Team& operator=(const Team&) = delete;
 
     int size() const { return size_; }
+    LaterReads& later_reads() { return later_reads_; }
 
     // This member's part of a phase: work(begin, end) for pieces of [0, count), whose ends are multiples of `grain`,
     // until there are none left. Others may still be busy with theirs.
@@ -126,6 +129,7 @@ class Team {
     alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
     std::atomic<int32_t> sleepers_{0};
+    LaterReads later_reads_;
 };
 
 // Where the calling thread stands: in no team, or in which phase of which, as which member in [0, size).

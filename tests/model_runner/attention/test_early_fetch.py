@@ -1,0 +1,124 @@
+"""Which steps fetch early, by a clock that says what they took."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.model_runner.attention.early_fetch import MAX_INTERVAL, MIN_TOKENS, EarlyFetch
+
+MOST = 12 << 20
+
+
+class Host:
+    """Steps that take `with_s` seconds if they fetch early, else `without_s`, times some noise."""
+
+    def __init__(self, with_s: float, without_s: float, noise: float = 0.0, seed: int = 0) -> None:
+        self.with_s, self.without_s, self.noise = with_s, without_s, noise
+        self.now_s = 0.0
+        self.fetched: list[int] = []
+        self.early = EarlyFetch(MOST, clock=lambda: self.now_s)
+        self._random = random.Random(seed)
+
+    def step(self) -> None:
+        fetched = ctypes.c_int64.from_address(self.early.address).value
+        self.fetched.append(fetched)
+        scale = 1 + self._random.uniform(-self.noise, self.noise)
+        self.now_s += scale * (self.with_s if fetched else self.without_s)
+
+    def run(self, count: int, num_tokens: int = 64) -> list[int]:
+        """What each of the steps may fetch."""
+        for _ in range(count):
+            self.early.run(self.step, num_tokens)
+        return self.fetched[-count:]
+
+
+def test_it_stays_where_it_gains():
+    host = Host(0.9, 1.0)
+    host.run(200)
+    late = host.run(500)
+    assert set(late) == {0, MOST}
+    assert late.count(0) <= 500 // MAX_INTERVAL + 1  # trials, and nothing else
+
+
+def test_it_ends_where_it_loses_and_says_so(caplog):
+    host = Host(1.05, 1.0)
+    with caplog.at_level(logging.INFO):
+        host.run(20)
+    assert "early_fetch=off: steps of 64 tokens take" in caplog.text
+    host.run(200)
+    assert host.run(500).count(MOST) <= 500 // MAX_INTERVAL + 1
+
+
+def test_it_returns_when_the_host_has_room_again():
+    host = Host(1.05, 1.0)
+    host.run(300)
+    host.with_s = 0.9
+    host.run(8 * MAX_INTERVAL)
+    assert host.run(100).count(MOST) >= 100 - 100 // 3
+
+
+@settings(max_examples=50)
+@given(gain=st.sampled_from([-0.08, -0.04, 0.04, 0.08]), noise=st.floats(0, 0.02), seed=st.integers(0, 1000))
+def test_noise_costs_little(gain, noise, seed):
+    host = Host(1 - gain, 1.0, noise, seed)
+    host.run(500)
+    steps = host.run(2000)
+    worse = steps.count(MOST if gain < 0 else 0)
+    assert worse < len(steps) / 4
+
+
+def test_equal_steps_are_left_as_they_are(caplog):
+    host = Host(1.0, 1.0)
+    with caplog.at_level(logging.INFO):
+        assert host.run(1000).count(0) <= 30
+    assert not caplog.records
+
+
+def test_an_outlier_changes_nothing(caplog):
+    host = Host(0.97, 1.0)
+    host.run(100)
+    with caplog.at_level(logging.INFO):
+        for n in range(2 * MAX_INTERVAL):  # each place once: a trial, the step before it, the one behind it
+            host.run(2 * MAX_INTERVAL + n)
+            host.with_s = host.without_s = 50.0
+            host.run(1)
+            host.with_s, host.without_s = 0.97, 1.0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("num_tokens", [1, MIN_TOKENS - 1])
+def test_few_tokens_fetch_nothing(num_tokens):
+    assert set(Host(0.5, 1.0).run(300, num_tokens)) == {0}
+
+
+def test_steps_of_other_sizes_are_not_compared(caplog):
+    host = Host(1.5, 1.0)
+    with caplog.at_level(logging.INFO):
+        for n in range(300):
+            host.run(1, 64 + n % 2)
+    assert not caplog.records
+
+
+def test_nothing_to_fetch_is_never_tried():
+    early, calls = EarlyFetch(0), []
+    early.run(lambda: calls.append(ctypes.c_int64.from_address(early.address).value), 64)
+    assert calls == [0]
+
+
+def test_a_step_that_fails_is_no_measurement():
+    host = Host(0.9, 1.0)
+    host.run(10)
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="no"):
+            host.early.run(fail, 64)
+    assert host.run(100).count(MOST) > 50
