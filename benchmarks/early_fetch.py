@@ -2,9 +2,9 @@
 
     python benchmarks/early_fetch.py [--requests 16 32 64 128] [--tokens 375] [--kv int8] [--mib 12] [--threads 2]
 
-The products and the attention of a model like SmolLM2-135M as one program, as decode steps are run; all layers' weights,
-keys and values are read in each. Results have to be the same bits. What is gained depends on what the machine's other
-tenants leave of the cache that the cores share, so: several runs, and the ratio within a round.
+The products and the attention of a model like SmolLM2-135M as one program, as decode steps are run; all layers'
+weights, keys and values are read in each. Results have to be the same bits. What is gained depends on what the
+machine's other tenants leave of the cache that the cores share, so: several runs, and the ratio within a round.
 """
 
 from __future__ import annotations
