@@ -143,6 +143,6 @@ class RepeatableAttention(AttentionBackend, Protocol):
     def replay(self, step: Callable[[], None], num_tokens: int) -> None:
         """Repeat the calls of a whole step of so many tokens.
 
-        How it is planned may differ from time to time, what it gives does not.
+        It is timed, and how it is planned may differ from time to time (`EarlyFetch`); what it gives does not.
         """
         ...

@@ -15,6 +15,7 @@ The tokens of a request that checks drafts get the bits of as many decodes, one 
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ..kernels.cpu.library import load_library, reasons_against_library
 from ..kernels.cpu.shared_cache import shared_cache_bytes
-from .early_fetch import EarlyFetch
+from .early_fetch import MIN_TOKENS, EarlyFetch
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from ..kv_pool import KVPool
     from .backend import BatchLayout, Int64s, StepAttention
 
+logger = logging.getLogger(__name__)
+
 _HEAD_DIM_MULTIPLE: Final = 16  # one vector of the kernels
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 _ALL_DECODE: Final = None
 
 _EARLY_SHARE: Final = 3 / 8
-"""Of the shared cache, for what is fetched early: it is used once more by what was read, and by the weights."""
+"""Of the shared cache for what is fetched early: weights pass through it, and what has been read leaves it late."""
 
 
 class CpuNativeAttention:
@@ -81,7 +84,7 @@ class CpuNativeAttention:
         Args:
             library: another than that of this CPU.
             fixed_order: a token's bits depend on the tokens before it only; decodes take longer.
-            early_fetch: by default of what this CPU's shared cache has room for.
+            early_fetch: by default of what this CPU's shared cache has room for, where anything fetches early.
         """
         self._library = load_library() if library is None else library
         self._kv_pool = kv_pool
@@ -100,13 +103,21 @@ class CpuNativeAttention:
             )
         self._kv_dtype = dtype
         self._row_bytes = spec.num_kv_heads * spec.head_dim * dtype.itemsize
-        self._early_fetch = early_fetch or EarlyFetch(int(shared_cache_bytes() * _EARLY_SHARE))
+        self._early_fetch = early_fetch or EarlyFetch(self._early_bytes())
+        if self._early_fetch.most_bytes:
+            logger.info("early_fetch_mib=%.0f", self._early_fetch.most_bytes / (1 << 20))
         self._addresses = [  # the pool never moves
             tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
             for layer_id in range(spec.num_layers)
         ]
         self._spare: list[_Plans] = []
         self._repeatable: _Plans | None = None
+
+    def _early_bytes(self) -> int:
+        """Alone a thread has no team, and in fixed order there are no streams (`kernels/cpu/attention_plan.h`)."""
+        if self._fixed_order or torch.get_num_threads() == 1 or not self._library.products_fetch_early():
+            return 0
+        return int(shared_cache_bytes() * _EARLY_SHARE)
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
         """See `AttentionBackend`. A plan's memory is used again once its step is forgotten."""
@@ -236,10 +247,17 @@ class _Step:
             out.data_ptr(),
             q.dtype == torch.bfloat16,
         )
-        if self.announce is not None and layer_id + 1 < len(self.addresses):
-            keys, values, *_ = self.addresses[layer_id + 1]
-            self.announce(self.plans.of_layer[layer_id + 1], keys, values, self.row_bytes)
+        if self.announce is not None and num_tokens >= MIN_TOKENS:
+            self._announce(self.announce, layer_id + 1)
         return out
+
+    def _announce(self, announce: ctypes._NamedFuncPointer, layer_id: int) -> None:
+        """What the layer's attention reads, if there is such a layer."""
+        if layer_id == len(self.addresses):
+            announce(None, None, None, self.row_bytes)
+            return
+        keys, values, *_ = self.addresses[layer_id]
+        announce(self.plans.of_layer[layer_id], keys, values, self.row_bytes)
 
 
 def _int64s(numbers: Int64s) -> Int64s:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -18,25 +17,20 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-MIN_TOKENS: Final = 16
-"""Of a step that fetches early: products of fewer wait for memory themselves."""
+MIN_TOKENS: Final = 24
+"""Of a step that fetches early: in products of fewer nobody has the time to, or they wait for memory themselves."""
 
 MIN_INTERVAL: Final = 3
 MAX_INTERVAL: Final = 48
 """Steps from one trial to the next. They become rarer while trials agree with what is done."""
 
-_WEIGHT: Final = 0.25
-_ENOUGH: Final = -0.015
+_WEIGHT: Final = 0.125
+_ENOUGH: Final = -0.01
 """What is done changes when the opposite takes so much less time, on a moving average of trials with that weight."""
 
 _LARGEST: Final = 0.05
-"""A difference counts as no more than that, so one alone changes nothing: some third process may have had the core."""
-
-
-class _Step(NamedTuple):
-    num_tokens: int
-    is_trial: bool
-    seconds: float
+"""A trial's difference counts as no more than that, and none whose neighbours differ by more: some third process may
+have had the core."""
 
 
 class EarlyFetch:
@@ -50,11 +44,8 @@ class EarlyFetch:
         self.most_bytes = most_bytes
         self._clock = clock
         self._bytes = np.zeros(1, dtype=np.int64)
-        self._is_on = most_bytes > 0
-        self._interval = MIN_INTERVAL
-        self._since_trial = 0
-        self._difference = 0.0
-        self._steps: deque[_Step] = deque(maxlen=3)
+        self._habits: dict[int, _Habit] = {}
+        self._last = _Step(0, False, 0.0)
 
     @property
     def address(self) -> int:
@@ -66,44 +57,78 @@ class EarlyFetch:
         self._bytes[0] = self.most_bytes if is_on else 0
 
     def run(self, step: Callable[[], None], num_tokens: int) -> None:
-        """Run a step in which everybody decodes, its planning included."""
+        """Run a step in which everybody decodes, its planning included. It should take as long as others of its size.
+
+        What steps of this size usually do holds for those that are run by others, until the next call.
+        """
         if num_tokens < MIN_TOKENS or not self.most_bytes:
             self.allow(False)
             step()
             return
-        self._since_trial += 1
-        is_trial = self._since_trial >= self._interval
-        self.allow(self._is_on != is_trial)
+        habit = self._habits.setdefault(num_tokens.bit_length(), _Habit())
+        last, self._last = self._last, _Step(0, False, 0.0)
+        is_trial = habit.wants_trial() and last.num_tokens == num_tokens and not last.is_trial
+        self.allow(habit.is_on != is_trial)
         started_s = self._clock()
-        step()
-        self._steps.append(_Step(num_tokens, is_trial, self._clock() - started_s))
-        self.allow(self._is_on)  # in steps that are not run by this, too
+        try:
+            step()
+        finally:
+            self.allow(habit.is_on)
+        seconds = self._clock() - started_s
+        self._last = _Step(num_tokens, is_trial, seconds)
         if is_trial:
-            self._since_trial = 0
-        self._compare()
+            habit.begin(last.seconds, seconds)
+        elif last.is_trial and last.num_tokens == num_tokens:
+            habit.end(seconds, num_tokens)
 
-    def _compare(self) -> None:
-        """The last but one step with its neighbours, if it was a trial and they had as much to do."""
-        if len(self._steps) < 3:
+
+class _Step(NamedTuple):
+    """What was run last: with 0 tokens nothing that can be compared."""
+
+    num_tokens: int
+    is_trial: bool
+    seconds: float
+
+
+class _Habit:
+    """What steps of about one size do.
+
+    Attributes:
+        is_on: whether they fetch early.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._interval = MIN_INTERVAL
+        self._since_trial = 0
+        self._difference = 0.0
+        self._before_s = self._trial_s = 0.0
+
+    def wants_trial(self) -> bool:
+        """Whether it is time; asked at each step."""
+        self._since_trial += 1
+        return self._since_trial >= self._interval
+
+    def begin(self, before_s: float, trial_s: float) -> None:
+        """A trial has been made; what the step before it took, and what it took itself."""
+        self._since_trial = 0
+        self._before_s, self._trial_s = before_s, trial_s
+
+    def end(self, behind_s: float, num_tokens: int) -> None:
+        """The step behind it took so long, and all three had as much to do."""
+        usual_s = (self._before_s + behind_s) / 2
+        if abs(behind_s - self._before_s) > _LARGEST * usual_s:
             return
-        before, trial, behind = self._steps
-        if not trial.is_trial or not before.num_tokens == trial.num_tokens == behind.num_tokens:
-            return
-        difference = 2 * trial.seconds / (before.seconds + behind.seconds) - 1
-        difference = min(max(difference, -_LARGEST), _LARGEST)
+        difference = min(max(self._trial_s / usual_s - 1, -_LARGEST), _LARGEST)
         self._difference += _WEIGHT * (difference - self._difference)
         self._interval = min(2 * self._interval, MAX_INTERVAL)
-        if self._difference < _ENOUGH:
-            self._change(trial.num_tokens)
-
-    def _change(self, num_tokens: int) -> None:
-        self._is_on = not self._is_on
-        logger.info(
-            "early_fetch=%s: steps of %d tokens take %.1f%% less time so",
-            "on" if self._is_on else "off",
-            num_tokens,
-            -100 * self._difference,
-        )
+        if self._difference > _ENOUGH:
+            return
+        self.is_on = not self.is_on
         self._difference = -self._difference
-        self._interval = MIN_INTERVAL
-        self._steps.clear()
+        self._interval = max(self._interval // 4, MIN_INTERVAL)
+        logger.info(
+            "early_fetch=%s for some %d tokens: steps take less time so",
+            "on" if self.is_on else "off",
+            num_tokens,
+        )

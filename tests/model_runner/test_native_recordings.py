@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.model_runner import native_program, native_recordings
 from engine.model_runner.attention.backend import BatchLayout
+from engine.model_runner.attention.early_fetch import MIN_TOKENS, EarlyFetch
 from engine.model_runner.decode_graphs import Replayed
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.native_recordings import NativeRecordings, record_native_decodes
@@ -48,7 +49,9 @@ Make = Callable[..., tuple[Driver, Driver]]
 def make_pair(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[..., Driver]) -> Make:
     """One model behind two drivers that do the same: with recordings, and without."""
 
-    def make(model_type: str, dtype: str = "bfloat16", **options: Any) -> tuple[Driver, Driver]:
+    def make(
+        model_type: str, dtype: str = "bfloat16", rows: int = 12, kv_cache_dtype: str = "auto", **options: Any
+    ) -> tuple[Driver, Driver]:
         shape = {**SHAPES[model_type], **options}
         if model_type in WITH_HEAD_DIM:
             shape |= {"head_dim": 16}
@@ -57,7 +60,10 @@ def make_pair(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[.
         if model_type == "llama":
             shape |= {"hidden_size": 64}
         tiny = make_tiny_model(model_type, dtype=dtype, **shape)
-        recorded, eager = (make_driver(tiny.spec, tiny.folder, dtype=dtype, rows=12) for _ in range(2))
+        recorded, eager = (
+            make_driver(tiny.spec, tiny.folder, dtype=dtype, rows=rows, kv_cache_dtype=kv_cache_dtype)
+            for _ in range(2)
+        )
         eager.runner._builder._recordings = NoRecordings()
         return recorded, eager
 
@@ -134,6 +140,41 @@ def test_recorded_steps_have_the_logits_of_eager_ones(make_pair, model_type):
         assert eager.isfinite().all() and torch.equal(recorded, eager)
     assert seen[0].num_recorded >= 10 and seen[1].num_recorded == 0
     assert len(recordings_of(pair[0])._recordings) >= 4, "of several sizes, which took turns"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kv_cache_dtype"), [("llama", "auto"), ("gemma3_text", "auto"), ("llama", "int8")]
+)
+def test_steps_may_fetch_early_what_attention_reads(make_pair, monkeypatch, model_type, kv_cache_dtype):
+    """Some do and some do not, and a request joins; in turn with steps that nobody recorded."""
+    pair = make_pair(model_type, rows=40, kv_cache_dtype=kv_cache_dtype)
+    seen = [Seen(driver) for driver in pair]
+    attention: Any = recordings_of(pair[0])._attention
+    attention._early_fetch = early = EarlyFetch(1 << 20)
+    allowed: list[bool] = []
+
+    def allow(is_on: bool) -> None:
+        allowed.append(is_on)
+        EarlyFetch.allow(early, is_on)
+
+    monkeypatch.setattr(early, "allow", allow)
+    for driver in pair:
+        source = random.Random(3)
+        requests = [
+            driver.start([source.randrange(3, 96) for _ in range(source.randint(1, 20))])
+            for _ in range(MIN_TOKENS)
+        ]
+        driver.step([(req, len(req.tokens)) for req in requests])
+        for _ in range(10):
+            driver.step([(req, 1) for req in requests])
+        joining = driver.start(list(range(10, 40)))
+        driver.step([(joining, 30), *((req, 1) for req in requests)])
+        for _ in range(10):
+            driver.step([(req, 1) for req in (*requests, joining)])
+
+    for recorded, eager in zip(seen[0].logits, seen[1].logits, strict=True):
+        assert eager.isfinite().all() and torch.equal(recorded, eager)
+    assert seen[0].num_recorded == 20 and {True, False} == set(allowed)
 
 
 def test_weights_and_keys_are_read_anew_by_each_replay(make_pair):

@@ -332,12 +332,15 @@ EXPORT void plan_attention(void* plan_, const int64_t* rows, const int64_t* pref
     });
 }
 
-// Announces what streams of the plan read from these pools (later_reads.h); outside of programs nobody listens.
+// Announces what streams of the plan read from these pools (later_reads.h); without a plan: nothing. Outside of programs
+// nobody listens.
 EXPORT void announce_attention(const void* plan, const void* keys, const void* values, int64_t row_bytes) {
     engine::LaterReads* later = engine::later_reads();
     engine::hand_out(1, [&](int64_t) {
-        const engine::Step& step = *static_cast<const engine::Step*>(plan);
-        if (later != nullptr) later->announce(step.stretches, step.num_stretches, keys, values, row_bytes);
+        if (later == nullptr) return;
+        const engine::Step* step = static_cast<const engine::Step*>(plan);
+        int64_t num_stretches = step == nullptr ? 0 : step->num_stretches;
+        later->announce(step == nullptr ? nullptr : step->stretches, num_stretches, keys, values, row_bytes);
     });
 }
 

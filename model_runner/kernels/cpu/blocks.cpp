@@ -48,18 +48,14 @@ constexpr int64_t MIN_NUMBERS = 1 << 13;  // of x for each thread that quantises
 
 struct Blocks : BlockCall {
     // What a strip fetches while it adds: so many cache lines at each block, into the first-level cache (3) or the
-    // second (2); and of what later calls read, so many.
+    // second (2).
     template <int CACHE>
     struct Fetch {
         const uint8_t* from;
         int64_t lines;
-        Lines later = {nullptr, 0};
-        int64_t later_each = 0;
 
         void operator()(int64_t block) const {
             for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (block * lines + n) * LINE, 0, CACHE);
-            int64_t end = std::min((block + 1) * later_each, later.count);
-            for (int64_t n = block * later_each; n < end; ++n) fetch<2>(later.from + n * LINE);
         }
     };
 
@@ -208,15 +204,11 @@ struct Blocks : BlockCall {
             int rows = int(first + (last - first) * (strip + 1) / strips - row);
             Fetch<FETCH_INTO> fetch = {packed + next * panel_bytes() + strip * share * (inputs / BLOCK) * LINE, share};
             if (next >= panels() || strip * share >= lines) fetch.lines = 0;
-            if (later != nullptr) fetch.later = later->next();
-            fetch.later_each = (fetch.later.count + inputs / BLOCK - 1) / (inputs / BLOCK);
             multiply_rows(row, rows, panel, from, fetch);
         }
     }
 
     static int64_t strips_of(int64_t tokens) { return (tokens + STRIP_ROWS - 1) / STRIP_ROWS; }
-
-    LaterReads* later = later_reads();
 
     void run(void* workspace) const {
         if (num_tokens == 0) return;

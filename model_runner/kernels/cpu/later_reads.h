@@ -26,8 +26,8 @@ struct Lines {
 
 class LaterReads {
   public:
-    // Of a stretch: what a strip of tokens can fetch during one product, a line or two at each step.
-    static constexpr int64_t MOST_LINES = 256;
+    // Of a stretch: what a strip of tokens fetches, a line at each step of a part of a product.
+    static constexpr int64_t MOST_LINES = 192;
 
     // In place of what was announced before. By one thread, within a phase; the phases behind it see it.
     void announce(const Stretch* stretches, int64_t num_stretches, const void* keys, const void* values, int64_t row_bytes) {

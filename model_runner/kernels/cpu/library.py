@@ -38,6 +38,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "packed_linear_bytes": ("n", "nn"),
     "pack_linear": ("", "pnnp"),
     "pair_linear": ("", "pnn"),
+    "products_fetch_early": ("i", ""),
     "linear_to": ("", "pnpppnnni"),
     "linear_rows": ("", "pppnnn"),
     "compressed_linear_bytes": ("n", "pnn"),

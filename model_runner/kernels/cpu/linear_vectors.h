@@ -56,6 +56,7 @@ struct CompressedColumns {
 template <bool COMPRESSED>
 struct VectorLinear : LinearCall {
     static_assert(!COMPRESSED || COMPRESSES);
+    static_assert(PER_PANEL <= 4 && SHORT_STEP / LINE <= 4, "two strips fetch two lines each");
 
 #if defined(__AVX512F__)
     static constexpr bool IS_SHORT = false;
@@ -71,6 +72,8 @@ struct VectorLinear : LinearCall {
     static constexpr int64_t GATED_PANELS = 16;    // of a single strip whose gates are finished together
     static constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 3 or 4 KB
     static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
+
+    LaterReads* later = later_reads();
 
     // What one of several strips fetches while it adds: a cache line at each of so many steps, or two.
     struct Fetch {
@@ -229,8 +232,6 @@ struct VectorLinear : LinearCall {
         if (num_tokens == 0) return;
         num_tokens <= SHARED_TOKENS ? run_few() : run_many();
     }
-
-    LaterReads* later = later_reads();
 
   private:
     // Whole panels, as long as all threads get some: one that two threads read comes from memory twice.

@@ -37,7 +37,7 @@ inline int max_threads() {
 #endif
 }
 
-// What later calls of the program read, to be asked for before the work is shared out; null where nobody knows.
+// What later calls of the program read; null where nobody knows. To be asked outside of the bodies, which leave the team.
 inline LaterReads* later_reads() { return membership.team == nullptr ? nullptr : &membership.team->later_reads(); }
 
 // Leaves the team for as long as it exists: what a body calls, it calls alone.

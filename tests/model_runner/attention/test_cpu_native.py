@@ -396,69 +396,6 @@ def test_reasons_against():
     assert "40 is not a multiple of 16" in found[2]
 
 
-# ---------------------------------------------------------------- what may be fetched early
-
-
-def stretches_of(plan: int) -> list[tuple[int, int]]:
-    step = Step.from_address(plan)
-    if step.num_stretches == 0:
-        return []
-    numbers = np.ctypeslib.as_array(
-        ctypes.cast(step.stretches, ctypes.POINTER(ctypes.c_int32)), (step.num_stretches, 2)
-    )
-    return [(first, count) for first, count in numbers.tolist()]
-
-
-def plan_for(library: Any, table: Any, page_size: int, early_bytes: int, row_bytes: int = 32) -> int:
-    """Of one KV head of 16 numbers."""
-    early = np.array([early_bytes], dtype=np.int64)
-    plan: int = library.new_attention_plan(
-        table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0, row_bytes, early.ctypes.data
-    )
-    _KEPT[plan] = early
-    return plan
-
-
-_KEPT: dict[int, Any] = {}  # what plans read later
-
-
-@pytest.mark.parametrize("row_bytes", [32, 384, 2048, 40_000])
-@pytest.mark.parametrize("early_rows", [0, 1, 300, 900, 2200, 1 << 40])
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_fetched_early_is_what_decodes_read(best_library, row_bytes, early_rows, seed):
-    source = np.random.default_rng(seed)
-    lens = source.integers(1, 400, 11)
-    table = source.permutation(11 * 25).reshape(11, 25)  # pages of 16
-    table[0, :25] = 500 + np.arange(25)  # side by side
-    table = (table[:, :, None] * 16 + np.arange(16)).reshape(11, -1).astype(np.int32)
-    plan = plan_for(best_library, table, 16, 2 * row_bytes * early_rows, row_bytes)
-    columns = np.stack((np.arange(11), lens - 1, np.ones(11, dtype=np.int64)))
-    best_library.plan_attention(plan, *(column.ctypes.data for column in columns), None, 11)
-    stretches = stretches_of(plan)
-    rows = [slot for first, count in stretches for slot in range(first, first + count)]
-    read = [slot for row, length in zip(table, lens, strict=True) for slot in row[:length].tolist()]
-    assert len(set(rows)) == len(rows) and set(rows) <= set(read)
-    assert all(count == 1 or count * row_bytes <= 256 * 64 for _, count in stretches)
-    if early_rows == 0:
-        assert not rows
-    elif early_rows > 11 * 400:
-        assert rows == read  # in the order in which it is read
-    else:
-        assert len(rows) <= 2 * early_rows  # a share of the items, which are not equally long
-        assert len(rows) > early_rows / 3 or early_rows == 1
-    best_library.free_attention_plan(plan)
-
-
-def test_prompts_fetch_nothing_early(best_library):
-    table = np.arange(600, dtype=np.int32).reshape(1, 600)
-    plan = plan_for(best_library, table, 16, 1 << 30)
-    numbers = np.array([0, 100, 300], dtype=np.int64)
-    addresses = [numbers[n:].ctypes.data for n in range(3)]
-    best_library.plan_attention(plan, *addresses, np.zeros(1, dtype=np.int64).ctypes.data, 1)
-    assert stretches_of(plan) == []
-    best_library.free_attention_plan(plan)
-
-
 # ---------------------------------------------------------------- who shares what
 
 
@@ -470,7 +407,10 @@ def table_of(rows: list[list[int]], page_size: int) -> Any:
 
 def shared_prefixes(library: Any, table: Any, lens: Any, page_size: int) -> list[tuple[list[int], int, int]]:
     """(members, start, stop) of what decodes of these lengths have in common, read off the items."""
-    plan = plan_for(library, table, page_size, 0)
+    early_bytes = np.zeros(1, dtype=np.int64)
+    plan = library.new_attention_plan(
+        table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0, 32, early_bytes.ctypes.data
+    )
     columns = np.stack((np.arange(len(lens)), np.asarray(lens) - 1, np.ones(len(lens), dtype=np.int64)))
     library.plan_attention(plan, *(column.ctypes.data for column in columns), None, len(lens))
     items = items_of(plan)
@@ -548,6 +488,7 @@ def test_a_step_may_be_repeated_with_other_requests(best_library):
         plan_attention=keep("plan_attention"),
         attend=keep("attend"),
         announce_attention=keep("announce_attention"),
+        products_fetch_early=best_library.products_fetch_early,
     )
     rows, lens = torch.from_numpy(pages.rows), torch.tensor([9, 200, 3, 0, 0])
     q, num_new = pages.q.contiguous(), torch.tensor([1, 3, 1, 0, 0])

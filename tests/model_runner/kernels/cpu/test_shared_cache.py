@@ -47,7 +47,10 @@ def test_no_third_level(tmp_path):
 
 def test_this_machine():
     cpu = min(os.sched_getaffinity(0))
-    size = Path(f"/sys/devices/system/cpu/cpu{cpu}/cache/index3/size")
-    if not size.exists():
+    cache = Path(f"/sys/devices/system/cpu/cpu{cpu}/cache/index3")
+    if not cache.exists():
         pytest.skip("Linux does not describe a third level here")
-    assert shared_cache_bytes() in (0, int(size.read_text().strip()[:-1]) << 10)
+    shared = (cache / "shared_cpu_list").read_text().strip()
+    if shared != f"0-{len(os.sched_getaffinity(0)) - 1}":
+        pytest.skip("this process may use other CPUs than those that share it")
+    assert shared_cache_bytes() == int((cache / "size").read_text().strip()[:-1]) << 10
