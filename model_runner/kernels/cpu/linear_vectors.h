@@ -82,9 +82,8 @@ struct VectorLinear : LinearCall {
 
         ALWAYS_INLINE void operator()(int64_t step) const {
             if (step >= steps) return;
-            fetch(from + step * LINE);
-            if (lines == 2) [[unlikely]]
-                fetch(from + (steps + step) * LINE);
+            fetch(from + step * lines * LINE);
+            if (lines == 2) fetch(from + (step * lines + 1) * LINE);
         }
     };
 
