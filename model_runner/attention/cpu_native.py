@@ -144,7 +144,7 @@ class CpuNativeAttention:
         addresses = [column.data_ptr() for column in columns]
         for plan in plans.addresses:
             self._library.plan_attention(plan, *addresses, _ALL_DECODE, len(rows))
-        return self._step(plans, len(rows))
+        return self._step(plans, len(rows), fetches_early=len(rows) >= MIN_TOKENS)
 
     def replay(self, step: Callable[[], None], num_tokens: int) -> None:
         """See `RepeatableAttention`."""
@@ -162,10 +162,12 @@ class CpuNativeAttention:
             early_fetch=self._early_fetch,
         )
 
-    def _step(self, plans: _Plans, num_tokens: int) -> _Step:
+    def _step(self, plans: _Plans, num_tokens: int, *, fetches_early: bool = True) -> _Step:
+        """By default the calls are the same ones for any number of tokens (`ForwardProgram`)."""
+        fetches_early &= self._early_fetch.most_bytes > 0
         return _Step(
             self._library.attend,
-            self._library.announce_attention if self._early_fetch.most_bytes else None,
+            self._library.announce_attention if fetches_early else None,
             self._row_bytes,
             self._addresses,
             plans,
@@ -247,7 +249,7 @@ class _Step:
             out.data_ptr(),
             q.dtype == torch.bfloat16,
         )
-        if self.announce is not None and num_tokens >= MIN_TOKENS:
+        if self.announce is not None:
             self._announce(self.announce, layer_id + 1)
         return out
 

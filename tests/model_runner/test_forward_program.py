@@ -14,6 +14,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.model_runner import forward_program, program_planes
+from engine.model_runner.attention.cpu_native import CpuNativeAttention
+from engine.model_runner.attention.early_fetch import MIN_TOKENS
 from engine.model_runner.forward_program import ProgrammedForward, programmed_forward
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native_blocks import TILES_FROM
@@ -240,6 +242,19 @@ def test_a_larger_step_is_the_models(make, monkeypatch):
     for length in (35, 34, 7):
         driver.step([(req, length)])
     assert (compared.others, compared.sizes) == ([35], [34, 7])
+
+
+def test_steps_of_any_size_are_one_program_whatever_is_fetched_early(make, monkeypatch):
+    num_calls = []
+    for early_bytes in (0, 1 << 20):
+        monkeypatch.setattr(CpuNativeAttention, "_early_bytes", lambda _attention, most=early_bytes: most)
+        driver = make("llama")
+        compared = Compared(driver)
+        (program,) = compared.forward.programs
+        num_calls.append(program.program.num_calls)
+        live(driver, 7)
+        assert not compared.others and min(compared.sizes) < MIN_TOKENS < max(compared.sizes)
+    assert num_calls[1] == num_calls[0] + len(driver.runner.kv_pool.k)
 
 
 def test_it_is_said_once_what_there_is(make, caplog):
