@@ -66,8 +66,8 @@ class EarlyFetch:
             step()
             return
         habit = self._habits.setdefault(num_tokens.bit_length(), _Habit())
-        last, self._last = self._last, _Step(0, False, 0.0)
-        is_trial = habit.wants_trial() and last.num_tokens == num_tokens and not last.is_trial
+        last = self._last
+        is_trial = habit.wants_trial() and last.num_tokens == num_tokens
         self.allow(habit.is_on != is_trial)
         started_s = self._clock()
         try:
@@ -83,7 +83,7 @@ class EarlyFetch:
 
 
 class _Step(NamedTuple):
-    """What was run last: with 0 tokens nothing that can be compared."""
+    """What was run last; 0 tokens: nothing."""
 
     num_tokens: int
     is_trial: bool
@@ -105,7 +105,7 @@ class _Habit:
         self._before_s = self._trial_s = 0.0
 
     def wants_trial(self) -> bool:
-        """Whether it is time; asked at each step."""
+        """Whether it is time; asked at each step. Never at two in a row."""
         self._since_trial += 1
         return self._since_trial >= self._interval
 

@@ -109,6 +109,22 @@ def test_an_outlier_changes_nothing(offset, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_nor_do_outliers_that_always_come_beside_trials(offset, caplog):
+    host = Host(1.0, 1.0)
+    host.run(400)
+    next_trial = MAX_INTERVAL - 1 - host.run(2 * MAX_INTERVAL)[::-1].index(0)
+    with caplog.at_level(logging.INFO):
+        host.run(next_trial + offset)
+        for _ in range(30):
+            host.with_s = host.without_s = 1.5
+            host.run(1)
+            host.with_s = host.without_s = 1.0
+            host.run(MAX_INTERVAL - 1)
+    assert not caplog.records
+    assert host.fetched[-MAX_INTERVAL:].count(0) == 1
+
+
 @pytest.mark.parametrize("num_tokens", [1, MIN_TOKENS - 1])
 def test_few_tokens_fetch_nothing(num_tokens):
     assert set(Host(0.5, 1.0).run(300, num_tokens)) == {0}
