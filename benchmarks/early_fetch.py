@@ -22,8 +22,8 @@ import numpy.typing as npt
 # Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.compressed_weights import LAYER_SHAPES, ComparisonError
-from benchmarks.cpu_kernels import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS
+from benchmarks.compressed_weights import LAYER_SHAPES, ComparisonError, report
+from benchmarks.cpu_kernels import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, PAGE_SIZE, make_kv_pool
 from benchmarks.kernel_builds import at_least
 from engine.runtime.openmp import shorten_spinning
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from engine.model_runner.kernels.compressed_linear import CompressedLinear
     from engine.model_runner.kv_pool import KVPool
 
-PAGE_SIZE = 16
 RUN_PAGES = 8  # of a request lie side by side
 
 
@@ -70,7 +69,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     try:
         library = load_library()
-        print(f"{'requests':>8} {'without, ms':>11} {'with, ms':>9} {'ratio':>6}  quartiles")
+        print(f"{'tokens':>6} {'without, ms':>11} {'with, ms':>11} {'ratio':>6}  quartiles")
         for requests in args.requests:
             sizes = Sizes(requests, args.tokens, args.layers, args.kv)
             print(report(requests, measure(library, sizes, args.mib << 20, args.rounds)), flush=True)
@@ -91,7 +90,9 @@ def measure(library: ctypes.CDLL, sizes: Sizes, early_bytes: int, rounds: int) -
     sides = [EarlyFetch(0), EarlyFetch(early_bytes)]
     sides[1].allow(True)
     with torch.inference_mode():
-        pool, weights = make_pool(sizes), make_weights(library, sizes.layers)
+        num_pages = sizes.requests * _runs(sizes) * RUN_PAGES
+        pool = make_kv_pool(sizes.layers, num_pages, getattr(torch, sizes.kv_dtype))
+        weights = make_weights(library, sizes.layers)
         steps = [_step(library, sizes, pool, weights, early) for early in sides]
         seconds = np.zeros((rounds + 1, 2))
         rng = np.random.default_rng(0)
@@ -175,32 +176,6 @@ def make_weights(library: ctypes.CDLL, num_layers: int) -> list[CompressedLinear
     return weights
 
 
-def make_pool(sizes: Sizes) -> KVPool:
-    """Of random numbers, as many as the requests have tokens."""
-    import torch
-
-    from engine.model_runner.kv_pool import KVPool
-
-    dtype: torch.dtype = getattr(torch, sizes.kv_dtype)
-    pool = KVPool(
-        num_layers=sizes.layers,
-        num_pages=sizes.requests * _runs(sizes) * RUN_PAGES,
-        page_size=PAGE_SIZE,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    for numbers in (*pool.k, *pool.v):
-        if dtype == torch.int8:
-            numbers.random_(-127, 128)
-        else:
-            numbers.normal_()
-    for scales in (*pool.k_scale, *pool.v_scale):
-        scales.fill_(0.01)
-    return pool
-
-
 def make_table(sizes: Sizes) -> Tensor:
     """[requests, slots] int32: pages in runs, which lie in random order."""
     import torch
@@ -214,13 +189,6 @@ def make_table(sizes: Sizes) -> Tensor:
 def _runs(sizes: Sizes) -> int:
     """Of each request."""
     return -(-sizes.tokens // (RUN_PAGES * PAGE_SIZE))
-
-
-def report(requests: int, seconds: npt.NDArray[np.float64]) -> str:
-    """A line; the ratio is the median of the rounds' ratios, quartiles behind it. `seconds`: [rounds, 2]."""
-    without, early = np.median(seconds, axis=0) * 1e3
-    low, middle, high = np.quantile(seconds[:, 1] / seconds[:, 0], [0.25, 0.5, 0.75])
-    return f"{requests:8} {without:11.2f} {early:9.2f} {middle:6.3f}  {low:.3f} to {high:.3f}"
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -16,28 +14,16 @@ from engine.model_runner.kernels.compressed_linear import CompressedLinear
 from engine.model_runner.kernels.cpu.compiler import NoLibraryError
 from engine.model_runner.kernels.cpu.library import load_library
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from .conftest import run_benchmark as run
 
 
 @pytest.fixture
 def compressed_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    monkeypatch: pytest.MonkeyPatch, import_benchmark: Callable[[str], ModuleType]
 ) -> ModuleType:
-    folder = tmp_path_factory.mktemp("path")
-    (folder / "benchmarks").symlink_to(BENCHMARKS, target_is_directory=True)
-    monkeypatch.syspath_prepend(folder)
-    module = importlib.import_module("benchmarks.compressed_weights")
+    module = import_benchmark("compressed_weights")
     monkeypatch.setattr(module, "HEAD_SHAPE", (4096, module.HIDDEN))
     return module
-
-
-def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["compressed_weights.py", *map(str, arguments)])
-    threads = torch.get_num_threads()
-    try:
-        module.main()
-    finally:
-        torch.set_num_threads(threads)
 
 
 SMALL = ("--layers", 1, "--rounds", 2, "--threads", 1)

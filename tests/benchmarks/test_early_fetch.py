@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -13,29 +11,17 @@ import torch
 from engine.model_runner.kernels.cpu.compiler import NoLibraryError
 from engine.model_runner.kernels.cpu.library import load_library
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from .conftest import run_benchmark as run
 
 
 @pytest.fixture
-def early_fetch(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    folder = tmp_path_factory.mktemp("path")
-    (folder / "benchmarks").symlink_to(BENCHMARKS, target_is_directory=True)
-    monkeypatch.syspath_prepend(folder)
-    module = importlib.import_module("benchmarks.early_fetch")
+def early_fetch(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    module = import_benchmark("early_fetch")
     try:
         module.make_weights(load_library(), 1)
     except (NoLibraryError, module.ComparisonError) as error:
         pytest.skip(str(error))
     return module
-
-
-def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["early_fetch.py", *map(str, arguments)])
-    threads = torch.get_num_threads()
-    try:
-        module.main()
-    finally:
-        torch.set_num_threads(threads)
 
 
 SMALL = ("--layers", 3, "--rounds", 2, "--tokens", 130)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,24 +16,16 @@ from engine.model_runner.kernels.cpu.compiler import NoLibraryError
 from engine.model_runner.kernels.cpu.isa import best_isa
 from engine.model_runner.kernels.cpu.library import load_library
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from .conftest import BENCHMARKS, run_benchmark
 
 
 @pytest.fixture
-def kernel_builds(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    folder = tmp_path_factory.mktemp("path")
-    (folder / "benchmarks").symlink_to(BENCHMARKS, target_is_directory=True)
-    monkeypatch.syspath_prepend(folder)
-    return importlib.import_module("benchmarks.kernel_builds")
+def kernel_builds(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return import_benchmark("kernel_builds")
 
 
 def run(kernel_builds: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["kernel_builds.py", "--folder", str(folder), *map(str, arguments)])
-    threads = torch.get_num_threads()
-    try:
-        kernel_builds.main()
-    finally:
-        torch.set_num_threads(threads)
+    run_benchmark(kernel_builds, monkeypatch, "--folder", folder, *arguments)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])

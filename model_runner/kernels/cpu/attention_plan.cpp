@@ -337,10 +337,9 @@ EXPORT void plan_attention(void* plan_, const int64_t* rows, const int64_t* pref
 EXPORT void announce_attention(const void* plan, const void* keys, const void* values, int64_t row_bytes) {
     engine::LaterReads* later = engine::later_reads();
     engine::hand_out(1, [&](int64_t) {
-        if (later == nullptr) return;
-        const engine::Step* step = static_cast<const engine::Step*>(plan);
-        int64_t num_stretches = step == nullptr ? 0 : step->num_stretches;
-        later->announce(step == nullptr ? nullptr : step->stretches, num_stretches, keys, values, row_bytes);
+        const engine::Step nothing = {};
+        const engine::Step& step = plan == nullptr ? nothing : *static_cast<const engine::Step*>(plan);
+        if (later != nullptr) later->announce(step.stretches, step.num_stretches, keys, values, row_bytes);
     });
 }
 

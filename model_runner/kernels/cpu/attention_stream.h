@@ -83,7 +83,8 @@ class Stream {
         const Query* query;
         float* state;     // its result: the largest score, the sum of the weights, the weighted values
         int64_t seen_to;  // behind the last key that it sees
-        float query_scale, value_scale, kept;  // where queries and weights are integers: `kept` of the values so far
+        float query_scale, value_scale;  // where queries and weights are integers, ...
+        float kept;                      // ... and what the values so far are to be multiplied with
 
         float* values() const { return state + LANES; }
     };
