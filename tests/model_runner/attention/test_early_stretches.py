@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from engine.model_runner.attention.cpu_native import CpuNativeAttention
+from engine.model_runner.attention.early_fetch import MIN_TOKENS, EarlyFetch
+from engine.model_runner.native_program import told_of_calls
+from tests.model_runner.attention.paged_batches import Pages, spec_of
 from tests.model_runner.attention.test_cpu_native import Step
 from tests.model_runner.kernels.cpu.conftest import best_library
 
@@ -130,3 +136,29 @@ def test_prompts_and_shared_beginnings_are_not_fetched_early(make_plan):
     table[1, :320] = table[0, :320]
     rows = slots_of(plan.make(np.array([400, 350]), np.ones(2)))
     assert sorted(rows) == [*range(320, 400), *range(920, 950)]
+
+
+@pytest.mark.parametrize(("num_requests", "announces"), [(MIN_TOKENS - 1, False), (MIN_TOKENS, True)])
+def test_each_layer_announces_the_next_one(best_library, num_requests, announces):
+    """With its own plan, where layers have windows; behind the last one nothing stays announced."""
+    backend: Any = functools.partial(
+        CpuNativeAttention, library=best_library, early_fetch=EarlyFetch(1 << 20)
+    )
+    spec = spec_of(9, 3, 64, window=100)
+    pages = Pages(spec, PAGE_SIZE, [20] * num_requests, torch.bfloat16, 0, backend=backend)
+    pages.run([1] * num_requests, 0)
+    attention = pages.bound()
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    rows, ones = torch.from_numpy(pages.rows), torch.ones(num_requests, dtype=torch.int64)
+    step = attention.repeatable_step(rows, 19 * ones, ones)
+    with told_of_calls(
+        best_library, lambda function, args: calls.append((function.name, args)), only_told=True
+    ):
+        for layer_id in range(spec.num_layers):
+            step.forward(layer_id, pages.q)
+    attends = [args for name, args in calls if name == "attend"]
+    expected = [(args[0], args[3], args[4], 3 * 64 * 2) for args in attends[1:]] + [
+        (None, None, None, 3 * 64 * 2)
+    ]
+    assert len(attends) == spec.num_layers and len({args[0] for args in attends}) == 2, "two plans"
+    assert [args for name, args in calls if name == "announce_attention"] == (expected if announces else [])
