@@ -195,10 +195,11 @@ struct VectorLinear : LinearCall {
         });
     }
 
-    // A function of its own: among others GCC 12 stores all sums at each step.
+    // A function of its own: among others GCC 12 stores all sums at each step. By reference: copies on the stack are read
+    // sixteen bytes at once, which waits until all that the strip before has stored is in the cache (3 % of 512 tokens).
     template <int ROWS, int VECTORS, class From, class AtStep>
-    __attribute__((noinline)) void multiply_rows(int64_t row, int64_t column, int64_t begin, int64_t end, From from,
-                                                 Waiting waiting, AtStep at_step) const {
+    __attribute__((noinline)) void multiply_rows(int64_t row, int64_t column, int64_t begin, int64_t end, const From& from,
+                                                 const Waiting& waiting, const AtStep& at_step) const {
         f32x16 sums[ROWS][VECTORS];
         if (begin == 0)
             zero_tile(sums);
