@@ -28,6 +28,9 @@ _WEIGHT: Final = 0.125
 _ENOUGH: Final = -0.01
 """What is done changes when the opposite takes so much less time, on a moving average of trials with that weight."""
 
+_PATIENCE: Final = 3
+"""Steps in which products fetch nothing of what was announced: after so many it is certain that they never do."""
+
 _LARGEST: Final = 0.05
 """A trial's difference counts as no more than that, and none whose neighbours differ by more: some third process may
 have had the core."""
@@ -37,24 +40,31 @@ class EarlyFetch:
     """One for all plans of a model's attention.
 
     Attributes:
-        most_bytes: of a layer's keys and values that are fetched early; 0: nothing ever is.
+        most_bytes: of a layer's keys and values that are fetched early; 0: nothing ever is. It becomes that where no
+            product fetches any, as those with other weights than bfloat16 do not.
     """
 
     def __init__(self, most_bytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.most_bytes = most_bytes
         self._clock = clock
-        self._bytes = np.zeros(1, dtype=np.int64)
+        self._shared = np.zeros(3, dtype=np.int64)
+        self._num_unheard = 0
         self._habits: dict[int, _Habit] = {}
         self._last = _Step(0, False, 0.0)
 
     @property
     def address(self) -> int:
-        """Of the int64 that says how many bytes the step that is planned next may fetch; as long as this lives."""
-        return int(self._bytes.ctypes.data)
+        """Of what plans read and write, `Early` of `kernels/cpu/attention_plan.h`; as long as this lives."""
+        return int(self._shared.ctypes.data)
+
+    @property
+    def num_taken(self) -> int:
+        """Stretches of keys, or of values, that products have fetched so far."""
+        return int(self._shared[2])
 
     def allow(self, is_on: bool) -> None:
         """For the steps that are planned from now on."""
-        self._bytes[0] = self.most_bytes if is_on else 0
+        self._shared[0] = self.most_bytes if is_on else 0
 
     def run(self, step: Callable[[], None], num_tokens: int) -> None:
         """Run a step in which everybody decodes, its planning included. It should take as long as others of its size.
@@ -75,11 +85,22 @@ class EarlyFetch:
         finally:
             self.allow(habit.is_on)
         seconds = self._clock() - started_s
+        if not self.num_taken and self._shared[1]:
+            self._was_not_heard()
         self._last = _Step(num_tokens, is_trial, seconds)
         if is_trial:
             habit.begin(last.seconds, seconds)
         elif last.is_trial and last.num_tokens == num_tokens:
             habit.end(seconds, num_tokens)
+
+    def _was_not_heard(self) -> None:
+        """Stretches were announced, and nobody has fetched any: so it is where a model's weights are of other kinds."""
+        self._shared[1] = 0
+        self._num_unheard += 1
+        if self._num_unheard == _PATIENCE:
+            logger.info("early_fetch=off: no product of this model fetches anything early")
+            self.most_bytes = 0
+            self.allow(False)
 
 
 class _Step(NamedTuple):

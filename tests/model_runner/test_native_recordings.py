@@ -16,7 +16,7 @@ from engine.model_runner import native_program, native_recordings
 from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.early_fetch import MIN_TOKENS, EarlyFetch
 from engine.model_runner.decode_graphs import Replayed
-from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
 from engine.model_runner.native_recordings import NativeRecordings, record_native_decodes
 from engine.model_runner.op_selection import MAKERS
 from engine.model_runner.recorded_step import NoRecordings
@@ -175,6 +175,8 @@ def test_steps_may_fetch_early_what_attention_reads(make_pair, monkeypatch, mode
     for recorded, eager in zip(seen[0].logits, seen[1].logits, strict=True):
         assert eager.isfinite().all() and torch.equal(recorded, eager)
     assert seen[0].num_recorded == 20 and {True, False} == set(allowed)
+    can_fetch = bool(load_library().products_fetch_early()) and torch.get_num_threads() > 1
+    assert (early.num_taken > 0) == can_fetch, "by products, in fact"
 
 
 def test_weights_and_keys_are_read_anew_by_each_replay(make_pair):

@@ -38,17 +38,18 @@ class Plan {
     Step step = {};  // first: a plan's address is its step's
 
     Plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads, int64_t group, int64_t head_dim,
-         int64_t window, bool fixed_order, int64_t row_bytes, const int64_t* early_bytes)
+         int64_t window, bool fixed_order, int64_t row_bytes, Early& early)
         : width_(width),
           page_size_(page_size),
           window_(window),
           row_bytes_(row_bytes),
-          early_bytes_(early_bytes),
+          early_(early),
           fixed_order_(fixed_order) {
         step.slots = table;
         step.num_kv_heads = num_kv_heads;
         step.group = group;
         step.head_dim = head_dim;
+        step.count = &early.count;
     }
 
     void begin() {
@@ -272,7 +273,7 @@ class Plan {
     void find_stretches() {
         stretches_.clear();
         const int64_t longest = std::max<int64_t>(1, LaterReads::MOST_LINES * Lines::BYTES / row_bytes_);
-        int64_t all = 0, room = *early_bytes_ / (2 * row_bytes_), due = 0;
+        int64_t all = 0, room = early_.most_bytes / (2 * row_bytes_), due = 0;
         for (int64_t n = step.num_tiles; n < step.num_items; ++n) all += items_[n].stop - items_[n].start;
         for (int64_t n = step.num_tiles; n < step.num_items; ++n) {
             const Item& item = items_[n];
@@ -289,7 +290,7 @@ class Plan {
     }
 
     int64_t width_, page_size_, window_, row_bytes_;
-    const int64_t* early_bytes_;
+    Early& early_;
     bool fixed_order_;
     std::vector<Item> items_;
     std::vector<PackedBlock> blocks_;
@@ -307,13 +308,12 @@ class Plan {
 
 // A plan for the layers of one window (0: none) over a slot table of `width` positions a row; it begins with a `Step`.
 // fixed_order: see above; decodes take longer.
-// row_bytes: of a token's keys, and of its values. early_bytes: of both, how much of a layer's the next planned step may
-// fetch early (later_reads.h).
+// row_bytes: of a token's keys, and of its values. early: has to outlive the plan.
 EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads,
                                 int64_t group, int64_t head_dim, int64_t window, int fixed_order, int64_t row_bytes,
-                                const int64_t* early_bytes) {
+                                void* early) {
     return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, fixed_order, row_bytes,
-                            early_bytes);
+                            *static_cast<engine::Early*>(early));
 }
 
 EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(plan); }
@@ -339,7 +339,7 @@ EXPORT void announce_attention(const void* plan, const void* keys, const void* v
     engine::hand_out(1, [&](int64_t) {
         const engine::Step nothing = {};
         const engine::Step& step = plan == nullptr ? nothing : *static_cast<const engine::Step*>(plan);
-        if (later != nullptr) later->announce(step.stretches, step.num_stretches, keys, values, row_bytes);
+        if (later != nullptr) later->announce(step.stretches, step.num_stretches, keys, values, row_bytes, step.count);
     });
 }
 

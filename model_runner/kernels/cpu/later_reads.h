@@ -6,8 +6,8 @@
 
 #pragma once
 
-#include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace engine {
 
@@ -24,33 +24,60 @@ struct Lines {
     int64_t count;
 };
 
+// Stretches of keys, and of values, of all announcements so far that another one has followed.
+struct Count {
+    int64_t announced, taken;
+};
+
+// Each member of a team takes stretches of its own, one out of so many: a counter for all would go from core to core at
+// every strip, which took 1 % of a step.
 class LaterReads {
   public:
     // Of a stretch: what a strip of tokens fetches, a line at each step of a part of a product.
     static constexpr int64_t MOST_LINES = 192;
 
-    // In place of what was announced before. By one thread, within a phase; the phases behind it see it.
-    void announce(const Stretch* stretches, int64_t num_stretches, const void* keys, const void* values, int64_t row_bytes) {
+    explicit LaterReads(int num_members) : next_(num_members) {}
+
+    // In place of what was announced before. By one thread, within a phase; the phases behind it see it. `count` may be null.
+    void announce(const Stretch* stretches, int64_t num_stretches, const void* keys, const void* values, int64_t row_bytes,
+                  Count* count) {
+        if (count_ != nullptr) {
+            count_->announced += num_;
+            count_->taken += num_taken();
+        }
+        count_ = count;
         stretches_ = stretches;
         num_ = 2 * num_stretches;
         pools_[0] = static_cast<const char*>(keys);
         pools_[1] = static_cast<const char*>(values);
         row_bytes_ = row_bytes;
-        next_.store(0, std::memory_order_relaxed);
+        for (int64_t n = 0; n < int64_t(next_.size()); ++n) next_[n].index = n;
     }
 
     // Some that nobody has asked for yet, in the order in which they are read; none at the end.
-    Lines next() {
-        if (next_.load(std::memory_order_relaxed) >= num_) return {nullptr, 0};
-        int64_t n = next_.fetch_add(1, std::memory_order_relaxed);
-        if (n >= num_) return {nullptr, 0};
+    Lines next(int member) {
+        int64_t& index = next_[member].index;
+        if (index >= num_) return {nullptr, 0};
+        int64_t n = index;
+        index += int64_t(next_.size());
         const Stretch& rows = stretches_[n / 2];
         return {pools_[n % 2] + rows.first * row_bytes_, (rows.count * row_bytes_ + Lines::BYTES - 1) / Lines::BYTES};
     }
 
   private:
-    std::atomic<int64_t> next_{0};
+    int64_t num_taken() const {
+        int64_t sum = 0;
+        for (int64_t n = 0; n < int64_t(next_.size()); ++n) sum += (next_[n].index - n) / int64_t(next_.size());
+        return sum;
+    }
+
+    struct alignas(64) Next {
+        int64_t index = 0;
+    };
+
+    std::vector<Next> next_;
     int64_t num_ = 0, row_bytes_ = 0;
+    Count* count_ = nullptr;
     const Stretch* stretches_ = nullptr;
     const char* pools_[2] = {};
 };

@@ -74,6 +74,7 @@ struct VectorLinear : LinearCall {
     static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 
     LaterReads* later = later_reads();
+    int member = membership.member;  // of its team
 
     // What one of several strips fetches while it adds: a cache line at each of so many steps, or two.
     struct Fetch {
@@ -158,7 +159,7 @@ struct VectorLinear : LinearCall {
 
     // What a strip does that has no weights to fetch.
     Fetch fetch_later(int64_t steps) const {
-        Lines lines = later == nullptr ? Lines{nullptr, 0} : later->next();
+        Lines lines = later == nullptr ? Lines{nullptr, 0} : later->next(member);
         return {reinterpret_cast<const uint32_t*>(lines.from), std::min(lines.count, steps), 1};
     }
 

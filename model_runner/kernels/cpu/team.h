@@ -44,7 +44,7 @@ inline void pause() {
 
 class Team {
   public:
-    explicit Team(int size) : size_(size), ranges_(size) {}
+    explicit Team(int size) : size_(size), ranges_(size), later_reads_(size) {}
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
@@ -129,7 +129,7 @@ class Team {
     alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
     std::atomic<int32_t> sleepers_{0};
-    alignas(64) LaterReads later_reads_;
+    LaterReads later_reads_;
 };
 
 // Where the calling thread stands: in no team, or in which phase of which, as which member in [0, size).

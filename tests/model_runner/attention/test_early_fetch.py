@@ -16,7 +16,13 @@ MOST = 12 << 20
 
 
 class Host:
-    """Steps that take `with_s` seconds if they fetch early, else `without_s`, times some noise."""
+    """Steps that take `with_s` seconds if they fetch early, else `without_s`, times some noise.
+
+    Attributes:
+        announced, taken: by a step that may fetch.
+    """
+
+    announced, taken = 90, 60
 
     def __init__(self, with_s: float, without_s: float, noise: float = 0.0, seed: int = 0) -> None:
         self.with_s, self.without_s, self.noise = with_s, without_s, noise
@@ -26,8 +32,12 @@ class Host:
         self._random = random.Random(seed)
 
     def step(self) -> None:
-        fetched = ctypes.c_int64.from_address(self.early.address).value
+        shared = (ctypes.c_int64 * 3).from_address(self.early.address)
+        fetched = shared[0]
         self.fetched.append(fetched)
+        if fetched:
+            shared[1] += self.announced
+            shared[2] += self.taken
         scale = 1 + self._random.uniform(-self.noise, self.noise)
         self.now_s += scale * (self.with_s if fetched else self.without_s)
 
@@ -180,3 +190,32 @@ def test_a_step_that_fails_is_no_measurement(place, caplog):
             assert ctypes.c_int64.from_address(host.early.address).value == MOST
             host.run(3 - place)
     assert not caplog.records
+
+
+def test_where_nobody_fetches_it_ends_soon_and_says_so_once(caplog):
+    host = Host(1.0, 1.0)
+    host.taken = 0
+    with caplog.at_level(logging.INFO):
+        host.run(100)
+    assert sum(fetched > 0 for fetched in host.fetched) == 3 and not any(host.fetched[6:])
+    assert [record.message for record in caplog.records] == [
+        "early_fetch=off: no product of this model fetches anything early"
+    ]
+
+
+def test_what_was_not_announced_could_not_be_fetched(caplog):
+    """All that steps read may be shared, and nothing of that is announced."""
+    host = Host(1.0, 1.0)
+    host.announced = host.taken = 0
+    with caplog.at_level(logging.INFO):
+        host.run(50)
+    assert not caplog.records and host.run(1) == [MOST]
+
+
+def test_what_was_fetched_once_may_be_fetched_again(caplog):
+    host = Host(1.0, 1.0)
+    host.run(1)
+    host.taken = 0
+    with caplog.at_level(logging.INFO):
+        host.run(100)
+    assert not caplog.records and host.early.num_taken == 60

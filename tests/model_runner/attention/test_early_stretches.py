@@ -30,7 +30,7 @@ class Plan:
         self, library: Any, table: Any, early_bytes: int, row_bytes: int = 32, window: int = 0
     ) -> None:
         self._library = library
-        self._early_bytes = np.array([early_bytes], dtype=np.int64)
+        self._early = np.array([early_bytes, 0, 0], dtype=np.int64)
         self._table = table
         self._plan = library.new_attention_plan(
             table.ctypes.data,
@@ -42,7 +42,7 @@ class Plan:
             window,
             0,
             row_bytes,
-            self._early_bytes.ctypes.data,
+            self._early.ctypes.data,
         )
 
     def make(self, lens: Any, new_tokens: Any, decodes: Any = None) -> list[tuple[int, int]]:
