@@ -307,12 +307,9 @@ class Stream {
                 weights[v] *= load(token_value_scales_ + head / heads_per_kv_ * KEY_BLOCK + v * LANES);
         Weight* out = weights_ + head * KEY_BLOCK;
         if constexpr (IS_WORDS) {
-            f32x16 most = {}, wrong = {};
-            for (int v = 0; v < vectors; ++v) {
-                most = maximum(most, weights[v]);
-                wrong += weights[v] * 0.0f;
-            }
-            WordScale words(most, wrong);
+            LargestMagnitude most;
+            for (int v = 0; v < vectors; ++v) most.see(weights[v]);
+            WordScale words(most.get());
             heads_[head].value_scale = words.scale;
             for (int v = 0; v < vectors; ++v) store_words(out + v * LANES, weights[v] * words.inverse);
         } else {

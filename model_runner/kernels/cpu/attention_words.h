@@ -14,12 +14,8 @@ constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 b
 struct WordScale {
     float scale, inverse;
 
-    // most: the largest magnitude; wrong: numbers times 0.
-    WordScale(f32x16 most, f32x16 wrong) {
-        float top = largest(most);
-        scale = top * (1.0f / MOST_WORD) + sum(wrong);
-        inverse = scale > 0.0f ? MOST_WORD / top : 0.0f;
-    }
+    explicit WordScale(float most)
+        : scale(most * (1.0f / MOST_WORD)), inverse(scale > 0.0f ? MOST_WORD / most : 0.0f) {}
 };
 
 inline void store_words([[maybe_unused]] int16_t* out, [[maybe_unused]] f32x16 numbers) {
@@ -35,13 +31,9 @@ inline void store_words([[maybe_unused]] int16_t* out, [[maybe_unused]] f32x16 n
 // A query of `size` numbers, zeros behind them up to `padded_size`; returns its scale.
 template <class T>
 float quantise_query(const T* q, int64_t size, int64_t padded_size, int16_t* out) {
-    f32x16 most = {}, wrong = {};
-    for (int64_t d = 0; d < size; d += LANES) {
-        f32x16 numbers = load(q + d);
-        most = maximum(most, maximum(numbers, -numbers));
-        wrong += numbers * 0.0f;
-    }
-    WordScale words(most, wrong);
+    LargestMagnitude most;
+    for (int64_t d = 0; d < size; d += LANES) most.see(load(q + d));
+    WordScale words(most.get());
     for (int64_t d = 0; d < size; d += LANES) store_words(out + d, load(q + d) * words.inverse);
     std::memset(out + size, 0, sizeof(int16_t) * (padded_size - size));
     return words.scale;

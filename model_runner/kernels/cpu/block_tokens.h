@@ -46,11 +46,12 @@ void quantise(const BlockCall& call, int64_t token, const Quantised& to) {
             a[n] = load(from + n * BLOCK);
             b[n] = load(from + n * BLOCK + LANES);
         }
-        float most = largest_magnitude(a[0], b[0]);
-        if constexpr (SPAN == 2) {
-            float other = largest_magnitude(a[1], b[1]);
-            most = most > other || most != most ? most : other;  // NaN above all
+        LargestMagnitude largest;
+        for (int n = 0; n < SPAN; ++n) {
+            largest.see(a[n]);
+            largest.see(b[n]);
         }
+        float most = largest.get();
         f32x16 inverse = splat(most > TINY ? 127.0f / most : 0.0f);
         i32x16 total = {};
         for (int n = 0; n < SPAN; ++n) {
