@@ -8,12 +8,11 @@ with the steps before and behind it. Results are the same bits either way.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
-
-import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +28,22 @@ _ENOUGH: Final = -0.01
 """What is done changes when the opposite takes so much less time, on a moving average of trials with that weight."""
 
 _PATIENCE: Final = 3
-"""Steps in which products fetch nothing of what was announced: after so many it is certain that they never do."""
+"""Steps that announce something of which no product fetches anything: after so many, none ever will."""
 
 _LARGEST: Final = 0.05
 """A trial's difference counts as no more than that, and none whose neighbours differ by more: some third process may
 have had the core."""
+
+
+class Early(ctypes.Structure):
+    """As `kernels/cpu/attention_plan.h` has it.
+
+    Attributes:
+        most_bytes: of a layer's keys and values that the step that is planned next may fetch early.
+        announced, taken: stretches of keys, or of values, so far.
+    """
+
+    _fields_ = (("most_bytes", ctypes.c_int64), ("announced", ctypes.c_int64), ("taken", ctypes.c_int64))
 
 
 class EarlyFetch:
@@ -47,24 +57,24 @@ class EarlyFetch:
     def __init__(self, most_bytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.most_bytes = most_bytes
         self._clock = clock
-        self._shared = np.zeros(3, dtype=np.int64)
+        self._early = Early()
         self._num_unheard = 0
         self._habits: dict[int, _Habit] = {}
         self._last = _Step(0, False, 0.0)
 
     @property
     def address(self) -> int:
-        """Of what plans read and write, `Early` of `kernels/cpu/attention_plan.h`; as long as this lives."""
-        return int(self._shared.ctypes.data)
+        """Of the `Early` that plans read and write; as long as this lives."""
+        return ctypes.addressof(self._early)
 
     @property
     def num_taken(self) -> int:
         """Stretches of keys, or of values, that products have fetched so far."""
-        return int(self._shared[2])
+        return int(self._early.taken)
 
     def allow(self, is_on: bool) -> None:
         """For the steps that are planned from now on."""
-        self._shared[0] = self.most_bytes if is_on else 0
+        self._early.most_bytes = self.most_bytes if is_on else 0
 
     def run(self, step: Callable[[], None], num_tokens: int) -> None:
         """Run a step in which everybody decodes, its planning included. It should take as long as others of its size.
@@ -79,13 +89,14 @@ class EarlyFetch:
         last = self._last
         is_trial = habit.wants_trial() and last.num_tokens == num_tokens
         self.allow(habit.is_on != is_trial)
+        announced_before = self._early.announced
         started_s = self._clock()
         try:
             step()
         finally:
             self.allow(habit.is_on)
         seconds = self._clock() - started_s
-        if not self.num_taken and self._shared[1]:
+        if not self.num_taken and self._early.announced > announced_before:
             self._was_not_heard()
         self._last = _Step(num_tokens, is_trial, seconds)
         if is_trial:
@@ -95,7 +106,6 @@ class EarlyFetch:
 
     def _was_not_heard(self) -> None:
         """Stretches were announced, and nobody has fetched any: so it is where a model's weights are of other kinds."""
-        self._shared[1] = 0
         self._num_unheard += 1
         if self._num_unheard == _PATIENCE:
             logger.info("early_fetch=off: no product of this model fetches anything early")

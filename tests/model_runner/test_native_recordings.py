@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from engine.model_runner import native_program, native_recordings
 from engine.model_runner.attention.backend import BatchLayout
-from engine.model_runner.attention.early_fetch import MIN_TOKENS, EarlyFetch
+from engine.model_runner.attention.early_fetch import MIN_TOKENS, Early, EarlyFetch
 from engine.model_runner.decode_graphs import Replayed
 from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
 from engine.model_runner.native_recordings import NativeRecordings, record_native_decodes
@@ -50,7 +51,12 @@ def make_pair(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[.
     """One model behind two drivers that do the same: with recordings, and without."""
 
     def make(
-        model_type: str, dtype: str = "bfloat16", rows: int = 12, kv_cache_dtype: str = "auto", **options: Any
+        model_type: str,
+        dtype: str = "bfloat16",
+        rows: int = 12,
+        kv_cache_dtype: str = "auto",
+        quantization: str | None = None,
+        **options: Any,
     ) -> tuple[Driver, Driver]:
         shape = {**SHAPES[model_type], **options}
         if model_type in WITH_HEAD_DIM:
@@ -61,13 +67,29 @@ def make_pair(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[.
             shape |= {"hidden_size": 64}
         tiny = make_tiny_model(model_type, dtype=dtype, **shape)
         recorded, eager = (
-            make_driver(tiny.spec, tiny.folder, dtype=dtype, rows=rows, kv_cache_dtype=kv_cache_dtype)
+            make_driver(
+                tiny.spec,
+                tiny.folder,
+                dtype=dtype,
+                rows=rows,
+                kv_cache_dtype=kv_cache_dtype,
+                quantization=quantization,
+            )
             for _ in range(2)
         )
         eager.runner._builder._recordings = NoRecordings()
         return recorded, eager
 
     return make
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """One alone has no team, to which anything could be announced."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def recordings_of(driver: Driver) -> NativeRecordings:
@@ -142,6 +164,7 @@ def test_recorded_steps_have_the_logits_of_eager_ones(make_pair, model_type):
     assert len(recordings_of(pair[0])._recordings) >= 4, "of several sizes, which took turns"
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
     ("model_type", "kv_cache_dtype"), [("llama", "auto"), ("gemma3_text", "auto"), ("llama", "int8")]
 )
@@ -175,8 +198,28 @@ def test_steps_may_fetch_early_what_attention_reads(make_pair, monkeypatch, mode
     for recorded, eager in zip(seen[0].logits, seen[1].logits, strict=True):
         assert eager.isfinite().all() and torch.equal(recorded, eager)
     assert seen[0].num_recorded == 20 and {True, False} == set(allowed)
-    can_fetch = bool(load_library().products_fetch_early()) and torch.get_num_threads() > 1
-    assert (early.num_taken > 0) == can_fetch, "by products, in fact"
+    counted = Early.from_address(early.address)
+    if load_library().products_fetch_early():
+        assert 0 < counted.taken <= counted.announced, "by products, in fact"
+    else:
+        assert counted.announced > 0 == counted.taken and early.most_bytes == 0
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_where_no_product_fetches_early_nothing_is_announced_any_more(make_pair, caplog):
+    driver, _ = make_pair("llama", rows=40, quantization="int8", intermediate_size=128)
+    attention: Any = recordings_of(driver)._attention
+    attention._early_fetch = early = EarlyFetch(1 << 20)
+    requests = [driver.start([5, 6, 7 + n]) for n in range(MIN_TOKENS)]
+    driver.step([(req, 3) for req in requests])
+    counted = Early.from_address(early.address)
+    with caplog.at_level(logging.INFO):
+        announced = []
+        for _ in range(10):
+            driver.step([(req, 1) for req in requests])
+            announced.append(counted.announced)
+    assert len(set(announced[:5])) > 1 and len(set(announced[5:])) == 1 and counted.taken == 0
+    assert caplog.text.count("no product of this model fetches anything early") == 1
 
 
 def test_weights_and_keys_are_read_anew_by_each_replay(make_pair):

@@ -37,8 +37,8 @@ void merge(const AttentionInputs<T, KV>& in, int64_t token, int64_t first, int64
     }
 }
 
-// What several tiles read is packed first. Streams, which come behind the tiles, are handed out several at a time, so that a thread fetches the first rows of the
-// next one while it is busy with the one before.
+// What several tiles read is packed first. Streams, which come behind the tiles, are handed out several at a time, so that
+// a thread fetches the first rows of the next one while it is busy with the one before.
 template <class T, class KV>
 void attend(const AttentionInputs<T, KV>& in) {
     const Step& step = in.step;

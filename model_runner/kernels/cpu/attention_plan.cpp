@@ -49,7 +49,7 @@ class Plan {
         step.num_kv_heads = num_kv_heads;
         step.group = group;
         step.head_dim = head_dim;
-        step.count = &early.count;
+        step.tally = &early.tally;
     }
 
     void begin() {
@@ -339,7 +339,7 @@ EXPORT void announce_attention(const void* plan, const void* keys, const void* v
     engine::hand_out(1, [&](int64_t) {
         const engine::Step nothing = {};
         const engine::Step& step = plan == nullptr ? nothing : *static_cast<const engine::Step*>(plan);
-        if (later != nullptr) later->announce(step.stretches, step.num_stretches, keys, values, row_bytes, step.count);
+        if (later != nullptr) later->announce(step.stretches, step.num_stretches, keys, values, row_bytes, step.tally);
     });
 }
 

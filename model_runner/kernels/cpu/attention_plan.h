@@ -34,10 +34,10 @@ struct Item {
     int64_t packed;      // where: the number of the block that begins at position 0, were it packed, too
 };
 
-// What is fetched early (later_reads.h): how much may be, and how much was. The plan's owner sets it and looks at it.
+// What is fetched early (later_reads.h): how much may be, and what was. All plans of a model share one (early_fetch.py).
 struct Early {
     int64_t most_bytes;  // of a layer's keys and values, by the step that is planned next
-    Count count;
+    Tally tally;
 };
 
 // Positions of a request that are packed for several items.
@@ -63,7 +63,7 @@ struct Step {
     int64_t num_kv_heads, group, head_dim;
     const Stretch* stretches; // what streams read, as much as may be fetched early
     int64_t num_stretches;
-    Count* count;             // of them; see `Early`
+    Tally* tally;             // of `Early`
 
     int64_t num_heads() const { return num_kv_heads * group; }
     // Floats: the largest score, the sum of the weights, and behind room for a vector the weighted values, in whole

@@ -15,7 +15,8 @@ struct WordScale {
     float scale, inverse;
 
     explicit WordScale(float most)
-        : scale(most * (1.0f / MOST_WORD)), inverse(scale > 0.0f ? MOST_WORD / most : 0.0f) {}
+        : scale(most * (1.0f / MOST_WORD) + (most - most)),  // infinity less itself is NaN
+          inverse(scale > 0.0f ? MOST_WORD / most : 0.0f) {}
 };
 
 inline void store_words([[maybe_unused]] int16_t* out, [[maybe_unused]] f32x16 numbers) {

@@ -4,6 +4,7 @@
 // All of them are computed in float32 and rounded once. Each row is one thread's: nothing depends on the batch.
 
 #include "activations.h"
+#include "bytes.h"
 #include "parallel.h"
 #include "program.h"
 #include "simd.h"
@@ -113,18 +114,15 @@ constexpr float MOST_INT8 = 127.0f, LEAST_TOP = 1e-35f;  // smaller numbers are 
 // One head as int8; the scale is NaN where a number is not finite, so that it stays visible.
 template <class T>
 float quantise_head(const T* head, int64_t head_dim, int8_t* out) {
-    f32x16 most = {}, wrong = {};
+    LargestMagnitude most;
     int64_t n = 0;
-    for (; n + LANES <= head_dim; n += LANES) {
-        f32x16 x = load(head + n);
-        most = maximum(most, maximum(x, -x));
-        wrong += x * 0.0f;
-    }
-    float top = largest(most), not_finite = sum(wrong);
+    for (; n + LANES <= head_dim; n += LANES) most.see(load(head + n));
+    float top = most.get();
     for (int64_t i = n; i < head_dim; ++i) {
-        top = __builtin_fmaxf(top, __builtin_fabsf(to_float(head[i])));
-        not_finite += to_float(head[i]) * 0.0f;
+        float magnitude = __builtin_fabsf(to_float(head[i]));
+        if (!(magnitude <= top) && top == top) top = magnitude;  // NaN, too, and it stays
     }
+    float not_finite = top - top;  // NaN, or 0
     if (!(top >= LEAST_TOP && not_finite == 0.0f)) {
         std::memset(out, 0, head_dim);
         return not_finite;

@@ -129,7 +129,7 @@ class Team {
     alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
     std::atomic<int32_t> sleepers_{0};
-    LaterReads later_reads_;
+    alignas(64) LaterReads later_reads_;  // read at each strip, and what stands before it is written at each phase
 };
 
 // Where the calling thread stands: in no team, or in which phase of which, as which member in [0, size).

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
+from engine.model_runner.attention.early_fetch import Early
 from engine.model_runner.input_buffers import InputBuffers
 from engine.model_runner.kernels.cpu.isa import ISAS, runnable_isas
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
@@ -91,7 +92,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "group", "head_dim")),
         ("stretches", ctypes.c_void_p),
         ("num_stretches", ctypes.c_int64),
-        ("count", ctypes.c_void_p),
+        ("tally", ctypes.c_void_p),
     ]
 
 
@@ -408,9 +409,9 @@ def table_of(rows: list[list[int]], page_size: int) -> Any:
 
 def shared_prefixes(library: Any, table: Any, lens: Any, page_size: int) -> list[tuple[list[int], int, int]]:
     """(members, start, stop) of what decodes of these lengths have in common, read off the items."""
-    early = np.zeros(3, dtype=np.int64)
+    early = Early()
     plan = library.new_attention_plan(
-        table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0, 32, early.ctypes.data
+        table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0, 32, ctypes.addressof(early)
     )
     columns = np.stack((np.arange(len(lens)), np.asarray(lens) - 1, np.ones(len(lens), dtype=np.int64)))
     library.plan_attention(plan, *(column.ctypes.data for column in columns), None, len(lens))

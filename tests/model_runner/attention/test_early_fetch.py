@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import random
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.attention.early_fetch import MAX_INTERVAL, MIN_TOKENS, EarlyFetch
+from engine.model_runner.attention.early_fetch import MAX_INTERVAL, MIN_TOKENS, Early, EarlyFetch
 
 MOST = 12 << 20
 
@@ -32,12 +31,12 @@ class Host:
         self._random = random.Random(seed)
 
     def step(self) -> None:
-        shared = (ctypes.c_int64 * 3).from_address(self.early.address)
-        fetched = shared[0]
+        shared = Early.from_address(self.early.address)
+        fetched = shared.most_bytes
         self.fetched.append(fetched)
         if fetched:
-            shared[1] += self.announced
-            shared[2] += self.taken
+            shared.announced += self.announced
+            shared.taken += self.taken
         scale = 1 + self._random.uniform(-self.noise, self.noise)
         self.now_s += scale * (self.with_s if fetched else self.without_s)
 
@@ -169,7 +168,7 @@ def test_sizes_have_their_own_habits():
 
 def test_nothing_to_fetch_is_never_tried():
     early, calls = EarlyFetch(0), []
-    early.run(lambda: calls.append(ctypes.c_int64.from_address(early.address).value), 64)
+    early.run(lambda: calls.append(Early.from_address(early.address).most_bytes), 64)
     assert calls == [0]
 
 
@@ -187,7 +186,7 @@ def test_a_step_that_fails_is_no_measurement(place, caplog):
             host.run(place)
             with pytest.raises(RuntimeError, match="no"):
                 host.early.run(fail, 64)
-            assert ctypes.c_int64.from_address(host.early.address).value == MOST
+            assert Early.from_address(host.early.address).most_bytes == MOST
             host.run(3 - place)
     assert not caplog.records
 
@@ -197,7 +196,7 @@ def test_where_nobody_fetches_it_ends_soon_and_says_so_once(caplog):
     host.taken = 0
     with caplog.at_level(logging.INFO):
         host.run(100)
-    assert sum(fetched > 0 for fetched in host.fetched) == 3 and not any(host.fetched[6:])
+    assert sum(fetched > 0 for fetched in host.fetched) == 3 and not any(host.fetched[4:])
     assert [record.message for record in caplog.records] == [
         "early_fetch=off: no product of this model fetches anything early"
     ]
@@ -209,6 +208,17 @@ def test_what_was_not_announced_could_not_be_fetched(caplog):
     host.announced = host.taken = 0
     with caplog.at_level(logging.INFO):
         host.run(50)
+    assert not caplog.records and host.run(1) == [MOST]
+
+
+def test_what_others_announce_between_steps_does_not_count(caplog):
+    host = Host(1.0, 1.0)
+    host.announced = host.taken = 0
+    shared = Early.from_address(host.early.address)
+    with caplog.at_level(logging.INFO):
+        for _ in range(50):
+            shared.announced += 90
+            host.run(1)
     assert not caplog.records and host.run(1) == [MOST]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
-from engine.model_runner.attention.early_fetch import MIN_TOKENS, EarlyFetch
+from engine.model_runner.attention.early_fetch import MIN_TOKENS, Early, EarlyFetch
 from engine.model_runner.native_program import told_of_calls
 from tests.model_runner.attention.paged_batches import Pages, spec_of
 from tests.model_runner.attention.test_cpu_native import Step
@@ -30,7 +30,7 @@ class Plan:
         self, library: Any, table: Any, early_bytes: int, row_bytes: int = 32, window: int = 0
     ) -> None:
         self._library = library
-        self._early = np.array([early_bytes, 0, 0], dtype=np.int64)
+        self._early = Early(most_bytes=early_bytes)
         self._table = table
         self._plan = library.new_attention_plan(
             table.ctypes.data,
@@ -42,7 +42,7 @@ class Plan:
             window,
             0,
             row_bytes,
-            self._early.ctypes.data,
+            ctypes.addressof(self._early),
         )
 
     def make(self, lens: Any, new_tokens: Any, decodes: Any = None) -> list[tuple[int, int]]:
