@@ -38,7 +38,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 _STARTED_S: Final = time.monotonic()  # of this import; the interpreter has run for 0.1 s by then
 _TITLE: Final = "engine: supervisor"
-_QUESTION: Final = "Say hello in three languages."
+_QUESTION: Final = "Why is the sky blue?"
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
