@@ -4,7 +4,6 @@
 // All of them are computed in float32 and rounded once. Each row is one thread's: nothing depends on the batch.
 
 #include "activations.h"
-#include "bytes.h"
 #include "parallel.h"
 #include "program.h"
 #include "simd.h"

@@ -21,14 +21,14 @@ struct Survey {
 
 // Writes x over the temperature, unless `scaled` is null, padded with minus infinity; and the largest of each group.
 inline Survey survey(const float* x, int64_t size, float temperature, float* scaled, float* groups) {
-    Finiteness finiteness;
+    LargestMagnitude magnitude;
     f32x16 top = splat(-INFINITE);
     for (int64_t begin = 0; begin < size; begin += BLOCK) {
         int64_t end = std::min(begin + BLOCK, size);
         f32x16 group = splat(-INFINITE);
         for (int64_t n = begin; n < end; n += LANES) {
             f32x16 v = load_part(x + n, end - n, x[n]);
-            finiteness.see(v);
+            magnitude.see(v);
             if (end - n < LANES) v = load_part(x + n, end - n, -INFINITE);
             if (scaled != nullptr) {
                 v = v / temperature;
@@ -39,7 +39,7 @@ inline Survey survey(const float* x, int64_t size, float temperature, float* sca
         store(groups + begin / BLOCK * LANES, group);
         top = maximum(top, group);
     }
-    return Survey{largest(top), finiteness.holds()};
+    return Survey{largest(top), magnitude.is_finite()};
 }
 
 // Where k groups reach a number, so do k tokens. Changes the order of the groups.

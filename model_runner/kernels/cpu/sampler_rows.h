@@ -93,22 +93,6 @@ inline i32x16 load_keys(const int32_t* p) {
 
 // ---------------------------------------------------------------- whether all are numbers, and the largest
 
-// The bits of NaN and of infinities, without their sign, are the largest integers.
-struct Finiteness {
-    i32x16 largest = {};
-
-    void see(f32x16 v) {
-        i32x16 bits = (i32x16)v & 0x7fffffff;
-        largest = select(bits > largest, bits, largest);
-    }
-    bool holds() const {
-        int32_t numbers[LANES], all = 0;
-        put(numbers, largest);
-        for (int32_t bits : numbers) all = std::max(all, bits);
-        return all < 0x7f800000;
-    }
-};
-
 struct Peak {
     int64_t token;  // the first of the largest; any one where not all are numbers
     bool finite;
@@ -117,7 +101,7 @@ struct Peak {
 inline Peak find_peak(const float* x, int64_t size) {
     float best = -INFINITE;
     int64_t block = 0;
-    Finiteness finiteness[2];
+    LargestMagnitude magnitudes[2];
     for (int64_t begin = 0; begin < size; begin += BLOCK) {
         int64_t end = std::min(begin + BLOCK, size), n = begin;
         f32x16 tops[2] = {splat(-INFINITE), splat(-INFINITE)};
@@ -125,12 +109,12 @@ inline Peak find_peak(const float* x, int64_t size) {
             for (int u = 0; u < 2; ++u) {
                 f32x16 v = load(x + n + u * LANES);
                 tops[u] = maximum(tops[u], v);
-                finiteness[u].see(v);
+                magnitudes[u].see(v);
             }
         for (; n < end; n += LANES) {
             f32x16 v = load_part(x + n, end - n, x[n]);
             tops[0] = maximum(tops[0], v);
-            finiteness[0].see(v);
+            magnitudes[0].see(v);
         }
         float top = largest(maximum(tops[0], tops[1]));
         if (top > best) {
@@ -138,7 +122,7 @@ inline Peak find_peak(const float* x, int64_t size) {
             block = begin;
         }
     }
-    Peak peak{block, finiteness[0].holds() && finiteness[1].holds()};
+    Peak peak{block, magnitudes[0].is_finite() && magnitudes[1].is_finite()};
     for (int64_t n = block; n < std::min(block + BLOCK, size); n += LANES)
         if (uint32_t bits = bits_at_least(load_part(x + n, size - n, -INFINITE), splat(best))) {
             peak.token = std::min(n + __builtin_ctz(bits), size - 1);
@@ -183,18 +167,18 @@ inline void forbid(const uint32_t* allowed, float* x, int64_t size) {
 
 // Writes the changed row; returns whether the model's logits are all numbers.
 inline bool edit(const Row& row, const Batch& batch, const float* logits, float* x) {
-    Finiteness finiteness;
+    LargestMagnitude magnitude;
     int64_t n = 0;
     for (; n < batch.size; n += LANES) {
         f32x16 v = load_part(logits + n, batch.size - n, logits[n]);
-        finiteness.see(v);
+        magnitude.see(v);
         store(x + n, v);  // there is room behind the last one
     }
     if (row.slot >= 0) penalise(row, batch, x);
     for (int32_t e = row.edits_start; e < row.edits_stop; ++e)
         if (int64_t token = batch.edit_ids[e]; token >= 0 && token < batch.size) x[token] += batch.edit_values[e];
     if (row.grammar >= 0) forbid(batch.masks + row.grammar * batch.mask_stride, x, batch.size);
-    return finiteness.holds();
+    return magnitude.is_finite();
 }
 
 }  // namespace engine::sampling

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "vector_pair.h"
 
@@ -226,6 +227,35 @@ ALWAYS_INLINE float largest(f32x16 v) {
     return reduce(v, [](auto a, auto b) { return select(a > b, a, b); });
 #endif
 }
+
+// The largest magnitude of some numbers; NaN where one of them is NaN.
+class LargestMagnitude {
+  public:
+    ALWAYS_INLINE void see(f32x16 numbers) {
+        i32x16 magnitudes = (i32x16)numbers & 0x7fffffff;
+#if defined(__AVX512F__)
+        bits_ = (i32x16)_mm512_max_epi32((__m512i)bits_, (__m512i)magnitudes);
+#else
+        bits_ = select(magnitudes > bits_, magnitudes, bits_);
+#endif
+    }
+
+    ALWAYS_INLINE float get() const {
+#if defined(__AVX512F__)
+        int32_t bits = _mm512_reduce_max_epi32((__m512i)bits_);
+#else
+        int32_t bits = reduce(bits_, [](auto a, auto b) { return select(a > b, a, b); });
+#endif
+        float most;
+        std::memcpy(&most, &bits, sizeof most);
+        return most;
+    }
+
+    ALWAYS_INLINE bool is_finite() const { return get() <= std::numeric_limits<float>::max(); }
+
+  private:
+    i32x16 bits_ = {};  // as whole numbers: NaN is larger than infinity then
+};
 
 // 2^x for x < 128; 0 below -126, and for minus infinity. NaN stays NaN. Relative error below 3e-7.
 //

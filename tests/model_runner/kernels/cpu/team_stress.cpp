@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "later_reads.h"
 #include "team.h"
 
 using namespace engine;
@@ -84,8 +85,8 @@ static bool take_what_is_announced(int num_threads, uint32_t seed) {
     Tally tally = {};
     std::vector<std::vector<const char*>> taken(num_threads);
     int64_t num_taken = 0;
-    Team team(num_threads);
-    LaterReads& later = team.later_reads();
+    LaterReads later(num_threads);
+    Team team(num_threads, &later);
     auto is_wrong = [&] {  // between announcements
         std::vector<const char*> all;
         for (auto& mine : taken) {
