@@ -21,8 +21,8 @@ import numpy.typing as npt
 # Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.cpu_kernels import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB
 from benchmarks.kernel_builds import at_least
+from benchmarks.smollm2 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB
 from engine.model_runner.kernels.cpu.isa import ISAS
 from engine.runtime.openmp import shorten_spinning
 

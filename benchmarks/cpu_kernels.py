@@ -15,26 +15,30 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+# Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.player import MAX_LEN, MAX_REQUESTS, make_player
+from benchmarks.smollm2 import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    LAYERS,
+    PAGE_SIZE,
+    VOCAB,
+    make_kv_pool,
+    model_spec,
+)
 from engine.runtime.openmp import shorten_spinning
-
-if TYPE_CHECKING:
-    import torch
-
-    from engine.model_runner.kv_pool import KVPool
-    from engine.model_runner.model_runner import ModelRunner
-    from engine.runtime.model_files.model_spec import ModelSpec
-    from engine.runtime.step_plan import StepPlan
-
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 576, 1536, 9, 3, 64, 30, 49_152
-PAGE_SIZE = 16
-MAX_LEN = 2048
-MAX_REQUESTS = 64
 
 
 class Case(NamedTuple):
@@ -208,109 +212,7 @@ def attention() -> Iterator[Case]:
         )
 
 
-def make_kv_pool(num_layers: int, num_pages: int, dtype: torch.dtype) -> KVPool:
-    """Random keys and values in all of its pages."""
-    import torch
-
-    from engine.model_runner.kv_pool import KVPool
-
-    pool = KVPool(
-        num_layers=num_layers,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    for numbers in (*pool.k, *pool.v):
-        numbers.normal_() if dtype.is_floating_point else numbers.random_(-127, 128)
-    for scales in (*pool.k_scale, *pool.v_scale):
-        scales.fill_(1 / 127)
-    return pool
-
-
 # ---------------------------------------------------------------- whole steps
-
-
-def model_spec(num_layers: int) -> ModelSpec:
-    """SmolLM2-135M's, with so many layers."""
-    from engine.runtime.model_files.model_spec import ModelSpec
-
-    return ModelSpec(
-        model_type="llama",
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_layers=num_layers,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        rms_norm_eps=1e-5,
-        rope_theta=1e5,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        torch_dtype="bfloat16",
-    )
-
-
-class Player:
-    """Plays the scheduler for one runner: requests of random tokens, pages handed out in turn."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.step_id = 0
-        self.finished: list[int] = []
-
-    def step(
-        self, lens: Sequence[int], new: int, tokens: Sequence[Sequence[int]] | None, shared: int = 0
-    ) -> None:
-        """Compute the last `new` tokens of requests with these lengths; see `plan`."""
-        self.runner.launch(self.plan(lens, new, tokens, shared)).wait()
-
-    def plan(
-        self, lens: Sequence[int], new: int, tokens: Sequence[Sequence[int]] | None, shared: int = 0
-    ) -> StepPlan:
-        """The plan of a step that computes the last `new` tokens of requests with these lengths, in rows 0, 1, ...
-
-        Args:
-            tokens: of each, if they start with this step.
-            shared: tokens at the beginning that lie in row 0's pages.
-        """
-        import numpy as np
-
-        from engine.runtime.sampling_params import SamplingParams
-        from engine.runtime.step_plan import ForwardMode, NewReq, StepPlan
-
-        def int32(values: Any) -> bytes:
-            return np.asarray(values, dtype=np.int32).tobytes()
-
-        def slots(row: int, start: int, stop: int) -> Any:
-            at = np.arange(start, stop)
-            return np.where(at < shared, at, row * MAX_LEN + at) + PAGE_SIZE
-
-        self.step_id += 1
-        sampling = SamplingParams(temperature=0.0, seed=0, max_new_tokens=MAX_LEN, ignore_eos=True)
-        new_reqs = [
-            NewReq(f"r{row}", row, int32(mine), len(mine), int32(slots(row, 0, len(mine) - new)), sampling)
-            for row, mine in enumerate(tokens or ())
-        ]
-        plan = StepPlan(
-            step_id=self.step_id,
-            mode=ForwardMode.DECODE if new == 1 else ForwardMode.EXTEND,
-            rows=int32(range(len(lens))),
-            num_computed_tokens=int32([length - new for length in lens]),
-            num_scheduled_tokens=int32([new] * len(lens)),
-            out_cache_loc=int32(
-                np.concatenate([slots(row, length - new, length) for row, length in enumerate(lens)])
-            ),
-            samples=bytes([1] * len(lens)),
-            total_num_scheduled_tokens=new * len(lens),
-            new_reqs=tuple(new_reqs),
-            finished_rows=int32(self.finished),
-        )
-        self.finished = []
-        return plan
 
 
 @contextmanager
@@ -329,30 +231,6 @@ def without_native() -> Iterator[None]:
         patch.object(assembly, "select_backend", partial(selection.select_backend, backends=backends)),
     ):
         yield
-
-
-def make_player(num_threads: int, recorded: bool = True) -> Player:
-    """A runner with random weights; `recorded`: it may record steps and replay them, where it can."""
-    from engine.model_runner.load import load_model_runner
-    from engine.runtime.config import CacheConfig, EngineConfig, ModelConfig
-    from engine.runtime.device_config import KernelConfig
-    from engine.runtime.feasibility import Capacity
-    from engine.runtime.model_files.source import ModelSource
-
-    config = ModelConfig(dtype="bfloat16", device="cpu", num_threads=num_threads, load_format="dummy", seed=1)
-    capacity = Capacity(MAX_LEN, MAX_REQUESTS * MAX_LEN // PAGE_SIZE, PAGE_SIZE, MAX_REQUESTS, VOCAB, 0)
-    return Player(
-        load_model_runner(
-            EngineConfig(
-                model=config,
-                cache=CacheConfig(page_size=PAGE_SIZE),
-                kernels=KernelConfig(cuda_graph="auto" if recorded else False),
-            ),
-            ModelSource("hf", "dummy", "benchmark"),
-            model_spec(LAYERS),
-            capacity,
-        )
-    )
 
 
 def show_steps(num_threads: int, clock: Callable[[], float]) -> None:

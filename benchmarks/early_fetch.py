@@ -23,8 +23,8 @@ import numpy.typing as npt
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.compressed_weights import LAYER_SHAPES, ComparisonError, report
-from benchmarks.cpu_kernels import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, PAGE_SIZE, make_kv_pool
 from benchmarks.kernel_builds import at_least
+from benchmarks.smollm2 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, PAGE_SIZE, make_kv_pool
 from engine.runtime.openmp import shorten_spinning
 
 if TYPE_CHECKING:

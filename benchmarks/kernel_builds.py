@@ -29,7 +29,7 @@ import numpy.typing as npt
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import engine
-from benchmarks.cpu_kernels import HEAD_DIM, HEADS, PAGE_SIZE, make_kv_pool, model_spec
+from benchmarks.smollm2 import HEAD_DIM, HEADS, PAGE_SIZE, make_kv_pool, model_spec
 from engine.runtime.openmp import shorten_spinning
 
 if TYPE_CHECKING:

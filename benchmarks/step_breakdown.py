@@ -41,7 +41,7 @@ from engine.cli.bench.result_file import git_revision, machine_facts, read_resul
 from engine.runtime.openmp import shorten_spinning
 
 if TYPE_CHECKING:
-    from benchmarks.cpu_kernels import Player
+    from benchmarks.player import Player
 
 SCHEMA: Final = "step-breakdown/1"
 LINEARS, ATTENTION, SMALL, SAMPLING, OTHER, HOST_WORK = (
@@ -189,7 +189,7 @@ def in_process(num_threads: int, num_steps: int) -> Iterator[tuple[Case, dict[st
     """Each case, in microseconds: the parts, the step they are of, and the step as it is served."""
     import torch
 
-    from benchmarks.cpu_kernels import make_player
+    from benchmarks.player import make_player
     from engine.model_runner.kernels.cpu.library import reasons_against_library
 
     if reasons := reasons_against_library():
@@ -231,7 +231,7 @@ def _time_case(
 
 def _plans(case: Case, players: Sequence[Player], num_steps: int) -> Iterator[list[Any]]:
     """One plan for each player, turn by turn: a decode further, or a new prompt."""
-    from benchmarks.cpu_kernels import VOCAB
+    from benchmarks.smollm2 import VOCAB
 
     source = random.Random(0)
     for turn in range(num_steps + 1):
