@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ..runtime.model_files.model_spec import ModelSpec
     from .ops import LinearWeight
 
-_UNUSED: Final = frozenset({"pack_experts", "route"})
-"""Of mixtures of experts, which are refused before; somebody must be chosen all the same."""
-
 
 def check_fixed_order(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
@@ -65,7 +62,7 @@ def pack_linear(weight: Tensor) -> LinearWeight:
 def _only_native(op: str, makers: Sequence[Maker]) -> Sequence[Maker]:
     if op == "pack_linear":
         return (Maker("native", _nothing, lambda _target: pack_linear),)
-    return makers if op in _UNUSED else [maker for maker in makers if maker.name == "native"]
+    return [maker for maker in makers if maker.name == "native"]
 
 
 def _nothing(_target: Target) -> list[str]:

@@ -152,10 +152,11 @@ MAKERS: Final[Mapping[str, Sequence[Maker]]] = {
     ),
     "pack_experts": (
         _triton("experts", "pack_experts"),
-        _onednn(plain.pack_experts_onednn),
+        _native("pack_experts", native_linear.reasons_against_native_linear),
+        _onednn(plain.loop_experts),
         _plain(plain.pack_experts),
     ),
-    "route": (_triton("route", "route"), _plain(plain.route)),
+    "route": (_triton("route", "route"), _native("route"), _plain(plain.route)),
     "rms_norm": (
         _sgl_norm("rms_norm"),
         _triton("norm", "rms_norm"),

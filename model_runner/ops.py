@@ -69,10 +69,22 @@ class ExpertWeights(Protocol):
         ...
 
 
-class PackExperts(Protocol):
-    """Make `ExpertWeights` of gate_up [E, 2N, K], the gates in the first N rows, and down [E, K, N]."""
+class ExpertSource(Protocol):
+    """The weights of a layer's experts before they are packed; to be asked once, for one of the two."""
 
-    def __call__(self, gate_up: Tensor, down: Tensor) -> ExpertWeights: ...
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """gate_up [E, 2N, K], the gates in the first N rows, and down [E, K, N], in the serving dtype."""
+        ...
+
+    def linears(self) -> tuple[list[LinearWeight], list[LinearWeight]]:
+        """A weight gate_up [2N, K] and a weight down [K, N] of each expert, as other layers have theirs."""
+        ...
+
+
+class PackExperts(Protocol):
+    """Make `ExpertWeights` in whichever way suits the kernel."""
+
+    def __call__(self, experts: ExpertSource) -> ExpertWeights: ...
 
 
 class Route(Protocol):

@@ -41,10 +41,6 @@ def check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:
         found.append(
             f"{spec.model_type} is computed by transformers, with torch's products; use --model-impl engine"
         )
-    if spec.experts is not None:
-        found.append(
-            f"{spec.model_type} is a mixture of experts, whose products are oneDNN's; use a dense model"
-        )
     if config.parallel.tp > 1:
         found.append(
             f"tp is {config.parallel.tp}, and sums over ranks are cut by the number of tokens; use --tp 1"

@@ -173,8 +173,7 @@ class _Resolver:
         native = [flag for flag in BF16_FLAGS if flag in self.host.cpu_flags]
         if native:
             return self.note("dtype", "bfloat16", f"the CPU multiplies bfloat16 ({native[0]})")
-        # Experts are torch's on a CPU.
-        ours = model_impl == "engine" and self.spec.experts is None and self.host.has_cpu_kernels
+        ours = model_impl == "engine" and self.host.has_cpu_kernels
         if ours and self.host.cpu_flags.issuperset(KERNEL_FLAGS):
             return self.note("dtype", "bfloat16", "half the memory; the engine multiplies it in float32")
         return self.note("dtype", "float32", "the CPU has no bfloat16 instructions, emulating them is slower")

@@ -15,6 +15,8 @@ from .native_product import NativeProduct
 class CompressedLinear(NativeProduct):
     """What a `NativeLinear` is, to the bit, of three quarters of its bytes."""
 
+    kind = NativeProduct.COMPRESSED
+
     def __init__(
         self, library: ctypes.CDLL, packed: Tensor, outputs: int, inputs: int, num_bytes: int
     ) -> None:

@@ -13,10 +13,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..ops import HeadNorms, LayerKV, LinearWeight
-from . import plain
+from ..ops import ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
+from . import native_experts, plain
 from .cpu.library import load_library, reasons_against_library
+from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
+from .native_product import NativeProduct
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 
@@ -39,6 +41,18 @@ class NativeOps:
     def pack_linear(self, weight: Tensor) -> LinearWeight:
         """See `PackLinear`."""
         return pack_native_linear(self._library, weight)
+
+    def pack_experts(self, experts: ExpertSource) -> ExpertWeights:
+        """See `PackExperts`. Where a weight cannot be ours, the experts are computed one after the other."""
+        gate_up, down = experts.linears()
+        ours = [[one for one in each if isinstance(one, NativeProduct)] for each in (gate_up, down)]
+        if len(ours[0]) == len(ours[1]) == len(gate_up):
+            return NativeExperts(self._library, *ours)
+        return plain.LoopedExperts(gate_up, down)
+
+    def route(self, logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """See `Route`."""
+        return native_experts.route(self._library, logits, num_active, normalise=normalise)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `RMSNormOp`."""

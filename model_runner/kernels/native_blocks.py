@@ -54,11 +54,13 @@ class NativeBlockLinear(NativeProduct):
     2^29 within a weight, the smallest lose bits. `rows` rounds to bfloat16 once.
     """
 
+    kind = NativeProduct.BLOCKS
+
     def __init__(self, library: ctypes.CDLL, weight: BlockWeight, tiles_from: int = TILES_FROM) -> None:
         """`tiles_from`: the number of tokens, 1 or more, from which tiles multiply where the CPU has them."""
         _check(weight)
         assert tiles_from > 0, tiles_from
-        self._tiles_from = tiles_from
+        self.tiles_from: Final = tiles_from
         self._bits, self._zero = weight.bits, weight.zero if weight.minima is None else 0
         self._has_minima = weight.minima is not None
         self._has_paired_scales = weight.bits == 8 and not self._has_minima and weight.has_paired_scales
@@ -83,7 +85,7 @@ class NativeBlockLinear(NativeProduct):
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         num_tokens = x.shape[0]
         workspace = torch.empty(
-            self._library.blocks_workspace_bytes(num_tokens, self._inputs, self._tiles_from),
+            self._library.blocks_workspace_bytes(num_tokens, self._inputs, self.tiles_from),
             dtype=torch.uint8,
         )
         self._library.blocks(
@@ -102,8 +104,13 @@ class NativeBlockLinear(NativeProduct):
             self._factor,
             self._form_of(out),
             self._has_paired_scales,
-            self._tiles_from,
+            self.tiles_from,
         )
+
+    def as_expert(self) -> tuple[int, int, int, int, int, int, float]:
+        """See `NativeProduct`."""
+        scales = self._has_minima, self._has_paired_scales
+        return self._address, self.kind, self._bits, self._zero, *scales, self._factor
 
     def _pair(self) -> None:
         self._library.pair_blocks(self._address, self._outputs, self._inputs, self._bits, self._has_minima)

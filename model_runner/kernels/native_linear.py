@@ -43,6 +43,8 @@ def pack_native_linear(library: ctypes.CDLL, weight: Tensor) -> LinearWeight:
 class NativeLinear(NativeProduct):
     """A bfloat16 weight [N, K]; K must be even."""
 
+    kind = NativeProduct.PACKED
+
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         assert weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0, (weight.dtype, weight.shape)
         outputs, inputs = weight.shape

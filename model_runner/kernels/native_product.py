@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ _LANES: Final = 16
 class NativeProduct(ABC):
     """A weight [N, K] packed for one of our kernels, which needs no other copy of it; a `LinearWeight`."""
 
+    PACKED: ClassVar = 0
+    COMPRESSED: ClassVar = 1
+    BLOCKS: ClassVar = 2
+    kind: ClassVar[int]
+    """Of the weight's form; `Kind` of `kernels/cpu/experts.cpp`."""
     _packed: Tensor
     _address: int
 
@@ -34,7 +39,7 @@ class NativeProduct(ABC):
         self._library = library
         self._outputs, self._inputs = outputs, inputs
         self._form = _BF16
-        self._width = outputs  # of what is written
+        self._width = outputs
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `LinearWeight`."""
@@ -76,6 +81,25 @@ class NativeProduct(ABC):
     def ends_with_silu(self) -> bool:
         """Whether `end_with_silu` was asked for and has said yes."""
         return self._form == _GATED
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self._outputs, self._inputs
+
+    @property
+    def width(self) -> int:
+        """Of what a call gives: N, or half of it once it ends with silu."""
+        return self._width
+
+    @property
+    def form(self) -> int:
+        """What a call writes; `Form` of `kernels/cpu/output.h`."""
+        return self._form
+
+    def as_expert(self) -> tuple[int, int, int, int, int, int, float]:
+        """The weight as one of a layer's experts; `ExpertWeight` of `kernels/cpu/experts.cpp`."""
+        return self._address, self.kind, 0, 0, 0, 0, 0.0
 
     @property
     def num_bytes(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..ops import LinearWeight
 from ..weights.reader import Slice
 from .linear import Linear
 from .spans import equal_span
@@ -18,6 +19,9 @@ from .spans import equal_span
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ExpertsSpec
     from ..model_context import ModelContext
+
+_Request = tuple[list[str], list[tuple[int, int]], list[Slice] | None]
+"""What a `LinearFormat` is asked for: names, shapes, and the part of each or None: all of it."""
 
 
 class SparseMLP:
@@ -27,28 +31,45 @@ class SparseMLP:
         self.router = Linear(context, [f"{name}.gate"], size, [experts.num_experts], bias=False)
         self.num_active, self.normalise = experts.num_active, experts.normalise
         self.route = context.ops.route
-        inner, each = experts.intermediate_size, range(experts.num_experts)
-        span = equal_span(inner, context.group)
-        gate_up = context.linear_format.dense(
-            context.weights,
-            [f"{name}.experts.{e}.{part}_proj" for e in each for part in ("gate", "up")],
-            [(inner, size)] * (2 * experts.num_experts),
-            slices=[Slice(0, *span)] * (2 * experts.num_experts),
-        )
-        # Stacked along their first axis, which is not the one that is cut.
-        down = context.linear_format.dense(
-            context.weights,
-            [f"{name}.experts.{e}.down_proj" for e in each],
-            [(size, inner)] * experts.num_experts,
-            slices=[Slice(1, *span)] * experts.num_experts,
-        )
-        self.experts = context.ops.pack_experts(
-            gate_up.view(experts.num_experts, 2 * len(span), size),
-            down.view(experts.num_experts, size, len(span)),
-        )
+        self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, size, experts))
         self._all_reduce = context.group.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""
         shares, expert_ids = self.route(self.router(x), self.num_active, normalise=self.normalise)
         return self._all_reduce(self.experts(x, shares, expert_ids))
+
+
+class _CheckpointExperts:
+    """This rank's part of a layer's experts, still in the checkpoint; `ExpertSource`."""
+
+    def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
+        self._format, self._weights = context.linear_format, context.weights
+        self._modules = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
+        self._size, self._inner = size, experts.intermediate_size
+        self._span = equal_span(self._inner, context.group)
+
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """See `ExpertSource`."""
+        num_experts, width = len(self._modules), len(self._span)
+        gate_up = self._format.dense(self._weights, *self._gate_up(self._modules))
+        down = self._format.dense(self._weights, *self._down(self._modules))
+        return gate_up.view(num_experts, 2 * width, self._size), down.view(num_experts, self._size, width)
+
+    def linears(self) -> tuple[list[LinearWeight], list[LinearWeight]]:
+        """See `ExpertSource`."""
+        load, weights = self._format.load, self._weights
+        gate_up = [load(weights, *self._gate_up([module])) for module in self._modules]
+        return gate_up, [load(weights, *self._down([module])) for module in self._modules]
+
+    def _gate_up(self, modules: list[str]) -> _Request:
+        names = [f"{module}.{part}_proj" for module in modules for part in ("gate", "up")]
+        return names, [(self._inner, self._size)] * len(names), self._slices(0, len(names))
+
+    def _down(self, modules: list[str]) -> _Request:
+        """Stacked along their first axis, which is not the one that is cut."""
+        names = [f"{module}.down_proj" for module in modules]
+        return names, [(self._size, self._inner)] * len(names), self._slices(1, len(names))
+
+    def _slices(self, axis: int, num: int) -> list[Slice] | None:
+        return None if len(self._span) == self._inner else [Slice(axis, *self._span)] * num

@@ -1,8 +1,7 @@
 """`BlockFormat`: linear layers whose weights are whole numbers in blocks: those of a GGUF file, or made while loading.
 
 The output head is one of them, being a fifth of a small model; one that is made has 8 bits, and gives its rows to an
-embedding that is tied to it. Other tables of embeddings stay in the serving dtype, as do the experts of a mixture, for
-which there is no such kernel.
+embedding that is tied to it. Other tables of embeddings stay in the serving dtype.
 """
 
 # Shapes: [N, K] a whole weight.

@@ -103,11 +103,14 @@ class GGUFStore:
             out.copy_(_pairs_apart(out, num_heads))
 
     def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
-        """See `TensorStore`. Of some outputs only their rows are touched; experts, which are stacked, are left out."""
-        info, expert = self._stored[name]
-        if info.ggml_type.name not in GGUF_FORMS or len(info.shape) != 2 or expert is not None:
+        """See `TensorStore`. Of some outputs only their rows are touched."""
+        stored = self._stored[name]
+        info, expert = stored
+        if info.ggml_type.name not in GGUF_FORMS or len(stored.shape) != 2:
             return None
         raw = self._file.raw(info)
+        if expert is not None:
+            raw = raw[expert]
         outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
         num_heads = self._heads_out_of_order(name)
         if num_heads is None:

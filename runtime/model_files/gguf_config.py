@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from .block_forms import GGUF_FORMS
 from .fields import Fields
 from .gguf import GGUFFile
-from .gguf_names import FUSED, stored_names
+from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
 from .hf_families import windows_by_pattern
 from .model_spec import DTypeName, ExpertsSpec, ModelSpec
@@ -109,6 +109,10 @@ def _quantisation(file: GGUFFile, spec: ModelSpec) -> QuantisationSpec | None:
             for fused, parts in FUSED.items():
                 if module.endswith(fused):  # memory is summed up by the names of the parts
                     types |= {module.replace(fused, part): info.ggml_type.name for part in parts}
+    for module, stored in stacked_names(spec):
+        info = file.tensors.get(stored)
+        if info is not None and len(info.shape) == 3 and info.ggml_type.name in GGUF_FORMS:
+            types[module] = info.ggml_type.name
     return QuantisationSpec(method="gguf", types=types) if types else None
 
 

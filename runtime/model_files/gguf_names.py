@@ -50,6 +50,13 @@ FUSED: Final = {
 """Modules of Phi-3 that are several in other models."""
 
 
+def stacked_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Modules of experts without their numbers, and the file's tensors in which those of a layer are stacked."""
+    for layer in range(spec.num_layers if spec.experts is not None else 0):
+        for hf, gguf in _EXPERT_NAMES.items():
+            yield f"model.layers.{layer}.mlp.experts.{hf}", f"blk.{layer}.{gguf}.weight"
+
+
 def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str, str, int | None]]:
     """Every tensor the model may have: Hugging Face's name, the file's, and which of the experts stacked in it.
 

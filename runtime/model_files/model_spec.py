@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from .quantisation import QuantisationSpec
+from .quantisation import BLOCK_METHODS, QuantisationSpec
 
 SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
 """Hugging Face `model_type` values for which there is a model implementation."""
@@ -149,15 +149,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_parameters * dtype_bytes + wider - saved
 
     def _saved_by_quantisation(self, dtype_bytes: int) -> int:
-        """Bytes, of linear layers, and of an output head of its own; experts stay as they are."""
+        """Bytes, of linear layers, of experts in blocks, and of an output head of its own."""
         if self.quantisation is None:
             return 0
         saved = 0
         for layer in range(self.num_layers):
-            for name, (rows, columns) in self._linear_shapes(layer).items():
+            for name, (rows, columns, num) in self._linear_shapes(layer).items():
                 held = self.quantisation.bytes_of(f"model.layers.{layer}.{name}", rows, columns)
                 if held is not None:
-                    saved += rows * columns * dtype_bytes - held
+                    saved += num * (rows * columns * dtype_bytes - held)
         table = self.vocab_size * self.hidden_size * dtype_bytes
         if not self.tie_word_embeddings:
             saved += table - self._head_bytes("lm_head", dtype_bytes)
@@ -183,23 +183,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         held = self.quantisation.bytes_of(name, self.vocab_size, self.hidden_size)
         return self.vocab_size * self.hidden_size * dtype_bytes if held is None else held
 
-    def _linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """[outputs, inputs] of a layer's linear modules, those of experts left out."""
+    def _linear_shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
+        """Outputs and inputs of a layer's linear modules, and how many of them there are.
+
+        Experts are left out where their numbers become wider: of other forms than blocks.
+        """
         size, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes = {
-            "self_attn.q_proj": (q_size, size),
-            "self_attn.k_proj": (kv_size, size),
-            "self_attn.v_proj": (kv_size, size),
-            "self_attn.o_proj": (size, q_size),
+            "self_attn.q_proj": (q_size, size, 1),
+            "self_attn.k_proj": (kv_size, size, 1),
+            "self_attn.v_proj": (kv_size, size, 1),
+            "self_attn.o_proj": (size, q_size, 1),
         }
-        if self.experts is None or layer in self.experts.dense_layers:
-            shapes |= {
-                "mlp.gate_proj": (inner, size),
-                "mlp.up_proj": (inner, size),
-                "mlp.down_proj": (size, inner),
-            }
-        return shapes
+        mlp, num, experts = "mlp", 1, self.experts
+        if experts is not None and layer not in experts.dense_layers:
+            if self.quantisation is not None and self.quantisation.method not in BLOCK_METHODS:
+                return shapes
+            mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
+        return shapes | {
+            f"{mlp}.gate_proj": (inner, size, num),
+            f"{mlp}.up_proj": (inner, size, num),
+            f"{mlp}.down_proj": (size, inner, num),
+        }
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
         """Memory of one token's keys and values over all layers: each number's, and for each head a scale's.

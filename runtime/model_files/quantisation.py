@@ -44,6 +44,7 @@ _OWN_FILES: Final = (("quantize_config.json", "gptq"), ("quant_config.json", "aw
 """Where exports older than `quantization_config` say how they were made, and what they are if they do not say that."""
 _GROUP_SIZES: Final = (32, 64, 128, 256, 512, 1024)
 _ROUTER: Final = re.compile(r"\.mlp\.gate$")
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 _IN_8_BITS: Final = (".q_proj", ".k_proj", ".v_proj", ".qkv_proj", ".down_proj")
 """What int4 makes 8 bits wide, beside the head: two fifths of SmolLM2-135M's linear layers. 4 bits everywhere would
 cost 20 % in perplexity, with down_proj in 4 bits it is 11 %, and 7.5 % so."""
@@ -63,7 +64,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
         block: fp8: (outputs, inputs) that share a scale; None: all inputs of an output do.
         activation_bound: fp8: larger inputs count as this large; None: no bound.
         weights_only: fp8: activations keep their type.
-        types: gguf: the file's format of each module that is stored in blocks.
+        types: gguf: the file's format of each module that is stored in blocks; experts are named without their numbers.
         plain_modules: linear layers that are not quantised: names or parts of names in whole components
             ("mlp.gate"), or regular expressions for the beginning of a name behind "re:".
     """
@@ -86,7 +87,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_plain(self, name: str) -> bool:
         """Whether this linear layer keeps floating-point weights. The routers of experts do in every checkpoint."""
-        if _ROUTER.search(name) or (self.method == "gguf" and name not in self.types):
+        if _ROUTER.search(name) or (self.method == "gguf" and _unnumbered(name) not in self.types):
             return True
         return any(pattern.search(name) for pattern in _compiled(self.plain_modules))
 
@@ -95,7 +96,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.method not in BLOCK_METHODS or self.is_plain(name) or columns % BLOCK_LEN:
             return None
         if self.method == "gguf":
-            return GGUF_FORMS[self.types[name]]
+            return GGUF_FORMS[self.types[_unnumbered(name)]]
         in_8_bits = self.method == "int8" or name in HEADS or name.endswith(_IN_8_BITS)
         return INT8 if in_8_bits else INT4
 
@@ -267,6 +268,11 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
     except re.error as error:
         raise fields.error(name, value, f"holds a regular expression that cannot be read: {error}") from None
     return tuple(value)
+
+
+def _unnumbered(name: str) -> str:
+    """The name of a module; experts of a layer, which are one tensor of the file, share one."""
+    return _EXPERT.sub(".experts.", name)
 
 
 @functools.lru_cache(maxsize=8)

@@ -189,7 +189,7 @@ def test_only_speculation_asks_for_that(make):
         others = products()  # of tests before this one
         driver = make("llama in blocks", quantization="int8", **options)
         own = [each for each in products() if not any(each is other for other in others)]
-        found[name] = {each._tiles_from for each in own}
+        found[name] = {each.tiles_from for each in own}
         del driver, own
         gc.collect()
     assert found == {"plain": {TILES_FROM}, "drafts": {MAX_DRAFT_STEP_TOKENS + 1}, "fixed": {NO_TILES}}

@@ -31,10 +31,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {},
+    "qwen3_moe": {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
     "phi3": {"num_attention_heads": 3, "num_key_value_heads": 1},
     "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
 }
-WITH_HEAD_DIM = ("mistral", "qwen3", "gemma3_text")
+WITH_HEAD_DIM = ("mistral", "qwen3", "qwen3_moe", "gemma3_text")
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@
 #include "bytes.h"
 #include "linear_tiles.h"
 #include "parallel.h"
+#include "product_parts.h"
 #include "simd.h"
 
 #if TILES
@@ -106,6 +107,12 @@ struct BlockTiles : BlockCall {
             has_minima ? multiply<4, true>(first, last, panel) : multiply<4, false>(first, last, panel);
         else
             has_minima ? multiply<8, true>(first, last, panel) : multiply<8, false>(first, last, panel);
+    }
+
+    void multiply_part(int64_t begin, int64_t end) const {
+        for_token_blocks(num_tokens, TileLinear::STRIP, product().strips_of_block(), [&](int64_t first, int64_t last) {
+            for (int64_t panel = begin / VECTORS; panel * VECTORS < end; ++panel) multiply(first, last, panel);
+        });
     }
 
     void run() const {

@@ -28,6 +28,14 @@ struct Quantised {
         : numbers(static_cast<int8_t*>(memory)),
           scales(reinterpret_cast<BlockScale*>(numbers + tokens * inputs)) {}
 
+    // Those from one token on.
+    Quantised from(int64_t token, int64_t inputs) const {
+        Quantised rest = *this;
+        rest.numbers += token * inputs;
+        rest.scales += token * (inputs / BLOCK);
+        return rest;
+    }
+
     static int64_t bytes(int64_t tokens, int64_t inputs) {
         return tokens * (inputs + inputs / BLOCK * int64_t(sizeof(BlockScale)));
     }

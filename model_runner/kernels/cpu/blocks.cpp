@@ -23,6 +23,7 @@
 #include "bytes.h"
 #include "fetch.h"
 #include "parallel.h"
+#include "product_parts.h"
 #include "program.h"
 #include "simd.h"
 #include "tile.h"
@@ -210,6 +211,13 @@ struct Blocks : BlockCall {
 
     static int64_t strips_of(int64_t tokens) { return (tokens + STRIP_ROWS - 1) / STRIP_ROWS; }
 
+    void multiply_part(const Quantised& tokens, int64_t begin, int64_t end) const {
+        for_token_blocks(num_tokens, STRIP_ROWS, BLOCK_STRIPS, [&](int64_t first, int64_t last) {
+            for (int64_t panel = begin / VECTORS; panel * VECTORS < end; ++panel)
+                multiply(first, last, panel, (panel + 1) * VECTORS < end ? panel + 1 : panels(), tokens);
+        });
+    }
+
     void run(void* workspace) const {
         if (num_tokens == 0) return;
         Quantised all(workspace, num_tokens, inputs);
@@ -235,6 +243,14 @@ struct Blocks : BlockCall {
 
 }  // namespace
 }  // namespace engine
+
+void engine::multiply_blocks_part(const BlockCall& call, const Quantised& tokens, int64_t begin, int64_t end,
+                                  int64_t tiles_from) {
+#if TILES
+    if (part_takes_tiles(call.num_tokens, tiles_from)) return BlockTiles{call}.multiply_part(begin, end);
+#endif
+    Blocks{call}.multiply_part(tokens, begin, end);
+}
 
 // Whether this CPU's level has an instruction for it; without one it is exact, and slow.
 EXPORT int blocks_are_fast() { return HAS_BYTE_DOT || HAS_WORD_SUMS; }

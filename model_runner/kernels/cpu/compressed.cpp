@@ -11,6 +11,7 @@
 #include "linear_floats.h"
 #include "linear_vectors.h"
 #include "parallel.h"
+#include "product_parts.h"
 #include "program.h"
 
 #if COMPRESSES
@@ -231,6 +232,13 @@ EXPORT void compressed_linear_to(const void* x, int64_t x_stride, const void* co
     VectorLinear<true>{{call}}.run();
 }
 
+void engine::multiply_compressed_part(const LinearCall& call, int64_t begin, int64_t end) {
+#if FLOAT_PRODUCTS
+    if (call.num_tokens > TILE_ROWS) return FloatLinear<true>{{call}}.multiply_part(begin, end);
+#endif
+    VectorLinear<true>{{call}}.multiply_part(begin, end);
+}
+
 // As linear_rows.
 EXPORT void compressed_linear_rows(const void* compressed, const int64_t* ids, void* out_, int64_t num_rows,
                                    int64_t inputs, int64_t /*outputs*/) {
@@ -250,6 +258,7 @@ EXPORT void decompress_linear(const void*, int64_t, int64_t, void*) { __builtin_
 EXPORT void compressed_linear_to(const void*, int64_t, const void*, const void*, void*, int64_t, int64_t, int64_t, int) {
     __builtin_trap();
 }
+void engine::multiply_compressed_part(const LinearCall&, int64_t, int64_t) { __builtin_trap(); }
 EXPORT void compressed_linear_rows(const void*, const int64_t*, void*, int64_t, int64_t, int64_t) { __builtin_trap(); }
 
 #endif

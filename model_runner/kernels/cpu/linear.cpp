@@ -7,8 +7,20 @@
 #include "linear_tiles.h"
 #include "linear_vectors.h"
 #include "parallel.h"
+#include "product_parts.h"
 #include "program.h"
 #include "simd.h"
+
+void engine::multiply_part(const LinearCall& call, int64_t begin, int64_t end) {
+#if TILES
+    TileLinear{call}.multiply_part(begin, end);
+#else
+#if FLOAT_PRODUCTS
+    if (call.num_tokens > TILE_ROWS) return FloatLinear<false>{{call}}.multiply_part(begin, end);
+#endif
+    VectorLinear<false>{{call}}.multiply_part(begin, end);
+#endif
+}
 
 // Bytes of the packed form of [outputs, inputs]; inputs must be even.
 EXPORT int64_t packed_linear_bytes(int64_t outputs, int64_t inputs) {

@@ -15,6 +15,7 @@
 #include "compressed.h"
 #include "linear.h"
 #include "parallel.h"
+#include "product_parts.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -269,6 +270,11 @@ struct FloatLinear : LinearCall {
             stop = std::min(end, (begin / GROUP + 1) * GROUP);
             multiply(first, last, begin, stop, stop < end ? stop : next);
         }
+    }
+
+    void multiply_part(int64_t begin, int64_t end) const {
+        for_token_blocks(num_tokens, ROWS, BLOCK_STRIPS,
+                         [&](int64_t first, int64_t last) { multiply_all(first, last, begin, end, num_vectors()); });
     }
 
     void run() const {

@@ -13,6 +13,7 @@
 #include "amx.h"
 #include "linear.h"
 #include "parallel.h"
+#include "product_parts.h"
 
 #if TILES
 
@@ -279,6 +280,14 @@ struct TileLinear : LinearCall {
             std::memcpy(to, x + row * x_stride + inputs - numbers, numbers * sizeof(bf16));
     }
 
+    void multiply_part(int64_t begin, int64_t end) const {
+        for_token_blocks(num_tokens, STRIP, strips_of_block(), [&](int64_t first, int64_t last) {
+            for_columns(begin, end, PER_PANEL, nullptr, [&](const Columns& columns, const uint32_t* after) {
+                multiply(first, last, columns, after);
+            });
+        });
+    }
+
     void run() const {
         if (num_tokens == 0) return;
         if (num_tokens <= SHARED_TOKENS) {
@@ -298,13 +307,17 @@ struct TileLinear : LinearCall {
         });
     }
 
+    // Of which x stays in a cache.
+    int64_t strips_of_block() const {
+        return std::max<int64_t>(BLOCK_BYTES / (inputs * int64_t(sizeof(bf16)) * STRIP), 2);
+    }
+
     // body(first, last, panel, after) for blocks of tokens [first, last) and panels; `after` is the panel that this thread
     // is likely to get next, or num_panels().
     template <class Body>
     void hand_out_panels(const Body& body) const {
         int64_t panels = num_panels(), strips = (num_tokens + STRIP - 1) / STRIP;
-        int64_t most = std::max<int64_t>(BLOCK_BYTES / (inputs * int64_t(sizeof(bf16)) * STRIP), 2);
-        int64_t blocks = (strips + most - 1) / most;
+        int64_t most = strips_of_block(), blocks = (strips + most - 1) / most;
         int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
         hand_out(blocks * panels, [&](int64_t n) {
             int64_t block = n / panels;

@@ -14,6 +14,7 @@
 #include "linear.h"
 #include "linear_short.h"
 #include "parallel.h"
+#include "product_parts.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -227,6 +228,11 @@ struct VectorLinear : LinearCall {
                 multiply(first, last, columns, after);
             });
         }
+    }
+
+    void multiply_part(int64_t begin, int64_t end) const {
+        for_token_blocks(num_tokens, TILE_ROWS, num_tokens <= SHARED_TOKENS ? num_tokens : BLOCK_STRIPS,
+                         [&](int64_t first, int64_t last) { multiply_vectors(first, last, begin, end, nullptr); });
     }
 
     void run() const {

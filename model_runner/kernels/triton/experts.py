@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops import ExpertWeights
+from ...ops import ExpertSource, ExpertWeights
 from .compile_report import KernelVariant
 
 _CHUNK: Final = 1024  # rows that a program of `align` looks at together
@@ -284,11 +284,11 @@ def _tiles(item_bytes: int) -> tuple[_Tile, _Tile, _Tile]:
     return low, middle, middle
 
 
-def pack_experts(gate_up: Tensor, down: Tensor) -> ExpertWeights:
+def pack_experts(experts: ExpertSource) -> ExpertWeights:
     """See `PackExperts`. Layers after the first of its kind find the kernels compiled."""
-    experts = TritonExperts(gate_up, down)
-    experts.warm_up()
-    return experts
+    packed = TritonExperts(*experts.stacked())
+    packed.warm_up()
+    return packed
 
 
 def variants() -> list[KernelVariant]:

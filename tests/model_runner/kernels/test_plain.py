@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model_runner.kernels import plain
+from tests.model_runner.kernels.stacked_experts import StackedExperts
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -18,9 +19,9 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(grouped, num_tokens, dtyp
     gate_up, down = torch.randn(6, 32, 24).to(dtype) / 5, torch.randn(6, 24, 16).to(dtype) / 4
     x = torch.randn(num_tokens, 24).to(dtype)
     shares, ids = plain.route(torch.randn(num_tokens, 6), 3, normalise=True)
-    pack = plain.pack_experts if grouped else plain.pack_experts_onednn
+    pack = plain.pack_experts if grouped else plain.loop_experts
 
-    ours = pack(gate_up, down)(x, shares, ids)
+    ours = pack(StackedExperts(gate_up, down))(x, shares, ids)
 
     expected = torch.zeros(num_tokens, 24, dtype=torch.float64)
     for token in range(num_tokens):

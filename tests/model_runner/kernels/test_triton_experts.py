@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.triton import experts, route
+from tests.model_runner.kernels.stacked_experts import StackedExperts
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
@@ -80,7 +81,7 @@ def test_experts_are_the_weighted_sum(device, num_tokens, num_experts, num_activ
     x = torch.randn(num_tokens, width, device=device).to(dtype)
     logits = torch.randn(num_tokens, num_experts, device=device)
     shares, ids = plain.route(logits, num_active, normalise=True)
-    ours = experts.pack_experts(gate_up, down)(x, shares, ids)
+    ours = experts.pack_experts(StackedExperts(gate_up, down))(x, shares, ids)
     assert ours.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(
@@ -101,7 +102,7 @@ def test_more_rows_than_a_block_and_experts_without_any(device, tile, monkeypatc
     ids = torch.tensor([[1, 3]], device=device).repeat(45, 1)
     ids[7:20] = torch.tensor([3, 1], device=device)
     shares = torch.rand(45, 2, device=device)
-    ours = experts.pack_experts(gate_up, down)(x, shares, ids)
+    ours = experts.pack_experts(StackedExperts(gate_up, down))(x, shares, ids)
     torch.testing.assert_close(ours.double(), exact(gate_up, down, x, shares, ids), atol=1e-5, rtol=1e-5)
 
 
@@ -132,9 +133,9 @@ def test_no_number_of_tokens_is_compiled_for_while_serving(device, dtype, monkey
     compiled: set[Any] = set()
     for name in ("_align_kernel", "_product_kernel", "_combine_kernel"):
         monkeypatch.setattr(experts, name, Noting(getattr(experts, name), compiled))
-    layer = experts.pack_experts(
-        torch.zeros(4, 32, 24, dtype=dtype, device=device), torch.zeros(4, 24, 16, dtype=dtype, device=device)
-    )
+    gate_up = torch.zeros(4, 32, 24, dtype=dtype, device=device)
+    down = torch.zeros(4, 24, 16, dtype=dtype, device=device)
+    layer = experts.pack_experts(StackedExperts(gate_up, down))
     loaded = compiled.copy()
     assert loaded
     for num_tokens in (1, 2, 5, 8, 16, 31, 32, 33, 100, 128, 129, 500):
@@ -150,7 +151,7 @@ def test_a_token_does_not_depend_on_its_neighbours(device):
     gate_up, down = torch.randn(4, 32, 24, device=device) / 5, torch.randn(4, 24, 16, device=device) / 4
     x = torch.randn(6, 24, device=device)
     shares, ids = plain.route(torch.randn(6, 4, device=device), 2, normalise=True)
-    layer = experts.pack_experts(gate_up, down)
+    layer = experts.pack_experts(StackedExperts(gate_up, down))
     together = layer(x, shares, ids)
     alone = torch.cat([layer(x[n : n + 1], shares[n : n + 1], ids[n : n + 1]) for n in range(6)])
     assert torch.equal(together, alone)

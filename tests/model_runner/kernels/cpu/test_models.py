@@ -26,6 +26,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 101,
     },
     "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 40,

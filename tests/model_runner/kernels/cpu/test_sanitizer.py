@@ -37,6 +37,7 @@ def test_no_kernel_leaves_its_memory(tmp_path):
         "model_runner/kernels/cpu/test_native_ops.py",
         "model_runner/kernels/cpu/test_compressed_linear.py",
         "model_runner/kernels/cpu/test_native_blocks.py",
+        "model_runner/kernels/cpu/test_native_experts.py",
         "model_runner/attention/test_cpu_native.py",
         "model_runner/test_native_chooser.py",
     ]

@@ -1,0 +1,296 @@
+// A mixture of experts: a router sends each token to a few of a layer's many small MLPs ("experts").
+//
+//   route             the experts of a token and their shares
+//   group_tokens      a row for each token and each of its experts, the rows of an expert side by side
+//   take_tokens       x, row by row
+//   multiply_experts  each row times a weight of its expert
+//   add_shares        each token's rows, weighted and added up
+//
+// The products of all experts are shared out as one: few tokens go to few experts each, whose weights are read once, in
+// one stretch by each thread. Every row is multiplied as in a product of its own, so a token's bits do not depend on
+// where the others go. (With tiles, rows of 4- and 8-bit weights do on whether an expert has `tiles_from` of them.)
+
+#include <algorithm>
+#include <cstring>
+
+#include "block_tokens.h"
+#include "blocks.h"
+#include "linear.h"
+#include "parallel.h"
+#include "product_parts.h"
+#include "program.h"
+#include "simd.h"
+
+namespace engine {
+namespace {
+
+constexpr int64_t MIN_NUMBERS = 1 << 14;  // for each thread that copies, quantises or adds
+constexpr int64_t MIN_LOGITS = 1 << 11;   // for each thread that routes
+constexpr int64_t MIN_BYTES = 1 << 16;    // of weights for each thread: less is not worth waking it
+constexpr int64_t STRIP_ROWS = 6;         // that take about as long as one
+constexpr int64_t PART_OUTPUTS = PART_VECTORS * LANES;
+
+int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+
+// One expert's weight, as Python describes it (native_experts.py).
+struct ExpertWeight {
+    enum Kind : int32_t { PACKED, COMPRESSED, BLOCKS };
+
+    const void* packed;
+    Kind kind;
+    int32_t bits, zero, has_minima, has_paired_scales;  // of blocks
+    float factor;
+};
+static_assert(sizeof(ExpertWeight) == 32);
+
+// Which rows there are: one for each token and each of its experts, in the order of the experts, then of the tokens.
+struct Groups {
+    int32_t* starts;  // [experts + 1]: rows
+    int32_t* costs;   // [experts + 1]: of the experts before, in strips of rows
+    int32_t* slots;   // [rows]: the token and its expert, token * active + n
+    int32_t* rows;    // [slots]
+
+    Groups(void* memory, int64_t num_experts, int64_t num_rows)
+        : starts(static_cast<int32_t*>(memory)),
+          costs(starts + num_experts + 1),
+          slots(costs + num_experts + 1),
+          rows(slots + num_rows) {}
+
+    static int64_t bytes(int64_t num_experts, int64_t num_rows) {
+        return (2 * (num_experts + 1) + 2 * num_rows) * int64_t(sizeof(int32_t));
+    }
+
+    int64_t num_rows_of(int64_t expert) const { return starts[expert + 1] - starts[expert]; }
+};
+
+// ---------------------------------------------------------------- routing
+
+// The experts of one token, the largest logit first and of equal ones the first.
+struct Router {
+    int64_t num_experts, num_active;
+    bool normalise;
+
+    // Numbers that are not finite make shares of which at least one is none either, and still experts that exist.
+    template <class T>
+    void route(const T* logits, float* memory, int64_t* ids, float* shares) const {
+        int64_t padded = rounded_up(num_experts, LANES) * LANES;
+        float most = -__builtin_inff();
+        for (int64_t n = 0; n < num_experts; ++n) {
+            float logit = memory[n] = to_float(logits[n]);
+            most = logit > most ? logit : most;
+            insert(logit, n, std::min(n, num_active), ids, shares);
+        }
+        std::fill(memory + num_experts, memory + padded, -__builtin_inff());
+        f32x16 sums = {};
+        for (int64_t n = 0; n < padded; n += LANES) {
+            f32x16 power = exp2((load(memory + n) - most) * 1.44269504f);
+            sums += power;
+            store(memory + n, power);
+        }
+        float total = sum(sums);
+        for (int64_t n = 0; n < num_active; ++n) shares[n] = memory[ids[n]] / total;
+        if (!normalise) return;
+        float all = 0;
+        for (int64_t n = 0; n < num_active; ++n) all += shares[n];
+        for (int64_t n = 0; n < num_active; ++n) shares[n] /= all;
+    }
+
+  private:
+    // Among the `count` that are there, sorted; `logits` are theirs.
+    void insert(float logit, int64_t expert, int64_t count, int64_t* ids, float* logits) const {
+        int64_t at = count;
+        while (at > 0 && logit > logits[at - 1]) --at;
+        if (at == num_active) return;
+        for (int64_t n = std::min(count, num_active - 1); n > at; --n) ids[n] = ids[n - 1], logits[n] = logits[n - 1];
+        ids[at] = expert;
+        logits[at] = logit;
+    }
+};
+
+// ---------------------------------------------------------------- products
+
+// Rows times the weights of their experts.
+struct ExpertProducts {
+    const ExpertWeight* weights;
+    Groups groups;
+    const bf16* x;  // [rows][inputs]
+    char* out;
+    void* workspace;  // null: no weight has blocks
+    int64_t num_rows, num_experts, inputs, outputs;
+    Form form;
+    int64_t tiles_from;
+
+    int64_t parts() const { return rounded_up(outputs, PART_OUTPUTS); }
+    Quantised quantised() const { return Quantised(workspace, num_rows, inputs); }
+
+    Output output_of(int64_t expert) const {
+        int64_t row_bytes = form == GATED ? outputs / 2 * int64_t(sizeof(bf16)) : outputs * int64_t(sizeof(bf16));
+        return {nullptr, out + groups.starts[expert] * row_bytes, form, outputs};
+    }
+
+    LinearCall linear_call(int64_t expert) const {
+        const ExpertWeight& weight = weights[expert];
+        LinearCall call = {output_of(expert), x + groups.starts[expert] * inputs, inputs,
+                           static_cast<const uint32_t*>(weight.packed), groups.num_rows_of(expert), inputs};
+        if (weight.kind == ExpertWeight::COMPRESSED) call.panel_starts = static_cast<const int64_t*>(weight.packed);
+        return call;
+    }
+
+    BlockCall block_call(int64_t expert) const {
+        const ExpertWeight& weight = weights[expert];
+        return {output_of(expert), x + groups.starts[expert] * inputs, inputs,
+                static_cast<const uint8_t*>(weight.packed), groups.num_rows_of(expert), inputs,
+                weight.bits, weight.zero, weight.has_minima != 0, weight.has_paired_scales != 0, weight.factor};
+    }
+
+    void quantise_rows(int64_t begin, int64_t end) const {
+        Quantised to = quantised();
+        int64_t expert = std::upper_bound(groups.starts, groups.starts + num_experts, int32_t(begin)) - groups.starts - 1;
+        for (int64_t row = begin; row < end; ++expert) {
+            int64_t first = groups.starts[expert], last = std::min<int64_t>(groups.starts[expert + 1], end);
+            if (weights[expert].kind == ExpertWeight::BLOCKS && !part_takes_tiles(groups.num_rows_of(expert), tiles_from))
+                for (BlockCall call = block_call(expert); row < last; ++row)
+                    quantise(call, row - first, to.from(first, inputs));
+            row = std::max(row, last);
+        }
+    }
+
+    // The parts [begin, end) of one expert's outputs.
+    void multiply(int64_t expert, int64_t begin, int64_t end) const {
+        begin *= PART_VECTORS;
+        end = std::min(end * PART_VECTORS, padded(outputs) / LANES);
+        switch (weights[expert].kind) {
+            case ExpertWeight::PACKED: return multiply_part(linear_call(expert), begin, end);
+            case ExpertWeight::COMPRESSED: return multiply_compressed_part(linear_call(expert), begin, end);
+            case ExpertWeight::BLOCKS:
+                return multiply_blocks_part(block_call(expert), quantised().from(groups.starts[expert], inputs), begin, end,
+                                            tiles_from);
+        }
+    }
+
+    // Pieces [begin, end) of all parts that have any rows, cut where about equally much is to be done.
+    void multiply_pieces(int64_t begin, int64_t end, int64_t pieces) const {
+        int64_t all = groups.costs[num_experts] * parts(), from = all * begin / pieces, to = all * end / pieces;
+        const int32_t* found = std::upper_bound(groups.costs, groups.costs + num_experts, int32_t(from / parts()));
+        for (int64_t expert = found - groups.costs - 1; expert < num_experts; ++expert) {
+            int64_t base = groups.costs[expert] * parts(), cost = groups.costs[expert + 1] - groups.costs[expert];
+            if (base >= to) return;
+            int64_t first = from <= base ? 0 : rounded_up(from - base, std::max<int64_t>(cost, 1));
+            int64_t last = std::min(parts(), rounded_up(to - base, std::max<int64_t>(cost, 1)));
+            if (cost > 0 && first < last) multiply(expert, first, last);
+        }
+    }
+
+    void run() const {
+        if (num_rows == 0) return;
+        if (workspace != nullptr)
+            share_out(num_rows, rounded_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) { quantise_rows(begin, end); });
+        int64_t pieces = std::min(num_rows, num_experts) * parts(), least_bytes = PART_OUTPUTS * inputs / 2;
+        share_out(pieces, rounded_up(MIN_BYTES, least_bytes),
+                  [&](int64_t begin, int64_t end) { multiply_pieces(begin, end, pieces); });
+    }
+};
+
+}  // namespace
+}  // namespace engine
+
+// ids, shares: [tokens][active]. Logits are bfloat16 where `is_bf16`, else float32.
+EXPORT void route(const void* logits, int64_t* ids, float* shares, int64_t num_tokens, int64_t num_experts,
+                  int64_t num_active, int normalise, int is_bf16) {
+    using namespace engine;
+    Router router = {num_experts, num_active, normalise != 0};
+    share_out(num_tokens, rounded_up(MIN_LOGITS, num_experts), [&](int64_t begin, int64_t end) {
+        thread_local Scratch scratch;
+        float* memory = reinterpret_cast<float*>(scratch.get((num_experts + LANES) * sizeof(float)));
+        for (int64_t token = begin; token < end; ++token) {
+            int64_t* to = ids + token * num_active;
+            float* parts = shares + token * num_active;
+            if (is_bf16)
+                router.route(static_cast<const bf16*>(logits) + token * num_experts, memory, to, parts);
+            else
+                router.route(static_cast<const float*>(logits) + token * num_experts, memory, to, parts);
+        }
+    });
+}
+
+// Bytes of what group_tokens makes; rows are tokens times active experts.
+EXPORT int64_t token_groups_bytes(int64_t num_rows, int64_t num_experts) {
+    return engine::Groups::bytes(num_experts, num_rows);
+}
+
+EXPORT void group_tokens(const int64_t* ids, void* groups_, int64_t num_rows, int64_t num_experts) {
+    using namespace engine;
+    hand_out(1, [&](int64_t) {
+        Groups groups(groups_, num_experts, num_rows);
+        std::memset(groups.starts, 0, (num_experts + 1) * sizeof(int32_t));
+        for (int64_t slot = 0; slot < num_rows; ++slot) ++groups.starts[ids[slot] + 1];
+        groups.costs[0] = 0;
+        for (int64_t expert = 0; expert < num_experts; ++expert) {
+            groups.costs[expert + 1] = groups.costs[expert] + int32_t(rounded_up(groups.starts[expert + 1], STRIP_ROWS));
+            groups.starts[expert + 1] += groups.starts[expert];
+        }
+        for (int64_t slot = num_rows - 1; slot >= 0; --slot) {  // from the ends of the groups, which become starts
+            int32_t row = --groups.starts[ids[slot] + 1];
+            groups.slots[row] = int32_t(slot);
+            groups.rows[slot] = row;
+        }
+        std::memmove(groups.starts, groups.starts + 1, num_experts * sizeof(int32_t));
+        groups.starts[num_experts] = int32_t(num_rows);
+    });
+}
+
+// out: [rows][inputs].
+EXPORT void take_tokens(const void* x_, int64_t x_stride, void* groups_, void* out_, int64_t num_rows,
+                        int64_t num_experts, int64_t num_active, int64_t inputs) {
+    using namespace engine;
+    Groups groups(groups_, num_experts, num_rows);
+    const bf16* x = static_cast<const bf16*>(x_);
+    bf16* out = static_cast<bf16*>(out_);
+    share_out(num_rows, rounded_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row)
+            std::memcpy(out + row * inputs, x + groups.slots[row] / num_active * x_stride, inputs * sizeof(bf16));
+    });
+}
+
+// table: [experts] weights [outputs, inputs]; x: [rows][inputs]; `workspace`: of blocks_workspace_bytes for so many rows
+// and no tiles, or null where no weight has blocks; `form`: see output.h, not FLOAT.
+EXPORT void multiply_experts(const void* table, void* groups, const void* x, void* out, void* workspace,
+                             int64_t num_rows, int64_t num_experts, int64_t inputs, int64_t outputs, int form,
+                             int64_t tiles_from) {
+    using namespace engine;
+    ExpertProducts{static_cast<const ExpertWeight*>(table), Groups(groups, num_experts, num_rows),
+                   static_cast<const bf16*>(x), static_cast<char*>(out), workspace, num_rows, num_experts, inputs, outputs,
+                   Form(form), tiles_from}
+        .run();
+}
+
+// out[token] = the sum of its rows, each times its share, in float32; rows: [rows][size].
+EXPORT void add_shares(const void* rows_, const float* shares, void* groups_, void* out_, int64_t num_tokens,
+                       int64_t num_experts, int64_t num_active, int64_t size) {
+    using namespace engine;
+    Groups groups(groups_, num_experts, num_tokens * num_active);
+    const bf16* rows = static_cast<const bf16*>(rows_);
+    bf16* out = static_cast<bf16*>(out_);
+    share_out(num_tokens, rounded_up(MIN_NUMBERS, size * num_active), [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) {
+            const int32_t* mine = groups.rows + token * num_active;
+            const float* parts = shares + token * num_active;
+            auto sum_at = [&](auto zero, auto number_at) {
+                auto sum = zero;
+                for (int64_t n = 0; n < num_active; ++n) sum += number_at(rows + mine[n] * size) * parts[n];
+                return sum;
+            };
+            int64_t at = 0;
+            for (; at + LANES <= size; at += LANES)
+                store(out + token * size + at, sum_at(f32x16{}, [&](const bf16* row) { return load(row + at); }));
+            for (; at < size; ++at)
+                from_float(sum_at(0.0f, [&](const bf16* row) { return to_float(row[at]); }), out + token * size + at);
+        }
+    });
+}
+
+RECORDABLE(route)
+RECORDABLE(group_tokens)
+RECORDABLE(take_tokens)
+RECORDABLE(multiply_experts)
+RECORDABLE(add_shares)

@@ -1,0 +1,152 @@
+"""`NativeExperts`: a layer's experts by our C++ kernels (`kernels/cpu/experts.cpp`), and who a token's experts are.
+
+Each expert's weights are products of their own (`native_product`), of any form; what is called with them is one product
+for all experts, shared out as a whole.
+"""
+
+# Shapes: T tokens, K inputs, E experts, k active ones of a token, R = T * k rows, N width of an expert.
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .native_blocks import NO_TILES, NativeBlockLinear
+from .native_product import NativeProduct
+
+_WEIGHT: Final = np.dtype(
+    [
+        ("packed", np.uint64),
+        ("kind", np.int32),
+        ("bits", np.int32),
+        ("zero", np.int32),
+        ("has_minima", np.int32),
+        ("has_paired_scales", np.int32),
+        ("factor", np.float32),
+    ]
+)
+"""`ExpertWeight` of experts.cpp."""
+
+
+def route(library: ctypes.CDLL, logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """See `Route`; of equal logits the first expert's counts as larger."""
+    assert logits.dtype in (torch.bfloat16, torch.float32), logits.dtype
+    num_tokens, num_experts = logits.shape
+    assert 0 < num_active <= num_experts, (num_active, num_experts)
+    logits = logits.contiguous()
+    shares = logits.new_empty((num_tokens, num_active), dtype=torch.float32)
+    ids = logits.new_empty((num_tokens, num_active), dtype=torch.int64)
+    library.route(
+        logits.data_ptr(),
+        ids.data_ptr(),
+        shares.data_ptr(),
+        num_tokens,
+        num_experts,
+        num_active,
+        normalise,
+        logits.dtype == torch.bfloat16,
+    )
+    return shares, ids
+
+
+class NativeExperts:
+    """`ExpertWeights`. A token's bits do not depend on the others', but by the form that its weights have."""
+
+    def __init__(
+        self, library: ctypes.CDLL, gate_up: Sequence[NativeProduct], down: Sequence[NativeProduct]
+    ) -> None:
+        """Take each expert's weights [2N, K], of nobody else's use, and [K, N]."""
+        self._library = library
+        self._is_gated = all(one.end_with_silu() for one in gate_up)  # all or none: their shapes are equal
+        self._gate_up = _Weights(library, gate_up)
+        self._down = _Weights(library, down)
+        self._num_experts = len(gate_up)
+
+    def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
+        """See `ExpertWeights`."""
+        num_tokens, num_active = expert_ids.shape
+        size, num_rows, num_experts = self._gate_up.inputs, num_tokens * num_active, self._num_experts
+        assert x.dtype == torch.bfloat16 and x.shape == (num_tokens, size), (x.dtype, x.shape)
+        assert expert_ids.dtype == torch.int64 and expert_ids.is_contiguous(), expert_ids.dtype
+        assert shares.dtype == torch.float32 and shares.is_contiguous(), shares.dtype
+        assert shares.shape == expert_ids.shape, (shares.shape, expert_ids.shape)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        library = self._library
+        groups = torch.empty(library.token_groups_bytes(num_rows, num_experts), dtype=torch.uint8)
+        library.group_tokens(expert_ids.data_ptr(), groups.data_ptr(), num_rows, num_experts)
+        rows = x.new_empty((num_rows, size))
+        library.take_tokens(
+            x.data_ptr(),
+            x.stride(0),
+            groups.data_ptr(),
+            rows.data_ptr(),
+            num_rows,
+            num_experts,
+            num_active,
+            size,
+        )
+        hidden = self._gate_up.multiply(rows, groups)
+        if not self._is_gated:
+            hidden = _activated(library, hidden)
+        rows = self._down.multiply(hidden, groups)
+        out = x.new_empty((num_tokens, size))
+        library.add_shares(
+            rows.data_ptr(),
+            shares.data_ptr(),
+            groups.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            num_experts,
+            num_active,
+            size,
+        )
+        return out
+
+
+class _Weights:
+    """One weight of each expert, [N, K] all, and their product with rows [R, K]."""
+
+    def __init__(self, library: ctypes.CDLL, weights: Sequence[NativeProduct]) -> None:
+        self._library = library
+        self._weights = list(weights)  # whose memory the table points to
+        self._table = np.array([one.as_expert() for one in weights], dtype=_WEIGHT)
+        first = weights[0]
+        self.outputs, self.inputs = first.shape
+        self._form, self._width = first.form, first.width
+        assert all((one.shape, one.form) == (first.shape, first.form) for one in weights), "shapes differ"
+        borders = [one.tiles_from for one in weights if isinstance(one, NativeBlockLinear)]
+        self._has_blocks, self._tiles_from = bool(borders), min(borders, default=NO_TILES)
+
+    def multiply(self, rows: Tensor, groups: Tensor) -> Tensor:
+        """Each row with its expert's weight, [R, width]."""
+        out = rows.new_empty((len(rows), self._width))
+        workspace = None
+        if self._has_blocks:
+            num_bytes = self._library.blocks_workspace_bytes(len(rows), self.inputs, NO_TILES)
+            workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        self._library.multiply_experts(
+            self._table.ctypes.data,
+            groups.data_ptr(),
+            rows.data_ptr(),
+            out.data_ptr(),
+            None if workspace is None else workspace.data_ptr(),
+            len(rows),
+            len(self._weights),
+            self.inputs,
+            self.outputs,
+            self._form,
+            self._tiles_from,
+        )
+        return out
+
+
+def _activated(library: ctypes.CDLL, gate_up: Tensor) -> Tensor:
+    out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+    library.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), len(out), out.shape[1], True)
+    return out
