@@ -274,16 +274,16 @@ EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const ui
     using namespace engine;
     int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, minima != nullptr);
     share_out((outputs + Blocks::PANEL - 1) / Blocks::PANEL, 1, [&](int64_t begin, int64_t end) {
-        std::memset(packed + begin * blocks * bytes, 0, (end - begin) * blocks * bytes);
+        if (end * Blocks::PANEL > outputs) std::memset(packed + (end - 1) * blocks * bytes, 0, blocks * bytes);
         for (int64_t output = begin * Blocks::PANEL; output < std::min(end * Blocks::PANEL, outputs); ++output) {
             uint8_t* to = packed + output / Blocks::PANEL * blocks * bytes;
             int64_t column = output % Blocks::PANEL;
             for (int64_t block = 0; block < blocks; ++block, to += bytes) {
                 const uint8_t* from = numbers + output * inputs + block * BLOCK;
-                for (int64_t k = 0; k < BLOCK; ++k) {
-                    int64_t group = k / 4 % (GROUPS * bits / 8);
-                    uint8_t* at = to + group * Blocks::PANEL * 4 + column * 4 + k % 4;
-                    *at = uint8_t(*at | from[k] << (k / 4 == group ? 0 : 4));
+                for (int64_t group = 0; group < GROUPS * bits / 8; ++group) {
+                    uint32_t four = load_pair(from + group * 4);
+                    if (bits == 4) four |= load_pair(from + (group + GROUPS / 2) * 4) << 4;
+                    std::memcpy(to + (group * Blocks::PANEL + column) * 4, &four, sizeof four);
                 }
                 uint8_t* halves = to + Blocks::PANEL * BLOCK * bits / 8;
                 std::memcpy(halves + 2 * column, scales + output * blocks + block, 2);
