@@ -12,6 +12,7 @@ import torch
 from ..runtime.errors import ConfigError
 from .attention.cpu_native import CpuNativeAttention
 from .kernels import native
+from .kernels.native_experts import NativeExperts
 from .kernels.native_product import NativeProduct
 from .op_selection import MAKERS, Maker, Target
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..runtime.model_files.model_spec import ModelSpec
-    from .ops import LinearWeight
+    from .ops import ExpertSource, ExpertWeights, LinearWeight
 
 
 def check_fixed_order(
@@ -59,9 +60,27 @@ def pack_linear(weight: Tensor) -> LinearWeight:
     return packed
 
 
+def pack_experts(experts: ExpertSource) -> ExpertWeights:
+    """See `PackExperts`: ours.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    packed = native.native_ops().pack_experts(experts)
+    if not isinstance(packed, NativeExperts):
+        raise ConfigError(
+            "deterministic is on, but a layer's experts are not multiplied by the engine's own kernel, which takes "
+            "gates and ups that are stored in one way and have an even number of inputs; leave --deterministic away, "
+            "or try --quantization none"
+        )
+    return packed
+
+
 def _only_native(op: str, makers: Sequence[Maker]) -> Sequence[Maker]:
     if op == "pack_linear":
         return (Maker("native", _nothing, lambda _target: pack_linear),)
+    if op == "pack_experts":
+        return (Maker("native", _nothing, lambda _target: pack_experts),)
     return [maker for maker in makers if maker.name == "native"]
 
 

@@ -8,6 +8,7 @@ All of them compute in float32, and none of them lets a token's bits depend on t
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import Final
 
 import torch
@@ -19,6 +20,8 @@ from .cpu.library import load_library, reasons_against_library
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
 from .native_product import NativeProduct
+
+logger = logging.getLogger(__name__)
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 
@@ -37,6 +40,7 @@ class NativeOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._has_warned_of_loops = False
 
     def pack_linear(self, weight: Tensor) -> LinearWeight:
         """See `PackLinear`."""
@@ -45,9 +49,15 @@ class NativeOps:
     def pack_experts(self, experts: ExpertSource) -> ExpertWeights:
         """See `PackExperts`. Where a weight cannot be ours, the experts are computed one after the other."""
         gate_up, down = experts.linears()
-        ours = [[one for one in each if isinstance(one, NativeProduct)] for each in (gate_up, down)]
-        if len(ours[0]) == len(ours[1]) == len(gate_up):
-            return NativeExperts(self._library, *ours)
+        ours = [one for one in (*gate_up, *down) if isinstance(one, NativeProduct)]
+        if len(ours) == 2 * len(gate_up):
+            return NativeExperts(self._library, ours[: len(gate_up)], ours[len(gate_up) :])
+        if not self._has_warned_of_loops:
+            self._has_warned_of_loops = True
+            logger.warning(
+                "experts are computed one after the other, in steps that are not recorded: their gates and ups are "
+                "stored in different ways, or have an odd number of inputs"
+            )
         return plain.LoopedExperts(gate_up, down)
 
     def route(self, logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:

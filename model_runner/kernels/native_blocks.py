@@ -60,7 +60,7 @@ class NativeBlockLinear(NativeProduct):
         """`tiles_from`: the number of tokens, 1 or more, from which tiles multiply where the CPU has them."""
         _check(weight)
         assert tiles_from > 0, tiles_from
-        self.tiles_from: Final = tiles_from
+        self.tiles_from = tiles_from
         self._bits, self._zero = weight.bits, weight.zero if weight.minima is None else 0
         self._has_minima = weight.minima is not None
         self._has_paired_scales = weight.bits == 8 and not self._has_minima and weight.has_paired_scales

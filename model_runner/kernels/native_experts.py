@@ -62,7 +62,9 @@ class NativeExperts:
     ) -> None:
         """Take each expert's weights [2N, K], of nobody else's use, and [K, N]."""
         self._library = library
-        self._is_gated = all(one.end_with_silu() for one in gate_up)  # all or none: their shapes are equal
+        for one in gate_up:
+            one.end_with_silu()
+        self._is_gated = gate_up[0].ends_with_silu  # as all are, or none: their shapes are equal
         self._gate_up = _Weights(library, gate_up)
         self._down = _Weights(library, down)
         self._num_experts = len(gate_up)
@@ -93,7 +95,9 @@ class NativeExperts:
         )
         hidden = self._gate_up.multiply(rows, groups)
         if not self._is_gated:
-            hidden = _activated(library, hidden)
+            activated = hidden.new_empty((num_rows, hidden.shape[1] // 2))
+            library.silu_and_mul(hidden.data_ptr(), activated.data_ptr(), num_rows, activated.shape[1], True)
+            hidden = activated
         rows = self._down.multiply(hidden, groups)
         out = x.new_empty((num_tokens, size))
         library.add_shares(
@@ -144,9 +148,3 @@ class _Weights:
             self._tiles_from,
         )
         return out
-
-
-def _activated(library: ctypes.CDLL, gate_up: Tensor) -> Tensor:
-    out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-    library.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), len(out), out.shape[1], True)
-    return out

@@ -67,7 +67,7 @@ class _CheckpointExperts:
         return names, [(self._inner, self._size)] * len(names), self._slices(0, len(names))
 
     def _down(self, modules: list[str]) -> _Request:
-        """Stacked along their first axis, which is not the one that is cut."""
+        # Stacked along their first axis, which is not the one that is cut.
         names = [f"{module}.down_proj" for module in modules]
         return names, [(self._size, self._inner)] * len(names), self._slices(1, len(names))
 

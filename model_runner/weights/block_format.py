@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import BLOCK_LEN
+from ...runtime.model_files.quantisation import unnumbered
 from ..kernels.block_rounding import round_to_blocks
 from ..kernels.quantised_weights import BlockWeight
 from .quantised_format import QuantisedFormat
@@ -35,6 +36,7 @@ class BlockParts:
 
     def __init__(self, quantisation: QuantisationSpec) -> None:
         self._quantisation = quantisation
+        self._warned_of: set[str] = set()
 
     def has(self, name: str, columns: int) -> bool:
         """Whether a module with so many inputs is held in blocks."""
@@ -51,13 +53,7 @@ class BlockParts:
         """See `PartReader`; `plain`: reads the weight in the serving dtype, with padding."""
         form = self._quantisation.form_of(name, shape[1])
         if form is not None and part is not None and part.axis == 1 and _parts_blocks(part):
-            logger.warning(
-                "%s stays in the serving dtype: a rank takes inputs %d to %d, and blocks of %d cannot be parted",
-                name,
-                part.start,
-                part.stop - 1,
-                BLOCK_LEN,
-            )
+            self._warn_of_cut(unnumbered(name), part)
             form = None
         if form is not None and self._quantisation.stored:
             blocks = weights.blocks(f"{name}.weight", shape, part)
@@ -67,6 +63,19 @@ class BlockParts:
         values = plain() if plain else weights.stacked([f"{name}.weight"], [shape], slices=slices)
         return (
             values if form is None else _checked(round_to_blocks(values, form.bits, paired_scales=True), name)
+        )
+
+    def _warn_of_cut(self, name: str, part: Slice) -> None:
+        """Once for all experts of a layer."""
+        if name in self._warned_of:
+            return
+        self._warned_of.add(name)
+        logger.warning(
+            "%s stays in the serving dtype: a rank takes inputs %d to %d, and blocks of %d cannot be parted",
+            name,
+            part.start,
+            part.stop - 1,
+            BLOCK_LEN,
         )
 
 

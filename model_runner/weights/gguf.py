@@ -55,7 +55,7 @@ class GGUFStore:
         """Open the file.
 
         Raises:
-            ConfigError: it is truncated or damaged.
+            ConfigError: it is truncated or damaged, or has another number of experts than the model.
         """
         self._file = GGUFFile(path)
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
@@ -66,6 +66,16 @@ class GGUFStore:
             for hf, gguf, expert in stored_names(spec)
             if gguf in self._file.tensors
         }
+        self._check_stacks(spec)
+
+    def _check_stacks(self, spec: ModelSpec) -> None:
+        for info, expert in self._stored.values():
+            if expert != 0 or spec.experts is None or info.shape[0] == spec.experts.num_experts:
+                continue
+            raise ConfigError(
+                f"{self._file.path}: {info.name} holds {info.shape[0]} experts, the file's metadata says "
+                f"{spec.experts.num_experts}; the file is damaged: download it again"
+            )
 
     def names(self) -> set[str]:
         """See `TensorStore`; tensors without a name in Hugging Face's layout keep their own."""

@@ -33,7 +33,13 @@ class BlockForm(NamedTuple):
         """Memory of a weight, as kernels want it: scales and minima have 16 bits."""
         return rows * columns * self.bits // 8 + rows * (columns // BLOCK_LEN) * (4 if self.has_minima else 2)
 
+    def is_held_like(self, other: BlockForm) -> bool:
+        """Whether weights of both can be one."""
+        return self._replace(is_exact=True) == other._replace(is_exact=True)
 
+
+WIDEST: Final = BlockForm(8, 0, has_minima=True)
+"""Can hold the numbers of all others: what several become that are one weight."""
 INT8: Final = BlockForm(8, 128, has_minima=False)
 INT4: Final = BlockForm(4, 0, has_minima=True)
 

@@ -7,7 +7,7 @@ from here.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -54,6 +54,14 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int  # of one expert
     normalise: bool  # the weights of a token's active experts add up to 1
     dense_layers: tuple[int, ...] = ()  # layers with an ordinary MLP instead
+
+
+class _Linear(NamedTuple):
+    """A linear layer, of which a layer of the model has `num`: the outputs of its modules, by name, and its inputs."""
+
+    rows: dict[str, int]
+    columns: int
+    num: int = 1
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,10 +162,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return 0
         saved = 0
         for layer in range(self.num_layers):
-            for name, (rows, columns, num) in self._linear_shapes(layer).items():
-                held = self.quantisation.bytes_of(f"model.layers.{layer}.{name}", rows, columns)
-                if held is not None:
-                    saved += num * (rows * columns * dtype_bytes - held)
+            for linear in self._linears(layer):
+                modules = [(f"model.layers.{layer}.{name}", rows) for name, rows in linear.rows.items()]
+                together = self.quantisation.bytes_together(modules, linear.columns)
+                for held, rows in zip(together, linear.rows.values(), strict=True):
+                    if held is not None:
+                        saved += linear.num * (rows * linear.columns * dtype_bytes - held)
         table = self.vocab_size * self.hidden_size * dtype_bytes
         if not self.tie_word_embeddings:
             saved += table - self._head_bytes("lm_head", dtype_bytes)
@@ -183,29 +193,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         held = self.quantisation.bytes_of(name, self.vocab_size, self.hidden_size)
         return self.vocab_size * self.hidden_size * dtype_bytes if held is None else held
 
-    def _linear_shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """Outputs and inputs of a layer's linear modules, and how many of them there are.
-
-        Experts are left out where their numbers become wider: of other forms than blocks.
-        """
+    def _linears(self, layer: int) -> list[_Linear]:
+        """A layer's linear layers; without experts where their numbers become wider: of other forms than blocks."""
         size, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes = {
-            "self_attn.q_proj": (q_size, size, 1),
-            "self_attn.k_proj": (kv_size, size, 1),
-            "self_attn.v_proj": (kv_size, size, 1),
-            "self_attn.o_proj": (size, q_size, 1),
-        }
+        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        linears = [
+            _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, size),
+            _Linear({"self_attn.o_proj": size}, q_size),
+        ]
         mlp, num, experts = "mlp", 1, self.experts
         if experts is not None and layer not in experts.dense_layers:
             if self.quantisation is not None and self.quantisation.method not in BLOCK_METHODS:
-                return shapes
+                return linears
             mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
-        return shapes | {
-            f"{mlp}.gate_proj": (inner, size, num),
-            f"{mlp}.up_proj": (inner, size, num),
-            f"{mlp}.down_proj": (size, inner, num),
-        }
+        gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+        return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
         """Memory of one token's keys and values over all layers: each number's, and for each head a scale's.

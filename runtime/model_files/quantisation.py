@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
-from .block_forms import BLOCK_LEN, GGUF_FORMS, INT4, INT8, BlockForm
+from .block_forms import BLOCK_LEN, GGUF_FORMS, INT4, INT8, WIDEST, BlockForm
 from .fields import Fields
 from .json_file import read_json
 
@@ -87,7 +87,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_plain(self, name: str) -> bool:
         """Whether this linear layer keeps floating-point weights. The routers of experts do in every checkpoint."""
-        if _ROUTER.search(name) or (self.method == "gguf" and _unnumbered(name) not in self.types):
+        if _ROUTER.search(name) or (self.method == "gguf" and unnumbered(name) not in self.types):
             return True
         return any(pattern.search(name) for pattern in _compiled(self.plain_modules))
 
@@ -96,7 +96,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.method not in BLOCK_METHODS or self.is_plain(name) or columns % BLOCK_LEN:
             return None
         if self.method == "gguf":
-            return GGUF_FORMS[self.types[_unnumbered(name)]]
+            return GGUF_FORMS[self.types[unnumbered(name)]]
         in_8_bits = self.method == "int8" or name in HEADS or name.endswith(_IN_8_BITS)
         return INT8 if in_8_bits else INT4
 
@@ -112,6 +112,17 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
             return rows * columns + 4 * rows * groups
         groups = -(-columns // self.group_size) if self.group_size else 1
         return rows * columns // 2 + 3 * rows * groups  # a scale in float16 and a zero in a byte
+
+    def bytes_together(self, modules: Sequence[tuple[str, int]], columns: int) -> list[int | None]:
+        """The same of modules, with so many rows each, whose outputs are one weight."""
+        forms = [self.form_of(name, columns) for name, _ in modules]
+        held = [form for form in forms if form is not None]
+        if all(form.is_held_like(held[0]) for form in held):
+            return [self.bytes_of(name, rows, columns) for name, rows in modules]
+        return [
+            None if form is None else WIDEST.num_bytes(rows, columns)
+            for form, (_, rows) in zip(forms, modules, strict=True)
+        ]
 
 
 def read_quantisation(folder: Path, config: Fields) -> QuantisationSpec | None:
@@ -270,7 +281,7 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _unnumbered(name: str) -> str:
+def unnumbered(name: str) -> str:
     """The name of a module; experts of a layer, which are one tensor of the file, share one."""
     return _EXPERT.sub(".experts.", name)
 

@@ -268,7 +268,7 @@ EXPORT int64_t blocks_workspace_bytes(int64_t num_tokens, int64_t inputs, int64_
     return Quantised::bytes(num_tokens, inputs);
 }
 
-// numbers: [outputs, inputs] bytes; scales and minima (or null): [outputs, inputs / 32] half precision.
+// numbers: [outputs, inputs] bytes, of 4 bits less than 16; scales and minima (or null): [outputs, inputs / 32] half precision.
 EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const uint16_t* minima, int64_t outputs,
                         int64_t inputs, int bits, uint8_t* packed) {
     using namespace engine;

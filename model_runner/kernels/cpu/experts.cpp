@@ -11,6 +11,7 @@
 // where the others go. (With tiles, rows of 4- and 8-bit weights do on whether an expert has `tiles_from` of them.)
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "block_tokens.h"
@@ -30,7 +31,7 @@ constexpr int64_t MIN_BYTES = 1 << 16;    // of weights for each thread: less is
 constexpr int64_t STRIP_ROWS = 6;         // that take about as long as one
 constexpr int64_t PART_OUTPUTS = PART_VECTORS * LANES;
 
-int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+int64_t divided_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
 // One expert's weight, as Python describes it (native_experts.py).
 struct ExpertWeight {
@@ -41,7 +42,7 @@ struct ExpertWeight {
     int32_t bits, zero, has_minima, has_paired_scales;  // of blocks
     float factor;
 };
-static_assert(sizeof(ExpertWeight) == 32);
+static_assert(sizeof(ExpertWeight) == 32 && offsetof(ExpertWeight, bits) == 12 && offsetof(ExpertWeight, factor) == 28);
 
 // Which rows there are: one for each token and each of its experts, in the order of the experts, then of the tokens.
 struct Groups {
@@ -70,19 +71,19 @@ struct Router {
     int64_t num_experts, num_active;
     bool normalise;
 
-    // Numbers that are not finite make shares of which at least one is none either, and still experts that exist.
+    // NaN and plus infinity make shares that are no numbers, and still experts that exist.
     template <class T>
     void route(const T* logits, float* memory, int64_t* ids, float* shares) const {
-        int64_t padded = rounded_up(num_experts, LANES) * LANES;
+        int64_t all = padded(num_experts);
         float most = -__builtin_inff();
         for (int64_t n = 0; n < num_experts; ++n) {
             float logit = memory[n] = to_float(logits[n]);
             most = logit > most ? logit : most;
             insert(logit, n, std::min(n, num_active), ids, shares);
         }
-        std::fill(memory + num_experts, memory + padded, -__builtin_inff());
+        std::fill(memory + num_experts, memory + all, -__builtin_inff());
         f32x16 sums = {};
-        for (int64_t n = 0; n < padded; n += LANES) {
+        for (int64_t n = 0; n < all; n += LANES) {
             f32x16 power = exp2((load(memory + n) - most) * 1.44269504f);
             sums += power;
             store(memory + n, power);
@@ -90,9 +91,9 @@ struct Router {
         float total = sum(sums);
         for (int64_t n = 0; n < num_active; ++n) shares[n] = memory[ids[n]] / total;
         if (!normalise) return;
-        float all = 0;
-        for (int64_t n = 0; n < num_active; ++n) all += shares[n];
-        for (int64_t n = 0; n < num_active; ++n) shares[n] /= all;
+        float taken = 0;
+        for (int64_t n = 0; n < num_active; ++n) taken += shares[n];
+        for (int64_t n = 0; n < num_active; ++n) shares[n] /= taken;
     }
 
   private:
@@ -120,7 +121,7 @@ struct ExpertProducts {
     Form form;
     int64_t tiles_from;
 
-    int64_t parts() const { return rounded_up(outputs, PART_OUTPUTS); }
+    int64_t parts() const { return divided_up(outputs, PART_OUTPUTS); }
     Quantised quantised() const { return Quantised(workspace, num_rows, inputs); }
 
     Output output_of(int64_t expert) const {
@@ -175,8 +176,8 @@ struct ExpertProducts {
         for (int64_t expert = found - groups.costs - 1; expert < num_experts; ++expert) {
             int64_t base = groups.costs[expert] * parts(), cost = groups.costs[expert + 1] - groups.costs[expert];
             if (base >= to) return;
-            int64_t first = from <= base ? 0 : rounded_up(from - base, std::max<int64_t>(cost, 1));
-            int64_t last = std::min(parts(), rounded_up(to - base, std::max<int64_t>(cost, 1)));
+            int64_t first = from <= base ? 0 : divided_up(from - base, std::max<int64_t>(cost, 1));
+            int64_t last = std::min(parts(), divided_up(to - base, std::max<int64_t>(cost, 1)));
             if (cost > 0 && first < last) multiply(expert, first, last);
         }
     }
@@ -184,9 +185,9 @@ struct ExpertProducts {
     void run() const {
         if (num_rows == 0) return;
         if (workspace != nullptr)
-            share_out(num_rows, rounded_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) { quantise_rows(begin, end); });
+            share_out(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) { quantise_rows(begin, end); });
         int64_t pieces = std::min(num_rows, num_experts) * parts(), least_bytes = PART_OUTPUTS * inputs / 2;
-        share_out(pieces, rounded_up(MIN_BYTES, least_bytes),
+        share_out(pieces, divided_up(MIN_BYTES, least_bytes),
                   [&](int64_t begin, int64_t end) { multiply_pieces(begin, end, pieces); });
     }
 };
@@ -199,7 +200,7 @@ EXPORT void route(const void* logits, int64_t* ids, float* shares, int64_t num_t
                   int64_t num_active, int normalise, int is_bf16) {
     using namespace engine;
     Router router = {num_experts, num_active, normalise != 0};
-    share_out(num_tokens, rounded_up(MIN_LOGITS, num_experts), [&](int64_t begin, int64_t end) {
+    share_out(num_tokens, divided_up(MIN_LOGITS, num_experts), [&](int64_t begin, int64_t end) {
         thread_local Scratch scratch;
         float* memory = reinterpret_cast<float*>(scratch.get((num_experts + LANES) * sizeof(float)));
         for (int64_t token = begin; token < end; ++token) {
@@ -226,7 +227,7 @@ EXPORT void group_tokens(const int64_t* ids, void* groups_, int64_t num_rows, in
         for (int64_t slot = 0; slot < num_rows; ++slot) ++groups.starts[ids[slot] + 1];
         groups.costs[0] = 0;
         for (int64_t expert = 0; expert < num_experts; ++expert) {
-            groups.costs[expert + 1] = groups.costs[expert] + int32_t(rounded_up(groups.starts[expert + 1], STRIP_ROWS));
+            groups.costs[expert + 1] = groups.costs[expert] + int32_t(divided_up(groups.starts[expert + 1], STRIP_ROWS));
             groups.starts[expert + 1] += groups.starts[expert];
         }
         for (int64_t slot = num_rows - 1; slot >= 0; --slot) {  // from the ends of the groups, which become starts
@@ -246,7 +247,7 @@ EXPORT void take_tokens(const void* x_, int64_t x_stride, void* groups_, void* o
     Groups groups(groups_, num_experts, num_rows);
     const bf16* x = static_cast<const bf16*>(x_);
     bf16* out = static_cast<bf16*>(out_);
-    share_out(num_rows, rounded_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) {
+    share_out(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row)
             std::memcpy(out + row * inputs, x + groups.slots[row] / num_active * x_stride, inputs * sizeof(bf16));
     });
@@ -271,7 +272,7 @@ EXPORT void add_shares(const void* rows_, const float* shares, void* groups_, vo
     Groups groups(groups_, num_experts, num_tokens * num_active);
     const bf16* rows = static_cast<const bf16*>(rows_);
     bf16* out = static_cast<bf16*>(out_);
-    share_out(num_tokens, rounded_up(MIN_NUMBERS, size * num_active), [&](int64_t begin, int64_t end) {
+    share_out(num_tokens, divided_up(MIN_NUMBERS, size * num_active), [&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
             const int32_t* mine = groups.rows + token * num_active;
             const float* parts = shares + token * num_active;

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native_blocks import NativeBlockLinear
+from engine.model_runner.kernels.plain import LoopedExperts
+from engine.model_runner.weights.gguf import GGUFStore
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf import GGUFFile
 from engine.runtime.model_files.gguf_config import read_gguf_spec
@@ -81,8 +85,12 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architec
 }
 
 
-def write(path: Path, tiny: Any, arch: str, experts_as: gguf.GGMLQuantizationType | None = None) -> None:
-    """Names, order of rows, offsets of norms and stacks of experts as llama.cpp's converter has them."""
+def write(path: Path, tiny: Any, arch: str, experts_as: Mapping[str, str] | None = None) -> None:
+    """Names, order of rows, offsets of norms and stacks of experts as llama.cpp's converter has them.
+
+    Args:
+        experts_as: formats of the stacks of `gate`, `up` and `down`; None: float32.
+    """
     config = tiny.reference.config
     writer = gguf.GGUFWriter(path, arch)
     _write_metadata(writer, config, arch)
@@ -105,9 +113,11 @@ def write(path: Path, tiny: Any, arch: str, experts_as: gguf.GGMLQuantizationTyp
         )
     for name, arrays in experts.items():
         stack = np.stack(arrays)
-        if experts_as is not None:
-            stack = gguf.quants.quantize(stack, experts_as)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stack, raw_dtype=experts_as)
+        part = name.removesuffix("_proj.weight").rpartition(".")[2]
+        form = gguf.GGMLQuantizationType[experts_as[part]] if experts_as else None
+        if form is not None:
+            stack = gguf.quants.quantize(stack, form)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stack, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -187,30 +197,69 @@ def test_is_the_same_model_as_in_safetensors(
     np.testing.assert_allclose(token, expected, atol=3e-4)
 
 
-@pytest.mark.parametrize("form", ["Q4_0", "Q8_0"])
-def test_experts_keep_the_numbers_of_the_file(make_tiny_model, make_driver, unpack, tmp_path, form):
+STACKS = {
+    "Q4_0": {"gate": "Q4_0", "up": "Q4_0", "down": "Q4_0"},
+    "Q8_0": {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"},
+    "several": {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"},
+}
+
+
+@pytest.fixture
+def write_mixture(make_tiny_model: Any, tmp_path: Path) -> Callable[[Mapping[str, str]], Path]:
+    """Of two layers with four experts each, 64 x 32."""
     if reasons := reasons_against_library():
         pytest.skip("; ".join(reasons))
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
-    tiny = make_tiny_model("qwen3_moe", dtype="float32", **{**MOE, **sizes})
-    path = tmp_path / "tiny.gguf"
-    write(path, tiny, "qwen3moe", gguf.GGMLQuantizationType[form])
-    spec = read_gguf_spec(GGUFFile(path))
 
-    found = {}
+    def make(stacks: Mapping[str, str]) -> Path:
+        tiny = make_tiny_model(
+            "qwen3_moe", **{**MOE, "head_dim": 16, "hidden_size": 64, "moe_intermediate_size": 32}
+        )
+        path = tmp_path / "tiny.gguf"
+        write(path, tiny, "qwen3moe", stacks)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("stacks", STACKS)
+def test_experts_keep_the_numbers_of_the_file(write_mixture, make_driver, unpack, stacks):
+    path = write_mixture(STACKS[stacks])
+    spec = read_gguf_spec(GGUFFile(path))
+    found, num_bytes = {}, 0
     for quantization in (None, "none"):
         driver = make_driver(spec, path, kind="gguf", dtype="bfloat16", quantization=quantization)
-        experts = driver.runner.model.layers[0].mlp.experts
-        kept = {type(one) for part in (experts._gate_up, experts._down) for one in part._weights}
-        assert (kept == {NativeBlockLinear}) == (quantization is None)
+        layers = [layer.mlp.experts for layer in driver.runner.model.layers]
+        kept = [one for layer in layers for part in (layer._gate_up, layer._down) for one in part._weights]
+        assert all(isinstance(one, NativeBlockLinear) == (quantization is None) for one in kept)
+        if quantization is None:
+            num_bytes = sum(one.num_bytes for one in kept)
         req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
         found[quantization], _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
     # Activations are rounded to 8 bits, too, which now and then sends a token to another expert.
     assert np.abs(found[None] - found["none"]).mean() < 0.1
 
-    numbers = 2 * 4 * 3 * 64 * 32  # layers, experts, products
     saved = spec.weight_bytes(2, dequantised=True) - spec.weight_bytes(2)
-    assert saved == numbers * 2 - numbers * (18 if form == "Q4_0" else 34) // 32
+    assert saved == 2 * (2 * 4 * 3 * 64 * 32) - num_bytes
+
+
+def test_experts_that_cannot_be_one_product_are_looped_over_and_said(write_mixture, make_driver, caplog):
+    path = write_mixture({"gate": "F32", "up": "Q8_0", "down": "Q8_0"})
+    spec = read_gguf_spec(GGUFFile(path))
+    driver = make_driver(spec, path, kind="gguf", dtype="bfloat16")
+    assert isinstance(driver.runner.model.layers[0].mlp.experts, LoopedExperts)
+    assert caplog.text.count("experts are computed one after the other") == 1
+    with pytest.raises(ConfigError, match="a layer's experts are not multiplied by the engine's own kernel"):
+        make_driver(spec, path, kind="gguf", dtype="bfloat16", deterministic=True)
+    make_driver(spec, path, kind="gguf", dtype="bfloat16", deterministic=True, quantization="none")
+
+
+def test_a_stack_with_another_number_of_experts_is_refused(write_mixture):
+    path = write_mixture(STACKS["Q4_0"])
+    spec = read_gguf_spec(GGUFFile(path))
+    assert spec.experts is not None
+    spec = msgspec.structs.replace(spec, experts=msgspec.structs.replace(spec.experts, num_experts=5))
+    with pytest.raises(ConfigError, match="ffn_gate_exps.weight holds 4 experts, .* says 5"):
+        GGUFStore(path, spec)
 
 
 @pytest.mark.parametrize(

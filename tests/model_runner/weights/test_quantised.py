@@ -284,9 +284,10 @@ def test_fp8_made_of_plain_weights(make_tiny_llama, make_driver, unpack):
     np.testing.assert_allclose(prompt_logprobs(driver, unpack), expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["awq", "fp8 per block"])
-def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form):
-    """Experts are dequantised while they are loaded; routers are plain in every checkpoint."""
+def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dtype):
+    """Experts are dequantised while they are loaded, or become blocks; routers are plain in every checkpoint."""
     tiny = make_tiny_model(
         "qwen3_moe", **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     )
@@ -315,11 +316,15 @@ def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form):
     config = json.loads((tiny.folder / "config.json").read_text())
     (tiny.folder / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
 
-    driver = make_driver(read_hf_spec(tiny.folder), tiny.folder)
+    driver = make_driver(read_hf_spec(tiny.folder), tiny.folder, dtype=dtype)
 
     rows = torch.arange(len(PROMPT) - 1)
     expected = tiny.logprobs(PROMPT)[rows, PROMPT[1:]]
-    np.testing.assert_allclose(prompt_logprobs(driver, unpack), expected, atol=1e-3)
+    found = prompt_logprobs(driver, unpack)
+    if dtype == "float32":
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+    else:  # a token may go to another expert
+        assert np.abs(found - expected.numpy()).mean() < 0.1
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq", "fp8 per channel", "fp8 per block"])

@@ -22,18 +22,29 @@ from engine.model_runner.kernels.native_product import NativeProduct
 from engine.model_runner.native_program import record
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 
-from .test_native_blocks import block_weight, guarded
+from .test_native_blocks import block_weight, guarded, paired
 
 BF16 = torch.bfloat16
-FORMS = ["bfloat16", "packed", "4 bits", "4 bits and minima", "8 bits", "mixed"]
+FORMS = [
+    "bfloat16",
+    "packed",
+    "4 bits",
+    "4 bits and minima",
+    "8 bits",
+    "8 bits and minima",
+    "8 bits, paired scales",
+    "mixed",
+]
 SOME = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def weight_of(library: Any, form: str, outputs: int, inputs: int, seed: int) -> NativeProduct:
     if form == "mixed":
-        form = FORMS[seed % 5]
+        form = FORMS[seed % 7]
     if "bits" in form:
         weight = block_weight(outputs, inputs, int(form[0]), "minima" in form, seed)
+        if "paired" in form and inputs % 64 == 0:
+            weight = paired(weight)
         return NativeBlockLinear(library, weight, NO_TILES)
     random = torch.Generator().manual_seed(seed)
     dense = (torch.randn(outputs, inputs, generator=random) / inputs**0.5).to(BF16)
@@ -55,7 +66,7 @@ def routed(num_tokens: int, num_experts: int, num_active: int, seed: int = 0) ->
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def threads_of_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -133,7 +144,7 @@ def test_it_is_the_weighted_sum_of_the_experts(library, size, inner, num_active)
 def test_a_row_has_the_bits_of_its_experts_own_products(library, form, inner):
     if inner % 32 and form != "packed":
         pytest.skip("blocks have 32 inputs")
-    size, num_experts = 96, 6
+    size, num_experts = 128, 6
     experts = NativeExperts(library, *weights_of(library, form, num_experts, size, inner))
     gate_up, down = weights_of(library, form, num_experts, size, inner)
     silu_and_mul = NativeOps(library).silu_and_mul
@@ -161,7 +172,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(library, form):
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "4 bits"])
-def test_threads_change_nothing(library, one_thread, form):
+def test_threads_change_nothing(library, threads_of_before, form):
     experts = NativeExperts(library, *weights_of(library, form, 32, 256, 256))
     for num_tokens in (1, 4, 90):
         x = guarded((num_tokens, 256), 5)
@@ -171,6 +182,25 @@ def test_threads_change_nothing(library, one_thread, form):
             torch.set_num_threads(num_threads)
             found += [experts(x, shares, ids) for _ in range(3)]
         assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("form", ["packed", "bfloat16", "4 bits", "8 bits, paired scales"])
+@pytest.mark.parametrize("tiles_from", [1, NO_TILES])
+def test_many_rows_and_long_sums_are_cut_as_in_a_product(library, form, tiles_from):
+    """More tokens than a block of any kernel, and sums that wait in memory between parts of k."""
+    size, inner = 1600, 32
+    gate_up = [weight_of(library, form, 2 * inner, size, n) for n in range(2)]
+    down = [weight_of(library, form, size, inner, 2 + n) for n in range(2)]
+    own = [weight_of(library, form, 2 * inner, size, 1), weight_of(library, form, size, inner, 3)]
+    for one in (*gate_up, *down, *own):
+        if isinstance(one, NativeBlockLinear):
+            one.tiles_from = tiles_from
+    x = guarded((500, size), 8)
+    ids = torch.ones(500, 1, dtype=torch.int64)
+    ids[:5] = 0
+    ours = NativeExperts(library, gate_up, down)(x, torch.ones(500, 1), ids)
+    expected = own[1](NativeOps(library).silu_and_mul(own[0](x[5:])))
+    assert torch.equal(ours[5:], expected)
 
 
 @pytest.mark.parametrize("tiles_from", [1, 3, 32])
@@ -197,7 +227,7 @@ def test_weights_in_blocks_take_tiles_expert_by_expert(library, form, tiles_from
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "4 bits and minima"])
-def test_a_recorded_call_goes_where_the_router_says_each_time(library, one_thread, form):
+def test_a_recorded_call_goes_where_the_router_says_each_time(library, threads_of_before, form):
     torch.set_num_threads(2)
     experts = NativeExperts(library, *weights_of(library, form, 8, 64, 32))
     x, logits = guarded((9, 64), 7), torch.zeros(9, 8)
