@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from ..runtime.config import CacheConfig, SchedulerConfig, parse_chaos
+from ..runtime.chaos_spec import parse_chaos
+from ..runtime.config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity, pages_for
 from .admission import Admission
 from .admission_pass import AdmissionParts

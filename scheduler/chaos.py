@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 
 from msgspec import structs
 
-from ..runtime.config import ChaosSpec, SchedulerConfig, parse_chaos
+from ..runtime.chaos_spec import ChaosSpec, parse_chaos
+from ..runtime.config import SchedulerConfig
 from ..runtime.step_plan import GoOn, Pending, Runner, StepPlan, StepResult, to_the_end
 from .req import Req
 

@@ -35,6 +35,14 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64)
+MIXTURE = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
+"""Of a tiny mixture of experts, `qwen3_moe`."""
 
 
 def int32(values: Iterable[int]) -> bytes:

@@ -28,7 +28,7 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
 from tests.model_runner.attention.paged_batches import Pages, assert_close, spec_of
-from tests.model_runner.conftest import Driver, Request
+from tests.model_runner.conftest import MIXTURE, Driver, Request
 from tests.model_runner.kernels.cpu.conftest import best_library
 
 __all__ = ["best_library"]  # a fixture
@@ -39,22 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
     "qwen3": {"head_dim": 32},
     "llama in 8 bits": {"head_dim": 16, "hidden_size": 96, "intermediate_size": 160},
-    "qwen3_moe": {
-        "head_dim": 16,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-    },
-    "qwen3_moe in 8 bits": {
-        "head_dim": 16,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": {"head_dim": 16, **MIXTURE},
+    "qwen3_moe in 8 bits": {"head_dim": 16, **MIXTURE},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 40,

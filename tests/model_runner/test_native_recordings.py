@@ -23,7 +23,7 @@ from engine.model_runner.op_selection import MAKERS
 from engine.model_runner.recorded_step import NoRecordings
 from engine.runtime.device_config import KernelConfig
 
-from .conftest import Driver, Request, TinyModel
+from .conftest import MIXTURE, Driver, Request, TinyModel
 from .test_bursts import step
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -31,13 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {},
-    "qwen3_moe": {
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": MIXTURE,
     "phi3": {"num_attention_heads": 3, "num_key_value_heads": 1},
     "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
 }
