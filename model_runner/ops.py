@@ -28,8 +28,8 @@ class LinearWeight(Protocol):
 class LinearWithRows(LinearWeight, Protocol):
     """A `LinearWeight` that gives its rows back, so that an embedding which shares it needs no table of its own."""
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """weight[ids], [T] int64 -> [T, K] in the serving dtype; ids must be in range, nobody checks them."""
+    def rows(self, ids: Tensor, scale: float | None = None) -> Tensor:
+        """weight[ids] * scale, [T] int64 -> [T, K] in the serving dtype; ids must be in range, nobody checks them."""
         ...
 
 

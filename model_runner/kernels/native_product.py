@@ -60,11 +60,12 @@ class NativeProduct(ABC):
         assert self._form == _BF16, "a gated product is rounded"
         return self._checked(x, bias, torch.float32)
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, scale: float | None = None) -> Tensor:
         """weight[ids] in bfloat16: an embedding that shares its weight needs no table of its own.
 
         Args:
             ids: [T] int64, 0 <= id < N: not checked, as memory beside the weight would be read.
+            scale: a factor of the rows in bfloat16, which are rounded once more, as those of a table would be.
 
         Returns:
             [T, K] bfloat16.
@@ -75,6 +76,8 @@ class NativeProduct(ABC):
             ids = (gate // _LANES * 2 + is_up) * _LANES + gate % _LANES
         out = torch.empty((len(ids), self._inputs), dtype=torch.bfloat16)
         self._take_rows(ids.contiguous(), out)
+        if scale is not None:
+            self._library.scale(out.data_ptr(), out.numel(), scale)
         return out
 
     @property

@@ -34,12 +34,12 @@ class Embedding:
         self.head: LinearWeight | None = None
         if context.spec.tie_word_embeddings:
             self.head = head_weight(context, name, size, table)
+        # Rounded to the serving dtype, as in training.
+        factor = None if scale is None else torch.tensor(scale, dtype=context.dtype).item()
         self._take: Callable[[Tensor], Tensor]
-        if isinstance(self.head, LinearWithRows) and scale is None:
-            self._take = self.head.rows
+        if isinstance(self.head, LinearWithRows):
+            self._take = functools.partial(self.head.rows, scale=factor)
         else:
-            # Rounded to the serving dtype, as in training.
-            factor = None if scale is None else torch.tensor(scale, dtype=context.dtype).item()
             self._take = functools.partial(_take_scaled, context.ops.take_rows, table(), factor)
         self._group = context.group
         self._span = padded_span(vocab_size, context.group)

@@ -171,14 +171,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         table = self.vocab_size * self.hidden_size * dtype_bytes
         if not self.tie_word_embeddings:
             saved += table - self._head_bytes("lm_head", dtype_bytes)
-        elif self._head_bytes("model.embed_tokens", dtype_bytes) < table and not self.scales_embedding:
+        elif self._head_bytes("model.embed_tokens", dtype_bytes) < table:
             saved += table  # rows are looked up in the head
         return saved
-
-    @property
-    def scales_embedding(self) -> bool:
-        """Whether token vectors are multiplied by a number, for which they need a table beside a quantised head."""
-        return self.model_type == "gemma3_text"
 
     def tied_head_bytes(self, dtype_bytes: int, *, dequantised: bool = False) -> int:
         """Memory of a head that is tied to the embedding, but packed for its kernel and thereby a copy; see above."""

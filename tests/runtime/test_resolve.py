@@ -176,8 +176,10 @@ BLOCK_HOST = dataclasses.replace(HOST, cpu_flags=HOST.cpu_flags | KERNEL_FLAGS)
 WITHOUT_COMPILER = dataclasses.replace(BLOCK_HOST, has_cpu_kernels=False)
 
 
-def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them():
-    spec = msgspec.structs.replace(SPEC, quantisation=GGUF)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them(model_type):
+    plain = msgspec.structs.replace(SPEC, model_type=model_type)
+    spec = msgspec.structs.replace(plain, quantisation=GGUF)
 
     kept = resolve(EngineConfig(), spec, BLOCK_HOST)
     dequantised = resolve(config(quantization="none"), spec, BLOCK_HOST)
@@ -198,7 +200,7 @@ def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them():
             max_running_requests=64,
             on_cpu=True,
         )
-        for model in (spec, SPEC)
+        for model in (spec, plain)
     ]
     assert budgets[1].weights_bytes - budgets[0].weights_bytes == saved
     assert pool_of(kept.config) == budgets[0].tokens // 16 * 16

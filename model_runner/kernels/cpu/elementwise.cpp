@@ -181,6 +181,14 @@ void rotate_and_store(const Rotation& r) {
 
 // ---------------------------------------------------------------- rows of tables, sums, conversions
 
+// `to` may be `from`.
+template <class T>
+void scale_row(const T* from, T* to, int64_t size, float factor) {
+    int64_t n = 0;
+    for (; n + LANES <= size; n += LANES) store(to + n, load(from + n) * factor);
+    for (; n < size; ++n) from_float(to_float(from[n]) * factor, to + n);
+}
+
 template <class T>
 void take_rows(const T* table, const int64_t* indices, T* out, int64_t rows, int64_t size, float scale) {
     share_out(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
@@ -191,9 +199,7 @@ void take_rows(const T* table, const int64_t* indices, T* out, int64_t rows, int
                 std::memcpy(to, from, sizeof(T) * size);
                 continue;
             }
-            int64_t n = 0;
-            for (; n + LANES <= size; n += LANES) store(to + n, load(from + n) * scale);
-            for (; n < size; ++n) from_float(to_float(from[n]) * scale, to + n);
+            scale_row(from, to, size, scale);
         }
     });
 }
@@ -253,6 +259,13 @@ EXPORT void take_rows(const void* table_, const int64_t* indices, void* out_, in
         take_rows(static_cast<const float*>(table_), indices, static_cast<float*>(out_), rows, size, scale);
 }
 
+// The same product as that of `take_rows`, in place.
+EXPORT void scale(void* x_, int64_t size, float factor) {
+    using namespace engine;
+    bf16* x = static_cast<bf16*>(x_);
+    share_out(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { scale_row(x + begin, x + begin, end - begin, factor); });
+}
+
 EXPORT void add(const void* x, void* sum, int64_t size, int is_bf16) {
     using namespace engine;
     if (is_bf16)
@@ -276,6 +289,7 @@ RECORDABLE(silu_and_mul)
 RECORDABLE(gelu_and_mul)
 RECORDABLE(rotate_and_store)
 RECORDABLE(take_rows)
+RECORDABLE(scale)
 RECORDABLE(add)
 RECORDABLE(widen)
 

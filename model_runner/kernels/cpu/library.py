@@ -71,6 +71,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "choose_tokens": ("", "pnppppppnppnn"),
     "token_logprobs": ("", "pnpppppnnn"),
     "take_rows": ("", "pppnnfi"),
+    "scale": ("", "pnf"),
     "add": ("", "ppni"),
     "widen": ("", "ppn"),
     "run_program": ("", "pn"),

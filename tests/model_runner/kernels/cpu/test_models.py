@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_product import NativeProduct
+from engine.model_runner.layers import embedding
 from engine.runtime.sampling_params import SamplingParams
+from tests.model_runner.conftest import MIXTURE
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16},
@@ -26,14 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 101,
     },
     "qwen3": {"head_dim": 32},
-    "qwen3_moe": {
-        "head_dim": 16,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": {"head_dim": 16, **MIXTURE},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 40,
@@ -98,6 +95,37 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_pair, unpack, s
     ours, _, _ = unpack(driver.step([(req, 120)]).prompt_logprobs[0])
 
     assert np.abs(ours - exact).mean() < 1.2 * np.abs(theirs - exact).mean() + 1e-3
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("shape", ["llama", "gemma3_text"])
+def test_an_embedding_is_looked_up_in_its_head(
+    make_tiny_model, make_driver, unpack, monkeypatch, shape, quantization
+):
+    """With the bits of a table in bfloat16, and no such table is held."""
+    tiny = make_tiny_model(shape, dtype="bfloat16", tie_word_embeddings=True, **SHAPES[shape])
+    tables: list[weakref.ref[Tensor]] = []
+    read = embedding.vocabulary_rows
+
+    def vocabulary_rows(*args: Any) -> Tensor:
+        table = read(*args)
+        tables.append(weakref.ref(table))
+        return table
+
+    def logprobs() -> tuple[list[float], int]:
+        tables.clear()
+        driver = make_driver(
+            tiny.spec, tiny.folder, dtype="bfloat16", page_size=16, quantization=quantization
+        )
+        num_held = sum(table() is not None for table in tables)
+        req = driver.start(tokens_of(70), SamplingParams(temperature=0.0, prompt_logprobs=0))
+        return unpack(driver.step([(req, 70)]).prompt_logprobs[0])[0].tolist(), num_held
+
+    monkeypatch.setattr(embedding, "vocabulary_rows", vocabulary_rows)
+    looked_up, num_held = logprobs()
+    assert num_held == 0
+    monkeypatch.setattr(embedding, "LinearWithRows", type(None))  # nothing is one
+    assert logprobs() == (looked_up, 1)
 
 
 def test_an_activation_within_its_product_changes_no_bits(make_tiny_model, make_driver, unpack, monkeypatch):

@@ -353,6 +353,8 @@ def test_rows_are_the_weight_s(library, bits, has_minima):
         exact = weight.dequantised(torch.float64)[ids]
         assert rows.dtype == BF16 and rows.shape == exact.shape
         assert ((rows.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
+        scaled = linear.rows(torch.tensor(ids, dtype=torch.int64), 25.25)
+        assert torch.equal(scaled, (rows.float() * 25.25).to(BF16))
 
 
 def test_it_holds_what_the_weight_says_it_would(best_library):

@@ -74,6 +74,16 @@ def test_rows_of_a_packed_weight_are_the_weight_s(library, inputs, outputs):
         assert torch.equal(rows.view(torch.int16), bits[ids])
 
 
+def test_scaled_rows_are_those_of_a_table(library):
+    """Of one thread's numbers and of several threads', and of widths that are no multiple of a vector."""
+    for num_rows, inputs in ((1, 2), (3, 30), (700, 634)):
+        table = guarded((97, inputs), BF16, 0)
+        ids = torch.arange(num_rows) % 97
+        rows = NativeLinear(library, table).rows(ids, 25.25)
+        assert torch.equal(rows, (table[ids].float() * 25.25).to(BF16))
+        assert torch.equal(rows, NativeOps(library).take_rows(table.contiguous(), ids, 25.25))
+
+
 def test_linear_takes_strided_rows_and_other_weights(library):
     weight = guarded((96, 80), BF16, 0)[:, ::2]  # not contiguous
     wide = guarded((9, 100), BF16, 1)
