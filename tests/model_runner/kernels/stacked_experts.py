@@ -9,6 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from engine.model_runner.kernels import plain
+from engine.model_runner.ops import LinearWeight
+
+
+def pack_linear_here(weight: Tensor) -> LinearWeight:
+    """By oneDNN where it can: a CPU with AVX2 alone gives it no bfloat16."""
+    if plain.reasons_against_onednn(weight.device, weight.dtype):
+        return plain.pack_linear(weight)
+    return plain.pack_linear_onednn(weight)
 
 
 @dataclass(frozen=True)
@@ -17,7 +25,7 @@ class StackedExperts:
 
     gate_up: Tensor
     down: Tensor
-    pack: Callable[[Tensor], Any] = plain.pack_linear_onednn
+    pack: Callable[[Tensor], Any] = pack_linear_here
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down

@@ -55,8 +55,11 @@ def nothing_loaded():
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_without_a_compiler_one_warning_says_what_it_costs(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(module, "best_isa", lambda: "avx512")
+@pytest.mark.parametrize("best", ["avx512", "avx2"])
+def test_without_a_compiler_one_warning_says_what_it_costs(best, monkeypatch, caplog, tmp_path):
+    levels = isa_module.ISAS[isa_module.ISAS.index(best) :]
+    monkeypatch.setattr(module, "best_isa", lambda: best)
+    monkeypatch.setattr(module, "runnable_isas", lambda: levels)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))  # where nothing was compiled before
     find_compilers.cache_clear()
