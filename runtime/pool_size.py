@@ -18,7 +18,7 @@ from .swap_space import SwapSpace
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec
 
-TOKENS_PER_REQUEST: Final = 1024  # what a usual conversation holds; decides how many may run at once
+TOKENS_PER_REQUEST: Final = 256  # of a short one: how many run at once; longer ones wait for pages
 MAX_AUTO_RUNNING: Final = 256
 MIN_USEFUL_LEN: Final = 256  # a context below it answers nothing
 

@@ -570,7 +570,7 @@ def test_little_memory_shortens_the_context_and_says_so():
     assert 256 <= length < 8192
     assert resolved.config.model.max_model_len == length
     assert resolved.notes["max_model_len"].startswith("bounded by memory, (1.2 GiB free - ")
-    assert resolved.config.scheduler.max_running_requests == length // 1024
+    assert resolved.config.scheduler.max_running_requests == length // 256
 
 
 def test_no_memory_is_an_error_with_the_sums():
