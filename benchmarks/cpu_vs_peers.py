@@ -28,9 +28,13 @@ from typing import Final
 # Run as a script: its parts are found from the repository's root. Last, so that nothing there hides a package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ceilings import BF16_MEGABYTES, Q4_1_MEGABYTES
-from benchmarks.peers.limits import Machine, ModelCosts, batch_limit, decode_limit, prefill_limit
-from benchmarks.peers.models import ensure_bf16_folder, ensure_bf16_gguf
+from benchmarks.peers.limits import Machine, ServedModel, batch_limit, decode_limit, prefill_limit
+from benchmarks.peers.models import (
+    OtherModelError,
+    ensure_bf16_folder,
+    ensure_bf16_gguf,
+    served_model,
+)
 from benchmarks.peers.plan import Plan
 from benchmarks.peers.results import (
     MismatchError,
@@ -40,15 +44,14 @@ from benchmarks.peers.results import (
 )
 from benchmarks.peers.runner import Runner
 from benchmarks.peers.setup import LlamaCpp, Vllm
-from benchmarks.peers.sides import SIDES, Models, make_side
+from benchmarks.peers.sides import SIDES, Models, Room, make_side
 from benchmarks.peers.tables import all_tables
 from benchmarks.peers.workloads import WORKLOADS, Workload, quick
 from engine.cli.bench.result_file import git_revision, machine_facts
 from engine.cli.bench.workload import WorkloadTokenizer
+from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.cache_dir import cache_dir
 from engine.runtime.model_files.default_model import ensure_default_model
-from engine.runtime.model_files.load_spec import load_spec
-from engine.runtime.model_files.source import resolve_source
 
 KV_TOKENS: Final = 65_536
 
@@ -101,9 +104,14 @@ def run(arguments: argparse.Namespace) -> int:
         if any(side.startswith(needed_by) for side in arguments.sides) and (missing := peer.missing()):
             sys.exit(f"{needed_by}: {', '.join(missing)} not in {peer.folder}; run `setup` first")
     _convert(models, llama)
+    try:
+        model = served_model(models, arguments.sides)
+    except (ConfigError, OtherModelError) as error:
+        sys.exit(str(error))
     cores = tuple(sorted(os.sched_getaffinity(0)))
+    room = Room(arguments.kv_tokens, model.costs.kv_token_bytes)
     sides = [
-        make_side(name, arguments.port + n, models, vllm, llama, cores, arguments.kv_tokens)
+        make_side(name, arguments.port + n, models, vllm, llama, cores, room)
         for n, name in enumerate(SIDES)
         if name in arguments.sides
     ]
@@ -116,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     try:
         results = open_results(
-            arguments.output, settings, machine_facts(), {side.name: side.settings() for side in sides}
+            arguments.output, settings, machine_facts(), {side.name: side.settings() for side in sides}, model
         )
     except MismatchError as error:
         sys.exit(str(error))
@@ -124,7 +132,13 @@ def run(arguments: argparse.Namespace) -> int:
     rounds = 1 if arguments.quick else arguments.rounds
     plan = Plan(sides, workloads, rounds, all_rounds=arguments.all_rounds, quick=arguments.quick)
     runner = Runner(
-        arguments.output, results, plan, models, arguments.max_minutes, alone=not arguments.no_alone
+        arguments.output,
+        results,
+        plan,
+        model,
+        models.gguf,
+        max_minutes=arguments.max_minutes,
+        alone=not arguments.no_alone,
     )
     runner.run()
     print()
@@ -134,26 +148,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _limits(results: Results, workloads: Sequence[Workload], gguf: Path) -> dict[tuple[str, str], float]:
     """By workload and side, as far as the ceilings for it were measured."""
+    if results.model is None or not results.ceilings:
+        return {}
     machine = Machine(tuple(results.ceilings), len(results.settings["cores"]))
-    costs = ModelCosts.of(load_spec(resolve_source(str(gguf), need_weights=False)))
     by_name = {workload.name: workload for workload in workloads}
-    limits = {}
-    for name, side, limit in _known_limits(machine, costs, by_name, gguf):
-        limits[name, side] = limit
-    return limits
+    known = _known_limits(machine, results.model, by_name, gguf)
+    return {(name, side): limit for name, side, limit in known}
 
 
 def _known_limits(
-    machine: Machine, costs: ModelCosts, workloads: Mapping[str, Workload], gguf: Path
+    machine: Machine, model: ServedModel, workloads: Mapping[str, Workload], gguf: Path
 ) -> Iterator[tuple[str, str, float]]:
-    if not machine.ceilings:
-        return
+    costs = model.costs
     bf16, four_bit = ("engine-bf16", "vllm", "llama-bf16"), ("engine-4bit", "llama-4bit")
     if "W1" in workloads:
         for side in bf16:
-            yield "W1", side, decode_limit(machine, BF16_MEGABYTES)
-        for side in four_bit:
-            yield "W1", side, decode_limit(machine, Q4_1_MEGABYTES)
+            yield "W1", side, decode_limit(machine, costs, costs.bf16_megabytes)
+        if model.gguf_megabytes is not None:
+            for side in four_bit:
+                yield "W1", side, decode_limit(machine, costs, model.gguf_megabytes)
     if "W2" in workloads:
         prompt_len = int(workloads["W2"].settings["random_input_len"])
         for side in bf16:
@@ -196,7 +209,10 @@ def parse_arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
     )
     places.add_argument("--gguf", type=_path, help="the default model's file, where it is not fetched")
     places.add_argument(
-        "--bf16-folder", type=_path, help="the model as bf16 folder, where it is there already"
+        "--bf16-folder",
+        type=_path,
+        help="the model as bf16 folder, where it is there already, or another one whose token ids "
+        "contain those of --gguf, for the sides that serve no GGUF file",
     )
     places.add_argument("--bf16-gguf", type=_path, help="the model as BF16 GGUF, where it is there already")
 

@@ -2,13 +2,16 @@
 
 Bounds by the measured ceilings (`ceilings.py`), with the best figure of each over the run:
 
-    W1  a token reads all weights once                        bandwidth / bytes of the weights
+    W1  a token reads the weights it is multiplied by once    bandwidth / bytes of these weights
     W2  a prompt multiplies by every layer's weights and by   rate of products of 512 tokens / operations of a token
         its own keys and values (the causal half)
     W3  all prompts as in W2, then step by step: a step       sum over the steps
         reads the weights once or multiplies by them, what
         takes longer, and reads the keys and values of all
-        its requests
+        requests
+
+Of a mixture of experts a token reads and multiplies by those that were chosen for it; the tokens of a step read all
+that one of them has chosen, here as if choices were evenly spread. The bandwidth is that at the size of all weights.
 
 Prompts and decodes of W3 follow each other in this bound; what a mixture could hide of one behind the other is not
 in it, so more than 100 % is thinkable.
@@ -20,7 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.ceilings import BF16_MEGABYTES, FEW_TOKENS, MANY_TOKENS, Ceiling
+import msgspec
+
+from benchmarks.ceilings import FEW_TOKENS, MANY_TOKENS, Ceiling
 from engine.runtime.model_files.model_spec import ModelSpec
 
 
@@ -41,19 +46,22 @@ LIMIT_TARGETS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCosts:
+class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What a model's tokens cost.
 
     Attributes:
-        layer_parameters: weights that every token is multiplied by.
-        all_parameters: with the output head, which only tokens that are sampled from need.
+        dense_parameters: weights of the layers that every token is multiplied by.
+        expert_parameters: of all experts of all layers; 0: the model has none.
+        active_share: of the experts that are chosen for one token.
+        head_parameters: of the output head, which only tokens that are sampled from need.
         kv_token_bytes: keys and values of one token, bf16.
         attention_width: operations per token and token of context.
     """
 
-    layer_parameters: int
-    all_parameters: int
+    dense_parameters: int
+    expert_parameters: int = 0
+    active_share: float = 1.0
+    head_parameters: int
     kv_token_bytes: int
     attention_width: int
 
@@ -61,18 +69,63 @@ class ModelCosts:
     def of(cls, spec: ModelSpec) -> ModelCosts:
         """From the architecture."""
         heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        layer = spec.hidden_size * (2 * heads + 2 * kv_heads + 3 * spec.intermediate_size)
-        layers = spec.num_layers * layer
+        dense = spec.num_layers * spec.hidden_size * (2 * heads + 2 * kv_heads)
+        num_sparse, in_experts, active_share = 0, 0, 1.0
+        if (experts := spec.experts) is not None:
+            num_sparse = spec.num_layers - len(experts.dense_layers)
+            dense += num_sparse * spec.hidden_size * experts.num_experts  # routers
+            in_experts = num_sparse * experts.num_experts * 3 * spec.hidden_size * experts.intermediate_size
+            active_share = experts.num_active / experts.num_experts
+        dense += (spec.num_layers - num_sparse) * 3 * spec.hidden_size * spec.intermediate_size
         return cls(
-            layer_parameters=layers,
-            all_parameters=layers + spec.vocab_size * spec.hidden_size,
+            dense_parameters=dense,
+            expert_parameters=in_experts,
+            active_share=active_share,
+            head_parameters=spec.vocab_size * spec.hidden_size,
             kv_token_bytes=2 * 2 * spec.num_layers * kv_heads,
             attention_width=4 * spec.num_layers * heads,
         )
 
+    @property
+    def layer_parameters(self) -> float:
+        """Weights of the layers that one token is multiplied by."""
+        return self.dense_parameters + self.active_share * self.expert_parameters
+
+    @property
+    def all_parameters(self) -> int:
+        """Weights that any token may be multiplied by; an embedding of its own, of which a row is read, is none."""
+        return self.dense_parameters + self.expert_parameters + self.head_parameters
+
+    @property
+    def bf16_megabytes(self) -> int:
+        """Of all these."""
+        return round(2 * self.all_parameters / 1e6)
+
+    def read_parameters(self, num_tokens: int) -> float:
+        """Weights that a step of so many tokens reads, all of them sampled from; of experts the expected number."""
+        chosen = 1.0 - (1.0 - self.active_share) ** num_tokens
+        return self.dense_parameters + self.head_parameters + chosen * self.expert_parameters
+
     def prompt_operations(self, num_tokens: int) -> float:
         """Of a prompt; its attention is causal, so half of the square."""
         return 2.0 * self.layer_parameters * num_tokens + self.attention_width * num_tokens**2 / 2
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """The model of a run.
+
+    Attributes:
+        gguf_megabytes: weights of the GGUF file that any token may read; None: no side serves it.
+    """
+
+    costs: ModelCosts
+    gguf_megabytes: int | None = None
+
+    @property
+    def footprints(self) -> list[int]:
+        """Megabytes that a step may read, of every form."""
+        sizes = (self.costs.bf16_megabytes, self.gguf_megabytes)
+        return [size for size in sizes if size is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +156,10 @@ class Machine:
         return max(rates) * 1e9
 
 
-def decode_limit(machine: Machine, megabytes: int) -> float:
-    """W1: tokens per second of one stream whose weights take so much."""
-    return machine.rate("read", megabytes) / (megabytes * 1e6)
+def decode_limit(machine: Machine, costs: ModelCosts, megabytes: int) -> float:
+    """W1: tokens per second of one stream, where all weights that any token may read take so much."""
+    token_bytes = megabytes * 1e6 * costs.read_parameters(1) / costs.all_parameters
+    return machine.rate("read", megabytes) / token_bytes
 
 
 def prefill_limit(machine: Machine, costs: ModelCosts, prompt_len: int) -> float:
@@ -116,11 +170,11 @@ def prefill_limit(machine: Machine, costs: ModelCosts, prompt_len: int) -> float
 def batch_limit(machine: Machine, costs: ModelCosts, lens: Sequence[tuple[int, int]]) -> float:
     """W3: output tokens per second of requests (prompt tokens, output tokens) that all come at once."""
     taken_s = sum(costs.prompt_operations(prompt) for prompt, _ in lens) / machine.product_rate(MANY_TOKENS)
-    bandwidth = machine.rate("read", BF16_MEGABYTES)
+    bandwidth = machine.rate("read", costs.bf16_megabytes)
     products = machine.product_rate(FEW_TOKENS)
     for contexts in _decode_steps(lens):
-        weights_s = 2 * costs.all_parameters / bandwidth
-        products_s = 2 * costs.all_parameters * len(contexts) / products
+        weights_s = 2 * costs.read_parameters(len(contexts)) / bandwidth
+        products_s = 2 * (costs.layer_parameters + costs.head_parameters) * len(contexts) / products
         taken_s += max(weights_s, products_s) + sum(contexts) * costs.kv_token_bytes / bandwidth
     return sum(output for _, output in lens) / taken_s
 

@@ -1,4 +1,4 @@
-"""The default model in the forms that peers read: a bf16 folder in Hugging Face layout, and a BF16 GGUF file.
+"""The default model in the forms that peers read, a bf16 folder in Hugging Face layout and a BF16 GGUF file.
 
 Both hold the weights of the default model's own GGUF file, rounded to bf16, so all servers compute with one model. The
 folder is written through the engine's readers, which undo what GGUF does to a model: `GGUFStore` gives tensors the
@@ -12,14 +12,49 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf import GGUFFile
 from engine.runtime.model_files.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf_tokenizer import build_gguf_tokenizer
+from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.source import resolve_source
 from engine.runtime.model_files.tokenizer import Tokenizer
+
+from .limits import ModelCosts, ServedModel
+from .sides import Models, form_of
+
+
+class OtherModelError(Exception):
+    """A side would serve another model than the rest; says which, and the way out."""
+
+
+def served_model(models: Models, sides: Sequence[str]) -> ServedModel:
+    """The model of the bf16 folder, which these sides serve in their forms.
+
+    Raises:
+        OtherModelError: the form that one of them serves is of another size.
+    """
+    spec = _spec_of(models.bf16_folder)
+    costs = ModelCosts.of(spec)
+    others = [side for side in sides if ModelCosts.of(_spec_of(form_of(side, models))) != costs]
+    if others:
+        raise OtherModelError(
+            f"{models.bf16_folder} holds another model than what {' and '.join(others)} would serve, "
+            f"{form_of(others[0], models)}: leave out these --sides, or give all forms of one model "
+            "(--gguf, --bf16-folder, --bf16-gguf)"
+        )
+    if not any(form_of(side, models) == models.gguf for side in sides):
+        return ServedModel(costs)
+    in_file = models.gguf.stat().st_size * costs.all_parameters / spec.num_parameters
+    return ServedModel(costs, round(in_file / 1e6))
+
+
+def _spec_of(model: Path) -> ModelSpec:
+    return load_spec(resolve_source(str(model), need_weights=False))
 
 
 def ensure_bf16_folder(gguf: Path, folder: Path) -> Path:

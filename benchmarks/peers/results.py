@@ -14,6 +14,7 @@ import msgspec
 
 from benchmarks.ceilings import Ceiling
 
+from .limits import ServedModel
 from .machine import Memory, Share
 
 SCHEMA: Final = "cpu-vs-peers/1"
@@ -70,6 +71,7 @@ class Results(msgspec.Struct):
 
     Attributes:
         settings: what all figures depend on; a file with others is not added to.
+        model: what the limits are computed from; None in files from before this was written down.
         sides: of each, what its figures depend on.
         ceilings_disturbed: cores' worth of CPU that others used each time the ceilings were measured.
     """
@@ -78,6 +80,7 @@ class Results(msgspec.Struct):
     settings: dict[str, Any]
     machine: dict[str, Any]
     sides: dict[str, dict[str, Any]]
+    model: ServedModel | None = None
     ceilings: list[Ceiling] = []
     ceilings_disturbed: list[float] = []
     starts: list[Start] = []
@@ -119,17 +122,21 @@ class MismatchError(Exception):
 
 
 def open_results(
-    path: Path, settings: Mapping[str, Any], machine: Mapping[str, Any], sides: Mapping[str, dict[str, Any]]
+    path: Path,
+    settings: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    sides: Mapping[str, dict[str, Any]],
+    model: ServedModel | None = None,
 ) -> Results:
     """The results in this file, or none yet.
 
     Args:
-        settings, sides: of now. Sides may join those of the file; one that is in it must be the same.
+        settings, sides, model: of now. Sides may join those of the file; one that is in it must be the same.
 
     Raises:
         MismatchError: the file was measured by other rules.
     """
-    fresh = Results(SCHEMA, _as_json(settings), _as_json(machine), _as_json(sides))
+    fresh = Results(SCHEMA, _as_json(settings), _as_json(machine), _as_json(sides), model)
     if not path.exists():
         return fresh
     results = read_results(path)
@@ -138,6 +145,7 @@ def open_results(
         for key in sorted({*results.settings, *fresh.settings})
     ]
     pairs += [(f"side {n}", results.sides[n], fresh.sides[n]) for n in fresh.sides if n in results.sides]
+    pairs.append(("model", results.model, model))
     changed = [f"{what}: {old!r}, now {new!r}" for what, old, new in pairs if old != new]
     if changed:
         raise MismatchError(

@@ -19,12 +19,15 @@ from engine.cli.bench.records import BenchRequest
 from engine.cli.bench.result_file import RequestRow
 from engine.cli.bench.result_file import read_results as read_bench
 from engine.cli.bench.workload import WorkloadTokenizer
+from engine.runtime.host_facts import read_host_facts
+from engine.runtime.memory_budget import size_text
 
+from .limits import ServedModel
 from .machine import Memory, Snapshot
 from .plan import Job, Plan
 from .results import Failure, Measurement, Resident, Results, Start
 from .server import Server, ServerError, running, start
-from .sides import MODEL_NAME, Models, Side
+from .sides import MODEL_NAME, Side
 from .workloads import Workload
 
 START_LIMIT_S: Final = 600.0
@@ -32,6 +35,8 @@ PATIENCE: Final = 6.0
 """A measurement may take so many times as long as expected before it counts as failed."""
 LEAST_LIMIT_S: Final = 180.0
 FILL_PROMPT_LEN: Final = 1900
+SHORT_MEMORY_BYTES: Final = 1 << 30
+"""With less left, Linux drops the servers' code to read it again, and everything takes a hundred times as long."""
 SCRIPTS: Final = Path(__file__).resolve().parent.parent
 
 
@@ -43,14 +48,22 @@ class Runner:
     """Takes the measurements of a plan and writes each down."""
 
     def __init__(
-        self, path: Path, results: Results, plan: Plan, models: Models, max_minutes: float, alone: bool
+        self,
+        path: Path,
+        results: Results,
+        plan: Plan,
+        model: ServedModel,
+        gguf: Path,
+        max_minutes: float,
+        alone: bool,
     ) -> None:
         self._path = path
         self._results = results
         self._plan = plan
+        self._model = model
         self._alone = alone
-        self._gguf = models.gguf
-        self._tokenizer = WorkloadTokenizer.load(str(models.gguf))
+        self._gguf = gguf
+        self._tokenizer = WorkloadTokenizer.load(str(gguf))
         self._deadline_s = time.monotonic() + max_minutes * 60
         self._logs = path.with_name(path.stem + "-logs")
 
@@ -92,6 +105,7 @@ class Runner:
             out = Path(folder) / "ceilings.json"
             threads = str(self._num_threads())
             command = [sys.executable, str(SCRIPTS / "ceilings.py"), "--threads", threads, "--json", str(out)]
+            command += ["--megabytes", *map(str, self._model.footprints)]
             before = Snapshot.take(None)
             try:
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
@@ -149,6 +163,14 @@ class Runner:
             for done, job in enumerate(jobs):
                 if self._left_s() < self._plan.expected_s(job, self._results):
                     self._note_failure("all", f"{len(jobs) - done} measurements", "--max-minutes are over")
+                    break
+                if (free := read_host_facts().mem_usable_bytes) < SHORT_MEMORY_BYTES:
+                    reason = (
+                        f"only {size_text(free)} of memory are left beside all servers: lower --kv-tokens"
+                    )
+                    self._note_failure(
+                        "all", f"{len(jobs) - done} measurements", f"{reason}, or name fewer --sides"
+                    )
                     break
                 self._measure_job(job, servers, restarted, stack)
                 self._results.write(self._path)

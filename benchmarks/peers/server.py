@@ -124,7 +124,7 @@ def start(side: Side, log: Path, timeout_s: float) -> Server:
         except OSError as error:
             raise ServerError(f"port {side.port} of {side.name} is taken; choose another --port") from error
     started_s = time.monotonic()
-    with open(log, "wb") as output:
+    with open(log, "ab") as output:  # behind what a start before this one has said
         try:
             process = subprocess.Popen(
                 side.command,

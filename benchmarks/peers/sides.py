@@ -68,40 +68,59 @@ SIDES: Final = (*ENGINE_VARIANTS, *PEERS)
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """One model in all its forms."""
+    """One model in all its forms; another may be there as `bf16_folder`, for the sides that serve no other form."""
 
     gguf: Path
     bf16_folder: Path
     bf16_gguf: Path
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """For keys and values, in every server."""
+
+    num_tokens: int
+    token_bytes: int
+
+
+def form_of(name: str, models: Models) -> Path:
+    """What the side of this name serves."""
+    match name:
+        case "engine-4bit" | "llama-4bit":
+            return models.gguf
+        case "llama-bf16":
+            return models.bf16_gguf
+        case _:
+            return models.bf16_folder
+
+
 def make_side(
-    name: str, port: int, models: Models, vllm: Vllm, llama: LlamaCpp, cores: tuple[int, ...], kv_tokens: int
+    name: str, port: int, models: Models, vllm: Vllm, llama: LlamaCpp, cores: tuple[int, ...], room: Room
 ) -> Side:
     """The side of this name, on this port."""
+    model = form_of(name, models)
     if name in ENGINE_VARIANTS:
-        return _engine(name, port, models, kv_tokens)
+        return _engine(name, port, model, room)
     if name == "vllm":
-        return _vllm(port, models, vllm, cores, kv_tokens)
-    return _llama(name, port, models, llama, cores, kv_tokens)
+        return _vllm(port, model, vllm, cores, room)
+    return _llama(name, port, model, llama, cores, room)
 
 
-def _engine(name: str, port: int, models: Models, kv_tokens: int) -> Side:
-    model = models.gguf if name == "engine-4bit" else models.bf16_folder
+def _engine(name: str, port: int, model: Path, room: Room) -> Side:
     # -P: not the current folder, from which `import runtime` would work.
     command = [sys.executable, "-P", "-m", "engine", "serve", str(model), "--served-model-name", MODEL_NAME]
     command += ["--host", HOST, "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN)]
-    command += ["--max-total-tokens", str(kv_tokens), *ENGINE_VARIANTS[name]]
+    command += ["--max-total-tokens", str(room.num_tokens), *ENGINE_VARIANTS[name]]
     return Side(name, tuple(command), port, expected_s=_ENGINE_S)
 
 
-def _vllm(port: int, models: Models, vllm: Vllm, cores: tuple[int, ...], kv_tokens: int) -> Side:
-    command = [str(vllm.command), "serve", str(models.bf16_folder), "--served-model-name", MODEL_NAME]
+def _vllm(port: int, model: Path, vllm: Vllm, cores: tuple[int, ...], room: Room) -> Side:
+    command = [str(vllm.command), "serve", str(model), "--served-model-name", MODEL_NAME]
     command += ["--host", HOST, "--port", str(port), "--dtype", "bfloat16", "--enable-prefix-caching"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "128"]
     command += ["--max-num-batched-tokens", "2048"]
     # By bytes, because its environment variable knows whole GiB only.
-    command += ["--kv-cache-memory-bytes", str(kv_tokens * kv_token_bytes(models))]
+    command += ["--kv-cache-memory-bytes", str(room.num_tokens * room.token_bytes)]
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -119,23 +138,10 @@ def _vllm(port: int, models: Models, vllm: Vllm, cores: tuple[int, ...], kv_toke
     return Side("vllm", tuple(command), port, environment, expected_s=_VLLM_S)
 
 
-def _llama(
-    name: str, port: int, models: Models, llama: LlamaCpp, cores: tuple[int, ...], kv_tokens: int
-) -> Side:
-    model = models.gguf if name == "llama-4bit" else models.bf16_gguf
+def _llama(name: str, port: int, model: Path, llama: LlamaCpp, cores: tuple[int, ...], room: Room) -> Side:
     command = [str(llama.server), "--model", str(model), "--alias", MODEL_NAME]
     command += ["--host", HOST, "--port", str(port), "--threads", str(len(cores))]
-    command += ["--parallel", str(LLAMA_SLOTS), "--no-kv-unified", "--ctx-size", str(kv_tokens)]
+    command += ["--parallel", str(LLAMA_SLOTS), "--no-kv-unified", "--ctx-size", str(room.num_tokens)]
     expected_s = _LLAMA_4BIT_S if name == "llama-4bit" else _LLAMA_BF16_S
     # It clears its KV at the start, so all of it is resident from then on.
     return Side(name, tuple(command), port, fills_kv=False, expected_s=expected_s)
-
-
-def kv_token_bytes(models: Models) -> int:
-    """Of one token in bf16, all layers."""
-    from engine.runtime.model_files.load_spec import load_spec
-    from engine.runtime.model_files.source import resolve_source
-
-    from .limits import ModelCosts
-
-    return ModelCosts.of(load_spec(resolve_source(str(models.gguf), need_weights=False))).kv_token_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib
+import json
 import socket
 import sys
 import zipfile
@@ -13,9 +14,39 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+
+from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 QUIET = {"server": 1.5, "client": 0.1, "others": 0.02, "stolen": 0.0}
+
+SMALL: dict[str, float] = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+SPEC = ModelSpec(
+    model_type="llama",
+    vocab_size=100,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+)
+EXPERTS = ExpertsSpec(num_experts=8, num_active=3, intermediate_size=16, normalise=True, dense_layers=(0,))
 
 
 @pytest.fixture(scope="module")
@@ -274,11 +305,11 @@ def test_limits_follow_from_the_ceilings(bench: Any) -> None:
         tuple(bench.ceilings.Ceiling(what, size, 2, rate) for what, size, rate in ceilings), 2
     )
     costs = bench.limits.ModelCosts(
-        layer_parameters=100_000_000, all_parameters=134_500_000, kv_token_bytes=20_000, attention_width=2_000
+        dense_parameters=100_000_000, head_parameters=34_500_000, kv_token_bytes=20_000, attention_width=2_000
     )
 
-    assert bench.limits.decode_limit(machine, 269) == pytest.approx(100.0)
-    assert bench.limits.decode_limit(machine, 98) == pytest.approx(100.0)
+    assert bench.limits.decode_limit(machine, costs, 269) == pytest.approx(100.0)
+    assert bench.limits.decode_limit(machine, costs, 98) == pytest.approx(100.0)
     # A prompt of 1,000: 2e8 operations a token for the weights, and 1e6 on average for attention.
     assert bench.limits.prefill_limit(machine, costs, 1000) == pytest.approx(1e12 / 201e6)
     # Two requests of 10 tokens, 2 and 3 out: two prompts, a step of both, a step of one.
@@ -289,6 +320,53 @@ def test_limits_follow_from_the_ceilings(bench: Any) -> None:
     )
     with pytest.raises(KeyError):
         machine.rate("int8", 64)
+
+
+def test_limits_of_a_mixture_are_those_of_the_experts_chosen(bench: Any) -> None:
+    ceilings = [
+        ("read", 400, 40.0),
+        ("bf16", 512, 1000.0),
+        ("bf16", 64, 1.0),
+    ]  # products take longer than reading
+    machine = bench.limits.Machine(
+        tuple(bench.ceilings.Ceiling(what, size, 2, rate) for what, size, rate in ceilings), 2
+    )
+    costs = bench.limits.ModelCosts(
+        dense_parameters=30_000_000,
+        expert_parameters=160_000_000,
+        active_share=0.25,
+        head_parameters=10_000_000,
+        kv_token_bytes=0,
+        attention_width=0,
+    )
+
+    assert costs.bf16_megabytes == 400  # all experts: what a cache would have to hold
+    assert [costs.read_parameters(n) for n in (1, 2)] == pytest.approx([80e6, 40e6 + 160e6 * 7 / 16])
+    assert costs.read_parameters(1000) == pytest.approx(costs.all_parameters)
+    # 160 of the 400 MB are read for a token.
+    assert bench.limits.decode_limit(machine, costs, 400) == pytest.approx(40e9 / 160e6)
+    assert bench.limits.prefill_limit(machine, costs, 1000) == pytest.approx(1e12 / (2 * 70e6))
+    # Two prompts of 10, 2 tokens out: one step of both, each multiplied by its own 80 million weights.
+    taken_s = 2 * 10 * 2 * 70e6 / 1e12 + 2 * 2 * 80e6 / 1e9
+    assert bench.limits.batch_limit(machine, costs, [(10, 2), (10, 2)]) == pytest.approx(4 / taken_s)
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+def test_costs_are_the_weights_of_the_architecture(bench: Any, experts: ExpertsSpec | None) -> None:
+    spec = replace(SPEC, experts=experts)
+
+    costs = bench.limits.ModelCosts.of(spec)
+
+    norms = (2 * spec.num_layers + 1) * spec.hidden_size
+    embedding = spec.vocab_size * spec.hidden_size  # rows of it are looked up: not read as a whole
+    assert costs.all_parameters == spec.num_parameters - norms - embedding
+    assert costs.kv_token_bytes == spec.kv_bytes_per_token(2)
+    if experts is None:
+        assert costs.layer_parameters == costs.dense_parameters == costs.all_parameters - embedding
+    else:
+        one_layer = 3 * experts.num_experts * spec.hidden_size * experts.intermediate_size
+        assert costs.expert_parameters == 2 * one_layer  # one layer of three is dense
+        assert costs.active_share == 3 / 8
 
 
 def test_a_product_s_limit_is_the_better_one_of_bf16_and_fp32(bench: Any) -> None:
@@ -382,6 +460,31 @@ def test_a_server_that_ends_is_reported_with_its_log(bench: Any, tmp_path: Path,
         bench.server.start(fake, tmp_path / "log", 30.0)
 
 
+def test_nothing_is_measured_where_memory_is_short(
+    bench: Any, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(mem_usable_bytes=1 << 29)
+    monkeypatch.setattr(bench.runner, "read_host_facts", lambda: facts)
+    monkeypatch.setattr(bench.runner.WorkloadTokenizer, "load", lambda model: None)
+    monkeypatch.setattr(bench.runner.Runner, "_measure_ceilings", lambda self: None)
+    fake = bench.sides.Side("fake", (sys.executable, "-c", SERVER, str(port)), port)
+    results = new_results(bench, "fake")
+    plan = bench.plan.Plan([fake], workloads(bench, "W1"), rounds=2)
+    model = bench.limits.ServedModel(bench.limits.ModelCosts.of(SPEC))
+
+    bench.runner.Runner(
+        tmp_path / "out.json", results, plan, model, tmp_path / "unused.gguf", max_minutes=5, alone=False
+    ).run()
+
+    assert not results.measurements
+    assert [(failure.what, failure.reason) for failure in results.failures] == [
+        (
+            "1 measurements",
+            "only 512 MiB of memory are left beside all servers: lower --kv-tokens, or name fewer --sides",
+        )
+    ]
+
+
 # ---------------------------------------------------------------- the client, the setup
 
 
@@ -450,13 +553,13 @@ def test_the_barrier_is_added_once(bench: Any, tmp_path: Path) -> None:
     assert "memory" in lines[at - 1] and source.read_text().count("__asm__") == 1
 
 
-def test_every_side_gets_the_same_room(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.sides, "kv_token_bytes", lambda models: 23_040)
+def test_every_side_gets_the_same_room(bench: Any, tmp_path: Path) -> None:
+    room = bench.sides.Room(65_536, 23_040)
     models = bench.sides.Models(tmp_path / "m.gguf", tmp_path / "m-bf16", tmp_path / "m-bf16.gguf")
     vllm, llama = bench.setup.Vllm(tmp_path / "vllm"), bench.setup.LlamaCpp(tmp_path / "llama")
 
     made = {
-        name: bench.sides.make_side(name, 1000 + n, models, vllm, llama, (0, 1), 65_536)
+        name: bench.sides.make_side(name, 1000 + n, models, vllm, llama, (0, 1), room)
         for n, name in enumerate(bench.sides.SIDES)
     }
 
@@ -467,6 +570,51 @@ def test_every_side_gets_the_same_room(bench: Any, tmp_path: Path, monkeypatch: 
     assert "int8" in made["engine-int8"].command
     assert {target.engine for target in bench.workloads.TARGETS} <= made.keys()
     assert {target.peer for target in bench.workloads.TARGETS} <= made.keys()
+
+
+def model_folder(folder: Path, **changes: int) -> Path:
+    folder.mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_form_of_another_model_is_refused(bench: Any, tmp_path: Path) -> None:
+    served, other = model_folder(tmp_path / "served"), model_folder(tmp_path / "other", num_hidden_layers=2)
+    models = bench.sides.Models(gguf=other, bf16_folder=served, bf16_gguf=other)
+
+    model = bench.models.served_model(models, ["engine-bf16", "engine-int8", "vllm"])
+
+    assert model.costs == bench.limits.ModelCosts.of(SPEC)
+    assert model.costs.kv_token_bytes == 2 * 2 * 3 * 2 * 8  # the room of vLLM is counted in these
+    assert model.footprints == [model.costs.bf16_megabytes]
+    with pytest.raises(bench.models.OtherModelError) as refusal:
+        bench.models.served_model(models, ["engine-bf16", "llama-4bit", "llama-bf16"])
+    assert str(refusal.value) == (
+        f"{served} holds another model than what llama-4bit and llama-bf16 would serve, {other}: leave out these "
+        "--sides, or give all forms of one model (--gguf, --bf16-folder, --bf16-gguf)"
+    )
+
+
+def test_limits_are_known_as_far_as_the_model_was_written_down(bench: Any, tmp_path: Path) -> None:
+    results = new_results(bench, "engine-bf16", "engine-4bit")
+    results.ceilings = [bench.ceilings.Ceiling("read", size, 2, size / 10) for size in (269, 98)]
+    chosen = workloads(bench, "W1")
+    limits = bench.cpu_vs_peers._limits
+    assert limits(results, chosen, tmp_path / "unused.gguf") == {}
+
+    costs = bench.limits.ModelCosts(
+        dense_parameters=106_000_000, head_parameters=28_500_000, kv_token_bytes=23_040, attention_width=1
+    )
+    results.model = bench.limits.ServedModel(costs)
+    bf16 = {("W1", side): pytest.approx(100.0) for side in ("engine-bf16", "vllm", "llama-bf16")}
+    assert limits(results, chosen, tmp_path / "unused.gguf") == bf16
+
+    results.model = bench.limits.ServedModel(costs, gguf_megabytes=98)
+    results.write(tmp_path / "results.json")
+    four_bit = {("W1", side): pytest.approx(100.0) for side in ("engine-4bit", "llama-4bit")}
+    again = bench.results.read_results(tmp_path / "results.json")
+    assert limits(again, chosen, tmp_path / "unused.gguf") == bf16 | four_bit
 
 
 @pytest.mark.model
@@ -490,6 +638,8 @@ def test_the_folder_for_peers_is_the_same_model(bench: Any, tmp_path: Path) -> N
     text = "<|im_start|>user\nIn 2024, x = 10;  ünïcode"
     assert load_tokenizer(ours).encode(text) == load_tokenizer(theirs).encode(text)
     assert load_tokenizer(ours).chat_templates == load_tokenizer(theirs).chat_templates
+    models = bench.sides.Models(gguf=path, bf16_folder=folder, bf16_gguf=path)
+    assert bench.models.served_model(models, ["engine-4bit"]).footprints == [269, 98]
     weights = load_file(folder / "model.safetensors")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
