@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .offline.llm import LLM as LLM
-    from .runtime.config import EngineConfig as EngineConfig
+    from .runtime.config.engine_config import EngineConfig as EngineConfig
     from .runtime.errors import ConfigError as ConfigError
     from .runtime.errors import EngineDeadError as EngineDeadError
     from .runtime.errors import EngineError as EngineError

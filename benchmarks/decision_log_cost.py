@@ -16,14 +16,19 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, SchedulerConfig
+from engine.runtime.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LogConfig,
+    SchedulerConfig,
+)
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
-from engine.scheduler.log_file import read_runs
-from engine.scheduler.recorder import make_recorder
-from engine.scheduler.replay import replay
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.recorder import make_recorder
+from engine.scheduler.journal.replay import replay
 from engine.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 49_152

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from engine.model_runner.attention.early_fetch import EarlyFetch
     from engine.model_runner.kernels.compressed_linear import CompressedLinear
-    from engine.model_runner.kv_pool import KVPool
+    from engine.model_runner.memory.kv_pool import KVPool
 
 RUN_PAGES = 8  # of a request lie side by side
 
@@ -119,9 +119,9 @@ def _step(
 ) -> Step:
     import torch
 
-    from engine.model_runner.arena import Arena
     from engine.model_runner.attention.cpu_native import CpuNativeAttention
-    from engine.model_runner.native_program import record
+    from engine.model_runner.recording.arena import Arena
+    from engine.model_runner.recording.native_program import record
 
     spec: Any = SimpleNamespace(
         num_heads=HEADS,

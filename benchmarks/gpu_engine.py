@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.runtime.config_sources import from_arguments, merge
+from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.feasibility import capacity_of
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest
-from engine.runtime.prepare import prepare
+from engine.runtime.resolve.prepare import prepare
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, GoOn, Pending, Runner, StepPlan, StepResult, to_the_end
 
@@ -90,8 +90,8 @@ class Engine:
 
     def __init__(self, folder: Path, device: str, **settings: Any) -> None:
         from engine.model_runner.load import load_model_runner
+        from engine.scheduler.journal.recorder import NoRecorder
         from engine.scheduler.pipeline import Pipeline
-        from engine.scheduler.recorder import NoRecorder
         from engine.scheduler.scheduler import Scheduler
 
         arguments: dict[str, Any] = {

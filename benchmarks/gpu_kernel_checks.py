@@ -20,7 +20,7 @@ KERNEL_TESTS: Final = (
     "tests/model_runner/kernels",
     "tests/model_runner/attention",
     "tests/model_runner/weights",
-    "tests/model_runner/test_sampler.py",
+    "tests/model_runner/sampling/test_sampler.py",
 )
 """They compare with float32 over random shapes, and run on the GPU where there is one."""
 TEST_PACKAGES: Final = ("pytest", "pytest_timeout", "xdist", "hypothesis")
@@ -114,7 +114,7 @@ def _attention(
 
 def kernels(report: Report) -> None:
     """Our kernels' own tests, on this device."""
-    tests = ["tests/model_runner/test_device_timer.py"] if report.tiny else list(KERNEL_TESTS)
+    tests = ["tests/model_runner/memory/test_device_timer.py"] if report.tiny else list(KERNEL_TESTS)
     tests += (
         []
         if report.tiny

@@ -77,8 +77,8 @@ class Player:
 def make_player(num_threads: int, recorded: bool = True) -> Player:
     """A runner with random weights; `recorded`: it may record steps and replay them, where it can."""
     from engine.model_runner.load import load_model_runner
-    from engine.runtime.config import CacheConfig, EngineConfig, ModelConfig
-    from engine.runtime.device_config import KernelConfig
+    from engine.runtime.config.device_config import KernelConfig
+    from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
     from engine.runtime.feasibility import Capacity
     from engine.runtime.model_files.source import ModelSource
 

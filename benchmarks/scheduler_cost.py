@@ -17,14 +17,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.prefix_cache import PrefixMatch
-from engine.scheduler.radix_cache import RadixCache
+from engine.scheduler.prefix_cache.base import PrefixMatch
+from engine.scheduler.prefix_cache.radix_cache import RadixCache
 from engine.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 49_152

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import torch
 
-    from engine.model_runner.kv_pool import KVPool
+    from engine.model_runner.memory.kv_pool import KVPool
     from engine.runtime.model_files.model_spec import ModelSpec
 
 HIDDEN: Final = 576
@@ -45,7 +45,7 @@ def make_kv_pool(num_layers: int, num_pages: int, dtype: torch.dtype) -> KVPool:
     """Random keys and values in all of its pages."""
     import torch
 
-    from engine.model_runner.kv_pool import KVPool
+    from engine.model_runner.memory.kv_pool import KVPool
 
     pool = KVPool(
         num_layers=num_layers,

@@ -31,7 +31,7 @@ COMMANDS: Final = {
     "why": (".why", "Why a request waited, lost its place or missed the cache."),
     "replay": (".replay", "Make all decisions of a log again, or ask what if."),
     "trace": (".trace.command", "Draw what the scheduler did, from its decision log."),
-    "simulate": (".simulate", "Try settings, policies and machines without a model."),
+    "simulate": (".simulate.command", "Try settings, policies and machines without a model."),
 }
 """Command -> (module with the typer `app`, one line for `--help`)."""
 EXAMPLES: Final = """Examples:

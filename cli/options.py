@@ -1,6 +1,6 @@
 """The settings of `EngineConfig` as command line options, grouped in `--help`, and the layers merged into one config.
 
-Options are made from the dataclasses (see `runtime/config_fields.py`): a new setting appears here by itself. An option
+Options are made from the dataclasses (`runtime/config/config_fields.py`): a new setting appears here. An option
 that is not given stays None, so that the YAML file below it can still have its say. Other names of a setting are
 options of their own, so that it can be said which one was given; `--help` shows them with the setting only.
 """
@@ -16,8 +16,15 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from ..runtime.config_fields import AUTO, ConfigField, Setting, config_fields, flag_of
-from ..runtime.config_sources import Layer, MergedConfig, from_environment, from_flags, from_yaml_file, merge
+from ..runtime.config.config_fields import AUTO, ConfigField, Setting, config_fields, flag_of
+from ..runtime.config.config_sources import (
+    Layer,
+    MergedConfig,
+    from_environment,
+    from_flags,
+    from_yaml_file,
+    merge,
+)
 from ..runtime.errors import ConfigError
 
 GROUP_TITLES: Final = {

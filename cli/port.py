@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..runtime.server_config import ServerConfig
+    from ..runtime.config.server_config import ServerConfig
 
 
 def check_port(config: ServerConfig) -> None:

@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 
-from ..runtime.config import EngineConfig
-from ..runtime.config_fields import AUTO, SECRETS, config_fields
-from ..runtime.config_sources import DEFAULT_ORIGIN, MergedConfig
+from ..runtime.config.config_fields import AUTO, SECRETS, config_fields
+from ..runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
+from ..runtime.config.engine_config import EngineConfig
 
 _COMMENT_COLUMN = 44
 

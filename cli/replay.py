@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ..runtime.config_fields import AUTO, find_setting
+from ..runtime.config.config_fields import AUTO, find_setting
 from ..runtime.errors import ConfigError, EngineError
 from .options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
-    from ..scheduler.log_file import Header
-    from ..scheduler.replay import Difference, Replay
+    from ..scheduler.journal.log_file import Header
+    from ..scheduler.journal.replay import Difference, Replay
 
 EXIT_DIFFERENT: Final = 1
 EXIT_INCOMPLETE: Final = 3
@@ -78,8 +78,8 @@ def parse_changes(changes: list[str]) -> dict[str, str]:
 def _replay_all(path: Path) -> int:
     from rich.console import Console
 
-    from ..scheduler.log_file import read_runs
-    from ..scheduler.replay import replay as replay_run
+    from ..scheduler.journal.log_file import read_runs
+    from ..scheduler.journal.replay import replay as replay_run
 
     console = Console(highlight=False, soft_wrap=True)
     all_equal = True
@@ -163,8 +163,8 @@ def _print_difference(console: Any, difference: Difference) -> None:
 def _what_if(path: Path, changes: dict[str, str]) -> int:
     from rich.console import Console
 
-    from ..scheduler.log_file import read_runs
-    from ..scheduler.replay import replay as replay_run
+    from ..scheduler.journal.log_file import read_runs
+    from ..scheduler.journal.replay import replay as replay_run
     from ..simulator.what_if import what_if
 
     for number, run in enumerate(read_runs(path), 1):

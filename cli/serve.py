@@ -15,10 +15,10 @@ from typing import Final
 
 import typer
 
-from ..runtime.config import EngineConfig
-from ..runtime.config_fields import config_fields
-from ..runtime.config_sources import MergedConfig
-from ..runtime.presets import PRESETS, preset_origin, preset_reasons
+from ..runtime.config.config_fields import config_fields
+from ..runtime.config.config_sources import MergedConfig
+from ..runtime.config.engine_config import EngineConfig
+from ..runtime.config.presets import PRESETS, preset_origin, preset_reasons
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -59,7 +59,7 @@ def serve(
     """
     merged = merge_options(settings, config_file=config_file, model=model_argument)
     if print_config:
-        from ..runtime.prepare import prepare
+        from ..runtime.resolve.prepare import prepare
         from .print_config import render_config
 
         with StartupDisplay() as display:
@@ -77,10 +77,10 @@ def serve(
 def _run(merged: MergedConfig) -> int:
     import setproctitle
 
-    from ..runtime.crash_report import CrashReports
+    from ..runtime.child.crash_report import CrashReports
     from ..runtime.logs import configure_logging
-    from ..runtime.prepare import log_config, prepare
-    from ..runtime.supervisor import EngineReady, Supervisor
+    from ..runtime.resolve.prepare import log_config, prepare
+    from ..supervisor.supervisor import EngineReady, Supervisor
     from .doctor.command import warn_at_start
 
     configure_logging(merged.config.log, "supervisor")
@@ -97,7 +97,7 @@ def _run(merged: MergedConfig) -> int:
     with ExitStack() as stack:
         config, make_nodes = prepared.config, None
         if config.parallel.executor == "ray":
-            from ..runtime.ray_executor import ray_machines
+            from ..supervisor.ray.executor import ray_machines
 
             machines = stack.enter_context(ray_machines(config))
             config, make_nodes = machines.config, machines.connect
@@ -117,13 +117,13 @@ def _run(merged: MergedConfig) -> int:
 
 
 def _decision_lines(folder: Path) -> list[str]:
-    from ..scheduler.flight_recorder import decision_lines
+    from ..scheduler.journal.flight_recorder import decision_lines
 
     return decision_lines(folder)
 
 
 def _started_requests(folder: Path) -> set[str] | None:
-    from ..scheduler.flight_recorder import started_requests
+    from ..scheduler.journal.flight_recorder import started_requests
 
     return started_requests(folder)
 
@@ -132,10 +132,10 @@ def _run_node(merged: MergedConfig) -> int:
     """The ranks of a machine other than 0."""
     import setproctitle
 
-    from ..runtime.crash_report import CrashReports
+    from ..runtime.child.crash_report import CrashReports
     from ..runtime.logs import configure_logging
-    from ..runtime.node_supervisor import NodeSupervisor
-    from ..runtime.prepare import prepare
+    from ..runtime.resolve.prepare import prepare
+    from ..supervisor.node_supervisor import NodeSupervisor
 
     configure_logging(merged.config.log, "supervisor")
     setproctitle.setproctitle(_TITLE)

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import typer
 
+from ..runtime.config.server_config import ServerConfig
 from ..runtime.errors import EngineError, RequestError
-from ..runtime.server_config import ServerConfig
 from .options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def why(
 
 def _ask_file(path: Path, rid: str) -> Explanation:
     """The answer of the last run that knows the request; a crash may have divided its life between two."""
-    from ..scheduler.log_file import read_runs
-    from ..scheduler.why import explain
+    from ..scheduler.journal.log_file import read_runs
+    from ..scheduler.journal.why import explain
 
     answer: Explanation | None = None
     for run in read_runs(path):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ..runtime.child import Child
-from ..runtime.ipc import Inbox, Outbox
+from ..runtime.child.child import Child
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, DetokenizerInput
 from ..runtime.model_files.tokenizer import load_tokenizer
+from ..runtime.transport.ipc import Inbox, Outbox
 from .manager import Detokenizer
 
 

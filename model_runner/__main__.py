@@ -2,7 +2,7 @@
 
 import gc
 
-from ..runtime.child import run_child
+from ..runtime.child.child import run_child
 from ..runtime.openmp import shorten_spinning
 
 gc.disable()  # as in the scheduler's process

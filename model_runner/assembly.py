@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime.device_config import KernelConfig, parse_attention_backend
-from ..runtime.memory_budget import KV_SCALE_BYTES
+from ..runtime.config.device_config import KernelConfig, parse_attention_backend
+from ..runtime.resolve.memory_budget import KV_SCALE_BYTES
 from .attention.backend import gathered_token_bytes
 from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder, make_req_to_token
-from .decode_graphs import record_decodes
-from .forward_program import Forward, programmed_forward
-from .graph_device import CudaGraphDevice
-from .host_kv_pool import HostKVPool, NoHostKVPool
-from .input_buffers import InputBuffers
-from .kv_pool import KVPool
+from .memory.host_kv_pool import HostKVPool, NoHostKVPool
+from .memory.input_buffers import InputBuffers
+from .memory.kv_pool import KVPool
+from .memory.output_buffers import OutputBuffers
 from .model_runner import ModelRunner, RunnerSizes
-from .native_recordings import record_native_decodes
-from .output_buffers import OutputBuffers
+from .recording.decode_graphs import record_decodes
+from .recording.forward_program import Forward, programmed_forward
+from .recording.graph_device import CudaGraphDevice
+from .recording.native_recordings import record_native_decodes
 from .row_states import RowStates
-from .sampler import make_sampler
-from .shared_sampler import shared_sampler
-from .token_counts import TokenCounts
+from .sampling.sampler import make_sampler
+from .sampling.shared_sampler import shared_sampler
+from .sampling.token_counts import TokenCounts
 from .token_relay import TokenRelay
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
     from .attention.backend import AttentionBackend
+    from .distributed.tp_group import TPGroup
     from .models.registry import CausalLM
-    from .tp_group import TPGroup
 
 logger = logging.getLogger(__name__)
 

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from .attention.backend import AttentionBackend, BatchLayout
-from .decode_graphs import Replayed
-from .decode_inputs import RELAYED
-from .draft_batch import DraftBatch
 from .forward_batch import ForwardBatch, PromptSpan
+from .recording.decode_graphs import Replayed
+from .recording.decode_inputs import RELAYED
 from .row_states import RowStates, SamplingFlag
-from .sampling_batch import SamplingBatch, plan_sampling
+from .sampling.draft_batch import DraftBatch
+from .sampling.sampling_batch import SamplingBatch, plan_sampling
 
 if TYPE_CHECKING:
     from ..runtime.step_plan import StepPlan
-    from .input_buffers import InputBuffers
-    from .kv_pool import KVPool
-    from .recorded_step import StepRecordings
-    from .token_counts import TokenCounts
+    from .memory.input_buffers import InputBuffers
+    from .memory.kv_pool import KVPool
+    from .recording.recorded_step import StepRecordings
+    from .sampling.token_counts import TokenCounts
     from .token_relay import TokenRelay
 
 Int32s = npt.NDArray[np.int32]

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ..runtime.step_plan import ForwardMode
 from .attention.backend import StepAttention
-from .sampling_batch import SamplingBatch
+from .sampling.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from .draft_batch import DraftBatch
-    from .kv_pool import KVPool
-    from .recorded_step import RecordedStep
+    from .memory.kv_pool import KVPool
+    from .recording.recorded_step import RecordedStep
+    from .sampling.draft_batch import DraftBatch
 
 
 @dataclass(frozen=True, slots=True)

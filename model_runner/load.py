@@ -13,22 +13,22 @@ import torch
 from msgspec.structs import replace
 
 from ..runtime.errors import ConfigError
-from ..runtime.measured_pool import fit_pool
-from ..runtime.memory_budget import kv_dtype_of
-from ..runtime.pool_size import largest_step_of
-from ..runtime.rank_spec import rank_spec
+from ..runtime.resolve.measured_pool import fit_pool
+from ..runtime.resolve.memory_budget import kv_dtype_of
+from ..runtime.resolve.pool_size import largest_step_of
+from ..runtime.resolve.rank_spec import rank_spec
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .assembly import LoadedModel, assemble_runner
-from .decode_graphs import sizes_to_record
-from .device_memory import explained, make_device_memory
+from .distributed.join_group import ALONE, Place
 from .fixed_order import MAKERS_IN_FIXED_ORDER, check_fixed_order
-from .huge_pages import collapse_resident_memory
-from .join_group import ALONE, Place
+from .hf_backend.transformers_load import load_transformers_model
 from .kernels.native_blocks import NO_TILES, TILES_FROM
+from .memory.device_memory import explained, make_device_memory
+from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext
 from .models.registry import build_model
 from .op_selection import Target, select_ops
-from .transformers_load import load_transformers_model
+from .recording.decode_graphs import sizes_to_record
 from .trial import measure
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
@@ -40,14 +40,14 @@ from .weights.safetensors import SafetensorsStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..runtime.config import EngineConfig, ModelConfig
+    from ..runtime.config.engine_config import EngineConfig, ModelConfig
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
     from ..runtime.model_files.source import ModelSource
-    from .device_memory import DeviceMemory
+    from .distributed.tp_group import TPGroup
+    from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
     from .models.registry import CausalLM
-    from .tp_group import TPGroup
 
 logger = logging.getLogger(__name__)
 

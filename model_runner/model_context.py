@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .tp_group import SINGLE_RANK
+from .distributed.tp_group import SINGLE_RANK
 
 if TYPE_CHECKING:
     import torch
 
     from ..runtime.model_files.model_spec import ModelSpec
+    from .distributed.tp_group import TPGroup
     from .ops import Ops
-    from .tp_group import TPGroup
     from .weights.linear_format import LinearFormat
     from .weights.reader import WeightReader
 

@@ -20,10 +20,10 @@ from msgspec import structs
 
 from ..runtime.messages import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult, to_the_end
-from .device_timer import DeviceTimer
-from .logprobs import TokenLogprobs, concatenate
+from .memory.device_timer import DeviceTimer
 from .row_states import SamplingFlag
-from .sampler import Sampled
+from .sampling.logprobs import TokenLogprobs, concatenate
+from .sampling.sampler import Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from ..runtime.step_plan import GoOn, Pending
     from .batch_builder import BatchBuilder
     from .forward_batch import ForwardBatch, PromptSpan
-    from .forward_program import Forward
-    from .host_kv_pool import HostPages
-    from .input_buffers import InputBuffers
-    from .kv_pool import KVPool
+    from .memory.host_kv_pool import HostPages
+    from .memory.input_buffers import InputBuffers
+    from .memory.kv_pool import KVPool
+    from .memory.output_buffers import OutputBuffers
     from .models.registry import CausalLM
-    from .output_buffers import OutputBuffers
+    from .recording.forward_program import Forward
     from .row_states import RowStates
-    from .shared_sampler import SamplerLike
-    from .token_counts import TokenCounts
+    from .sampling.shared_sampler import SamplerLike
+    from .sampling.token_counts import TokenCounts
     from .token_relay import TokenRelay
 
 logger = logging.getLogger(__name__)

@@ -9,16 +9,16 @@ import gc
 
 import msgspec
 
-from ..runtime.child import Child
-from ..runtime.cluster_ipc import PLANS, ClusterClient
-from ..runtime.cluster_key import load_cluster_key
+from ..runtime.child.child import Child
 from ..runtime.feasibility import capacity_of
-from ..runtime.ipc import Inbox
 from ..runtime.rank_messages import RankInput
-from .join_group import join_group
+from ..runtime.transport.cluster_ipc import PLANS, ClusterClient
+from ..runtime.transport.cluster_key import load_cluster_key
+from ..runtime.transport.ipc import Inbox
+from .distributed.join_group import join_group
+from .distributed.rank_loop import RankLoop
+from .distributed.ranked_runner import rank_name
 from .load import load_model_runner
-from .rank_loop import RankLoop
-from .ranked_runner import rank_name
 
 
 def main(child: Child) -> None:

@@ -11,14 +11,14 @@ import torch
 from msgspec.structs import replace
 
 from ..runtime.feasibility import pages_for
-from ..runtime.measured_pool import Measured, graphs_estimate
+from ..runtime.resolve.measured_pool import Measured, graphs_estimate
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import ForwardMode, NewReq, StepPlan
-from .device_memory import explained
+from .memory.device_memory import explained
 
 if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
-    from .device_memory import DeviceMemory
+    from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)

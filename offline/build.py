@@ -12,7 +12,7 @@ from ..detokenizer.manager import Detokenizer
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import capacity_of
 from ..runtime.openmp import shorten_spinning
-from ..runtime.prepare import Prepared
+from ..runtime.resolve.prepare import Prepared
 from .engine import EngineParts, EngineThread
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         on_step("import torch")
         shorten_spinning()
         from ..model_runner.load import load_model_runner
-        from ..scheduler.chaos import with_chaos
+        from ..scheduler.journal.recorder import make_recorder
         from ..scheduler.pipeline import Pipeline
-        from ..scheduler.recorder import make_recorder
+        from ..scheduler.preemption.chaos import with_chaos
         from ..scheduler.scheduler import Scheduler
 
         on_step("load weights")

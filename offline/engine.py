@@ -39,8 +39,8 @@ from ..runtime.messages import (
 )
 
 if TYPE_CHECKING:
+    from ..scheduler.journal.recorder import Recorder
     from ..scheduler.pipeline import Pipeline
-    from ..scheduler.recorder import Recorder
     from ..scheduler.scheduler import Scheduler
 
 _CLOSE_TIMEOUT_S: Final = 30.0  # one step at most runs on after `close`

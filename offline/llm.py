@@ -19,14 +19,14 @@ from typing import Any, Literal, Self, TypeGuard, Unpack, overload
 
 import msgspec
 
-from ..runtime.config_sources import MergedConfig, from_arguments, merge
+from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import RequestError
 from ..runtime.messages import Explanation, FlushCacheDone, PinDone
 from ..runtime.model_files.tokenizer import load_tokenizer
-from ..runtime.prepare import prepare
+from ..runtime.resolve.prepare import prepare
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
-from ..tokenizer_manager.admission import resolve_length
-from ..tokenizer_manager.chat_template import load_chat_template
+from ..tokenizer_manager.admission.feasibility_check import resolve_length
+from ..tokenizer_manager.conversation.chat_template import load_chat_template
 from .batch import Batch, CheckedRequest
 from .build import start_engine
 from .options import CallOptions, checked_options

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .config import EngineConfig
-from .memory_budget import GIB, kv_dtype_of, kv_token_bytes
+from .config.engine_config import EngineConfig
 from .messages import Record
+from .resolve.memory_budget import GIB, kv_dtype_of, kv_token_bytes
 
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec

@@ -20,7 +20,7 @@ import time
 from dataclasses import replace
 from typing import Final
 
-from .config import EngineConfig, LogConfig, LogLevel
+from .config.engine_config import EngineConfig, LogConfig, LogLevel
 
 _LEVELS: Final[dict[LogLevel, int]] = {
     "debug": logging.DEBUG,

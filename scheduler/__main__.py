@@ -2,7 +2,7 @@
 
 import gc
 
-from ..runtime.child import run_child
+from ..runtime.child.child import run_child
 from ..runtime.openmp import shorten_spinning
 
 gc.disable()  # until `main` has the model: to collect while torch is imported takes 0.1 s and finds nothing

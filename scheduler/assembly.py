@@ -9,50 +9,50 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from ..runtime.chaos_spec import parse_chaos
-from ..runtime.config import CacheConfig, SchedulerConfig
+from ..runtime.config.chaos_spec import parse_chaos
+from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity, pages_for
-from .admission import Admission
-from .admission_pass import AdmissionParts
-from .answers import Answers
-from .bursts import Bursts
-from .chaos import make_chaos
-from .constraints import MaxLoras
-from .deadlines import Deadlines
-from .decision_log import DecisionLog
+from .admission.admission import Admission
+from .admission.admission_pass import AdmissionParts
+from .admission.constraints import MaxLoras
+from .admission.parallel_samples import Siblings
+from .admission.prefix_dedup import HeldBack, NobodyHeldBack
+from .admission.reservations import Promises
 from .decodes import Decodes
 from .estimator.base import OutputEstimator
 from .estimator.make import make_estimator
-from .eviction import make_eviction
 from .explainer import Explainer
-from .host_memory import HostMemory
-from .kv_memory import KVMemory
-from .ledger import Ledger
-from .out_of_memory import OutOfMemory
-from .outputs import StopRules
-from .page_allocator import PageAllocator
-from .page_supply import PageSupply
+from .memory.kv_memory import KVMemory
+from .memory.ledger import Ledger
+from .memory.page_allocator import PageAllocator
+from .memory.page_supply import PageSupply
+from .memory.req_to_token_pool import ReqToTokenPool
+from .memory.row_states import RowStates
+from .memory.swap_pool import HostMemory
 from .phases import StepPhases, make_phases
 from .pinner import Pinner
 from .policy.base import Load, PolicyParts, SchedulePolicy
 from .policy.make import make_policy
-from .preemption import Preemption
-from .preemption_mode import make_preemption_mode
-from .prefix_cache import NoPrefixCache, PrefixCache
-from .promises import Promises
-from .radix_cache import RadixCache
-from .req_to_token_pool import ReqToTokenPool
-from .requests import Requests
+from .preemption.chaos import make_chaos
+from .preemption.out_of_memory import OutOfMemory
+from .preemption.preemption import Preemption
+from .preemption.preemption_mode import make_preemption_mode
+from .prefix_cache.base import NoPrefixCache, PrefixCache
+from .prefix_cache.eviction import make_eviction
+from .prefix_cache.radix_cache import RadixCache
+from .records.decision_log import DecisionLog
+from .requests.answers import Answers
+from .requests.deadlines import Deadlines
+from .requests.outputs import StopRules
+from .requests.requests import Requests
 from .results import ResultSettler
-from .row_states import RowStates
-from .shared_prefixes import HeldBack, NobodyHeldBack
-from .siblings import Siblings
-from .speculation import Speculation, make_speculation
+from .speculation.multi_step import Bursts
+from .speculation.speculation import Speculation, make_speculation
 from .stall import StallSentinel
 from .stats import SchedulerStats
-from .step_caps import StepCaps
-from .step_limits import StepLimits
-from .step_target import make_step_target
+from .step_size.step_caps import StepCaps
+from .step_size.step_limits import StepLimits
+from .step_size.step_target import make_step_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
+from .admission.prefill_adder import Chunk
 from .arrays import BoolArray, IntArray
-from .drafts import NO_DRAFTS, Drafts
-from .host_memory import HostMemory
-from .kv_memory import KVMemory
-from .prefill_adder import Chunk
-from .req import Req
-from .req_to_token_pool import ReqToTokenPool
-from .row_states import RowStates
+from .memory.kv_memory import KVMemory
+from .memory.req_to_token_pool import ReqToTokenPool
+from .memory.row_states import RowStates
+from .memory.swap_pool import HostMemory
+from .requests.req import Req
+from .speculation.drafts import NO_DRAFTS, Drafts
 
 
 class ScheduleBatch:

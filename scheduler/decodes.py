@@ -7,18 +7,18 @@ import logging
 import numpy as np
 
 from ..runtime.messages import Finish, FinishKind
-from .answers import Answers
 from .arrays import EMPTY, IntArray
-from .chaos import Chaos
-from .decision_log import PassRecord
 from .estimator.base import OutputEstimator
-from .kv_memory import KVMemory
+from .memory.kv_memory import KVMemory
+from .memory.row_states import RowStates
 from .policy.base import SchedulePolicy
-from .preemption import Preemption
-from .req import Req
-from .requests import Requests
-from .retraction import make_room
-from .row_states import RowStates
+from .preemption.chaos import Chaos
+from .preemption.preemption import Preemption
+from .preemption.retraction import make_room
+from .records.decision_log import PassRecord
+from .requests.answers import Answers
+from .requests.req import Req
+from .requests.requests import Requests
 
 logger = logging.getLogger(__name__)
 

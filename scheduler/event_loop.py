@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..runtime.child import Child
-from ..runtime.ipc import Inbox, Outbox
+from ..runtime.child.child import Child
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
-from .decision_log import PassRecord
+from ..runtime.transport.ipc import Inbox, Outbox
+from .journal.recorder import NoRecorder, Recorder
 from .pipeline import Pipeline
-from .recorder import NoRecorder, Recorder
+from .records.decision_log import PassRecord
 from .scheduler import Scheduler
 from .step_log import StepLog
 

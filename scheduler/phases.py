@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from ..runtime.config import SchedulerConfig
-from .admission import Admission
+from ..runtime.config.engine_config import SchedulerConfig
+from .admission.admission import Admission
+from .admission.prefill_adder import Chunk
 from .arrays import EMPTY, IntArray
-from .decision_log import PassRecord
 from .decodes import Decodes, still_decoding
-from .out_of_memory import OutOfMemory
-from .prefill_adder import Chunk
-from .req import Req
-from .requests import Requests
-from .verdict import Reason
+from .preemption.out_of_memory import OutOfMemory
+from .records.decision_log import PassRecord
+from .records.verdict import Reason
+from .requests.req import Req
+from .requests.requests import Requests
 
 
 class Work(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..runtime.messages import PinDone, PinPrefix
 from .arrays import TOKEN_ID_BYTES
-from .kv_memory import KVMemory
-from .prefix_cache import namespace_of
+from .memory.kv_memory import KVMemory
+from .prefix_cache.base import namespace_of
 
 
 class Pinner:

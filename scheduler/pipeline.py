@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ..runtime.messages import SchedulerInput
 from ..runtime.step_plan import Pending, Runner
 from .batch import ScheduleBatch
-from .recorder import Recorder
+from .journal.recorder import Recorder
 from .scheduler import Scheduler
 
 

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..model_runner.join_group import join_group
+from ..model_runner.distributed.join_group import join_group
+from ..model_runner.distributed.ranked_runner import OtherRanks, RankedRunner
 from ..model_runner.load import load_model_runner
-from ..model_runner.ranked_runner import OtherRanks, RankedRunner
-from ..runtime.child import Child
+from ..runtime.child.child import Child
 from ..runtime.feasibility import capacity_of
-from ..runtime.host_facts import read_host_facts
-from ..runtime.ipc import Inbox, Outbox
 from ..runtime.messages import SchedulerInput
+from ..runtime.resolve.host_facts import read_host_facts
 from ..runtime.step_plan import Runner
-from .chaos import with_chaos
+from ..runtime.transport.ipc import Inbox, Outbox
 from .event_loop import EventLoop
-from .flight_recorder import FlightRecorder
-from .recorder import make_recorder, open_log
+from .journal.flight_recorder import FlightRecorder
+from .journal.recorder import make_recorder, open_log
+from .preemption.chaos import with_chaos
 from .scheduler import Scheduler
 from .step_log import StepLog
 
 if TYPE_CHECKING:
-    from ..model_runner.kv_pool import KVPool
+    from ..model_runner.memory.kv_pool import KVPool
 
 _AHEAD_SHARE = 16
 """Of the free memory, one part of so many is made KV memory before anybody needs it, ..."""

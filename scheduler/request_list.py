@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from ..runtime.messages import ListRequests, LiveRequest, RequestList
-from .decision_log import DecisionLog, PassRecord
-from .prompt_time import UNLIMITED
-from .req import Req, ReqStatus
-from .requests import Requests
-from .verdict import Reason, Verdict
+from .records.decision_log import DecisionLog, PassRecord
+from .records.verdict import Reason, Verdict
+from .requests.req import Req, ReqStatus
+from .requests.requests import Requests
+from .step_size.prompt_time import UNLIMITED
 
 
 def list_requests(

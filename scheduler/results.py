@@ -8,21 +8,21 @@ from ..runtime.messages import Finish, FinishKind, TokenOutput, Usage
 from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .batch import ScheduleBatch
-from .bursts import Bursts
 from .estimator.base import OutputEstimator
-from .kv_memory import KVMemory
-from .out_of_memory import OutOfMemory
-from .outputs import StopRules, output_row
+from .memory.kv_memory import KVMemory
+from .memory.req_to_token_pool import ReqToTokenPool
+from .memory.row_states import RowStates
 from .policy.base import SchedulePolicy
-from .preemption_mode import PreemptionMode
-from .req import Req
-from .req_to_token_pool import ReqToTokenPool
-from .requests import Requests
-from .row_states import RowStates
-from .speculation import Speculation
+from .preemption.out_of_memory import OutOfMemory
+from .preemption.preemption_mode import PreemptionMode
+from .requests.outputs import StopRules, output_row
+from .requests.req import Req
+from .requests.requests import Requests
+from .speculation.multi_step import Bursts
+from .speculation.speculation import Speculation
 from .stats import SchedulerStats
-from .step_caps import StepCaps
-from .step_target import StepTarget
+from .step_size.step_caps import StepCaps
+from .step_size.step_target import StepTarget
 
 
 class ResultSettler:

@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from typing import assert_never
 
-from ..runtime.config import CacheConfig, SchedulerConfig
+from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
     AbandonRequests,
@@ -40,15 +40,15 @@ from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import TOKEN_ID_BYTES, BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
-from .decision_log import Arrived, DecisionLog, PassRecord, Settled
-from .intake import reason_to_refuse
-from .ledger import LedgerError
-from .outputs import text_options
+from .memory.ledger import LedgerError
 from .phases import Work
-from .req import Req
+from .records.decision_log import Arrived, DecisionLog, PassRecord, Settled
+from .records.verdict import AddReqResult
 from .request_list import list_requests
+from .requests.intake import reason_to_refuse
+from .requests.outputs import text_options
+from .requests.req import Req
 from .stall import StallAction
-from .verdict import AddReqResult
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import enum
 import logging
 from typing import Final
 
-from .decision_log import PassRecord
+from .records.decision_log import PassRecord
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..runtime.errors import ConfigError
-from ..scheduler.step_work import StepWork
+from ..scheduler.step_size.step_work import StepWork
 
 MIN_STEPS: Final = 12
 """Fewer say nothing about five coefficients."""

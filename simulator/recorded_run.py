@@ -19,10 +19,10 @@ from ..runtime.errors import ConfigError
 from ..runtime.messages import FinishKind, GenerateRequest
 from ..runtime.step_plan import ForwardMode, StepResult
 from ..scheduler.batch import ScheduleBatch
-from ..scheduler.decision_log import PassRecord, Settled
-from ..scheduler.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
-from ..scheduler.replay import new_scheduler
-from ..scheduler.step_work import work_of
+from ..scheduler.journal.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
+from ..scheduler.journal.replay import new_scheduler
+from ..scheduler.records.decision_log import PassRecord, Settled
+from ..scheduler.step_size.step_work import work_of
 from .fitted import Fitted, MeasuredStep
 from .measurements import Measurements
 from .sim_request import SimRequest

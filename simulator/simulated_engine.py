@@ -18,17 +18,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..runtime.config import CacheConfig, SchedulerConfig
+from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.errors import EngineError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import BatchTokenOutput, GenerateRequest
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import ForwardMode, StepResult
 from ..scheduler.batch import ScheduleBatch
-from ..scheduler.decision_log import DecisionLog
-from ..scheduler.req import Req, ReqStatus
+from ..scheduler.records.decision_log import DecisionLog
+from ..scheduler.requests.req import Req, ReqStatus
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_work import work_of
+from ..scheduler.step_size.step_work import work_of
 from .cost_model import CostModel
 from .measurements import Measurements
 from .padding import NoPadding, Padding, StaticPadding

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from ..runtime.config_fields import find_setting
+from ..runtime.config.config_fields import find_setting
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import Capacity
-from ..scheduler.decision_log import PassRecord
-from ..scheduler.log_file import Header
-from ..scheduler.verdict import AddReqResult
+from ..scheduler.journal.log_file import Header
+from ..scheduler.records.decision_log import PassRecord
+from ..scheduler.records.verdict import AddReqResult
 from .cluster import Cluster, ClusterSettings
 from .fitted import FitQuality, Fitted
 from .measurements import Measurements

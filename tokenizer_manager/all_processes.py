@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..runtime.config import EngineConfig, LogLevel
-from ..runtime.control import ForAll, Role, SetLogLevel, StartProfile, StopProfile, process_label
-from ..runtime.crash_report import crash_dir
+from ..runtime.child.control import ForAll, Role, SetLogLevel, StartProfile, StopProfile, process_label
+from ..runtime.child.crash_report import crash_dir
+from ..runtime.child.stack_sampler import SUFFIX
+from ..runtime.config.engine_config import EngineConfig, LogLevel
 from ..runtime.errors import ConfigError, EngineDeadError, RequestError
-from ..runtime.stack_sampler import SUFFIX
 
 DEFAULT_RATE_HZ: Final = 100.0
 DEFAULT_DURATION_S: Final = 60.0

@@ -18,7 +18,7 @@ from ..runtime.messages import (
     PinPrefix,
     RequestList,
 )
-from .admission import check_may_fit
+from .admission.feasibility_check import check_may_fit
 from .generation import Prompt
 from .prompt_encoder import PromptEncoder
 from .questions import Questions

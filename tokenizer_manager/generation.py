@@ -18,7 +18,7 @@ import msgspec
 
 from ..runtime.messages import Finish, TextOutput, Usage
 from ..runtime.sampling_params import SamplingParams
-from .scheduling import Scheduling
+from .admission.scheduling_options import Scheduling
 
 Prompt = str | list[int]
 """A text to tokenise, or token ids."""

@@ -33,18 +33,18 @@ from ..runtime.messages import (
     TextOutput,
 )
 from ..runtime.sampling_params import SamplingParams
-from .admission import check_may_fit, resolve_length
+from .admission.feasibility_check import check_may_fit, resolve_length
+from .admission.overload_control import Door, DoorLimits
 from .control import Control
-from .door import Door, DoorLimits
 from .early_ends import EarlyEnds
 from .generation import Choice, Generation, GenerationRequest
 from .metrics import Metrics
 from .opening import scheduler_requests
+from .orphan_reaper import Sweep
 from .prompt_encoder import PromptEncoder, prompt_name
 from .questions import Questions
 from .recovery import Recovery
 from .request_log import LoggedRequest, RequestLog
-from .sweep import Sweep
 from .time_limits import TimeLimits
 
 logger = logging.getLogger(__name__)

@@ -20,20 +20,20 @@ import msgspec
 import uvloop
 
 from .. import __version__
-from ..runtime.child import Child
-from ..runtime.config import EngineConfig
-from ..runtime.control import Order, PeerDied, PeersLost, PeersReady, Stop
+from ..runtime.child.child import Child
+from ..runtime.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
+from ..runtime.config.engine_config import EngineConfig
+from ..runtime.config.server_config import ServerConfig
 from ..runtime.feasibility import Capacity
-from ..runtime.ipc import AsyncInbox, Outbox
 from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.open_files import make_room_for
-from ..runtime.server_config import ServerConfig
+from ..runtime.transport.ipc import AsyncInbox, Outbox
+from .admission.overload_control import DoorLimits
 from .all_processes import AllProcesses
-from .chat_template import ChatTemplate, load_chat_template
-from .door import DoorLimits
+from .conversation.chat_template import ChatTemplate, load_chat_template
 from .http.app import App
-from .http.auth import Gate, read_keys
+from .http.guards.auth import Gate, read_keys
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager

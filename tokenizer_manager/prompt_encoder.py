@@ -17,8 +17,8 @@ from typing import Final
 
 from ..runtime.errors import RequestError
 from ..runtime.model_files.tokenizer import Tokenizer
+from .admission.queue_limiter import QueueFullError
 from .generation import Prompt
-from .queue_gate import QueueFullError
 
 _IN_PLACE_CHARS: Final = 4096  # 0.8 ms
 _CHARS_PER_TEXT: Final = 48  # what a text costs besides its length, as characters: 10 us

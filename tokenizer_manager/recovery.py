@@ -13,11 +13,11 @@ from typing import Final
 
 from ..runtime.errors import RequestError
 from ..runtime.messages import AbortRequest, SchedulerInput
+from .admission.queue_limiter import QueueGate
 from .generation import Generation
 from .metrics import Metrics
-from .queue_gate import QueueGate
+from .poison_detector import Suspects
 from .request_log import LoggedRequest, RequestLog
-from .suspects import Suspects
 
 logger = logging.getLogger(__name__)
 

@@ -15,17 +15,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.peers.limits import ModelCosts, ServedModel
+from benchmarks.peers.sides import Models, form_of
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.gguf import GGUFFile
-from engine.runtime.model_files.gguf_config import read_gguf_spec
-from engine.runtime.model_files.gguf_tokenizer import build_gguf_tokenizer
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.gguf.gguf_tokenizer import build_gguf_tokenizer
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import resolve_source
 from engine.runtime.model_files.tokenizer import Tokenizer
-
-from .limits import ModelCosts, ServedModel
-from .sides import Models, form_of
 
 
 class OtherModelError(Exception):

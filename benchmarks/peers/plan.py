@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .results import MEMORY, START, Results
-from .sides import Side
-from .workloads import Workload, is_compared
+from benchmarks.peers.results import MEMORY, START, Results
+from benchmarks.peers.sides import Side
+from benchmarks.peers.workloads import Workload, is_compared
 
 MAX_STARTS: Final = 3
 _ENOUGH_STARTING_S: Final = 60.0

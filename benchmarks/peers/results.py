@@ -13,9 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.ceilings import Ceiling
-
-from .limits import ServedModel
-from .machine import Memory, Share
+from benchmarks.peers.limits import ServedModel
+from benchmarks.peers.machine import Memory, Share
 
 SCHEMA: Final = "cpu-vs-peers/1"
 START, MEMORY = "start", "memory"

@@ -15,20 +15,19 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.ceilings import Ceiling
+from benchmarks.peers.limits import ServedModel
+from benchmarks.peers.machine import Memory, Snapshot
+from benchmarks.peers.plan import Job, Plan
+from benchmarks.peers.results import Failure, Measurement, Resident, Results, Start
+from benchmarks.peers.server import Server, ServerError, running, start
+from benchmarks.peers.sides import MODEL_NAME, Side
+from benchmarks.peers.workloads import Workload
 from engine.cli.bench.records import BenchRequest
 from engine.cli.bench.result_file import RequestRow
 from engine.cli.bench.result_file import read_results as read_bench
 from engine.cli.bench.workload import WorkloadTokenizer
-from engine.runtime.host_facts import read_host_facts
-from engine.runtime.memory_budget import size_text
-
-from .limits import ServedModel
-from .machine import Memory, Snapshot
-from .plan import Job, Plan
-from .results import Failure, Measurement, Resident, Results, Start
-from .server import Server, ServerError, running, start
-from .sides import MODEL_NAME, Side
-from .workloads import Workload
+from engine.runtime.resolve.host_facts import read_host_facts
+from engine.runtime.resolve.memory_budget import size_text
 
 START_LIMIT_S: Final = 600.0
 PATIENCE: Final = 6.0

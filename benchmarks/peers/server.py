@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from .sides import HOST, MODEL_NAME, Side
+from benchmarks.peers.sides import HOST, MODEL_NAME, Side
 
 _FIRST_PROMPT: Final = [788, 216, 34, 32, 34, 36, 28, 1792]
 _POLL_S: Final = 0.05

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .setup import LlamaCpp, Vllm
+    from benchmarks.peers.setup import LlamaCpp, Vllm
 
 MODEL_NAME: Final = "smollm2"
 MAX_MODEL_LEN: Final = 4096

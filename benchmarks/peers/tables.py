@@ -6,9 +6,9 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from .limits import LIMIT_TARGETS
-from .results import MEMORY, START, Results
-from .workloads import TARGETS, Figure, Target, Workload
+from benchmarks.peers.limits import LIMIT_TARGETS
+from benchmarks.peers.results import MEMORY, START, Results
+from benchmarks.peers.workloads import TARGETS, Figure, Target, Workload
 
 
 def all_tables(

@@ -23,7 +23,7 @@ from .workload import WorkloadSettings, WorkloadTokenizer
 
 if TYPE_CHECKING:
     from ...offline.engine import EngineThread, RowQueue
-    from ...runtime.config_sources import MergedConfig
+    from ...runtime.config.config_sources import MergedConfig
 
 TOKEN_ID_BYTES = 4
 
@@ -120,7 +120,7 @@ def run_offline(
     """
     from ...offline.build import start_engine
     from ...runtime.model_files.tokenizer import load_tokenizer
-    from ...runtime.prepare import prepare
+    from ...runtime.resolve.prepare import prepare
     from ..startup import StartupDisplay
 
     workload.check()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ...runtime.config_fields import config_fields
+from ...runtime.config.config_fields import config_fields
 from ...runtime.errors import ConfigError, EngineError, RequestError
 from ..options import (
     CONTEXT_SETTINGS,

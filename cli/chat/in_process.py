@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ...runtime.config_sources import MergedConfig, from_arguments
+from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError
 from ..startup import StartupDisplay
 from .backend import AnswerChunk, AnswerUsage

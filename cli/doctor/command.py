@@ -13,8 +13,8 @@ from typing import Annotated, Final
 
 import typer
 
-from ...runtime.config import EngineConfig
-from ...runtime.host_facts import HostFacts
+from ...runtime.config.engine_config import EngineConfig
+from ...runtime.resolve.host_facts import HostFacts
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,

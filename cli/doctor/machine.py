@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ...runtime.config import EngineConfig
-from ...runtime.host_facts import usable_threads
-from ...runtime.memory_budget import GIB, MIB, size_text
+from ...runtime.config.engine_config import EngineConfig
 from ...runtime.open_files import OWN_FILES
+from ...runtime.resolve.host_facts import usable_threads
+from ...runtime.resolve.memory_budget import GIB, MIB, size_text
 from .check import Check, fail, ok, refused, warn
 from .machine_facts import MachineFacts
 

@@ -16,11 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ...runtime.child.socket_dir import abandoned_dirs
+from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError
-from ...runtime.host_facts import HostFacts, read_host_facts
 from ...runtime.model_files.cache_dir import cache_dir
-from ...runtime.server_config import ServerConfig
-from ...runtime.socket_dir import abandoned_dirs
+from ...runtime.resolve.host_facts import HostFacts, read_host_facts
 from ..port import check_port
 
 _PACKAGE: Final = __package__.split(".", 1)[0]
@@ -187,7 +187,7 @@ def port_error(server: ServerConfig) -> str:
 
 def server_error(server: ServerConfig) -> str:
     """Why the keys or the certificate cannot be used, with the way out; "" if they can, or there are none."""
-    from ...tokenizer_manager.http.auth import read_keys
+    from ...tokenizer_manager.http.guards.auth import read_keys
     from ...tokenizer_manager.http.server import check_tls
 
     try:

@@ -6,15 +6,15 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-from ...runtime.config import EngineConfig
+from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.feasibility import capacity_of, pages_for
-from ...runtime.host_facts import HostFacts
-from ...runtime.memory_budget import plan_memory, size_text
 from ...runtime.model_files.model_spec import ModelSpec
-from ...runtime.model_files.quantisation_choice import with_quantisation
-from ...runtime.pool_size import largest_step_of
-from ...runtime.resolve import resolve
+from ...runtime.model_files.quantization_choice import with_quantisation
+from ...runtime.resolve.host_facts import HostFacts
+from ...runtime.resolve.memory_budget import plan_memory, size_text
+from ...runtime.resolve.pool_size import largest_step_of
+from ...runtime.resolve.resolve import resolve
 from .check import Check, fail, ok, refused, skip, warn
 from .model_facts import SAMPLES, ModelFacts
 

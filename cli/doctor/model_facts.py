@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...runtime.config import ModelConfig
+from ...runtime.config.engine_config import ModelConfig
 from ...runtime.errors import ConfigError, EngineError
 from ...runtime.model_files.default_model import DEFAULT_MODEL, cached_default_model
 from ...runtime.model_files.hub import cached_from_hub
@@ -155,7 +155,7 @@ def _local(model: str | None) -> str | None:
 def _read_weights(source: ModelSource) -> Weights:
     """Raises `ConfigError` for a header that is damaged, or promises more than its file has."""
     if source.kind == "gguf":
-        from ...runtime.model_files.gguf import GGUFFile
+        from ...runtime.model_files.gguf.gguf_file import GGUFFile
 
         tensors = GGUFFile(source.path).tensors
         return Weights(1, len(tensors), sum(tensor.num_bytes for tensor in tensors.values()))
@@ -186,7 +186,7 @@ def _checksums(source: ModelSource) -> Iterator[Checksum]:
 
 def _tokenizer_facts(source: ModelSource, template_path: str | None) -> dict[str, Any]:
     from ...runtime.model_files.tokenizer import Tokenizer, load_tokenizer
-    from ...tokenizer_manager.chat_template import load_chat_template
+    from ...tokenizer_manager.conversation.chat_template import load_chat_template
 
     tokenizer: Tokenizer | None
     tokenizer, error = _attempt(lambda: load_tokenizer(source))

@@ -10,7 +10,7 @@ from typing import Annotated, BinaryIO, Final
 import typer
 
 from ...runtime.errors import ConfigError, EngineError
-from ...scheduler.log_file import LoggedRun, read_runs
+from ...scheduler.journal.log_file import LoggedRun, read_runs
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 from .html import Origin, render_page
 from .perfetto import write_trace_events

@@ -19,8 +19,8 @@ import msgspec
 
 from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode
-from ...scheduler.cache_miss import MissKind
-from ...scheduler.verdict import Reason
+from ...scheduler.records.cache_miss import MissKind
+from ...scheduler.records.verdict import Reason
 from .story import PassTable, RequestStory, Timeline
 
 MAX_PASSES: Final = 120_000

@@ -15,8 +15,8 @@ import msgspec
 
 from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode
-from ...scheduler.cache_miss import CacheMiss
-from ...scheduler.verdict import Reason
+from ...scheduler.records.cache_miss import CacheMiss
+from ...scheduler.records.verdict import Reason
 
 
 class SpanKind(enum.IntEnum):

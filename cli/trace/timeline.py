@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from ...runtime.errors import EngineError
-from ...scheduler.decision_log import Arrived, DecisionRecord, Left, PassRecord, Retraction, Settled
-from ...scheduler.verdict import AddReqResult, Reason, Verdict
+from ...scheduler.records.decision_log import Arrived, DecisionRecord, Left, PassRecord, Retraction, Settled
+from ...scheduler.records.verdict import AddReqResult, Reason, Verdict
 from .story import Mark, MarkKind, PassTable, RequestStory, Span, SpanKind, Timeline, coarsen
 
 MAX_SPANS: Final = 1_000_000

@@ -15,8 +15,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..input_buffers import InputBuffers
-    from ..kv_pool import KVPool
+    from ..memory.input_buffers import InputBuffers
+    from ..memory.kv_pool import KVPool
 
 Int64s = npt.NDArray[np.int64]
 

@@ -31,8 +31,8 @@ from .early_fetch import MIN_TOKENS, EarlyFetch
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..input_buffers import InputBuffers
-    from ..kv_pool import KVPool
+    from ..memory.input_buffers import InputBuffers
+    from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, Int64s, StepAttention
 
 logger = logging.getLogger(__name__)

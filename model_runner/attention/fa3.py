@@ -23,8 +23,8 @@ from ..kernels.probe import KernelProbe, probe_kernels
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..input_buffers import InputBuffers
-    from ..kv_pool import KVPool
+    from ..memory.input_buffers import InputBuffers
+    from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, StepAttention
 
 _MODULE: Final = "sgl_kernel.flash_attn"

@@ -17,8 +17,8 @@ from .backend import BatchLayout, gathered_token_bytes
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..input_buffers import InputBuffers
-    from ..kv_pool import KVPool
+    from ..memory.input_buffers import InputBuffers
+    from ..memory.kv_pool import KVPool
     from .backend import AttentionBackend, CapturableAttention, StepAttention
 
 

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...runtime.memory_budget import GATHERED_COPIES
+from ...runtime.resolve.memory_budget import GATHERED_COPIES
 from .dense import ExtendAttention, decode_attention
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..input_buffers import InputBuffers
-    from ..kv_pool import KVPool
+    from ..memory.input_buffers import InputBuffers
+    from ..memory.kv_pool import KVPool
     from ..ops import LayerKV
     from .backend import BatchLayout, Int64s, StepAttention
 

@@ -19,11 +19,11 @@ from ..kernels.probe import probe_kernels
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..input_buffers import InputBuffers
     from ..kernels.triton.attention_decode import DecodePlan
     from ..kernels.triton.attention_prefill import ExtendPlan
     from ..kernels.triton.extend_cut import ExtendCut
-    from ..kv_pool import KVPool
+    from ..memory.input_buffers import InputBuffers
+    from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, Int64s, StepAttention
 
 _MAX_HEAD_DIM: Final = 256

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .cpu.library import load_library, reasons_against_library
 from .native_product import NativeProduct
-from .quantised_weights import BLOCK_SIZE, BlockWeight
+from .quantized_weights import BLOCK_SIZE, BlockWeight
 
 _HALF_EXPONENT: Final = 15
 """Scales and minima are kept in half precision, times a power of two that makes the largest just smaller than 2^15."""

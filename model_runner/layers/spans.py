@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..tp_group import TPGroup
+from ..distributed.tp_group import TPGroup
 
 
 class Span(NamedTuple):

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ..kernels.quantised_weights import Int4Weight
+from ..kernels.quantized_weights import Int4Weight
 from .fp8_format import read_plain
 from .int4_tensors import PER_WORD, Int4Cut, read_scales, unpack
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantisation import QuantisationSpec
-    from ..kernels.quantised import Part
+    from ...runtime.model_files.quantization import QuantisationSpec
+    from ..kernels.quantized import Part
 
 NIBBLE_OF_OUTPUT: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import BLOCK_LEN
-from ...runtime.model_files.quantisation import unnumbered
+from ...runtime.model_files.quantization import unnumbered
 from ..kernels.block_rounding import round_to_blocks
-from ..kernels.quantised_weights import BlockWeight
-from .quantised_format import QuantisedFormat
+from ..kernels.quantized_weights import BlockWeight
+from .quantized_format import QuantisedFormat
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantisation import QuantisationSpec
-    from ..kernels.quantised import Part, QuantisedLinears
+    from ...runtime.model_files.quantization import QuantisationSpec
+    from ..kernels.quantized import Part, QuantisedLinears
     from ..ops import LinearWeight
 
 logger = logging.getLogger(__name__)

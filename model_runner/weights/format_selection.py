@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.quantisation import BLOCK_METHODS
-from ...runtime.model_files.quantisation_choice import with_quantisation
+from ...runtime.model_files.quantization import BLOCK_METHODS
+from ...runtime.model_files.quantization_choice import with_quantisation
 from ..kernels.native_blocks import TILES_FROM
 from ..kernels.probe import probe_kernels
-from ..kernels.quantised import QuantisedLinears, QuantTarget, reasons_against_blocks
+from ..kernels.quantized import QuantisedLinears, QuantTarget, reasons_against_blocks
 from .awq_format import AwqParts
 from .block_format import BlockFormat
 from .fp8_format import Fp8Parts, MadeFp8Parts
 from .gptq_format import GptqParts
 from .linear_format import LinearFormat, PlainFormat
-from .quantised_format import PartReader, QuantisedFormat
+from .quantized_format import PartReader, QuantisedFormat
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ...runtime.model_files.quantisation import QuantisationSpec, Quantization
+    from ...runtime.model_files.quantization import QuantisationSpec, Quantization
     from ..ops import Ops
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
-from ..kernels.quantised_weights import FP8, Fp8Weight, quantise_to_fp8
+from ..kernels.quantized_weights import FP8, Fp8Weight, quantise_to_fp8
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantisation import QuantisationSpec
-    from ..kernels.quantised import Part
+    from ...runtime.model_files.quantization import QuantisationSpec
+    from ..kernels.quantized import Part
 
 _SCALES: Final = ("weight_scale_inv", "weight_scale")
 _UNUSED: Final = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale", "output_scale")

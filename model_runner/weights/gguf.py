@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import GGUF_FORMS
-from ...runtime.model_files.gguf import GGUFFile, TensorInfo, dequantize
-from ...runtime.model_files.gguf_names import stored_names
+from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
+from ...runtime.model_files.gguf.gguf_names import stored_names
 from .gguf_blocks import block_weight
 from .reader import Slice, cut_from_whole
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..kernels.quantised_weights import BlockWeight
+    from ..kernels.quantized_weights import BlockWeight
 
 _LAYER_PATTERN: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _NOT_WEIGHTS: Final = frozenset(  # rope scaling, read by model_files

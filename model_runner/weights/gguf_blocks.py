@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ...runtime.model_files.block_forms import GGUF_FORMS
-from ...runtime.model_files.ggml_blocks import unpack_blocks
-from ...runtime.model_files.ggml_types import dequantize
+from ...runtime.model_files.gguf.ggml_blocks import unpack_blocks
+from ...runtime.model_files.gguf.ggml_types import dequantize
 from ..kernels.block_rounding import round_to_blocks
-from ..kernels.quantised_weights import BlockWeight, stack_blocks
+from ..kernels.quantized_weights import BlockWeight, stack_blocks
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.ggml_types import Bytes, GGMLType
+    from ...runtime.model_files.gguf.ggml_types import Bytes, GGMLType
 
 _ROWS_AT_A_TIME: Final = 4096
 """Rows that are rounded at a time: bounds their float32 copy."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..kernels.quantised_weights import BlockWeight
+    from ..kernels.quantized_weights import BlockWeight
 
 
 class Slice(NamedTuple):

@@ -15,10 +15,10 @@ def load_spec(source: ModelSource) -> ModelSpec:
         ConfigError: the files are broken, or the model needs something that is not implemented.
     """
     if source.kind == "gguf":  # imported here: GGUF brings numpy, which a folder does not need
-        from .gguf import GGUFFile
-        from .gguf_config import read_gguf_spec
+        from .gguf.gguf_config import read_gguf_spec
+        from .gguf.gguf_file import GGUFFile
 
         return read_gguf_spec(GGUFFile(source.path))
-    from .hf_config import read_hf_spec
+    from .hf.hf_config import read_hf_spec
 
     return read_hf_spec(Path(source.path))

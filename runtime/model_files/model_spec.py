@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from .quantisation import BLOCK_METHODS, QuantisationSpec
+from .quantization import BLOCK_METHODS, QuantisationSpec
 
 SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
 """Hugging Face `model_type` values for which there is a model implementation."""

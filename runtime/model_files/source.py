@@ -75,7 +75,7 @@ def resolve_source(
 
 
 def _file_source(path: Path) -> ModelSource:
-    from .gguf import is_gguf  # with numpy: not needed for folders
+    from .gguf.gguf_file import is_gguf  # with numpy: not needed for folders
 
     if not is_gguf(path):
         raise ConfigError(f"{path}: not a GGUF file; give a .gguf file or a folder in Hugging Face layout")

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as CoreTokenizer
 
 from ..errors import ConfigError, RequestError
 from .fields import Fields
-from .gguf import GGUFFile
-from .gguf_tokenizer import build_gguf_tokenizer
+from .gguf.gguf_file import GGUFFile
+from .gguf.gguf_tokenizer import build_gguf_tokenizer
 from .json_file import read_json
 from .library_errors import is_panic, library_errors
 from .source import ModelSource

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..arrays import BoolArray, IntArray
 
 if TYPE_CHECKING:
-    from ..req import Req
+    from ..requests.req import Req
 
 
 class OutputEstimator(Protocol):

@@ -21,7 +21,7 @@ from ..arrays import BoolArray, IntArray
 from .ratio import RETRACT_LOOKAHEAD_STEPS
 
 if TYPE_CHECKING:
-    from ..req import Req
+    from ..requests.req import Req
 
 START: Final = 0.5
 WINDOW: Final = 100

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..arrays import BoolArray, IntArray
 
 if TYPE_CHECKING:
-    from ..req import Req
+    from ..requests.req import Req
 
 
 class FullReservation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from ...runtime.config import SchedulerConfig
+from ...runtime.config.engine_config import SchedulerConfig
 from .base import OutputEstimator
 from .beta import BetaReservation
 from .full import FullReservation

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ..admission.budget import CLIP_MAX_NEW_TOKENS
 from ..arrays import BoolArray, IntArray
-from ..budget import CLIP_MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
-    from ..req import Req
+    from ..requests.req import Req
 
 INITIAL_RATIO: Final = 0.7
 MIN_RATIO_FACTOR: Final = 0.14

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...runtime.messages import FinishKind
-from ..prefill_adder import Chunk
-from ..req import Req
-from ..waiting_queue import WaitingQueue
+from ..admission.prefill_adder import Chunk
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 from .base import Load, PolicyParts, SchedulePolicy
 from .fcfs import Fcfs
 from .lpm import Lpm

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from ..req import Req
-from ..waiting_queue import WaitingQueue
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 from .base import MAX_OVERTAKEN
 
 MAX_PASSED: Final = 256

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 from ...runtime.messages import FinishKind
-from ..prefill_adder import Chunk
-from ..prefix_cache import PrefixMatch
-from ..req import Req
-from ..verdict import Reason
-from ..waiting_queue import WaitingQueue
+from ..admission.prefill_adder import Chunk
+from ..prefix_cache.base import PrefixMatch
+from ..records.verdict import Reason
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 
 MAX_OVERTAKEN: Final = 32
 """Ageing: who was overtaken in so many passes is overtaken no more (see `overtaken_first`)."""

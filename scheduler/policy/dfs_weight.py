@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from ..prefix_cache import PrefixMatch
-from ..req import Req
-from ..waiting_queue import WaitingQueue
+from ..prefix_cache.base import PrefixMatch
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 from .ageing import overtaken_first
 from .base import MAX_SORTED, PolicyParts, SchedulePolicy
 

@@ -41,9 +41,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from ...runtime.messages import FinishKind
-from ..prefill_adder import Chunk
-from ..req import Req
-from ..waiting_queue import WaitingQueue
+from ..admission.prefill_adder import Chunk
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 from .base import SchedulePolicy
 from .tenants import Offers, TenantQueue, output_tokens, prompt_tokens
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..req import Req
-from ..waiting_queue import WaitingQueue
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 from .base import SchedulePolicy
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..req import Req
-from ..verdict import Reason
-from ..waiting_queue import WaitingQueue
+from ..records.verdict import Reason
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 from .base import PolicyParts, SchedulePolicy
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...runtime.messages import FinishKind
-from ..prefill_adder import Chunk
-from ..prefix_cache import PrefixMatch
-from ..req import Req
-from ..waiting_queue import WaitingQueue
+from ..admission.prefill_adder import Chunk
+from ..prefix_cache.base import PrefixMatch
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 from .ageing import overtaken_first
 from .base import MAX_SORTED, PolicyParts, SchedulePolicy
 

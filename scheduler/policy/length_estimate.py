@@ -6,9 +6,9 @@ import math
 from collections import OrderedDict
 from typing import Final, Protocol
 
-from ...runtime.config import LengthEstimate as LengthEstimateName
+from ...runtime.config.engine_config import LengthEstimate as LengthEstimateName
 from ...runtime.messages import FinishKind
-from ..req import Req
+from ..requests.req import Req
 
 _COMPLETE: Final = frozenset({FinishKind.STOP, FinishKind.LENGTH})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
-from ..req import Req
+from ..requests.req import Req
 
 
 class OrderedIndex:

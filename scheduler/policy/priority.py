@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..req import Req
+from ..requests.req import Req
 from .static_order import StaticOrder
 
 

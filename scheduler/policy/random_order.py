@@ -6,8 +6,8 @@ import hashlib
 import struct
 from collections.abc import Iterable
 
-from ..req import Req
-from ..waiting_queue import WaitingQueue
+from ..requests.req import Req
+from ..requests.waiting_queue import WaitingQueue
 from .ageing import overtaken_first
 from .static_order import StaticOrder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...runtime.messages import FinishKind
-from ..req import Req
+from ..requests.req import Req
 from .length_estimate import LengthEstimate
 from .static_order import StaticOrder
 

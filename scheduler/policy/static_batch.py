@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable
 
 from ...runtime.messages import FinishKind
-from ..req import Req, ReqStatus
-from ..verdict import Reason
-from ..waiting_queue import WaitingQueue
+from ..records.verdict import Reason
+from ..requests.req import Req, ReqStatus
+from ..requests.waiting_queue import WaitingQueue
 from .base import PolicyParts, SchedulePolicy
 from .ordered_index import OrderedIndex
 

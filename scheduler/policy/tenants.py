@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..prefill_adder import Chunk
-from ..req import Req
+from ..admission.prefill_adder import Chunk
+from ..requests.req import Req
 from .ordered_index import OrderedIndex
 
 _TENANT: Final = operator.attrgetter("tenant")

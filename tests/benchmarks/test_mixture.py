@@ -10,8 +10,8 @@ from types import ModuleType
 import gguf
 import pytest
 
-from engine.runtime.model_files.gguf import GGUFFile
-from engine.runtime.model_files.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 
 from .conftest import run_benchmark as run
 

@@ -7,7 +7,7 @@ from typer.main import get_command
 
 from engine.cli.options import merge_options
 from engine.cli.serve import app
-from engine.runtime.config_fields import setting_names
+from engine.runtime.config.config_fields import setting_names
 from engine.runtime.errors import ConfigError
 
 SERVE_FLAGS = """

@@ -7,8 +7,8 @@ import dataclasses
 import yaml
 
 from engine.cli.print_config import render_config
-from engine.runtime.config_fields import config_fields
-from engine.runtime.config_sources import from_flags, from_yaml_file, merge
+from engine.runtime.config.config_fields import config_fields
+from engine.runtime.config.config_sources import from_flags, from_yaml_file, merge
 
 
 def render(notes=None, effective=None, **flags):

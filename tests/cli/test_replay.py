@@ -10,16 +10,21 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.replay import parse_changes
-from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, SchedulerConfig
+from engine.runtime.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LogConfig,
+    SchedulerConfig,
+)
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
-from engine.scheduler.decision_log import PassRecord
-from engine.scheduler.log_file import read_runs
-from engine.scheduler.log_writer import LogWriter
-from engine.scheduler.recorder import make_recorder
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.log_writer import LogWriter
+from engine.scheduler.journal.recorder import make_recorder
+from engine.scheduler.records.decision_log import PassRecord
 from engine.scheduler.scheduler import Scheduler
 
 

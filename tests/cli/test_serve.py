@@ -16,10 +16,10 @@ import pytest
 from engine.cli import main as cli
 from engine.cli.port import check_port
 from engine.cli.serve import preset_line, ready_text
-from engine.runtime.config import EngineConfig
-from engine.runtime.config_sources import from_arguments, merge
+from engine.runtime.config.config_sources import from_arguments, merge
+from engine.runtime.config.engine_config import EngineConfig
+from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import ConfigError
-from engine.runtime.server_config import ServerConfig
 
 
 @pytest.fixture

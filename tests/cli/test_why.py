@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from engine.cli import main as cli
-from engine.runtime.config import EngineConfig
+from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import FinishKind
-from engine.scheduler.decision_log import Arrived, Left, PassRecord, Settled
-from engine.scheduler.log_writer import LogWriter, header_of
-from engine.scheduler.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.journal.log_writer import LogWriter, header_of
+from engine.scheduler.records.decision_log import Arrived, Left, PassRecord, Settled
+from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
 FOUND = {
     "id": "chatcmpl-1",

@@ -94,7 +94,9 @@ def test_log_level_and_profile_of_a_running_request(start_serve, model):
             assert "secret" not in path.read_text()
             assert f"engine.{name.removesuffix('_1')}.process:main" in frames_of(path)
         assert "engine.scheduler.event_loop:EventLoop.step" in frames_of(folder / "scheduler.folded")
-        assert "engine.model_runner.rank_loop:RankLoop.step" in frames_of(folder / "model_runner_1.folded")
+        assert "engine.model_runner.distributed.rank_loop:RankLoop.step" in frames_of(
+            folder / "model_runner_1.folded"
+        )
         begun = client.post("/start_profile").json()
         engine.wait_for_log(
             Path(begun["folder"]).name

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from engine.runtime.config import SchedulePolicyName
+from engine.runtime.config.engine_config import SchedulePolicyName
 
 from .model import PAGE_SIZE
 from .serving import DEADLINE_S, SLOW, EngineServe, run_engine

@@ -65,8 +65,8 @@ def test_answers_are_the_same_in_fewer_steps(start_serve: StartServe, model: Pat
         assert engine.stop() == 0, engine.log
         assert "Traceback" not in engine.log
 
-    from engine.scheduler.log_file import read_runs
-    from engine.scheduler.replay import replay
+    from engine.scheduler.journal.log_file import read_runs
+    from engine.scheduler.journal.replay import replay
 
     (result,) = [replay(run) for run in read_runs(log)]
     assert result.is_equal, result.difference

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.host_kv_pool import HostKVPool
 from engine.model_runner.load import load_model_runner
-from engine.runtime.config import (
+from engine.model_runner.memory.host_kv_pool import HostKVPool
+from engine.runtime.config.device_config import KernelConfig
+from engine.runtime.config.engine_config import (
     CacheConfig,
     EngineConfig,
     KVCacheDType,
@@ -24,12 +25,11 @@ from engine.runtime.config import (
     SchedulerConfig,
     SpeculativeName,
 )
-from engine.runtime.device_config import KernelConfig
 from engine.runtime.feasibility import Capacity, pages_for
 from engine.runtime.messages import Logprobs
-from engine.runtime.model_files.hf_config import read_hf_spec
+from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.quantisation import Quantization
+from engine.runtime.model_files.quantization import Quantization
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult

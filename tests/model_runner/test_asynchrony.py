@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.model_runner import assembly, model_runner
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.model_runner import ModelRunner
-from engine.model_runner.sampler import Sampler
-from engine.runtime.config import ModelConfig
+from engine.model_runner.sampling.sampler import Sampler
+from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource

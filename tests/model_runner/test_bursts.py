@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.native_recordings import NativeRecordings
-from engine.model_runner.recorded_step import NoRecordings
+from engine.model_runner.recording.native_recordings import NativeRecordings
+from engine.model_runner.recording.recorded_step import NoRecordings
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, GoOn, StepPlan, StepResult, to_the_end
 from tests.model_runner.conftest import Driver, Request, int32

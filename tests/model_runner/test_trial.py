@@ -14,20 +14,25 @@ from engine.model_runner import assembly, load
 from engine.model_runner.attention.backend import gathered_token_bytes
 from engine.model_runner.attention.split import split_backend
 from engine.model_runner.attention.torch_native import TorchNativeAttention
-from engine.model_runner.decode_graphs import sizes_to_record
-from engine.model_runner.join_group import Place
+from engine.model_runner.distributed.join_group import Place
+from engine.model_runner.distributed.tp_group import SINGLE_RANK, SingleRank, TPGroup
 from engine.model_runner.model_runner import ModelRunner
-from engine.model_runner.tp_group import SINGLE_RANK, SingleRank, TPGroup
+from engine.model_runner.recording.decode_graphs import sizes_to_record
 from engine.model_runner.trial import largest_step, prompt_lengths
-from engine.runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.runtime.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
-from engine.runtime.memory_budget import MIB
 from engine.runtime.model_files.source import ModelSource
+from engine.runtime.resolve.memory_budget import MIB
 from engine.runtime.step_plan import StepPlan, StepResult
 
 from .conftest import TinyModel
-from .recording_device import DeviceAttention, RecordingDevice
+from .recording.recording_device import DeviceAttention, RecordingDevice
 
 STEP_BYTES = 30 * MIB
 PLANNED = Capacity(max_model_len=64, num_pages=7, page_size=4, max_running_requests=6, vocab_size=96)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model_runner.recorded_step import NoRecordings
+from engine.model_runner.recording.recorded_step import NoRecordings
 from engine.runtime.sampling_params import SamplingParams
 
 from .conftest import Driver, TinyModel

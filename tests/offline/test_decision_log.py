@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from engine import LLM, ConfigError, SamplingParams
-from engine.scheduler.decision_log import PassRecord
-from engine.scheduler.log_file import Input, read_runs
-from engine.scheduler.replay import replay
-from engine.scheduler.why import explain
+from engine.scheduler.journal.log_file import Input, read_runs
+from engine.scheduler.journal.replay import replay
+from engine.scheduler.journal.why import explain
+from engine.scheduler.records.decision_log import PassRecord
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "page_size": 4}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)

@@ -11,14 +11,14 @@ import pytest
 
 from engine.detokenizer.manager import Detokenizer
 from engine.offline.engine import EngineParts, EngineThread, RowQueue, wait_s
-from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError, EngineDeadError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S, FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import GoOn, StepPlan, StepResult, to_the_end
+from engine.scheduler.journal.recorder import NoRecorder
 from engine.scheduler.pipeline import Pipeline
-from engine.scheduler.recorder import NoRecorder
 from engine.scheduler.scheduler import Scheduler
 
 CAPACITY = Capacity(max_model_len=64, num_pages=16, page_size=4, max_running_requests=4, vocab_size=32)

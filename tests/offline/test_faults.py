@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.scheduler.decision_log import Settled
-from engine.scheduler.log_file import read_runs
-from engine.scheduler.replay import replay
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.replay import replay
+from engine.scheduler.records.decision_log import Settled
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "page_size": 4, "max_total_tokens": 512}
 PROMPTS = [f"prompt {n}" + " and more" * n for n in range(5)]

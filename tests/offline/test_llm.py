@@ -9,7 +9,7 @@ import pytest
 
 from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
 from engine.offline.outputs import OutputBuilder
-from engine.runtime.presets import PRESETS
+from engine.runtime.config.presets import PRESETS
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 PROMPTS = ["one", "a longer prompt that has more tokens", "x", "the quick brown fox jumps over the lazy dog"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.config_sources import from_arguments, merge
+from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.feasibility import (
     Capacity,
     capacity_of,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config import LogConfig
+from engine.runtime.config.engine_config import LogConfig
 from engine.runtime.logs import JsonFormatter, KeyValueFormatter, configure_logging
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,
@@ -25,9 +25,9 @@ from engine.runtime.messages import (
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.decision_log import PassRecord
+from engine.scheduler.records.decision_log import PassRecord
+from engine.scheduler.records.verdict import AddReqResult
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.verdict import AddReqResult
 
 from .fake_runner import FakeRunner, Launched, expected_output, ints
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.runtime.child import Child
-from engine.runtime.ipc import Inbox, Outbox
+from engine.runtime.child.child import Child
 from engine.runtime.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequest,
@@ -24,15 +23,16 @@ from engine.runtime.messages import (
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import GoOn, StepPlan, to_the_end
-from engine.scheduler.decision_log import KEPT_RECORDS, Arrived, PassRecord
+from engine.runtime.transport.ipc import Inbox, Outbox
 from engine.scheduler.event_loop import EventLoop
-from engine.scheduler.log_file import read_runs
-from engine.scheduler.log_writer import LogWriter
-from engine.scheduler.recorder import FileRecorder, NoRecorder, Recorder
-from engine.scheduler.replay import replay
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.log_writer import LogWriter
+from engine.scheduler.journal.recorder import FileRecorder, NoRecorder, Recorder
+from engine.scheduler.journal.replay import replay
+from engine.scheduler.records.decision_log import KEPT_RECORDS, Arrived, PassRecord
 from engine.scheduler.step_log import StepLog
 
-from .log_samples import sample_header
+from .journal.log_samples import sample_header
 
 STEP_S = 0.125
 

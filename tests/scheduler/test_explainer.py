@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import Explain, Explanation
-from engine.scheduler.cache_miss import MissKind
-from engine.scheduler.decision_log import Arrived, DecisionLog
+from engine.scheduler.journal.why import explain
+from engine.scheduler.records.cache_miss import MissKind
+from engine.scheduler.records.decision_log import Arrived, DecisionLog
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.why import explain
 
 
 def test_a_client_does_not_learn_what_is_cached_under_another_salt(make_scheduler):

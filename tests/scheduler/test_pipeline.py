@@ -11,17 +11,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, SchedulerConfig
+from engine.runtime.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LogConfig,
+    SchedulerConfig,
+)
 from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
 from engine.runtime.step_plan import GoOn, StepPlan, StepResult, to_the_end
-from engine.scheduler.log_file import read_runs
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.recorder import NoRecorder, Recorder, make_recorder
+from engine.scheduler.journal.replay import replay
 from engine.scheduler.pipeline import Pipeline
-from engine.scheduler.recorder import NoRecorder, Recorder, make_recorder
-from engine.scheduler.replay import replay
 
 from .fake_runner import FakeRunner
 from .harness import Harness
-from .recorded import SCHEDULER_FIELDS
+from .journal.recorded import SCHEDULER_FIELDS
 
 
 class SlowDevice:

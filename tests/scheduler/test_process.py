@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from engine.runtime.child import Child
-from engine.runtime.config import EngineConfig, LogConfig, SchedulerConfig
+from engine.runtime.child.child import Child
+from engine.runtime.config.engine_config import EngineConfig, LogConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.scheduler import process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.messages import ListRequests, RequestList
-from engine.scheduler.verdict import Reason
+from engine.scheduler.records.verdict import Reason
 
 
 def listed(harness, limit=100) -> RequestList:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import AbortRequest, BatchTokenOutput, GenerateRequest, TokenOutput
 from engine.runtime.sampling_params import SamplingParams

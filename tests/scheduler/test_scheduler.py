@@ -6,7 +6,7 @@ import pytest
 from engine.runtime.messages import FinishKind, GenerateRequest, TextOptions
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode
-from engine.scheduler.verdict import AddReqResult
+from engine.scheduler.records.verdict import AddReqResult
 
 from .fake_runner import ints
 from .harness import VOCAB_SIZE, Answer, Pages, extend_lens

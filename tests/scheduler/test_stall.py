@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 from engine.scheduler.stall import PASSES_BEFORE_ALARM, PASSES_BEFORE_REPAIR
-from engine.scheduler.verdict import AddReqResult, Reason, Verdict
 
 
 def break_admission(monkeypatch):
     """The bug that by design cannot be: the PrefillAdder refuses what fits."""
     monkeypatch.setattr(
-        "engine.scheduler.prefill_adder.PrefillAdder.add",
+        "engine.scheduler.admission.prefill_adder.PrefillAdder.add",
         lambda adder, req, *_: Verdict(req.rid, AddReqResult.NO_TOKEN, Reason.NO_KV, need=9, have=5),
     )
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.runtime.config import EvictionPolicyName, SchedulePolicyName
+from engine.runtime.config.engine_config import EvictionPolicyName, SchedulePolicyName
 from engine.runtime.messages import GrammarReady, PinPrefix
 
 from .harness import VOCAB_SIZE, Harness

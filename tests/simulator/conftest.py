@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.simulator.sim_request import VOCAB_SIZE
 from engine.simulator.simulated_engine import ReplicaSettings

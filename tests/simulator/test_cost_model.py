@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runtime.errors import ConfigError
-from engine.scheduler.step_work import StepWork
+from engine.scheduler.step_size.step_work import StepWork
 from engine.simulator.cost_model import LinearCost, Roofline
 from engine.simulator.device_facts import DEVICES
 from engine.simulator.fitted import MIN_STEPS, Fitted, MeasuredStep

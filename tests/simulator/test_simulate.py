@@ -243,7 +243,7 @@ def test_bad_clusters_are_refused(make_replica, settings, message):
 
 def test_chat_on_a_gpu_is_in_the_known_range():
     """Llama 8B on one H200: a token every few ms when few talk, thousands per second when many do."""
-    from engine.runtime.config import EngineConfig
+    from engine.runtime.config.engine_config import EngineConfig
     from engine.simulator.setup import replica_settings
 
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]

@@ -11,18 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.runtime.config import CacheConfig, EngineConfig, LogConfig, SchedulerConfig
+from engine.runtime.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    LogConfig,
+    SchedulerConfig,
+)
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest, SchedulerInput
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.log_file import LogFileError
-from engine.scheduler.recorder import Recorder, make_recorder
-from engine.scheduler.replay import new_scheduler
+from engine.scheduler.journal.log_file import LogFileError
+from engine.scheduler.journal.recorder import Recorder, make_recorder
+from engine.scheduler.journal.replay import new_scheduler
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step_work import StepWork
+from engine.scheduler.step_size.step_work import StepWork
 from engine.simulator import recorded_run
 from engine.simulator.arrivals import Lengths
 from engine.simulator.cluster import Cluster, ClusterSettings
@@ -34,7 +39,7 @@ from engine.simulator.report import Report, make_report
 from engine.simulator.sim_request import VOCAB_SIZE, SimRequest, Workload
 from engine.simulator.simulated_engine import ReplicaSettings
 from engine.simulator.what_if import fit_log, what_if
-from tests.scheduler.recorded import finish, record
+from tests.scheduler.journal.recorded import finish, record
 
 TRUTH = LinearCost(step_s=0.004, prefill_token_s=4e-5, decode_row_s=1e-4, kv_token_s=1e-7)
 RAG = Rag(document=Lengths(600, 0.3, 200, 1500), answer=Lengths(30, 0.5, 4, 80), num_documents=8)

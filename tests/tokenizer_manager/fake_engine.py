@@ -20,8 +20,14 @@ import msgspec
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
-from engine.runtime.config import EngineConfig, LogConfig, ModelConfig, SchedulerConfig
-from engine.runtime.control import ForAll, StartProfile, StopProfile
+from engine.runtime.child.control import ForAll, StartProfile, StopProfile
+from engine.runtime.config.engine_config import (
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,
@@ -46,11 +52,10 @@ from engine.runtime.messages import (
 )
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
-from engine.runtime.server_config import ServerConfig
 from engine.tokenizer_manager.all_processes import AllProcesses
-from engine.tokenizer_manager.chat_template import ChatTemplate
+from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.http.app import App
-from engine.tokenizer_manager.http.auth import Gate, read_keys
+from engine.tokenizer_manager.http.guards.auth import Gate, read_keys
 from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager

@@ -12,11 +12,11 @@ import pytest
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import AbortRequest, BatchTextOutput, Finish, FinishKind, SchedulerReport
 from engine.runtime.sampling_params import MAX_SEED, SamplingParams
+from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
+from engine.tokenizer_manager.admission.scheduling_options import Scheduling
 from engine.tokenizer_manager.generation import Generation, GenerationRequest, Prompt
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
-from engine.tokenizer_manager.queue_gate import QueueFullError
-from engine.tokenizer_manager.scheduling import Scheduling
 
 from .fake_engine import (
     CAPACITY,

@@ -6,8 +6,8 @@ import socket
 import msgspec
 import pytest
 
-from engine.runtime.config import EngineConfig, ModelConfig
-from engine.runtime.control import Order, PeerDied, PeersLost, PeersReady, Stop
+from engine.runtime.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
+from engine.runtime.config.engine_config import EngineConfig, ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.generation import GenerationRequest

@@ -9,8 +9,8 @@ import pytest
 
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager import prompt_encoder
+from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
-from engine.tokenizer_manager.queue_gate import QueueFullError
 
 from .fake_engine import TOKENIZER, WAIT_S
 

@@ -18,9 +18,9 @@ from engine.runtime.messages import (
     Usage,
 )
 from engine.runtime.sampling_params import SamplingParams
+from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
+from engine.tokenizer_manager.admission.scheduling_options import Scheduling
 from engine.tokenizer_manager.generation import Generation, GenerationRequest
-from engine.tokenizer_manager.queue_gate import QueueFullError
-from engine.tokenizer_manager.scheduling import Scheduling
 
 from .fake_engine import CAPACITY, LENGTH, TOKENIZER, ids_of, row, say_all
 from .test_manager import Setup, run, texts

@@ -15,13 +15,13 @@ from typing import Final
 
 from ...runtime.errors import RequestError
 from .delivery import error_event
-from .errors import MethodNotAllowedError, reply_to
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
-from .hosts import Hosts
-from .json_body import show
+from .guards.hosts import Hosts
+from .guards.origins import Origins
 from .openapi import ApiDocs
-from .origins import Origins
 from .routes import ROUTES, Handler, Route
+from .schema.errors import MethodNotAllowedError, reply_to
+from .schema.json_body import show
 from .services import Services
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import RequestError
-from ...runtime.server_config import ServerConfig
-from .errors import reply_to
+from .schema.errors import reply_to
 
 logger = logging.getLogger(__name__)
 

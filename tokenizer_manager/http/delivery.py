@@ -10,7 +10,7 @@ import msgspec
 from ...runtime.messages import Finish, FinishKind, TextOutput
 from ..generation import Generation, Row
 from .exchange import Exchange
-from .logprobs import TokenLogprob, int32s, unpack
+from .schema.logprobs import TokenLogprob, int32s, unpack
 
 _encoder: Final = msgspec.json.Encoder()
 DONE: Final = b"data: [DONE]\n\n"

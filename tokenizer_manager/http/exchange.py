@@ -16,8 +16,8 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...runtime.errors import RequestError
-from .body_room import Share
-from .caller import Caller
+from .guards.body_budget import Share
+from .guards.caller import Caller
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

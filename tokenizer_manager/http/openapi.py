@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import msgspec
 
-from .auth import OPEN_PATHS
-from .errors import ErrorBody
 from .exchange import Exchange
-from .field_types import SAID
-from .protocol import NativeSampling
+from .guards.auth import OPEN_PATHS
 from .routes import Route
+from .schema.errors import ErrorBody
+from .schema.field_types import SAID
+from .schema.protocol import NativeSampling
 
 _REF: Final = "#/components/schemas/{name}"
 _FAILURES: Final = {

@@ -7,8 +7,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from . import diagnosis, operations, tokenizing
-from .answers import (
+from .endpoints import diagnosis, operations, tokenizing
+from .endpoints.cache_pins import pin_prefix
+from .endpoints.native import GenerateBody, generate
+from .endpoints.openai_chat import ChatChunk, ChatCompletion, chat_completions
+from .endpoints.openai_completions import Completion, completions
+from .exchange import Exchange
+from .schema.answers import (
     AbortedBody,
     FlushedBody,
     HealthBody,
@@ -24,12 +29,7 @@ from .answers import (
     TokensBody,
     WhyBody,
 )
-from .cache_pins import pin_prefix
-from .exchange import Exchange
-from .native import GenerateBody, generate
-from .openai_chat import ChatChunk, ChatCompletion, chat_completions
-from .openai_completions import Completion, completions
-from .protocol import (
+from .schema.protocol import (
     AbortBody,
     ChatRequest,
     CompletionRequest,

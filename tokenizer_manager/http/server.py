@@ -13,8 +13,8 @@ from typing import Final
 
 import uvicorn
 
+from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError
-from ...runtime.server_config import ServerConfig
 from .app import App
 from .connection import Connection
 

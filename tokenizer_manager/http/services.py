@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...runtime.config import EngineConfig
+from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
 from ..all_processes import AllProcesses
-from ..chat_template import ChatTemplate
+from ..conversation.chat_template import ChatTemplate
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
-from .auth import Gate
-from .body_room import BodyRoom
-from .errors import POSITION_HEADER
 from .exchange import Exchange
-from .json_body import Body, parse_object, show
+from .guards.auth import Gate
+from .guards.body_budget import BodyRoom
+from .schema.errors import POSITION_HEADER
+from .schema.json_body import Body, parse_object, show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Final
 
 from ....runtime.errors import ConfigError
-from ....runtime.host_facts import COMPILERS
 from ....runtime.model_files.cache_dir import cache_dir
+from ....runtime.resolve.host_facts import COMPILERS
 from .compiler import Compiler, NoLibraryError, find_compilers, run_all
 from .isa import Isa, compiler_options
 

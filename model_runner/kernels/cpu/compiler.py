@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ....runtime.host_facts import COMPILERS
+from ....runtime.resolve.host_facts import COMPILERS
 
 _GCC_PARALLEL: Final = "GOMP_parallel"
 _CLANG_PARALLEL: Final = "__kmpc_fork_call"

@@ -3,11 +3,11 @@
 // cache; a pass over it takes a few us, so a single row is not worth waking another thread.
 //
 //   greedy      one pass: the largest logit, and whether all are numbers; then the first of its block that reaches it
-//   draw        the largest sum of logit and noise (model_runner/noise.py). The logarithms of the noise are computed
+//   draw        the largest sum of logit and noise (model_runner/sampling/noise.py). The logarithms of the noise are computed
 //               only where a cheap bound does not rule the token out: for some dozens of 49k
 //   filters     of a few hundred candidates (sampler_filters.h)
 //
-// The order of the filters, and what they mean, is that of model_runner/torch_chooser.py.
+// The order of the filters, and what they mean, is that of model_runner/sampling/torch_backend.py.
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@ namespace {
 
 // ---------------------------------------------------------------- drawing
 
-// Of model_runner/noise.py: 31 bits for each token.
+// Of model_runner/sampling/noise.py: 31 bits for each token.
 inline u32x16 noise_bits(u32x16 tokens, const uint32_t* keys) {
     u32x16 x = tokens * 0x9e3779b1u ^ keys[0];
     x = (x ^ (x >> 16)) * 0x7feb352du;

@@ -14,7 +14,7 @@ constexpr float LOG2_E = 1.44269504f;
 constexpr int64_t BLOCK = 1024;  // tokens: each lane of a block is a group, of which only the largest counts
 constexpr int64_t WORD_BITS = 32;
 
-// One row of the batch; written by model_runner/native_chooser.py.
+// One row of the batch; written by model_runner/sampling/native_backend.py.
 struct Row {
     int32_t draws;      // 0: takes the argmax
     float temperature;

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantised_weights import FP8, FP8_MAX, SMALLEST_AMAX
+from ..quantized_weights import FP8, FP8_MAX, SMALLEST_AMAX
 from .compile_report import KernelVariant
 from .split_k import TILE_OUTPUTS, SplitProduct
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.cli.doctor.machine_facts import Process, find_orphans, gather_machine, server_error
-from engine.runtime.server_config import ServerConfig
-from engine.runtime.socket_dir import SocketDir
+from engine.runtime.child.socket_dir import SocketDir
+from engine.runtime.config.server_config import ServerConfig
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from engine.cli.doctor.check import Verdict
 from engine.cli.doctor.model import check_checksums, check_model
 from engine.cli.doctor.model_facts import SAMPLES, Checksum, ModelFacts, gather_model
-from engine.runtime.config_sources import from_arguments, merge
+from engine.runtime.config.config_sources import from_arguments, merge
 
 from .conftest import GIB, host
 

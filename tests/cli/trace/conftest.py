@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.config import CacheConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import FinishKind
 from engine.runtime.step_plan import ForwardMode
-from engine.scheduler.budget import BudgetState
-from engine.scheduler.cache_miss import CacheMiss, MissKind
-from engine.scheduler.decision_log import (
+from engine.scheduler.admission.budget import BudgetState
+from engine.scheduler.journal.log_file import Header
+from engine.scheduler.journal.log_writer import LogWriter
+from engine.scheduler.records.cache_miss import CacheMiss, MissKind
+from engine.scheduler.records.decision_log import (
     Arrived,
     DecisionRecord,
     Left,
@@ -29,9 +31,7 @@ from engine.scheduler.decision_log import (
     Retraction,
     Settled,
 )
-from engine.scheduler.log_file import Header
-from engine.scheduler.log_writer import LogWriter
-from engine.scheduler.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
 LOOK_AHEAD = 6
 PAGE_SIZE = 16

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from engine.cli import main as cli
-from engine.scheduler.decision_log import Arrived
+from engine.scheduler.records.decision_log import Arrived
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from engine.cli.trace import html as page
 from engine.cli.trace.html import Origin, encode_json, page_data, render_page, wait_group
 from engine.cli.trace.story import SpanKind
 from engine.cli.trace.timeline import read_timeline
-from engine.scheduler.decision_log import Arrived, PassRecord
-from engine.scheduler.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.records.decision_log import Arrived, PassRecord
+from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
 ORIGIN = Origin("decisions.log", page_size=16)
 HOSTILE = [

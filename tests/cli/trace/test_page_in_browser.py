@@ -17,8 +17,8 @@ from engine.cli.trace import html as page
 from engine.cli.trace.html import Origin, render_page
 from engine.cli.trace.story import SpanKind
 from engine.cli.trace.timeline import read_timeline
-from engine.scheduler.decision_log import Arrived, DecisionRecord, PassRecord
-from engine.scheduler.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.records.decision_log import Arrived, DecisionRecord, PassRecord
+from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIZE = (1600, 1000)

@@ -12,7 +12,7 @@ import torch
 
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
 from engine.model_runner.attention.early_fetch import MIN_TOKENS, Early, EarlyFetch
-from engine.model_runner.native_program import told_of_calls
+from engine.model_runner.recording.native_program import told_of_calls
 from tests.model_runner.attention.paged_batches import Pages, spec_of
 from tests.model_runner.attention.test_cpu_native import Step
 from tests.model_runner.kernels.cpu.conftest import best_library

@@ -7,7 +7,7 @@ import torch
 
 from engine.model_runner import assembly, load
 from engine.model_runner.attention.triton_paged import TritonAttention
-from engine.runtime.config import ModelConfig
+from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.model_files.source import ModelSource
 from tests.conftest import HAS_NVIDIA_DRIVER

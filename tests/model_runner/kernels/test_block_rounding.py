@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.model_runner.kernels.block_rounding import round_to_blocks
-from engine.model_runner.kernels.quantised_weights import BlockWeight, stack_blocks
+from engine.model_runner.kernels.quantized_weights import BlockWeight, stack_blocks
 
 
 def squared_error(weight: Tensor, rounded: Tensor) -> Tensor:

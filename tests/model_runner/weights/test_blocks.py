@@ -15,10 +15,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from engine.model_runner.join_group import Place
+from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.kernels.block_rounding import round_to_blocks
-from engine.model_runner.kernels.quantised import Part, reasons_against_blocks
-from engine.model_runner.kernels.quantised_weights import BlockWeight
+from engine.model_runner.kernels.quantized import Part, reasons_against_blocks
+from engine.model_runner.kernels.quantized_weights import BlockWeight
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.ops import LinearWeight
 from engine.model_runner.weights.block_format import BlockFormat
@@ -26,21 +26,21 @@ from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.gguf import GGUFStore
 from engine.model_runner.weights.reader import Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
-from engine.runtime.config import ModelConfig
+from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.model_files.block_forms import GGUF_FORMS
-from engine.runtime.model_files.gguf import GGUFFile
-from engine.runtime.model_files.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.quantisation import QuantisationSpec
-from engine.runtime.model_files.quantisation_choice import with_quantisation
+from engine.runtime.model_files.quantization import QuantisationSpec
+from engine.runtime.model_files.quantization_choice import with_quantisation
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, engine_config
-from tests.model_runner.thread_group import ThreadGroup, on_ranks
+from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
 from tests.model_runner.weights.test_loading import write_gguf
-from tests.runtime.model_files.test_ggml_types import HALF_FIELDS, by_name, random_blocks
+from tests.runtime.model_files.gguf.test_ggml_types import HALF_FIELDS, by_name, random_blocks
 
 CPU = torch.device("cpu")
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 60)]

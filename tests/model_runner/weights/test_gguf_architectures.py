@@ -17,8 +17,8 @@ from engine.model_runner.kernels.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.plain import LoopedExperts
 from engine.model_runner.weights.gguf import GGUFStore
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.gguf import GGUFFile
-from engine.runtime.model_files.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.sampling_params import SamplingParams
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]

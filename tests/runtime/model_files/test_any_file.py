@@ -23,12 +23,12 @@ from tokenizers import Tokenizer as CoreTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine.runtime.errors import ConfigError, RequestError
-from engine.runtime.model_files.gguf import GGUFFile
-from engine.runtime.model_files.gguf_config import read_gguf_spec
-from engine.runtime.model_files.hf_config import read_hf_spec
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
-from engine.tokenizer_manager.chat_template import ChatTemplate
+from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 
 MAX_PEAK_BYTES = 32 << 20  # the files have some KB; a tokenizer of 256 tokens takes 1 MB
 MAX_CPU_S = 20.0  # of what takes milliseconds: a loop over what a file claims takes hours

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.runtime.model_files.hf_config import read_hf_spec
+from engine.runtime.model_files.hf.hf_config import read_hf_spec
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.runtime.model_files.default_model import cached_default_model
-from engine.runtime.model_files.gguf import GGUFFile
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.source import ModelSource, resolve_source
 from engine.runtime.model_files.tokenizer import Tokenizer, load_tokenizer

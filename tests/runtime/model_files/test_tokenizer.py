@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as CoreTokenizer
 
 from engine.runtime.errors import ConfigError, RequestError
-from engine.runtime.model_files.gguf import GGUFFile
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.tokenizer import Tokenizer
 
 MakeGGUF = Callable[..., Path]

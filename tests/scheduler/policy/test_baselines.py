@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.scheduler.verdict import Reason
+from engine.scheduler.records.verdict import Reason
 
 from .model import Model
 

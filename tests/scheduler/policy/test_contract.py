@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.runtime.config import SchedulePolicyName
+from engine.runtime.config.engine_config import SchedulePolicyName
 from engine.scheduler.policy.base import MAX_OVERTAKEN
 
 from .model import Model, TreeNode, make_req

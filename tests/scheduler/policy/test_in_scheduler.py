@@ -4,9 +4,9 @@ from typing import get_args
 
 import pytest
 
-from engine.runtime.config import SchedulePolicyName
+from engine.runtime.config.engine_config import SchedulePolicyName
 from engine.scheduler.policy.base import MAX_OVERTAKEN, MAX_SORTED
-from engine.scheduler.verdict import AddReqResult, Reason
+from engine.scheduler.records.verdict import AddReqResult, Reason
 
 from ..harness import Harness
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from engine.scheduler.kv_memory import MAX_LOOKUPS
+from engine.scheduler.memory.kv_memory import MAX_LOOKUPS
 from engine.scheduler.policy.base import MAX_SORTED
 
 from ..harness import Harness

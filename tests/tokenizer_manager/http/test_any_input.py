@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.openapi import ApiDocs
-from engine.tokenizer_manager.http.protocol import NativeSampling
 from engine.tokenizer_manager.http.routes import ROUTES
+from engine.tokenizer_manager.http.schema.protocol import NativeSampling
 
 from ..fake_engine import WAIT_S, FakeEngine, make_services, say_all
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import ConfigError
-from engine.runtime.server_config import ServerConfig
 from engine.tokenizer_manager.http.server import check_tls
 
 from ..conftest import Serve

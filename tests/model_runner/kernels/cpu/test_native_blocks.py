@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.arena import Arena
 from engine.model_runner.kernels import native_blocks
 from engine.model_runner.kernels.cpu.isa import best_isa
 from engine.model_runner.kernels.native import NativeOps
@@ -22,8 +21,9 @@ from engine.model_runner.kernels.native_blocks import (
     NativeBlockLinear,
     reasons_against_native_blocks,
 )
-from engine.model_runner.kernels.quantised_weights import BLOCK_SIZE, BlockWeight
-from engine.model_runner.native_program import record
+from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight
+from engine.model_runner.recording.arena import Arena
+from engine.model_runner.recording.native_program import record
 
 from .conftest import WITHOUT_AMX, library_of
 

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model_runner.arena import Arena
 from engine.model_runner.kernels import native_experts, plain
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_blocks import NO_TILES, NativeBlockLinear
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_linear
 from engine.model_runner.kernels.native_product import NativeProduct
-from engine.model_runner.native_program import record
+from engine.model_runner.recording.arena import Arena
+from engine.model_runner.recording.native_program import record
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 
 from .test_native_blocks import block_weight, guarded, paired

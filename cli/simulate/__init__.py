@@ -1,0 +1,1 @@
+"""`engine simulate`: the serving scheduler on a model of the device."""

@@ -1,0 +1,287 @@
+"""`engine simulate`: what a deployment would do under a workload, without a model and without its hardware."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+
+import typer
+
+from ...runtime.config.config_fields import config_fields, find_setting
+from ...runtime.config.config_sources import MergedConfig
+from ...runtime.config.engine_config import EngineConfig, SchedulePolicyName
+from ...runtime.errors import ConfigError
+from ..options import (
+    CONTEXT_SETTINGS,
+    ConfigFileOption,
+    GroupedCommand,
+    Settings,
+    merge_options,
+    takes_config_options,
+)
+from .workload import WorkloadOptions
+
+if TYPE_CHECKING:
+    from ...simulator.cost_model import CostModel
+    from ...simulator.device_facts import DeviceFacts
+    from ...simulator.model_facts import ModelFacts
+    from ...simulator.report import Report
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+_MODEL_FIELDS: Final = tuple(
+    field.name
+    for field in config_fields().values()
+    if field.group == "model" and field.name != "max_model_len"
+)
+_FILE_COLUMNS: Final = 160
+_WORKLOAD, _MACHINES, _OUTPUT = "Workload", "Machines", "Output"
+
+
+def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, **more)
+
+
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
+@takes_config_options(("model", "cache", "scheduler"), exclude=_MODEL_FIELDS)
+def simulate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A known name (see below), a folder, or a .gguf file.")
+    ] = "llama-3.1-8b",
+    config_file: ConfigFileOption = None,
+    workload: Annotated[
+        str | None,
+        _option(
+            _WORKLOAD, "chat, unless given; rag, batch, or a file: Mooncake trace or ShareGPT conversations."
+        ),
+    ] = None,
+    num_requests: Annotated[
+        int | None, _option(_WORKLOAD, "Requests, 1000 unless given; of a trace, at most so many.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        _option(
+            _WORKLOAD, "Mean arrivals per second, all replicas together, 10 unless given; inf: all at once."
+        ),
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        _option(_WORKLOAD, "1, unless given: Poisson; below: burstier; above: more even."),
+    ] = None,
+    workload_seed: Annotated[
+        int | None, _option(_WORKLOAD, "Seed of lengths, prompts and arrivals; 0 unless given.")
+    ] = None,
+    prompt_len: Annotated[
+        int | None, _option(_WORKLOAD, "Median of questions (chat), documents (rag), items (batch).")
+    ] = None,
+    output_len: Annotated[int | None, _option(_WORKLOAD, "Median of answers, in tokens.")] = None,
+    prompt_lens: Annotated[
+        str | None, _option(_WORKLOAD, "Exactly these prompts instead: 10,50,20, again and again.")
+    ] = None,
+    output_lens: Annotated[
+        str | None, _option(_WORKLOAD, "Their answers, likewise; 100 unless given.")
+    ] = None,
+    time_scale: Annotated[
+        float | None, _option(_WORKLOAD, "Divides the times of a trace: 2 is twice as dense.")
+    ] = None,
+    device: Annotated[str, _option(_MACHINES, "h200, h100, a100 or cpu-2.")] = "h200",
+    tp: Annotated[int, _option(_MACHINES, "Devices of a replica, by tensor parallelism.")] = 1,
+    replicas: Annotated[int, _option(_MACHINES, "Replicas of the model.")] = 1,
+    prefill_replicas: Annotated[
+        int, _option(_MACHINES, "Of them, those that only compute prompts and hand over; 0: no split.")
+    ] = 0,
+    dispatch: Annotated[
+        str, _option(_MACHINES, "Who gets a request: least-loaded, round-robin, prefix-affinity.")
+    ] = "least-loaded",
+    fit: Annotated[
+        Path | None, _option(_MACHINES, "Decision log whose step times replace the data sheets.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        _option(_MACHINES, "A setting by its name, as in `engine replay`: --set page_size=64.", "--set"),
+    ] = None,
+    compare: Annotated[
+        str | None, _option(_OUTPUT, "One row per policy: static,fifo-serial,fcfs,lpm,srtf.")
+    ] = None,
+    goodput: Annotated[
+        str | None, _option(_OUTPUT, "Objectives in ms: 'ttft:500 tpot:50 e2el:30000'.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, _option(_OUTPUT, "Write all figures.", "--json", metavar="FILE")
+    ] = None,
+    *,
+    settings: Settings,
+) -> None:
+    """Simulate the scheduler under a workload: no model, no GPU, a virtual clock.
+
+    The scheduler is the one that serves; only the device is replaced by a cost model. MODEL is smollm2-135m,
+    llama-3.2-1b, llama-3.1-8b, qwen2.5-32b or llama-3.1-70b, or files, of which only the description is read.
+
+    Example: engine simulate --workload chat --rate 40 --num-requests 5000 --compare static,fcfs,lpm
+    """
+    from ...simulator.cluster import ClusterSettings
+    from ...simulator.setup import replica_settings
+    from ...simulator.simulate import simulate as run
+    from ..bench.summary import parse_goodput
+
+    if json_file is not None:
+        _check_writable(json_file)
+    asked = WorkloadOptions(
+        num_requests=num_requests,
+        rate=rate,
+        burstiness=burstiness,
+        workload_seed=workload_seed,
+        prompt_len=prompt_len,
+        output_len=output_len,
+        prompt_lens=prompt_lens,
+        output_lens=output_lens,
+        time_scale=time_scale,
+    )
+    source = asked.source(workload)
+    merged = merge_options(_with_changes(settings, changes or []), config_file=config_file)
+    facts, machine = _model_facts(model), _device_facts(device, tp)
+    cost, note, warning = _cost_model(fit, facts, machine)
+    objectives = parse_goodput(goodput)
+    cluster = ClusterSettings(
+        num_replicas=replicas,
+        num_prefill=prefill_replicas,
+        dispatch=dispatch,
+        transfer_token_s=facts.kv_token_bytes / machine.network_bandwidth,
+    )
+    cluster.check()
+    reports: list[Report] = []
+    started_s = time.process_time()
+    for policy, config in _policies(compare, merged):
+        requests = asked.requests(source)
+        settled = replica_settings(config, facts, machine)
+        reports.append(run(requests, settled, cost, cluster, slo_ms=objectives, name=policy))
+    spent_s = time.process_time() - started_s
+    num_simulated = sum(report.num_requests for report in reports)
+    note += f"; simulated in {spent_s:.1f} s, {spent_s / max(num_simulated, 1) * 1e6:.0f} us per request"
+    title = f"{facts.name} on {replicas} x {machine.name}, {source}"
+    _print(reports, title, note, warning, has_slo=bool(objectives))
+    if json_file is not None:
+        _write(json_file, reports)
+
+
+def _with_changes(settings: Settings, changes: list[str]) -> Settings:
+    """The settings with those of `--set`, which go by the name of a setting."""
+    result = dict(settings)
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise ConfigError(f"--set is {change!r}, but it must be NAME=VALUE, such as schedule_policy=lpm")
+        setting = find_setting(key.strip())
+        if setting.name not in settings:
+            raise ConfigError(
+                f"--set {setting.name} means nothing to a simulation; it takes settings of the groups cache and "
+                f"scheduler, and max_model_len"
+            )
+        result[setting.name] = value.strip()
+    return result
+
+
+def _policies(compare: str | None, merged: MergedConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """Each policy to simulate, with the configuration that has it."""
+    config = merged.config
+    if compare is None:
+        yield config.scheduler.schedule_policy, config
+        return
+    known = get_args(SchedulePolicyName)
+    names = [name.strip() for name in compare.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--compare has {name!r}, but it must be policies of {', '.join(known)}")
+    if not names:
+        raise ConfigError(f"--compare is {compare!r}, but it must be policies of {', '.join(known)}")
+    for name in names:
+        policy: Any = name  # one of the Literal's, as was checked
+        yield name, replace(config, scheduler=replace(config.scheduler, schedule_policy=policy))
+
+
+def _model_facts(model: str) -> ModelFacts:
+    from ...simulator.model_facts import MODELS, ModelFacts
+
+    if model.lower() in MODELS:
+        return MODELS[model.lower()]
+    if not Path(model).expanduser().exists():
+        raise ConfigError(
+            f"there is no model {model!r}: it must be one of {', '.join(MODELS)}, a folder or a .gguf file"
+        )
+    from ...runtime.model_files.load_spec import load_spec
+    from ...runtime.model_files.source import resolve_source
+
+    return ModelFacts.of(Path(model).name, load_spec(resolve_source(model, need_weights=False)))
+
+
+def _device_facts(device: str, tp: int) -> DeviceFacts:
+    from ...simulator.device_facts import DEVICES
+
+    if device not in DEVICES:
+        raise ConfigError(f"--device is {device!r}, but it must be one of {', '.join(DEVICES)}")
+    if tp < 1:
+        raise ConfigError(f"--tp is {tp}, but it must be at least 1")
+    return DEVICES[device].times(tp)
+
+
+def _cost_model(fit: Path | None, model: ModelFacts, device: DeviceFacts) -> tuple[CostModel, str, str]:
+    """The cost model, a line about it, and a warning; "" if there is none."""
+    if fit is None:
+        from ...simulator.cost_model import Roofline
+
+        return Roofline(model, device), f"step times: roofline of the data sheets of {device.name}", ""
+    from ...simulator.what_if import fit_log
+
+    fitted = fit_log(fit)
+    return fitted, f"step times: {fitted.quality.text()}", fitted.quality.warning()
+
+
+def _print(reports: list[Report], title: str, note: str, warning: str, *, has_slo: bool) -> None:
+    from rich.console import Console
+
+    from .tables import print_comparison, print_report
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width that would cut tables
+        console.width = _FILE_COLUMNS
+    if len(reports) == 1:
+        print_report(console, reports[0], title, has_slo=has_slo)
+    else:
+        print_comparison(console, reports, title, has_slo=has_slo)
+    if warning:
+        console.print(
+            warning, highlight=False, markup=False, style="bold red", soft_wrap=not console.is_terminal
+        )
+    console.print(note, highlight=False, markup=False, style="dim", soft_wrap=not console.is_terminal)
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before the simulation, which may take minutes, that its figures have no place.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    was_there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+def _write(path: Path, reports: list[Report]) -> None:
+    import msgspec
+
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2) + b"\n")
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {error.strerror}")

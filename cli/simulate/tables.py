@@ -1,0 +1,89 @@
+"""How `engine simulate` prints its reports: one in full, several side by side; tables that fit 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ...simulator.report import Report
+
+
+def print_report(console: Console, report: Report, title: str, *, has_slo: bool) -> None:
+    """Every figure of one simulation."""
+    table = Table(title=f"{title}, {report.name}", show_header=False, title_justify="left", min_width=60)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in _rows(report, has_slo):
+        table.add_row(name, value)
+    console.print(table)
+    latencies = Table(title="latency in milliseconds", title_justify="left", min_width=60)
+    for column in ("", "mean", "P50", "P95", "P99"):
+        latencies.add_column(column, justify="right" if column else "left")
+    for name, each in (
+        ("queue", report.queue_ms),
+        ("TTFT", report.ttft_ms),
+        ("TPOT", report.tpot_ms),
+        ("ITL", report.itl_ms),
+        ("E2E", report.e2e_ms),
+    ):
+        latencies.add_row(name, *(_ms(value) for value in (each.mean, each.p50, each.p95, each.p99)))
+    console.print(latencies)
+    _print_failures(console, [report])
+
+
+def _rows(report: Report, has_slo: bool) -> list[tuple[str, str]]:
+    rows = [
+        ("requests answered", f"{report.num_requests:,}"),
+        ("duration", f"{report.duration_s:,.2f} s"),
+        ("request throughput", f"{report.request_rate:,.2f} req/s"),
+        ("prompt throughput", f"{report.prompt_tok_s:,.1f} tok/s"),
+        ("output throughput", f"{report.output_tok_s:,.1f} tok/s"),
+        ("steps", f"{report.num_steps:,}"),
+        ("replicas busy", f"{report.busy_share:.1%}"),
+        ("KV memory in use, mean / peak", f"{report.mean_kv_use:.1%} / {report.peak_kv_use:.1%}"),
+        ("prompt tokens from the prefix cache", f"{report.cache_hit_share:.1%}"),
+        ("retractions", f"{report.retractions:,}"),
+        ("computed tokens that were padding", f"{report.padding_share:.1%}"),
+    ]
+    if has_slo:
+        rows.insert(3, ("goodput", f"{report.goodput:,.2f} req/s ({report.slo_share:.1%} in time)"))
+    return rows
+
+
+def print_comparison(console: Console, reports: Sequence[Report], title: str, *, has_slo: bool) -> None:
+    """One row per simulation."""
+    table = Table(title=f"{title} (latencies in ms)", title_justify="left")
+    columns = ["policy", "req/s", "out tok/s"]
+    columns += ["goodput"] if has_slo else []
+    columns += ["TTFT P50", "P99", "TPOT P50", "P99", "E2E P50", "P99", "KV", "hits", "retr.", "padding"]
+    for idx, column in enumerate(columns):
+        table.add_column(column, justify="right" if idx else "left", no_wrap=True)
+    for each in reports:
+        cells = [each.name, f"{each.request_rate:,.2f}", f"{each.output_tok_s:,.0f}"]
+        cells += [f"{each.goodput:,.2f}"] if has_slo else []
+        for latency in (each.ttft_ms, each.tpot_ms, each.e2e_ms):
+            cells += [_ms(latency.p50), _ms(latency.p99)]
+        cells += [
+            f"{each.mean_kv_use:.0%}",
+            f"{each.cache_hit_share:.0%}",
+            f"{each.retractions:,}",
+            f"{each.padding_share:.0%}",
+        ]
+        table.add_row(*cells)
+    console.print(table)
+    _print_failures(console, reports)
+
+
+def _print_failures(console: Console, reports: Sequence[Report]) -> None:
+    for report in reports:
+        for reason, count in report.failures.items():
+            text = f"{report.name}: {count:,} not answered: {reason}"
+            console.print(text, style="red", highlight=False, markup=False)
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

@@ -1,0 +1,118 @@
+"""`WorkloadOptions`: what `engine simulate` was told about its workload, and which options go with which workload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ...runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ...simulator.generated import Arrival
+    from ...simulator.sim_request import Workload
+
+GIVEN_LENGTHS: Final = "given lengths"
+_DEFAULT_OUTPUT_LENS: Final = "100"
+_MEDIANS: Final = frozenset({"prompt_len", "output_len"})
+_MOMENTS: Final = frozenset({"rate", "burstiness"})
+_GENERATED: Final = frozenset({"num_requests", "workload_seed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """As typed; None where the user said nothing. An option without a meaning for its workload is a mistake."""
+
+    num_requests: int | None
+    rate: float | None
+    burstiness: float | None
+    workload_seed: int | None
+    prompt_len: int | None
+    output_len: int | None
+    prompt_lens: str | None
+    output_lens: str | None
+    time_scale: float | None
+
+    def source(self, workload: str | None) -> str:
+        """What the requests come from: `GIVEN_LENGTHS`, the name of a generated workload, or a path.
+
+        Raises:
+            ConfigError: there is no such workload, or an option does not go with it.
+        """
+        from ...simulator.generated import GENERATED
+        from ...simulator.trace_files import is_trace
+
+        if self.prompt_lens is not None:
+            if workload is not None:
+                raise ConfigError(
+                    f"--workload {workload} and --prompt-lens are two workloads; leave one of them out"
+                )
+            return self._only(_GENERATED | _MOMENTS | {"prompt_lens", "output_lens"}, GIVEN_LENGTHS)
+        name = workload or "chat"
+        if name in GENERATED:
+            # All items of a batch come at once.
+            moments = frozenset[str]() if name == "batch" else _MOMENTS
+            return self._only(_GENERATED | _MEDIANS | moments, name)
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise ConfigError(
+                f"--workload is {name!r}, but it must be one of {', '.join(GENERATED)}, or a file"
+            )
+        if is_trace(path):
+            return self._only(
+                frozenset({"num_requests", "time_scale"}), name, "a trace has its own times and lengths"
+            )
+        return self._only(_GENERATED | _MOMENTS, name, "conversations have their own lengths, and no times")
+
+    def requests(self, source: str) -> Workload:
+        """The requests, from the first one again at each call.
+
+        Raises:
+            ConfigError: a value that cannot be, or a file that cannot be read.
+        """
+        from ...simulator.generated import GENERATED, given_lengths, with_medians
+        from ...simulator.trace_files import file_requests
+
+        arrival = self._arrival()
+        if self.prompt_lens is not None:
+            output_lens = self.output_lens if self.output_lens is not None else _DEFAULT_OUTPUT_LENS
+            return given_lengths(
+                _lens("--prompt-lens", self.prompt_lens), _lens("--output-lens", output_lens), arrival
+            )
+        if source in GENERATED:
+            return with_medians(GENERATED[source], self.prompt_len, self.output_len).requests(arrival)
+        time_scale = 1.0 if self.time_scale is None else self.time_scale
+        return file_requests(Path(source).expanduser(), arrival, time_scale=time_scale)
+
+    def _arrival(self) -> Arrival:
+        from ...simulator.generated import Arrival
+
+        given = {
+            "num_requests": self.num_requests,
+            "rate": self.rate,
+            "burstiness": self.burstiness,
+            "seed": self.workload_seed,
+        }
+        return Arrival(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    def _only(self, known: frozenset[str], source: str, why: str = "") -> str:
+        """`source`, if all that was typed is among `known`."""
+        for field in fields(self):
+            if field.name not in known and getattr(self, field.name) is not None:
+                flag = f"--{field.name.replace('_', '-')}"
+                if field.name == "output_lens":
+                    why = "it goes with --prompt-lens"
+                elif field.name == "time_scale":
+                    why = "only a trace has times"
+                elif source == "batch":
+                    why = "all its requests come at once"
+                reason = f": {why}" if why else ""
+                raise ConfigError(f"{flag} means nothing to the workload {source!r}{reason}; leave it out")
+        return source
+
+
+def _lens(flag: str, text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} is {text!r}, but it must be lengths, such as 10,50,20") from None

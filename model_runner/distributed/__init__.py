@@ -1,0 +1,1 @@
+"""Tensor parallelism: process groups, the loop of ranks above 0, the runner that sends steps to them."""

@@ -1,0 +1,103 @@
+"""`RankedRunner`: rank 0's runner where several ranks share a model: each step goes to the others, then to its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from ...runtime.errors import RankLostError
+from ...runtime.rank_messages import LaunchStep, RankInput
+from ...runtime.step_plan import to_the_end
+from ...runtime.transport.cluster_ipc import PLANS, ClusterServer
+from ...runtime.transport.cluster_key import load_cluster_key
+from ...runtime.transport.ipc import FanOutbox
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ...runtime.config.device_config import ParallelConfig
+    from ...runtime.messages import Message
+    from ...runtime.step_plan import GoOn, Pending, Runner, StepPlan, StepResult
+    from .tp_group import TPGroup
+
+
+class Sender(Protocol):
+    """Sends to all other ranks, in order, and loses nothing."""
+
+    def send(self, message: Message) -> None: ...
+
+
+class RankedRunner:
+    """A `Runner`. The others are told first: they take the plan in while rank 0 builds its own batch."""
+
+    def __init__(self, runner: Runner, others: Sender, group: TPGroup) -> None:
+        self._runner = runner
+        self._others = others
+        self._group = group
+
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+        """See `Runner`."""
+        assert plan.num_rounds == 1, "the others would not know when a burst ends"
+        self._others.send(LaunchStep(plan))
+        return WaitingPending(self._runner.launch(plan, go_on), self._group)
+
+
+class WaitingPending:
+    """A step under way, whose end may depend on the other ranks: on a GPU it is here that a rank waits for them."""
+
+    def __init__(self, pending: Pending, group: TPGroup) -> None:
+        self._pending = pending
+        self._group = group
+
+    def wait(self) -> StepResult:
+        """See `Pending`."""
+        with self._group.wait_for_others():
+            return self._pending.wait()
+
+
+class OtherRanks:
+    """The way to all other ranks: a local socket each on this machine, one listening port for other machines."""
+
+    def __init__(self, endpoints: Sequence[str], parallel: ParallelConfig) -> None:
+        """`endpoints`: of the ranks on this machine.
+
+        Raises:
+            ConfigError: nobody can listen for the other machines' ranks.
+        """
+        self._local = FanOutbox(endpoints)
+        self._remote: ClusterServer[RankInput] | None = None
+        self._names = [rank_name(rank) for rank in range(parallel.ranks_per_node, parallel.tp)]
+        if parallel.nnodes > 1:
+            assert parallel.dist_init_addr is not None
+            key = load_cluster_key(parallel.cluster_key_file)
+            self._remote = ClusterServer(parallel.dist_init_addr, PLANS, key)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the ranks of other machines are connected.
+
+        Raises:
+            RankLostError: one is not.
+        """
+        if self._remote is not None:
+            self._remote.wait_for(self._names, timeout_s)
+
+    def send(self, message: Message) -> None:
+        """See `Sender`.
+
+        Raises:
+            RankLostError: a rank of another machine is not connected any more.
+        """
+        self._local.send(message)
+        if self._remote is not None:
+            try:
+                self._remote.send_all(self._names, message)
+            except zmq.ZMQError as error:
+                raise RankLostError(
+                    f"rank 0 lost the connection to a rank of another machine: {error}"
+                ) from error
+
+
+def rank_name(rank: int) -> str:
+    """How a rank of another machine is called on its connection."""
+    return f"rank {rank}"

@@ -1,0 +1,1 @@
+"""`--model-impl transformers`: models of architectures without a page in `models/`."""

@@ -1,0 +1,190 @@
+"""`load_transformers_model`: a model folder through transformers' own code, refused where that is not ours to serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...runtime.errors import ConfigError
+from ...runtime.model_files.cache_dir import cache_dir
+from ..weights.dummy import DummyStore
+from .transformers_check import check_model
+from .transformers_model import ATTENTION_NAME, TransformersModel, attend
+
+if TYPE_CHECKING:
+    from ...runtime.config.engine_config import ModelConfig
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ...runtime.model_files.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+
+def load_transformers_model(
+    config: ModelConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> TransformersModel:
+    """Load a folder in Hugging Face layout with transformers' own code, and compare our attention with its own.
+
+    The weights pass through host memory as a whole.
+
+    Raises:
+        ConfigError: transformers is missing or does not know the architecture, the weights are not its, or attention
+            is not what our backends compute.
+    """
+    _refuse_formats(config, source)
+    transformers = _import_transformers()
+    name = spec.model_type
+    if name not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"{source.path}: transformers {transformers.__version__} has no model of its own for model_type {name!r}, "
+            "and code from a model's folder is never run; a newer transformers may know it: pip install -U transformers"
+        )
+    model_config = _read_config(transformers, source)
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{source.path}: the weights are quantised, but model_impl transformers computes with plain ones only; use "
+            "the original weights or --model-impl engine"
+        )
+    _refuse_changing_rotary(source, model_config, spec, max_model_len)
+    transformers.AttentionInterface.register(ATTENTION_NAME, attend)
+    if config.load_format == "dummy":
+        causal_lm = _from_config(transformers, source, model_config, dtype)
+        _fill(causal_lm, DummyStore(config.seed))
+    else:
+        causal_lm = _from_files(transformers, source, model_config, dtype)
+    causal_lm = causal_lm.eval().requires_grad_(False).to(device)
+
+    check = check_model(causal_lm, spec, source.path)
+    model = TransformersModel(causal_lm)
+    worst = check.compare(model)
+    logger.info(
+        "model_impl=transformers class=%s transformers=%s worst_relative_difference=%.1e",
+        type(causal_lm).__name__,
+        transformers.__version__,
+        worst,
+    )
+    return model
+
+
+def _refuse_formats(config: ModelConfig, source: ModelSource) -> None:
+    if source.kind != "hf" or config.load_format == "gguf":
+        raise ConfigError(
+            f"{source.path}: model_impl is transformers, which reads folders in Hugging Face layout, not GGUF files; "
+            "use --model-impl engine, or the folder that the file was made from"
+        )
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization is {config.quantization}, but model_impl transformers computes with plain weights only; "
+            "drop --quantization or use --model-impl engine"
+        )
+
+
+def _import_transformers() -> Any:
+    _keep_compiler_cache()
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"model_impl is transformers, but that package cannot be imported ({error}); install it: "
+            'pip install "transformers>=5.0"'
+        ) from error
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ConfigError(
+            f"model_impl is transformers, but the installed version {transformers.__version__} is too old; install a "
+            'newer one: pip install "transformers>=5.0"'
+        )
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _keep_compiler_cache() -> None:
+    """Its models import torch's compiler, which makes its folder at once: among temporary files, if not told."""
+    try:
+        folder = cache_dir() / "torchinductor"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError):  # torch's own choice will do
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def _read_config(transformers: Any, source: ModelSource) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            source.path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # any type: configurations check themselves in many ways
+        raise ConfigError(f"{source.path}: transformers refuses config.json: {error}") from error
+
+
+def _refuse_changing_rotary(source: ModelSource, config: Any, spec: ModelSpec, max_model_len: int) -> None:
+    """Rotations that depend on the longest text of a batch would not fit the keys that are in the pool already."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
+    for kind in kinds:
+        name = kind.get("rope_type", "default")
+        original = (
+            kind.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or spec.max_position_embeddings
+        )
+        if name == "dynamic" or (name == "longrope" and max_model_len > original):
+            way_out = f"; use --max-model-len {original}" if name == "longrope" else ""
+            raise ConfigError(
+                f"{source.path}: {config.model_type} has rope_type {name!r}, which in transformers turns all tokens of "
+                f"a batch by the longest text in it, so cached keys would not fit{way_out}"
+            )
+
+
+def _from_config(transformers: Any, source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
+    try:
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    except (ImportError, ValueError, TypeError) as error:
+        raise _not_loadable(source, config, error) from error
+
+
+def _from_files(transformers: Any, source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
+    try:
+        causal_lm, info = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(source.path),
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ImportError, OSError, ValueError, TypeError, RuntimeError) as error:
+        raise _not_loadable(source, config, error) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{source.path}: config.json says {config.model_type}, but {len(missing)} tensors of "
+            f"{type(causal_lm).__name__} are missing, first {missing[0]!r}; download the model again, or use "
+            "--load-format dummy for random weights"
+        )
+    return causal_lm
+
+
+def _not_loadable(source: ModelSource, config: Any, error: Exception) -> ConfigError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return ConfigError(f"{source.path}: transformers cannot load {config.model_type}: {lines[0]}")
+
+
+@torch.no_grad()
+def _fill(causal_lm: Any, weights: DummyStore) -> None:
+    """Random numbers of the parameters' names, except norms: they stay as transformers initialises them."""
+    for name, parameter in causal_lm.named_parameters():
+        if parameter.ndim > 1:
+            weights.read(name, parameter)

@@ -1,0 +1,136 @@
+"""`TransformersModel`: any decoder of transformers around our KV pool and attention, for `--model-impl transformers`.
+
+The fallback for architectures without a page in `models`: their own code computes everything but attention, which
+transformers lets others provide (`AttentionInterface`). Each layer's rotated q, k and v come here, k and v go into the
+pool, and the batch's attention backend answers. A step is one sequence of all its tokens, each with its position, so
+chunks, prefixes and mixed steps work as with our own models; only the fused kernels and CUDA graphs do not.
+
+What transformers would compute differently is refused at start, with the reason: `transformers_check` compares.
+"""
+
+# Shapes: T new tokens in the batch, Hq query heads, H KV heads, D head dim, n rows that need logits.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from torch import Tensor, nn
+
+from ..kernels.plain import store_kv
+
+if TYPE_CHECKING:
+    from ..attention.backend import StepAttention
+    from ..forward_batch import ForwardBatch
+    from ..memory.kv_pool import KVPool
+
+ATTENTION_NAME: Final = "engine"
+"""What our attention is called among those of transformers."""
+
+
+class AttentionStep(Protocol):
+    """What attention needs of a `ForwardBatch`; see there."""
+
+    @property
+    def kv_pool(self) -> KVPool: ...
+
+    @property
+    def out_cache_loc(self) -> Tensor: ...
+
+    @property
+    def attention(self) -> StepAttention: ...
+
+
+class TransformersModel:
+    """See `CausalLM`."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        """`causal_lm`: a model of transformers with a language-model head; it is taken apart and belongs to us now."""
+        self._causal_lm = causal_lm
+        self._decoder = causal_lm.base_model
+        # The head alone, with all that the architecture does around it (scaling, caps): its forward runs with a decoder
+        # that returns what it is given.
+        setattr(causal_lm, causal_lm.base_model_prefix, _GivenHidden())
+        self._decoder.set_attn_implementation(ATTENTION_NAME)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """See `CausalLM`; here the final norm is part of it, and all tokens are computed to the end."""
+        hidden = self.hidden_states(batch.input_ids, batch.positions, batch)
+        return hidden if batch.wanted is None else hidden.index_select(0, batch.wanted)
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+        """[T] int64 tokens and their positions -> [T, hidden]."""
+        out = self._decoder(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            engine_step=step,
+        )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM`."""
+        logits: Tensor = self._causal_lm(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+        return logits.float()
+
+
+class _GivenHidden(nn.Module):
+    """Stands where the decoder was: what goes in as embeddings comes out as its hidden states."""
+
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _DecoderOutput:
+        return _DecoderOutput(inputs_embeds)
+
+    @property
+    def decoder(self) -> _GivenHidden:
+        """Heads such as OPT's do not call their base model but the decoder in it."""
+        return self
+
+
+class _DecoderOutput:
+    """A decoder's output with nothing but hidden states, whatever else an architecture looks for."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    engine_step: AttentionStep | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Transformers' attention function: store the new keys and values, and ask the step's backend.
+
+    Args:
+        query: [1, Hq, T, D], rotated.
+        key, value: [1, H, T, D].
+
+    Returns:
+        [1, T, Hq, D], and no weights.
+
+    Raises:
+        ValueError: the model brings a mask; ours are made of positions. `check_model` sees it at start.
+    """
+    if attention_mask is not None:
+        raise ValueError("a mask of its own making for attention")
+    assert engine_step is not None  # `check_model` has seen that every layer hands it on
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    store_kv(engine_step.kv_pool.layer(module.layer_idx), k, v, engine_step.out_cache_loc)
+    root = q.shape[-1] ** 0.5
+    if scaling is not None and abs(scaling * root - 1.0) > 1e-6:  # the backend divides by the root
+        q = q * (scaling * root)
+    out = engine_step.attention.forward(module.layer_idx, q.contiguous())
+    return out.view(1, q.shape[0], q.shape[1], -1), None
+
+
+# ---------------------------------------------------------------- loading

@@ -1,0 +1,306 @@
+"""`QuantisedLinears`: from quantised weights to what a layer calls, by whoever can compute with them on this machine.
+
+Candidates are tried in order, as in `op_selection`, but weight by weight: sizes decide, too. The last one has nothing
+against anything: it turns the weight into the serving dtype and takes the operations' ordinary product.
+"""
+
+# Shapes: T tokens, K inputs, N outputs, G groups of inputs.
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops import LinearWeight, PackLinear
+from .cpu.library import load_library
+from .native_blocks import TILES_FROM, NativeBlockLinear, reasons_against_native_blocks
+from .quantized_linear import Fp8Linear, Fp8WeightLinear, Int4Linear, SglProduct, SideBySide, torch_product
+from .quantized_weights import (
+    BLOCK_SIZE,
+    BlockWeight,
+    Fp8Weight,
+    Int4Weight,
+    stack_blocks,
+    stack_fp8,
+    stack_int4,
+)
+from .sgl import operators
+
+logger = logging.getLogger(__name__)
+
+QuantisedWeight = Fp8Weight | Int4Weight | BlockWeight
+
+Part = Tensor | QuantisedWeight
+"""The weight of one module, or a rank's part of it: [N, K] in the serving dtype, or quantised."""
+
+FP8_CAPABILITY: Final = (8, 9)
+"""Ada and Hopper: the first GPUs that multiply 8-bit floats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantTarget:
+    """What kernels are chosen for.
+
+    Attributes:
+        dtype: of activations.
+        capability: of the GPU, (0, 0) without one.
+        triton_reason: why Triton's kernels cannot run; empty: they can.
+        sgl_reason: the same of sgl_kernel's.
+        tiles_from: the number of tokens from which blocks may be multiplied in another way (`native_blocks`).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    capability: tuple[int, int]
+    triton_reason: str
+    sgl_reason: str
+    tiles_from: int = TILES_FROM
+
+
+class Maker(NamedTuple):
+    """One way to multiply with a weight: what stands against it, and what makes the `LinearWeight`."""
+
+    name: str
+    reasons_against: Callable[[QuantTarget, Any], list[str]]
+    make: Callable[[QuantTarget, Any], LinearWeight]
+
+
+# ---------------------------------------------------------------- 8-bit floats
+
+
+def _make_fp8_weight(target: QuantTarget, weight: Fp8Weight) -> LinearWeight:
+    from .triton.split_k import num_sms_of
+
+    return Fp8WeightLinear(weight, num_sms_of(target.device))
+
+
+def _make_fp8_triton(target: QuantTarget, weight: Fp8Weight) -> LinearWeight:
+    from .triton.fp8_gemm import fp8_gemm
+    from .triton.split_k import num_sms_of
+
+    num_sms = num_sms_of(target.device)
+
+    def product(
+        x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        return fp8_gemm(x, x_scales, weight, scales, bias, dtype, num_sms)
+
+    return Fp8Linear(weight, product)
+
+
+def _make_fp8_sgl(_target: QuantTarget, weight: Fp8Weight) -> LinearWeight:
+    return Fp8Linear(weight, SglProduct(operators()))
+
+
+def _against_fp8(target: QuantTarget, weight: Fp8Weight) -> list[str]:
+    """What stands against all products of 8-bit floats: they need Triton for the activations."""
+    if target.device.type != "cuda":
+        return [f"multiplies on GPUs only, not on {target.device.type}"]
+    reasons = []
+    if weight.weights_only:
+        reasons.append("quantises activations, and the checkpoint says that only weights are quantised")
+    if target.capability < FP8_CAPABILITY:
+        have, need = (".".join(map(str, one)) for one in (target.capability, FP8_CAPABILITY))
+        reasons.append(f"the GPU has compute capability {have}, 8-bit floats need {need}")
+    if target.triton_reason:
+        reasons.append(f"activations are quantised by Triton: {target.triton_reason}")
+    return reasons
+
+
+def _against_row_products(target: QuantTarget, weight: Fp8Weight) -> list[str]:
+    """What stands against libraries whose product knows one scale per row of each side."""
+    reasons = _against_fp8(target, weight)
+    rows, columns = weight.shape
+    if weight.scales.shape[1] > 1:
+        reasons.append(f"has one scale per output, this weight one per {weight.group_size} inputs")
+    if rows % 16 or columns % 16:
+        reasons.append(f"takes sizes in multiples of 16, not {rows} x {columns}")
+    if target.dtype != torch.bfloat16:
+        reasons.append(f"gives bfloat16, not {target.dtype}")
+    return reasons
+
+
+def _against_fp8_sgl(target: QuantTarget, weight: Fp8Weight) -> list[str]:
+    return ([target.sgl_reason] if target.sgl_reason else []) + _against_row_products(target, weight)
+
+
+def _against_fp8_triton(target: QuantTarget, weight: Fp8Weight) -> list[str]:
+    reasons = _against_fp8(target, weight)
+    if weight.scales.shape[1] > 1 and weight.group_size != 128:
+        reasons.append(f"knows groups of 128 inputs, not of {weight.group_size}")
+    if weight.shape[1] % 16:
+        reasons.append(f"reads inputs in multiples of 16, not {weight.shape[1]}")
+    return reasons
+
+
+def _against_fp8_weight(target: QuantTarget, weight: Fp8Weight) -> list[str]:
+    if target.device.type != "cuda":
+        return [f"multiplies on GPUs only, not on {target.device.type}"]
+    reasons = [target.triton_reason] if target.triton_reason else []
+    if weight.scales.shape[1] > 1 and weight.group_size % 64:
+        reasons.append(f"knows groups of multiples of 64 inputs, not of {weight.group_size}")
+    return reasons
+
+
+# ---------------------------------------------------------------- 4 bits
+
+
+def _against_int4_triton(target: QuantTarget, weight: Int4Weight) -> list[str]:
+    if target.device.type != "cuda":
+        return [f"multiplies on GPUs only, not on {target.device.type}"]
+    reasons = [target.triton_reason] if target.triton_reason else []
+    size = weight.group_size
+    if weight.scales.shape[0] > 1 and size not in (16, 32, 64) and size % 128:
+        reasons.append(f"knows groups of 16, 32, 64 and multiples of 128 inputs, not of {size}")
+    return reasons
+
+
+def _make_int4_triton(target: QuantTarget, weight: Int4Weight) -> LinearWeight:
+    from .triton.split_k import num_sms_of
+
+    return Int4Linear(weight, num_sms_of(target.device))
+
+
+# ---------------------------------------------------------------- blocks of 4 or 8 bits
+
+
+def _against_blocks_native(target: QuantTarget, weight: BlockWeight) -> list[str]:
+    return reasons_against_native_blocks(target.device, target.dtype, weight.shape)
+
+
+def _make_blocks_native(target: QuantTarget, weight: BlockWeight) -> LinearWeight:
+    return NativeBlockLinear(load_library(), weight, target.tiles_from)
+
+
+# ---------------------------------------------------------------- choice
+
+FP8_MAKERS: Final[Sequence[Maker]] = (
+    Maker("sgl_kernel", _against_fp8_sgl, _make_fp8_sgl),
+    Maker(
+        "torch._scaled_mm", _against_row_products, lambda _target, weight: Fp8Linear(weight, torch_product)
+    ),
+    Maker("triton", _against_fp8_triton, _make_fp8_triton),
+    Maker("triton, weights only", _against_fp8_weight, _make_fp8_weight),
+)
+INT4_MAKERS: Final[Sequence[Maker]] = (Maker("triton", _against_int4_triton, _make_int4_triton),)
+BLOCK_MAKERS: Final[Sequence[Maker]] = (Maker("native", _against_blocks_native, _make_blocks_native),)
+
+
+class _Kind(NamedTuple):
+    """One form of weights: its name in the log, who multiplies with it, how several become one."""
+
+    name: str
+    makers: Sequence[Maker]
+    stack: Callable[[Sequence[Any]], QuantisedWeight]
+
+
+_KINDS: Final[Mapping[type[QuantisedWeight], _Kind]] = {
+    Fp8Weight: _Kind("fp8", FP8_MAKERS, stack_fp8),
+    Int4Weight: _Kind("int4", INT4_MAKERS, stack_int4),
+    BlockWeight: _Kind("blocks", BLOCK_MAKERS, stack_blocks),
+}
+
+
+def choose_maker(target: QuantTarget, weight: QuantisedWeight) -> tuple[Maker | None, str]:
+    """The first that can multiply with this weight, and why not those before it; None: nobody can."""
+    passed_over: list[str] = []
+    for maker in _KINDS[type(weight)].makers:
+        reasons = maker.reasons_against(target, weight)
+        if not reasons:
+            return maker, "; ".join(passed_over)
+        passed_over.append(f"{maker.name}: {', '.join(reasons)}")
+    return None, "; ".join(passed_over)
+
+
+def reasons_against_blocks(target: QuantTarget) -> list[str]:
+    """Why weights in blocks cannot be multiplied with here, whatever their size."""
+    return reasons_against_native_blocks(target.device, target.dtype, (BLOCK_SIZE, BLOCK_SIZE))
+
+
+class QuantisedLinears:
+    """Makes `LinearWeight`s, and logs each different choice once."""
+
+    def __init__(self, target: QuantTarget, pack_plain: PackLinear, *, keep: bool = True) -> None:
+        """`keep`: False: dequantise everything."""
+        self._target = target
+        self._pack_plain = pack_plain
+        self._keep = keep
+        self._logged: set[tuple[str, ...]] = set()
+
+    def pack(self, parts: Sequence[Part]) -> LinearWeight:
+        """One layer's weight out of those of modules whose outputs are stacked: in as few products as possible."""
+        parts = [self._computable(part) for part in parts]
+        runs: list[list[Part]] = []
+        for part in parts:
+            if runs and _stack(runs[-1][-1], part):
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        weights = [self._pack_run(run) for run in runs]
+        if len(weights) == 1:
+            return weights[0]
+        return SideBySide(weights, [sum(part.shape[0] for part in run) for run in runs])
+
+    def _computable(self, part: Part) -> Part:
+        """The part as it is if there is a kernel for it, or in blocks, else in the serving dtype."""
+        if isinstance(part, Tensor) or self._choose(part)[0] is not None:
+            return part
+        if isinstance(part, Int4Weight) and not reasons_against_blocks(self._target) and self._keep:
+            return part.as_blocks() or self._dequantised(part)
+        return self._dequantised(part)
+
+    def _choose(self, weight: QuantisedWeight) -> tuple[Maker | None, str]:
+        return choose_maker(self._target, weight) if self._keep else (None, "quantization is none")
+
+    def _pack_run(self, run: Sequence[Part]) -> LinearWeight:
+        weight = stacked(run)
+        if isinstance(weight, Tensor):
+            return self._pack_plain(weight)
+        maker, why = self._choose(weight)
+        if maker is None:
+            return self._pack_plain(self._dequantised(weight))
+        self._log(weight, maker.name, why)
+        return maker.make(self._target, weight)
+
+    def _dequantised(self, weight: QuantisedWeight) -> Tensor:
+        plain = weight.dequantised(self._target.dtype)
+        # What the CPU has no kernels for is said when the format is made; a GPU without one is a surprise.
+        level = logging.WARNING if self._target.device.type == "cuda" and self._keep else logging.INFO
+        cost = f"dequantised while loading ({plain.nbytes / weight.num_bytes:.1f} times the memory)"
+        self._log(weight, cost, self._choose(weight)[1], level)
+        return plain
+
+    def _log(self, weight: QuantisedWeight, maker: str, why: str, level: int = logging.INFO) -> None:
+        kind = _KINDS[type(weight)].name
+        if (kind, maker, why) in self._logged:
+            return
+        self._logged.add((kind, maker, why))
+        logger.log(level, "op=linear_%s maker=%s%s", kind, maker, f" passed over: {why}" if why else "")
+
+
+def stacked(parts: Sequence[Part]) -> Part:
+    """One weight out of several that stack."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)]) if len(parts) > 1 else first
+    return _KINDS[type(first)].stack(parts)
+
+
+def dequantised(part: Part, dtype: torch.dtype) -> Tensor:
+    """[N, K] in `dtype`, wherever it came from."""
+    return part if isinstance(part, Tensor) else part.dequantised(dtype)
+
+
+def _stack(one: Part, other: Part) -> bool:
+    if isinstance(one, Fp8Weight) and isinstance(other, Fp8Weight):
+        return one.stacks_with(other)
+    if isinstance(one, Int4Weight) and isinstance(other, Int4Weight):
+        return one.stacks_with(other)
+    if isinstance(one, BlockWeight) and isinstance(other, BlockWeight):
+        return one.stacks_with(other)
+    return isinstance(one, Tensor) and isinstance(other, Tensor)

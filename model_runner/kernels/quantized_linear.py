@@ -1,0 +1,139 @@
+"""What a layer calls where its weight is quantised: products with 8-bit floats and with 4-bit numbers.
+
+Made by `quantised`, which knows who can compute them where. Triton is imported by the first call or construction.
+"""
+
+# Shapes: T tokens, K inputs, N outputs, G groups of inputs.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops import LinearWeight
+from .quantized_weights import Fp8Weight, Int4Weight
+
+_DEQUANTISE_ABOVE_ROWS: Final = 256
+"""More tokens than this unpack a 4-bit weight as a whole once, and multiply it as an ordinary one. Not yet measured."""
+
+# ---------------------------------------------------------------- 8-bit floats
+
+Fp8Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+"""x [T, K] with scales [T, G], weight [N, K] with scales [G, N], bias, dtype of the result -> [T, N]."""
+
+
+class Fp8Linear:
+    """Activations are quantised token by token, and 8-bit floats multiplied."""
+
+    def __init__(self, weight: Fp8Weight, product: Fp8Product) -> None:
+        self._weight = weight.numbers
+        self._scales = weight.scales.t().contiguous()
+        self._group_size, self._bound = weight.group_size, weight.activation_bound
+        self._product = product
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `LinearWeight`."""
+        from .triton.fp8_gemm import quantise_rows
+
+        if x.shape[0] == 0:  # a launch of no blocks is an error
+            return x.new_empty((0, self._weight.shape[0]))
+        numbers, scales = quantise_rows(x, self._group_size, self._bound)
+        return self._product(numbers, scales, self._weight, self._scales, bias, x.dtype)
+
+
+class SglProduct:
+    """sgl_kernel's: a weight [K, N] whose columns are contiguous, scales [T, 1] and [N, 1]."""
+
+    def __init__(self, operators: Any) -> None:
+        """`operators`: torch.ops.sgl_kernel."""
+        self._product = operators.fp8_scaled_mm.default
+
+    def __call__(
+        self,
+        x: Tensor,
+        x_scales: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """See `Fp8Product`."""
+        out: Tensor = self._product(x, weight.t(), x_scales, scales.view(-1, 1), dtype, bias)
+        return out
+
+
+def torch_product(
+    x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """torch's: scales [T, 1] and [1, N]; sums in full float32. What coarser ones would save is not yet measured."""
+    return torch._scaled_mm(
+        x, weight.t(), scale_a=x_scales, scale_b=scales, bias=bias, out_dtype=dtype, use_fast_accum=False
+    )
+
+
+class Fp8WeightLinear:
+    """Weights become numbers of the activations' type in registers, tile by tile."""
+
+    def __init__(self, weight: Fp8Weight, num_sms: int) -> None:
+        self._weight = weight.numbers
+        self._scales = weight.scales.t().contiguous()
+        self._group_size, self._num_sms = weight.group_size, num_sms
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `LinearWeight`."""
+        from .triton.fp8_gemm import fp8_weight_gemm
+
+        return fp8_weight_gemm(x, self._weight, self._scales, bias, self._group_size, self._num_sms)
+
+
+# ---------------------------------------------------------------- 4 bits
+
+
+class Int4Linear:
+    """Numbers are unpacked in registers; for many tokens the whole weight is, once per call."""
+
+    def __init__(self, weight: Int4Weight, num_sms: int) -> None:
+        from .triton.dequant_gemm import pack_int4
+
+        self._words = pack_int4(weight.numbers)
+        self._scales, self._zeros, self._order = (
+            weight.scales.contiguous(),
+            weight.zeros.contiguous(),
+            weight.order,
+        )
+        self._num_inputs = weight.shape[1]
+        self._group_size = 0 if weight.scales.shape[0] == 1 else weight.group_size
+        self._num_sms = num_sms
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `LinearWeight`."""
+        from .triton.dequant_gemm import dequantise_int4, int4_gemm
+
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        packed = (self._words, self._scales, self._zeros)
+        if x.shape[0] <= _DEQUANTISE_ABOVE_ROWS:
+            return int4_gemm(x, *packed, bias, group_size=self._group_size, num_sms=self._num_sms)
+        whole = dequantise_int4(
+            *packed, num_inputs=self._num_inputs, group_size=self._group_size, dtype=x.dtype
+        )
+        return F.linear(x, whole.t(), bias)
+
+
+# ---------------------------------------------------------------- both
+
+
+class SideBySide:
+    """Several weights with the same inputs that no one kernel can hold: their outputs one after the other."""
+
+    def __init__(self, weights: Sequence[LinearWeight], widths: Sequence[int]) -> None:
+        self.weights, self._widths = list(weights), list(widths)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `LinearWeight`."""
+        biases = [None] * len(self.weights) if bias is None else bias.split(self._widths)
+        return torch.cat([one(x, part) for one, part in zip(self.weights, biases, strict=True)], dim=1)

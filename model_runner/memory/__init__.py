@@ -1,0 +1,1 @@
+"""Device and pinned host memory: KV pools, input and output buffers, huge pages, measurements."""

@@ -1,0 +1,136 @@
+"""`HostKVPool`: KV pages of requests that lost their place on the device, in host memory. Tensors only, as `KVPool`.
+
+Copies are queued on the current stream, behind whatever the device still computes, and nobody waits for them: what a
+later copy or step on that stream reads is there. So a page may be written right after it was copied out, and come back
+right after that.
+"""
+
+# Shapes: L layers, H KV heads on this rank, D head dim, n pages of one copy.
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .input_buffers import InputBuffers
+    from .kv_pool import KVPool
+
+Int64s = npt.NDArray[np.int64]
+
+_STAGED_BYTES: Final = 32 << 20
+"""Memory on the device that a copy may take for pages in host layout (twice this for a moment)."""
+
+
+class HostPages(Protocol):
+    """Where swapped pages go, or the knowledge that there is no such place."""
+
+    def copy_out(self, pages: Int64s, host_pages: Int64s) -> None:
+        """Queue copies device -> host: [n] page ids each, no host page twice."""
+        ...
+
+    def copy_in(self, host_pages: Int64s, pages: Int64s) -> None:
+        """Queue copies host -> device: [n] page ids each, no device page twice."""
+        ...
+
+
+class NoHostKVPool:
+    """Swapping is off; a plan that swaps is the scheduler's bug."""
+
+    def copy_out(self, pages: Int64s, host_pages: Int64s) -> None:
+        """Never called."""
+        raise AssertionError(f"{len(pages)} pages to swap out, but there is no KV memory on the host")
+
+    def copy_in(self, host_pages: Int64s, pages: Int64s) -> None:
+        """Never called."""
+        raise AssertionError(f"{len(pages)} pages to swap in, but there is no KV memory on the host")
+
+
+class HostKVPool:
+    """Pages of KV on the host.
+
+    A page holds all layers in one piece, unlike on the device, where each layer has its own tensor: whoever is swapped
+    out moves all of them, and neighbouring pages move in one copy. Within a layer the bytes are the device's.
+
+    Attributes:
+        pages: [num_pages, 2L, page_size, H, D] host; per page the keys of all layers, then the values. Behind it, of
+            quantised pools, their scales, [num_pages, 2L, page_size, H]. Pinned where the device is a GPU; elsewhere
+            resident only where it has been written.
+        num_bytes: memory reserved.
+    """
+
+    def __init__(self, kv_pool: KVPool, num_pages: int, buffers: InputBuffers) -> None:
+        """Reserve the memory.
+
+        Raises:
+            ConfigError: the host does not let that much be pinned.
+        """
+        self._buffers = buffers
+        self._views = [views for views in (kv_pool.page_views, kv_pool.scale_views) if views]
+        self.pages = [
+            torch.empty((num_pages, len(views), *views[0].shape[1:]), dtype=views[0].dtype)
+            for views in self._views
+        ]
+        self.num_bytes = sum(pages.nbytes for pages in self.pages)
+        self._pages_per_copy = max(1, _STAGED_BYTES // kv_pool.page_bytes)
+        if kv_pool.k[0].device.type == "cuda":
+            for pages in self.pages:
+                _pin(pages, self)
+
+    def copy_out(self, pages: Int64s, host_pages: Int64s) -> None:
+        """Queue copies device -> host: [n] page ids each, no host page twice."""
+        for sources, targets in self._parts(pages, host_pages):
+            where = self._buffers.put(sources)
+            for views, pages_of_all in zip(self._views, self.pages, strict=True):
+                staged = torch.stack([view.index_select(0, where) for view in views], dim=1)
+                for first, last in _runs(targets):
+                    host = pages_of_all[targets[first] : targets[last - 1] + 1]
+                    host.copy_(staged[first:last], non_blocking=True)
+
+    def copy_in(self, host_pages: Int64s, pages: Int64s) -> None:
+        """Queue copies host -> device: [n] page ids each, no device page twice."""
+        for targets, sources in self._parts(pages, host_pages):
+            where = self._buffers.put(targets)
+            for views, pages_of_all in zip(self._views, self.pages, strict=True):
+                staged = pages_of_all.new_empty((len(sources), *pages_of_all.shape[1:]), device=where.device)
+                for first, last in _runs(sources):
+                    host = pages_of_all[sources[first] : sources[last - 1] + 1]
+                    staged[first:last].copy_(host, non_blocking=True)
+                for n, view in enumerate(views):
+                    view.index_copy_(0, where, staged[:, n])
+
+    def _parts(self, pages: Int64s, host_pages: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+        """(pages, host pages) in the order of the latter, so that runs are long, in parts that may be staged."""
+        order = np.argsort(host_pages)
+        for start in range(0, len(order), self._pages_per_copy):
+            part = order[start : start + self._pages_per_copy]
+            yield pages[part], host_pages[part]
+
+
+def _runs(ascending: Int64s) -> list[tuple[int, int]]:
+    """Where numbers follow each other: [first, last) indices of each run."""
+    ends = [*(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(ascending)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _pin(tensor: Tensor, owner: object) -> None:
+    """Lock a tensor's memory for the GPU, as long as `owner` lives.
+
+    Not `pin_memory=True`: torch's allocator of pinned memory rounds up to a power of two, 5 GiB would take 8.
+    """
+    cudart: Any = torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if code != 0:
+        raise ConfigError(
+            f"cannot pin {tensor.nbytes / (1 << 30):.1f} GiB of host memory for swapping (CUDA error {code}); lower "
+            f"--swap-space"
+        )
+    weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr()).atexit = False

@@ -1,0 +1,103 @@
+"""`KVPool`: the keys and values of all tokens, tensors only. Which page belongs to whom is the scheduler's business."""
+
+# Shapes: L layers, H KV heads on this rank, D head dim, slots = (pages + the dummy page) * page size.
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..ops import LayerKV
+from .host_memory import Populator, reserve
+
+
+class KVPool:
+    """KV memory, [slots, H, D] per layer for keys and for values.
+
+    A page is contiguous, so it can be copied to another page, to the host or to another process in one piece. Page 0
+    is the dummy page: padding writes there and nobody reads it.
+
+    Of int8 numbers each token and head has a scale: a number is the stored one times that.
+
+    Attributes:
+        k, v: L tensors each.
+        k_scale, v_scale: L tensors [slots, H] float32 each; none unless the numbers are int8.
+        page_views: the same memory as 2L tensors [pages, page_size, H, D], the keys of all layers first. Of 8-bit
+            numbers, some of which torch cannot index everywhere, it shows the bytes.
+        scale_views: the same of the scales, [pages, page_size, H]; none where there are none.
+        page_size: slots of a page.
+        page_bytes: of one page, all layers.
+        num_bytes: memory reserved; on the CPU only what has been written or prepared (`populate_some`) is resident.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Reserve the memory.
+
+        Args:
+            num_pages: usable pages, the dummy page not counted: page ids are 0..num_pages.
+        """
+        shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
+        self.page_size = page_size
+        scales_shape = shape[:2]
+        # FA3 may load whole pages and give what is behind a request's end the weight 0: memory must not hold NaN there.
+        # On the CPU nobody reads it, and what nobody touches takes no memory.
+        make = reserve if device.type == "cpu" else partial(_zeros, device)
+        self.k, self.v = ([make(shape, dtype) for _ in range(num_layers)] for _ in "kv")
+        num_scales = num_layers if dtype == torch.int8 else 0
+        self.k_scale, self.v_scale = (
+            [make(scales_shape, torch.float32) for _ in range(num_scales)] for _ in "kv"
+        )
+        shown = torch.uint8 if dtype.itemsize == 1 else dtype
+        self.page_views = [
+            pool.view(shown).view(-1, page_size, num_kv_heads, head_dim) for pool in (*self.k, *self.v)
+        ]
+        self.scale_views = [
+            scales.view(-1, page_size, num_kv_heads) for scales in (*self.k_scale, *self.v_scale)
+        ]
+        self.num_bytes = sum(view.nbytes for view in (*self.page_views, *self.scale_views))
+        self.page_bytes = self.num_bytes // (num_pages + 1)
+        self._num_pages = num_pages
+        self._populator = Populator([*self.page_views, *self.scale_views] if device.type == "cpu" else [])
+
+    def populate_some(self, used_pages: int, ahead_bytes: int) -> bool:
+        """On the CPU: make some more of the memory behind the pages 0..used_pages resident; whether there is more.
+
+        Takes a millisecond, or a few in a virtual machine; for when nobody waits.
+
+        Args:
+            ahead_bytes: of all layers, how much of it.
+        """
+        ahead_pages = ahead_bytes // self.page_bytes
+        return self._populator.populate_some((used_pages + 1 + ahead_pages) / (self._num_pages + 1))
+
+    def layer(self, layer_id: int) -> LayerKV:
+        """One layer's part."""
+        k, v = self.k[layer_id], self.v[layer_id]
+        if not self.k_scale:
+            return LayerKV(k, v)
+        return LayerKV(k, v, self.k_scale[layer_id], self.v_scale[layer_id])
+
+    def copy_pages(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy whole pages in all layers.
+
+        Args:
+            sources, destinations: [C] int64 page ids, device. No page is both, and no destination comes twice.
+        """
+        for pages in (*self.page_views, *self.scale_views):
+            pages.index_copy_(0, destinations, pages.index_select(0, sources))
+
+
+def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,1 @@
+"""Steps that are recorded once and replayed: CUDA graphs on a GPU, native programs on a CPU."""

@@ -1,0 +1,117 @@
+"""`Planes`: the arguments of a program's calls, made of how many tokens a step has and how many of them are wanted.
+
+Each is a constant and so much per token and per wanted token, for the `Steps` that make the same calls.
+"""
+
+# Shapes: T tokens of a step, W of them wanted.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+import numpy as np
+
+from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from ..kernels.native_blocks import TILES_FROM
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Words = npt.NDArray[np.int64]
+
+MAX_TOKENS: Final = 2048
+"""Of a step; larger ones are launched call by call, which costs them little. What of the memory for so many tokens no
+step has touched takes none."""
+LEAST_TOKENS: Final = 2
+"""Of a step; smaller ones are decodes, which are recorded."""
+BORDERS: Final = (1, TILES_FROM, MAX_DRAFT_STEP_TOKENS + 1)
+"""Numbers of tokens from which on calls are the same: the first that will do. Products of block-quantised weights are
+other ones for fewer, see `load._tiles_from`."""
+_MIDDLE: Final = 1025
+"""A number of tokens far from any border."""
+NOT_PER_TOKEN: Final = "its arguments are not so much per token"
+
+
+class NoProgramError(Exception):
+    """Why there is none."""
+
+
+class StepSize(NamedTuple):
+    """T and W of a step."""
+
+    tokens: int
+    wanted: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.wanted} wanted"
+
+
+class Steps(NamedTuple):
+    """Those from so many tokens on, with so many wanted ones."""
+
+    least_tokens: int
+    least_wanted: int
+    most_wanted: int
+
+    @classmethod
+    def beside(cls, border: int) -> list[Self]:
+        """All steps from so many tokens on, by whether as many are wanted."""
+        least_tokens = max(border, LEAST_TOKENS)
+        steps = [cls(least_tokens, 1, border - 1), cls(least_tokens, border, MAX_TOKENS)]
+        return [each for each in steps if each.most_wanted]
+
+    def include(self, size: StepSize) -> bool:
+        """Whether it is one of them."""
+        are_wanted = self.least_wanted <= size.wanted <= self.most_wanted
+        return self.least_tokens <= size.tokens <= MAX_TOKENS and are_wanted
+
+    @property
+    def largest(self) -> StepSize:
+        """The one that needs the most memory."""
+        return StepSize(MAX_TOKENS, self.most_wanted)
+
+    def tried(self) -> list[StepSize]:
+        """Those for which the model is traced, beside the largest."""
+        tokens = sorted({self.least_tokens, self.least_tokens + 1, *BORDERS, _MIDDLE})
+        tried = [StepSize(number, min(number, self.most_wanted)) for number in tokens]
+        middle = (self.least_wanted + min(self.most_wanted, _MIDDLE)) // 2
+        tried += [StepSize(_MIDDLE, self.least_wanted + 1), StepSize(_MIDDLE, middle)]
+        return [size for size in tried if self.include(size)]
+
+
+class Planes(NamedTuple):
+    """Arguments of all calls: `constants` + `by_token` * T + `by_wanted` * W."""
+
+    constants: Words
+    by_token: Words
+    by_wanted: Words
+
+    @classmethod
+    def through(cls, steps: Steps, words_of: Callable[[StepSize], Words]) -> Self:
+        """Those that have the right arguments at three sizes.
+
+        Raises:
+            NoProgramError: there are none in whole numbers.
+        """
+        tokens, wanted = steps.least_tokens, steps.least_wanted
+        corner, edge, most = map(
+            words_of, (StepSize(tokens, wanted), StepSize(MAX_TOKENS, wanted), steps.largest)
+        )
+        by_token, token_rest = np.divmod(edge - corner, MAX_TOKENS - tokens)
+        by_wanted, wanted_rest = np.divmod(most - edge, steps.most_wanted - wanted)
+        if token_rest.any() or wanted_rest.any():
+            raise NoProgramError(NOT_PER_TOKEN)
+        return cls(corner - by_token * tokens - by_wanted * wanted, by_token, by_wanted)
+
+    def at(self, size: StepSize) -> Words:
+        """The arguments of a step."""
+        return self.constants + self.by_token * size.tokens + self.by_wanted * size.wanted
+
+    def changing(self) -> Words:
+        """Which arguments depend on the size."""
+        return np.flatnonzero((self.by_token != 0) | (self.by_wanted != 0))
+
+    def of(self, which: Words) -> Self:
+        """Of some of the arguments."""
+        return type(self)(*(column[which] for column in self))

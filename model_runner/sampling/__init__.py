@@ -1,0 +1,1 @@
+"""From hidden states to sampled tokens: logits, filters, penalties, noise, logprobs and the sampler backends."""

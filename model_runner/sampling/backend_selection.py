@@ -1,0 +1,91 @@
+"""`select_chooser`: who turns logits into tokens on this device; the first with nothing against it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from .sampler_backend import TokenChooser
+    from .token_counts import TokenCounts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChooserMaker:
+    """One way to choose tokens.
+
+    Attributes:
+        name: in the log.
+        reasons_against: why it cannot choose here: all reasons, none if it can.
+        make: called only if it was selected.
+    """
+
+    name: str
+    reasons_against: Callable[[torch.device], list[str]]
+    make: Callable[[TokenCounts], TokenChooser]
+
+
+def _reasons_against_triton(device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return [f"runs on CUDA devices, not on {device.type}"]
+    from ..kernels.probe import probe_kernels
+
+    found = probe_kernels().triton
+    return [found.reason] if found.version is None else []
+
+
+def _make_triton(counts: TokenCounts) -> TokenChooser:
+    from .triton_backend import TritonChooser
+
+    chooser, started_s = TritonChooser(counts), time.perf_counter()
+    chooser.warm_up(counts.in_output.shape[1])
+    logger.info("sampler_compiled_s=%.2f", time.perf_counter() - started_s)
+    return chooser
+
+
+def _reasons_against_native(device: torch.device) -> list[str]:
+    from .native_backend import reasons_against_native_chooser
+
+    return reasons_against_native_chooser(device)
+
+
+def _make_native(counts: TokenCounts) -> TokenChooser:
+    from .native_backend import NativeChooser
+
+    return NativeChooser(counts)
+
+
+def _make_torch(counts: TokenCounts) -> TokenChooser:
+    from .torch_backend import TorchChooser
+
+    return TorchChooser(counts)
+
+
+MAKERS: Final = (
+    ChooserMaker("triton", _reasons_against_triton, _make_triton),
+    ChooserMaker("native", _reasons_against_native, _make_native),
+    ChooserMaker("torch", lambda _device: [], _make_torch),
+)
+"""In the order of preference; the last one has nothing against any device."""
+
+
+def select_chooser(
+    counts: TokenCounts, device: torch.device, makers: Sequence[ChooserMaker] = MAKERS
+) -> TokenChooser:
+    """The first that can choose on this device; logs which, and why not those before it."""
+    passed_over: list[str] = []
+    for maker in makers:
+        reasons = maker.reasons_against(device)
+        if not reasons:
+            why = f" passed over: {'; '.join(passed_over)}" if passed_over else ""
+            logger.info("op=sample maker=%s%s", maker.name, why)
+            return maker.make(counts)
+        passed_over.append(f"{maker.name}: {', '.join(reasons)}")
+    raise AssertionError("nobody chooses tokens: the last maker must have nothing against anything")

@@ -1,0 +1,76 @@
+"""Changes to the logits before a token is chosen: penalties, biases, tokens that must not come yet, grammars."""
+
+# Shapes: S requests that sample in this step, n of them concerned by one change, V tokens of the vocabulary.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..memory.input_buffers import InputBuffers
+from .sampling_batch import GrammarMask, LogitEdits, Penalties, SamplingBatch
+from .token_counts import TokenCounts
+
+_WORD_BITS = 32
+
+
+def process_logits(
+    logits: Tensor, batch: SamplingBatch, counts: TokenCounts, buffers: InputBuffers
+) -> Tensor:
+    """Apply what the requests of the batch ask for.
+
+    Args:
+        logits: [S, V] float32, the model's own; left as they are, because log-probabilities are taken from them.
+
+    Returns:
+        [S, V] float32: `logits` itself where nothing is asked for.
+    """
+    if not batch.processes_logits:
+        return logits
+    logits = logits.clone()
+    if batch.penalties is not None:
+        _penalise(logits, batch.penalties, counts, buffers)
+    if batch.edits is not None:
+        _edit(logits, batch.edits, buffers)
+    if batch.grammar is not None:
+        _forbid(logits, batch.grammar, buffers)
+    return logits
+
+
+def _penalise(logits: Tensor, penalties: Penalties, counts: TokenCounts, buffers: InputBuffers) -> None:
+    """In this order: the repetition penalty scales the model's logits, the other two are subtracted."""
+    indices, slots, repetition, frequency, presence = buffers.put_all(
+        [
+            penalties.indices,
+            penalties.slots,
+            penalties.repetition[:, None],
+            penalties.frequency[:, None],
+            penalties.presence[:, None],
+        ]
+    )
+    rows = logits.index_select(0, indices)
+    in_output = counts.in_output.index_select(0, slots)
+    is_in_output = in_output > 0
+    seen = counts.in_prompt.index_select(0, slots).logical_or_(is_in_output)
+    scaled = torch.where(rows > 0, rows / repetition, rows * repetition)
+    rows = torch.where(seen, scaled, rows)
+    rows -= frequency * in_output
+    rows -= presence * is_in_output
+    logits.index_copy_(0, indices, rows)
+
+
+def _edit(logits: Tensor, edits: LogitEdits, buffers: InputBuffers) -> None:
+    rows, token_ids, values = buffers.put_all([edits.rows, edits.token_ids, edits.values])
+    logits.index_put_((rows, token_ids), values, accumulate=True)
+
+
+def _forbid(logits: Tensor, grammar: GrammarMask, buffers: InputBuffers) -> None:
+    """-inf where the bit is not set."""
+    num_words = -(-logits.shape[1] // _WORD_BITS)
+    assert grammar.bits.shape[1] >= num_words, "a mask that is shorter than the vocabulary"
+    indices, words = buffers.put_all([grammar.indices, grammar.bits[:, :num_words]])
+    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=logits.device)
+    forbidden = words.unsqueeze(-1).bitwise_right_shift(bits).bitwise_and_(1).eq_(0).to(torch.bool)
+    rows = logits.index_select(0, indices)
+    rows.masked_fill_(forbidden.flatten(1)[:, : logits.shape[1]], -torch.inf)
+    logits.index_copy_(0, indices, rows)

@@ -1,0 +1,232 @@
+"""`SamplingBatch`: what the sampler has to do in one step, decided once on the host.
+
+A part that no request of the batch asks for is None. The arrays are the host's: who chooses the tokens brings to the
+device what his kernels want, in one copy or without any (`torch_chooser`, `triton_chooser`).
+"""
+
+# Shapes: S requests that sample in this step, n of them concerned by one part, V tokens of the vocabulary.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..row_states import RowStates, SamplingFlag
+from .noise import noise_keys
+
+if TYPE_CHECKING:
+    from .token_counts import TokenCounts
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+
+
+_FOR_SAMPLER: Final = np.int32(~SamplingFlag.PROMPT_LOGPROBS)
+"""Wishes with which it has to do anything but take the argmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Requests with penalties.
+
+    Attributes:
+        indices: [n] into the S rows.
+        slots: [n] into `TokenCounts`.
+        repetition, frequency, presence: [n].
+    """
+
+    indices: Int64s
+    slots: Int64s
+    repetition: Float32s
+    frequency: Float32s
+    presence: Float32s
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """Single logits to change: `values` [m] are added at (`rows`, `token_ids`), [m] each, by row, none twice."""
+
+    rows: Int64s
+    token_ids: Int64s
+    values: Float32s
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMask:
+    """Tokens that grammars allow.
+
+    Attributes:
+        indices: [n] into the S rows, ascending.
+        bits: [n, at least V / 32] int32. Token t of a row is allowed if bit t % 32 of word t // 32 is set, as xgrammar
+            and llguidance have it.
+    """
+
+    indices: Int64s
+    bits: Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Requests that draw instead of taking the argmax.
+
+    Attributes:
+        indices: [n] into the S rows, ascending.
+        keys: [n, 2] for `gumbel_noise`.
+        temperature: [n].
+        top_k: [n], 0 for requests without; None without any.
+        top_p: [n], 1 for requests without; None without any.
+        log_min_p: [n], -inf for requests without; None without any.
+    """
+
+    indices: Int64s
+    keys: Int32s
+    temperature: Float32s
+    top_k: Int64s | None
+    top_p: Float32s | None
+    log_min_p: Float32s | None
+
+    @property
+    def filtered(self) -> bool:
+        """Whether anybody filters."""
+        return self.top_k is not None or self.top_p is not None or self.log_min_p is not None
+
+    def filtering(self) -> npt.NDArray[np.bool_]:
+        """Who filters: [n]."""
+        found = np.zeros(len(self.indices), dtype=np.bool_)
+        for values, off in ((self.top_k, 0), (self.top_p, 1.0), (self.log_min_p, -np.inf)):
+            if values is not None:
+                found |= values != off
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRequest:
+    """Requests that want log-probabilities: where they are among the S rows, and how many likeliest tokens of each."""
+
+    sampled_idx: tuple[int, ...]
+    top_k: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """One step's sampling. All parts None: every request takes the argmax of the model's logits."""
+
+    num_rows: int
+    penalties: Penalties | None = None
+    edits: LogitEdits | None = None
+    grammar: GrammarMask | None = None
+    draw: Draw | None = None
+    logprobs: LogprobRequest | None = None
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether tokens are chosen by other logits than the model's."""
+        return self.penalties is not None or self.edits is not None or self.grammar is not None
+
+
+def plan_sampling(
+    rows: Int64s,
+    positions: Int64s,
+    states: RowStates,
+    counts: TokenCounts,
+    eos_token_ids: tuple[int, ...],
+) -> SamplingBatch:
+    """Decide what the sampler does.
+
+    Args:
+        rows: [S] pool rows that sample.
+        positions: [S] position of the token to be sampled, which is the number of tokens before it.
+    """
+    flags = states.flags[rows]
+    if not np.count_nonzero(flags & _FOR_SAMPLER):
+        return SamplingBatch(len(rows))
+    union = int(np.bitwise_or.reduce(flags))
+    planner = _Planner(rows, positions, flags, states)
+    edits = union & (SamplingFlag.LOGIT_BIAS | SamplingFlag.MIN_NEW_TOKENS)
+    return SamplingBatch(
+        num_rows=len(rows),
+        penalties=planner.penalties(counts) if union & SamplingFlag.PENALTIES else None,
+        edits=planner.edits(eos_token_ids) if edits else None,
+        draw=planner.draw(union) if union & SamplingFlag.DRAW else None,
+        logprobs=planner.logprobs() if union & SamplingFlag.LOGPROBS else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    rows: Int64s
+    positions: Int64s
+    flags: Int32s
+    states: RowStates
+
+    def having(self, flag: SamplingFlag) -> Int64s:
+        """Indices among the S rows."""
+        return np.flatnonzero(self.flags & flag)
+
+    def penalties(self, counts: TokenCounts) -> Penalties:
+        indices = self.having(SamplingFlag.PENALTIES)
+        rows = self.rows[indices].tolist()
+        params = [self.states[row].sampling for row in rows]
+        return Penalties(
+            indices=indices,
+            slots=counts.slots(rows),
+            repetition=_float32s([p.repetition_penalty for p in params]),
+            frequency=_float32s([p.frequency_penalty for p in params]),
+            presence=_float32s([p.presence_penalty for p in params]),
+        )
+
+    def edits(self, eos_token_ids: tuple[int, ...]) -> LogitEdits | None:
+        """Biases, and -inf for whatever would end an output that has to go on."""
+        rows: list[int] = []
+        token_ids: list[int] = []
+        values: list[float] = []
+        for idx in self.having(SamplingFlag.LOGIT_BIAS | SamplingFlag.MIN_NEW_TOKENS).tolist():
+            state = self.states[int(self.rows[idx])]
+            sampling = state.sampling
+            ends: set[int] = set()
+            if int(self.positions[idx]) - state.prompt_len < sampling.min_new_tokens:
+                ends = {*eos_token_ids, *sampling.stop_token_ids}
+            changes = {**(sampling.logit_bias or {}), **dict.fromkeys(ends, -np.inf)}
+            rows += [idx] * len(changes)
+            token_ids += changes.keys()
+            values += changes.values()
+        if not rows:
+            return None
+        return LogitEdits(
+            rows=np.array(rows, dtype=np.int64),
+            token_ids=np.array(token_ids, dtype=np.int64),
+            values=_float32s(values),
+        )
+
+    def draw(self, union: int) -> Draw:
+        indices = self.having(SamplingFlag.DRAW)
+        rows, flags, states = self.rows[indices], self.flags[indices], self.states
+        top_k = top_p = log_min_p = None
+        if union & SamplingFlag.TOP_K:
+            top_k = np.where(flags & SamplingFlag.TOP_K, states.top_k[rows], 0)
+        if union & SamplingFlag.TOP_P:
+            top_p = states.top_p[rows]
+        if union & SamplingFlag.MIN_P:
+            with np.errstate(divide="ignore"):
+                log_min_p = np.log(states.min_p[rows])
+        return Draw(
+            indices=indices,
+            keys=noise_keys(states.seed[rows], self.positions[indices]),
+            temperature=states.temperature[rows],
+            top_k=top_k,
+            top_p=top_p,
+            log_min_p=log_min_p,
+        )
+
+    def logprobs(self) -> LogprobRequest:
+        indices = self.having(SamplingFlag.LOGPROBS).tolist()
+        params = [self.states[row].sampling for row in self.rows[indices].tolist()]
+        return LogprobRequest(tuple(indices), tuple(p.logprobs or 0 for p in params))
+
+
+def _float32s(values: list[float]) -> Float32s:
+    return np.array(values, dtype=np.float32)

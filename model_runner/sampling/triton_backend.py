@@ -1,0 +1,297 @@
+"""`TritonChooser`: tokens chosen by our Triton kernels: one upload, two or three launches, nothing sorted.
+
+What each row wants lies in one line of a table (`kernels/triton/sampler_rows`), so a batch may mix everything.
+Expected on an H200, not measured: a row of 152k logits is 75 chunks, so one request keeps 75 of 132 multiprocessors
+busy for a few us per launch instead of one for 10 times as long; 256 rows are 156 MB, 36 us at the speed of the memory.
+"""
+
+# Shapes: S requests that sample in this step, n of them concerned by one part, m edits, V tokens of the vocabulary.
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from torch import Tensor
+
+from ...runtime.sampling_params import MAX_TOP_LOGPROBS
+from ..kernels.triton import sampler as kernels
+from ..kernels.triton import sampler_choose as choose_kernels
+from ..kernels.triton import sampler_logprobs as logprob_kernels
+from ..kernels.triton import sampler_rows as lines
+from .logprobs import TokenLogprobs
+from .sampler_backend import Choice
+from .sampling_batch import Draw, Int64s, LogitEdits, Penalties, SamplingBatch
+from .token_counts import TokenCounts
+
+_WORD_BITS: Final = 32
+_LOGPROB_WARPS: Final = 4
+# The torch path rounds products before it adds them; so do we, and penalised logits are the same to the last bit.
+_LAUNCH: Final[dict[str, Any]] = {"enable_fp_fusion": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes, powers of 2. They must not depend on the batch: the order of sums would, and with it the last bits.
+
+    Attributes:
+        chunk: tokens of a program that surveys.
+        group: tokens of which only the largest counts for the bound of top_k.
+        capacity: tokens of the list on which filters work; where more are left, on the whole row, in tens of passes.
+        block: tokens that a program which filters looks at together.
+    """
+
+    chunk: int = 2048
+    group: int = 128
+    capacity: int = 16384
+    block: int = 4096
+
+
+class TritonChooser:
+    """See `TokenChooser`."""
+
+    def __init__(self, counts: TokenCounts, geometry: Geometry = Geometry()) -> None:
+        self._counts = counts
+        self._buffers = counts.buffers
+        self._geometry = geometry
+
+    def warm_up(self, vocab_size: int) -> None:
+        """Compile every variant of the kernels, seconds on a new machine, so that no request waits for that later."""
+        logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=self._buffers.device)
+        row, word = np.zeros(1, dtype=np.int64), np.zeros((1, 2), dtype=np.int32)
+        ones = np.ones(1, dtype=np.float32)
+        token_ids = torch.zeros(1, dtype=torch.int64, device=self._buffers.device)
+        edits = LogitEdits(row, row, ones)
+        plain, filtered = (Draw(row, word, ones, None, top_p, None) for top_p in (None, 0.5 * ones))
+        for edits_or_none, draw in itertools.product((None, edits), (None, plain, filtered)):
+            self.choose(logits, SamplingBatch(1, edits=edits_or_none, draw=draw))
+        for top_k in (1, MAX_TOP_LOGPROBS):
+            self.logprobs(logits, row, token_ids, top_k)
+
+    def choose(self, logits: Tensor, batch: SamplingBatch) -> Choice:
+        """See `TokenChooser.choose`."""
+        assert logits.stride(1) == 1
+        (num_rows, vocab_size), device = logits.shape, logits.device
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+        finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+        if num_rows == 0:
+            return Choice(token_ids, finite)
+        plan = _Plan(batch, vocab_size)
+        scratch = _Scratch(num_rows, vocab_size, plan, self._geometry, device)
+        # Greedy batches need no table, unedited ones no copy of the logits: what kernels never read may be any tensor.
+        table = edit_ids = edit_values = words = logits
+        if plan.needed:
+            table, edit_ids, edit_values, words = self._buffers.put_all(plan.arrays)
+        edited = logits
+        if plan.num_edited:
+            edited = torch.empty((plan.num_edited, vocab_size), dtype=torch.float32, device=device)
+        rows = (logits, logits.stride(0), table, edited)
+        self._survey(rows, (edit_ids, edit_values, words, words.stride(0)), scratch, plan)
+        if plan.filters:
+            self._shortlist(rows, scratch)
+        choose_kernels.choose_kernel[(num_rows,)](
+            *rows,
+            self._counts.in_output,
+            scratch.stats,
+            *scratch.shortlist,
+            token_ids,
+            finite,
+            self._geometry.capacity,
+            vocab_size,
+            scratch.num_chunks,
+            HAS_TABLE=plan.needed,
+            HAS_EDITED=plan.num_edited > 0,
+            HAS_FILTERS=plan.filters,
+            CHUNKS=triton.next_power_of_2(scratch.num_chunks),
+            BLOCK=self._geometry.block,
+            num_warps=choose_kernels.CHOOSE_WARPS,
+            **_LAUNCH,
+        )
+        return Choice(token_ids, finite)
+
+    def _survey(self, rows: _Rows, edits: tuple[Any, ...], scratch: _Scratch, plan: _Plan) -> None:
+        num_rows, vocab_size = rows[0].shape
+        kernels.survey_kernel[(scratch.num_chunks, num_rows)](
+            *rows,
+            self._counts.in_prompt.view(torch.uint8),
+            self._counts.in_output,
+            *edits,
+            scratch.stats,
+            scratch.group_max,
+            scratch.shortlist.length,
+            vocab_size,
+            HAS_TABLE=plan.needed,
+            HAS_EDITED=plan.num_edited > 0,
+            CHUNK=self._geometry.chunk,
+            GROUP=self._geometry.group,
+            num_warps=kernels.SURVEY_WARPS,
+            **_LAUNCH,
+        )
+
+    def _shortlist(self, rows: _Rows, scratch: _Scratch) -> None:
+        num_rows, vocab_size = rows[0].shape
+        kernels.shortlist_kernel[(scratch.num_chunks, num_rows)](
+            *rows,
+            scratch.stats,
+            scratch.group_max,
+            *scratch.shortlist,
+            self._geometry.capacity,
+            vocab_size,
+            CHUNK=self._geometry.chunk,
+            GROUP=self._geometry.group,
+            CHUNKS=triton.next_power_of_2(scratch.num_chunks),
+            num_warps=kernels.SURVEY_WARPS,
+            **_LAUNCH,
+        )
+
+    def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
+        """See `TokenChooser.logprobs`. Of equally likely tokens the first come first."""
+        assert logits.stride(1) == 1
+        num_rows, vocab_size = len(indices), logits.shape[1]
+        device, chunk = logits.device, self._geometry.chunk
+        token = torch.empty(num_rows, dtype=torch.float32, device=device)
+        top_ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=device)
+        top = torch.empty((num_rows, top_k), dtype=torch.float32, device=device)
+        if num_rows == 0:
+            return TokenLogprobs(token, top_ids, top)
+        rows = self._buffers.put(indices)
+        num_chunks = triton.cdiv(vocab_size, chunk)
+        stats = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=device)
+        ranked = torch.empty((num_rows, num_chunks, max(top_k, 1)), dtype=torch.int64, device=device)
+        logprob_kernels.survey_logprobs_kernel[(num_chunks, num_rows)](
+            logits,
+            logits.stride(0),
+            rows,
+            stats,
+            ranked,
+            top_k,
+            vocab_size,
+            CHUNK=chunk,
+            num_warps=_LOGPROB_WARPS,
+        )
+        logprob_kernels.collect_logprobs_kernel[(num_rows,)](
+            logits,
+            logits.stride(0),
+            rows,
+            token_ids,
+            stats,
+            ranked,
+            token,
+            top_ids,
+            top,
+            top_k,
+            num_chunks,
+            CHUNKS=triton.next_power_of_2(num_chunks),
+            CANDIDATES=triton.next_power_of_2(num_chunks * (MAX_TOP_LOGPROBS if top_k > 1 else 1)),
+            num_warps=_LOGPROB_WARPS,
+        )
+        return TokenLogprobs(token, top_ids, top)
+
+
+_Rows = tuple[Tensor, int, Tensor, Tensor]
+"""What every stage begins with: the logits, the stride of their rows, the table, and the logits as changed."""
+
+
+class _Shortlist(NamedTuple):
+    """The lists of filtered rows, in the order of the kernels' arguments; see `sampler.shortlist_kernel`."""
+
+    length: Tensor
+    values: Tensor
+    token_ids: Tensor
+    bounds: Tensor
+
+
+class _Scratch:
+    """What the stages of one choice leave to each other; nothing of it outlives the choice.
+
+    Attributes:
+        stats: [4, S, C] float32.
+        group_max: [S, groups] float32; like the lists any tensor if nobody filters, as no kernel touches it.
+    """
+
+    def __init__(
+        self, num_rows: int, vocab_size: int, plan: _Plan, sizes: Geometry, device: torch.device
+    ) -> None:
+        self.num_chunks: int = triton.cdiv(vocab_size, sizes.chunk)
+        floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.stats = self.group_max = torch.empty((4, num_rows, self.num_chunks), **floats)
+        lengths = torch.empty(num_rows, **integers)
+        self.shortlist = _Shortlist(lengths, self.stats, lengths, self.stats)
+        if plan.filters:
+            self.group_max = torch.empty((num_rows, self.num_chunks * sizes.chunk // sizes.group), **floats)
+            self.shortlist = _Shortlist(
+                lengths,
+                torch.empty((num_rows, sizes.capacity), **floats),
+                torch.empty((num_rows, sizes.capacity), **integers),
+                torch.empty(num_rows, **floats),
+            )
+
+
+class _Plan:
+    """The table of a batch, and what hangs on it.
+
+    Attributes:
+        needed: whether anybody wants anything but the argmax of the model's logits.
+        filters: whether anybody filters.
+        num_edited: rows whose tokens are chosen by other logits than the model's.
+        arrays: the table [S, 16] int32; token ids [m] int32 and values [m] float32 of edits; masks [n, words] int32.
+    """
+
+    def __init__(self, batch: SamplingBatch, vocab_size: int) -> None:
+        self.needed = batch.draw is not None or batch.processes_logits
+        self.filters = batch.draw is not None and batch.draw.filtered
+        self.num_edited = 0
+        if not self.needed:
+            return
+        self._words = np.zeros((batch.num_rows, lines.WIDTH.value), dtype=np.int32)
+        self._numbers = self._words.view(np.float32)
+        self._words[:, [lines.EDITED.value, lines.SLOT.value, lines.GRAMMAR.value]] = -1
+        edit_ids, edit_values = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
+        masks = np.zeros((1, 1), dtype=np.int32)
+        if batch.draw is not None:
+            self._add_draw(batch.draw)
+        if batch.penalties is not None:
+            self._add_penalties(batch.penalties)
+        if batch.edits is not None:
+            self._add_edits(batch.edits)
+            edit_ids, edit_values = batch.edits.token_ids.astype(np.int32), batch.edits.values
+        if batch.grammar is not None:
+            masks = batch.grammar.bits
+            assert masks.shape[1] * _WORD_BITS >= vocab_size, "a mask that is shorter than the vocabulary"
+            self._words[batch.grammar.indices, lines.GRAMMAR.value] = np.arange(len(masks))
+            self._words[batch.grammar.indices, lines.EDITED.value] = 0
+        edited = np.flatnonzero(self._words[:, lines.EDITED.value] == 0)
+        self._words[edited, lines.EDITED.value] = np.arange(len(edited))
+        self.num_edited = len(edited)
+        self.arrays: list[npt.NDArray[Any]] = [self._words, edit_ids, edit_values, masks]
+
+    def _add_draw(self, draw: Draw) -> None:
+        words, numbers, rows = self._words, self._numbers, draw.indices
+        kinds = np.where(draw.filtering(), lines.FILTERED_DRAW.value, lines.DRAW.value)
+        words[rows, lines.KIND.value] = kinds
+        words[rows, lines.KEY_0.value] = draw.keys[:, 0]
+        words[rows, lines.KEY_1.value] = draw.keys[:, 1]
+        words[rows, lines.TOP_K.value] = 0 if draw.top_k is None else draw.top_k
+        numbers[rows, lines.TEMPERATURE.value] = draw.temperature
+        numbers[rows, lines.TOP_P.value] = 1.0 if draw.top_p is None else draw.top_p
+        numbers[rows, lines.LOG_MIN_P.value] = -np.inf if draw.log_min_p is None else draw.log_min_p
+
+    def _add_penalties(self, penalties: Penalties) -> None:
+        rows = penalties.indices
+        self._words[rows, lines.EDITED.value] = 0
+        self._words[rows, lines.SLOT.value] = penalties.slots
+        self._numbers[rows, lines.REPETITION.value] = penalties.repetition
+        self._numbers[rows, lines.FREQUENCY.value] = penalties.frequency
+        self._numbers[rows, lines.PRESENCE.value] = penalties.presence
+
+    def _add_edits(self, edits: LogitEdits) -> None:
+        every_row = np.arange(len(self._words))
+        self._words[:, lines.EDITS_START.value] = np.searchsorted(edits.rows, every_row)
+        self._words[:, lines.EDITS_STOP.value] = np.searchsorted(edits.rows, every_row, side="right")
+        self._words[edits.rows, lines.EDITED.value] = 0

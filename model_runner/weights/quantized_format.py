@@ -1,0 +1,85 @@
+"""`QuantisedFormat`: linear layers of a quantised checkpoint, or of a plain one that is quantised while it is loaded.
+
+What the tensors of one module mean is the business of a `PartReader` (`fp8_format`, `awq_format`, `gptq_format`); what
+becomes of them on this device that of `QuantisedLinears`. Modules that the checkpoint leaves plain stay so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.quantized import Part, QuantisedLinears, dequantised
+from .reader import Slice, WeightReader
+
+if TYPE_CHECKING:
+    from ..ops import LinearWeight
+
+
+class PartReader(Protocol):
+    """Reads the weight of one module, or a rank's part of it."""
+
+    def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
+        """See `LinearFormat.load`; a tensor in the serving dtype where the checkpoint has this module plain.
+
+        Raises:
+            ConfigError: a tensor is missing or has another shape or meaning, or cannot be cut there.
+        """
+        ...
+
+
+class QuantisedFormat:
+    """See the module."""
+
+    def __init__(self, parts: PartReader, linears: QuantisedLinears) -> None:
+        self._parts = parts
+        self._linears = linears
+
+    def load(
+        self,
+        weights: WeightReader,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        slices: Sequence[Slice] | None,
+    ) -> LinearWeight:
+        """See `LinearFormat`."""
+        return self._linears.pack(self._read(weights, names, shapes, slices))
+
+    def dense(
+        self,
+        weights: WeightReader,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        slices: Sequence[Slice] | None,
+    ) -> Tensor:
+        """See `LinearFormat`."""
+        return torch.cat(
+            [dequantised(part, weights.dtype) for part in self._read(weights, names, shapes, slices)]
+        )
+
+    def head(
+        self,
+        weights: WeightReader,
+        name: str,
+        shape: tuple[int, int],
+        rows: range,
+        plain_rows: Callable[[], Tensor],
+    ) -> LinearWeight:
+        """See `LinearFormat`; plain in every checkpoint."""
+        return self._linears.pack([plain_rows()])
+
+    def _read(
+        self,
+        weights: WeightReader,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        slices: Sequence[Slice] | None,
+    ) -> list[Part]:
+        parts: Sequence[Slice | None] = slices or [None] * len(names)
+        return [
+            self._parts.read(weights, name, shape, part)
+            for name, shape, part in zip(names, shapes, parts, strict=True)
+        ]

@@ -1,0 +1,140 @@
+"""`SocketDir`: the private directory of one engine's sockets, gone when the engine is.
+
+The directory has mode 0700, so that only this user's processes reach the sockets. The supervisor removes it
+at the end. One that was killed with SIGKILL cannot: the kernel drops its lock, and the next engine to start
+sweeps up. It does so in a directory it shares with everybody, so it takes away only what it knows: a directory is ours
+if its lock file says so, and the names of the lock and the sockets are all that is ever removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ..errors import ConfigError
+from .black_box import is_black_box
+from .control import Endpoints, Role
+
+_PREFIX: Final = "engine-sockets-"
+_LOCK_NAME: Final = "lock"
+_LOCK_TEXT: Final = (
+    b"This directory holds the sockets of a running engine; a later one removes it if need be.\n"
+)
+_SOCKET_NAMES: Final = {
+    role: f"{role.value}.sock" for role in (Role.SCHEDULER, Role.DETOKENIZER, Role.TOKENIZER_MANAGER)
+}
+_RANK_STORE_NAME: Final = "ranks"
+_RANK_SOCKET: Final = f"{Role.MODEL_RUNNER.value}_{{rank}}.sock"
+_RANK_SOCKET_PATTERN: Final = re.compile(_RANK_SOCKET.format(rank=r"\d{1,4}"))
+_LONGEST_NAME: Final = max(*_SOCKET_NAMES.values(), _RANK_SOCKET.format(rank=9999), key=len)
+_MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of a Unix socket address, less the final zero
+
+
+class SocketDir:
+    """A new directory, locked by this process.
+
+    Attributes:
+        path: the directory.
+    """
+
+    def __init__(self) -> None:
+        """Make the directory, and remove those of engines that were killed.
+
+        Raises:
+            ConfigError: the directory for temporary files cannot hold sockets.
+        """
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            # Locked before it gets its name, so that no other engine ever sees it unlocked while we live.
+            new = self.path / "new"
+            self._lock_fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            os.write(self._lock_fd, _LOCK_TEXT)
+            new.rename(self.path / _LOCK_NAME)
+        except OSError as error:
+            raise ConfigError(
+                f"no directory for sockets can be made in {tempfile.gettempdir()}: {error}"
+            ) from error
+        if len(os.fsencode(self.path / _LONGEST_NAME)) > _MAX_SOCKET_PATH_BYTES:
+            self.remove()
+            raise ConfigError(
+                f"the path {self.path} is too long for sockets: with a name it must fit into "
+                f"{_MAX_SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter directory"
+            )
+        for path in abandoned_dirs(self.path.parent):
+            _remove(path)
+
+    def endpoints(self, ranks: Iterable[int] = ()) -> Endpoints:
+        """Where each room receives.
+
+        Args:
+            ranks: of the model runners that are processes of their own here.
+        """
+        return Endpoints(
+            **{role.value: f"ipc://{self.path / name}" for role, name in _SOCKET_NAMES.items()},
+            model_runners=tuple(f"ipc://{self.path / _RANK_SOCKET.format(rank=rank)}" for rank in ranks),
+            rank_store=str(self.path / _RANK_STORE_NAME),
+            black_box=str(self.path),
+        )
+
+    def forget_ranks(self) -> None:
+        """Remove the file of a group of ranks that is gone, so that the next group does not find its addresses."""
+        (self.path / _RANK_STORE_NAME).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the directory with all sockets in it."""
+        _remove(self.path)
+        os.close(self._lock_fd)
+
+    def __enter__(self) -> SocketDir:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.remove()
+
+
+def abandoned_dirs(parent: Path) -> Iterator[Path]:
+    """The directories in `parent` whose engine died without removing them: their lock can be had, and is held
+    until the next one is asked for.
+    """
+    for path in _own_dirs(parent):
+        # One without a lock file is being made at this moment, or is not ours: leave it.
+        with contextlib.suppress(OSError):
+            lock_fd = os.open(path / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.read(lock_fd, len(_LOCK_TEXT) + 1) == _LOCK_TEXT:
+                    yield path
+            finally:
+                os.close(lock_fd)
+
+
+def _remove(path: Path) -> None:
+    """Remove one of our directories. What else somebody has put into it stays, and so does the directory then."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            if _is_ours(name):
+                (path / name).unlink(missing_ok=True)
+        (path / _LOCK_NAME).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _is_ours(name: str) -> bool:
+    """Whether this is the name of a socket, of the file of the ranks, or of one of the black box."""
+    known = name == _RANK_STORE_NAME or name in _SOCKET_NAMES.values() or is_black_box(name)
+    return known or _RANK_SOCKET_PATTERN.fullmatch(name) is not None
+
+
+def _own_dirs(parent: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == os.getuid() and status.st_mode & 0o077 == 0:
+                    yield Path(entry.path)

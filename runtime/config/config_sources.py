@@ -1,0 +1,219 @@
+"""From where a setting has its value: defaults < preset < YAML file < environment < flags (or arguments of `LLM`).
+
+`merge` lays the layers over each other and keeps the origin of every value, so that `--print-config` can say it and an
+error can name the line or flag to change. The environment sets only secrets, which do not belong into a process list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+from ..errors import ConfigError
+from .config_fields import ConfigField, Setting, config_fields, find_setting, setting_names
+from .engine_config import EngineConfig
+from .presets import PRESETS, preset_origin
+
+ENV_VARS: Final = {"ENGINE_API_KEY": "api_key", "ENGINE_ADMIN_API_KEY": "admin_api_key"}
+DEFAULT_ORIGIN: Final = "default"
+_GUARDS: Final = {
+    "api_key": "everybody would get in",
+    "api_key_file": "everybody would get in",
+    "admin_api_key": "whoever can connect to a loopback address would be the admin",
+    "ssl_certfile": "nothing would be encrypted",
+}
+"""Settings that nobody means to leave out who writes their names into a file, and what would come of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """A value and where it was written: `engine.yaml:3`, `--port`, `$ENGINE_API_KEY`, `argument port`."""
+
+    value: object
+    origin: str
+
+
+Layer = Mapping[str, Value]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MergedConfig:
+    """A whole configuration, "auto" values not yet resolved.
+
+    Attributes:
+        config: the values.
+        origins: setting -> where its value was written; `default` for untouched ones.
+    """
+
+    config: EngineConfig
+    origins: Mapping[str, str]
+
+
+def merge(*layers: Layer) -> MergedConfig:
+    """Build the configuration; later layers win, and all of them over the preset that they choose.
+
+    Raises:
+        ConfigError: a value out of range; the message ends with its origin.
+    """
+    merged: dict[str, Value] = {}
+    for layer in layers:
+        merged.update(layer)
+    merged = _preset_layer(merged.get("preset")) | merged
+    origins = dict.fromkeys(config_fields(), DEFAULT_ORIGIN) | {
+        name: value.origin for name, value in merged.items()
+    }
+    groups: dict[str, Any] = {}
+    for group_name, group_type in get_type_hints(EngineConfig).items():
+        values = {f.name: merged[f.name].value for f in dataclasses.fields(group_type) if f.name in merged}
+        try:
+            groups[group_name] = group_type(**values)
+        except ConfigError as error:
+            raise _with_origin(error, origins) from None
+    return MergedConfig(EngineConfig(**groups), origins)
+
+
+def from_flags(given: Mapping[str, object]) -> dict[str, Value]:
+    """The layer of command line options: name of a setting -> text or truth value, None where it was not given."""
+    layer: dict[str, Value] = {}
+    for name, value in given.items():
+        setting = setting_names()[name]
+        if value is not None and value != []:  # what typer says of a repeatable option that is not given
+            try:
+                checked = setting.check(value)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace(name, setting.flag, 1)) from None
+            _put(layer, setting, Value(checked, setting.flag))
+    return layer
+
+
+def from_arguments(arguments: Mapping[str, object]) -> dict[str, Value]:
+    """The layer of keyword arguments: `LLM(max_model_len=512)`."""
+    layer: dict[str, Value] = {}
+    for key, value in arguments.items():
+        setting = find_setting(key)
+        _put(layer, setting, Value(setting.check(value), f"argument {setting.name}"))
+    return layer
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Value]:
+    """The layer of environment variables; an empty one counts as not set."""
+    environ = os.environ if environ is None else environ
+    return {
+        name: Value(config_fields()[name].check(environ[variable]), f"${variable}")
+        for variable, name in ENV_VARS.items()
+        if environ.get(variable)
+    }
+
+
+def from_yaml_file(path: Path) -> dict[str, Value]:
+    """The layer of a YAML file: `page_size: 16`, `page-size: 16`, or grouped, `cache: {page_size: 16}`.
+
+    Raises:
+        ConfigError: not readable, not YAML, an unknown or repeated key, a wrong type; with file and line.
+    """
+    import yaml  # here, because most starts have no file
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from None
+    layer: dict[str, Value] = {}
+    if root is None:
+        return layer
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}:1: must hold settings as `name: value` lines")
+    for key, node, line in _settings(loader, root, path):
+        origin = f"{path}:{line}"
+        try:
+            setting = find_setting(key)
+            first = layer.get(setting.field.name)
+            if first is not None:
+                name = "" if setting.alias is None else f", another name of {setting.field.name},"
+                raise ConfigError(f"{key}{name} is set a second time (first at {first.origin})")
+            if setting.field.name in _GUARDS and node.value == "":  # an explicit null or [] is meant
+                raise ConfigError(
+                    f"{key} has no value, and without one {_GUARDS[setting.field.name]}; write one, or null"
+                )
+            value = setting.check(_scalar(loader, node, setting.field))
+            layer[setting.field.name] = Value(value, origin)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from None
+    return layer
+
+
+def _put(layer: dict[str, Value], setting: Setting, value: Value) -> None:
+    """Add a value to a layer where each setting is given once.
+
+    Raises:
+        ConfigError: it has been given under another name.
+    """
+    first = layer.get(setting.field.name)
+    if first is not None:
+        raise ConfigError(f"{first.origin} and {value.origin} are two names of one setting; give one of them")
+    layer[setting.field.name] = value
+
+
+def _preset_layer(preset: Value | None) -> dict[str, Value]:
+    if preset is None or preset.value is None:
+        return {}
+    origin = preset_origin(str(preset.value))
+    return {name: Value(chosen.value, origin) for name, chosen in PRESETS[str(preset.value)].items()}
+
+
+def _settings(loader: Any, root: Any, path: Path) -> Iterator[tuple[str, Any, int]]:
+    """(key, value node, line) of every setting; a group's mapping is opened, and its settings must belong to it."""
+    import yaml
+
+    groups = get_type_hints(EngineConfig)
+    for key_node, node in root.value:
+        key = str(key_node.value)
+        if not (key in groups and isinstance(node, yaml.MappingNode)):
+            yield key, node, key_node.start_mark.line + 1
+            continue
+        for inner_key, inner_node in node.value:
+            line = inner_key.start_mark.line + 1
+            name = str(inner_key.value)
+            setting = setting_names().get(name.replace("-", "_"))
+            if setting is not None and setting.field.group != key:
+                raise ConfigError(
+                    f"{path}:{line}: {name} belongs to the group {setting.field.group!r}, not to {key!r}"
+                )
+            yield name, inner_node, line
+
+
+def _scalar(loader: Any, node: Any, field: ConfigField) -> object:
+    """The node's value; plain scalars for text settings stay text where YAML would see a number or a truth value."""
+    import yaml
+
+    if field.many and isinstance(node, yaml.SequenceNode):
+        return [_scalar(loader, item, field) for item in node.value]
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(f"{field.name} is a list or a mapping, but it must be {field.wants}")
+    if field.choices and node.tag != "tag:yaml.org,2002:null":
+        return node.value
+    try:
+        return loader.construct_object(node)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(
+            f"{field.name} cannot be read: {getattr(error, 'problem', None) or error}"
+        ) from None
+
+
+def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
+    """Range errors start with the setting's name; say where the value was written, too."""
+    message = str(error)
+    origin = origins.get(message.split(" ", 1)[0], DEFAULT_ORIGIN)
+    return ConfigError(message if origin == DEFAULT_ORIGIN else f"{message} (set by {origin})")

@@ -1,0 +1,124 @@
+"""`KernelConfig` and `ParallelConfig`, groups of `EngineConfig`: who computes, and on how many devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from ..errors import ConfigError
+from .aliases import Alias
+from .setting_checks import check_at_least, check_finite
+
+AttentionBackendName = Literal["fa3", "triton", "native", "torch_native"]
+ATTENTION_BACKENDS: Final[tuple[AttentionBackendName, ...]] = ("fa3", "triton", "native", "torch_native")
+ExecutorName = Literal["local", "ray"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """Which kernels compute, and how they are launched."""
+
+    attention_backend: Annotated[
+        str | None,
+        "Attention kernels: fa3, triton, native or torch_native; two names with a comma: for prompts, for decodes "
+        "(default: the first that can).",
+    ] = None
+    deterministic: Annotated[
+        bool,
+        "The same bits for a request alone or among others, cached or not, however its prompt is cut; CPU and bfloat16 "
+        "only, and slower.",
+    ] = False
+    cuda_graph: Annotated[
+        bool | Literal["auto"],
+        "Record decode steps once and replay them, which saves the host's time: as CUDA graphs, on the CPU as one call "
+        "to the engine's own kernels.",
+        Alias("disable_cuda_graph", {True: False}),
+        Alias("enforce_eager", {True: False}),
+    ] = "auto"
+    cuda_graph_max_bs: Annotated[
+        int | Literal["auto"], "Largest decode batch that is recorded; larger ones run as they are."
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        check_at_least("cuda_graph_max_bs", self.cuda_graph_max_bs, 1)
+        parse_attention_backend(self.attention_backend)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How many devices share one model, and how their processes find each other."""
+
+    tp: Annotated[
+        int,
+        "Devices (on the CPU: processes) that share each layer's work.",
+        Alias("tensor_parallel_size"),
+        Alias("tp_size"),
+    ] = 1
+    nnodes: Annotated[int, "Machines that share the model."] = 1
+    node_rank: Annotated[int, "Which of the machines this is; 0 has the server."] = 0
+    dist_init_addr: Annotated[
+        str | None,
+        "HOST:PORT of machine 0, where the others report (and at the next two ports); needed with several machines.",
+    ] = None
+    cluster_key_file: Annotated[
+        str | None, "File with the secret that the machines share; needed with several machines."
+    ] = None
+    dist_timeout: Annotated[
+        float, "Seconds that a rank waits for the others in one step before the engine gives up."
+    ] = 60.0
+    executor: Annotated[
+        ExecutorName, "Who starts the ranks: this process, or Ray on the machines of its cluster."
+    ] = "local"
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "nnodes"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("node_rank", self.node_rank, 0)
+        check_finite("dist_timeout", self.dist_timeout, 0.0, open_end=True)
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"node_rank is {self.node_rank}, but with nnodes {self.nnodes} it must lie in [0, {self.nnodes - 1}]"
+            )
+        if self.tp % self.nnodes:
+            raise ConfigError(f"tp is {self.tp}, but it must be a multiple of nnodes ({self.nnodes})")
+        if self.nnodes > 1 and self.dist_init_addr is None:
+            raise ConfigError(
+                f"nnodes is {self.nnodes}, but nobody says where machine 0 is; set --dist-init-addr HOST:PORT"
+            )
+        if self.nnodes > 1 and self.tp == 1:
+            raise ConfigError(
+                f"nnodes is {self.nnodes}, but tp is 1, so there is nothing to share; raise --tp"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each machine."""
+        return self.tp // self.nnodes
+
+    @property
+    def ranks_on_one_host(self) -> int:
+        """Ranks that may have to share one machine's cores and memory: with Ray, all, as it places them."""
+        return self.tp if self.executor == "ray" else self.ranks_per_node
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this machine."""
+        return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
+
+
+def parse_attention_backend(text: str | None) -> tuple[AttentionBackendName, AttentionBackendName] | None:
+    """What `--attention-backend` asks for: the names for prompts and for decodes; None: nothing.
+
+    Raises:
+        ConfigError: not one or two known names.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    names = [known for part in parts for known in ATTENTION_BACKENDS if known == part]
+    if len(names) != len(parts) or len(names) > 2:
+        raise ConfigError(
+            f"attention_backend is {text!r}, but it must be one or two of {', '.join(ATTENTION_BACKENDS)}; two are for "
+            "prompts and for decodes: --attention-backend fa3,triton"
+        )
+    return names[0], names[-1]

@@ -1,0 +1,52 @@
+"""`RequestLimits`, a group of `EngineConfig`: how much one request may ask for.
+
+They are checked before anything is tokenised and shown in `/server_info`. The defaults are far above what clients send,
+and so low that a request at all of them at once costs the server little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Final
+
+from ..errors import ConfigError
+from ..sampling_params import (
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+)
+from .setting_checks import check_at_least
+
+_MOST: Final = {
+    "max_stop_strings": MAX_STOP_STRINGS,
+    "max_stop_chars": MAX_STOP_STRING_CHARS,
+    "max_logit_bias": MAX_LOGIT_BIAS_ENTRIES,
+    "max_logprobs": MAX_TOP_LOGPROBS,
+    "max_json_depth": 256,  # what the parser, and the stack of everything behind it, take in any case
+}
+"""What the engine can take at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """How much one request may ask for."""
+
+    max_n: Annotated[int, "Answers per prompt: n, and best_of."] = 128
+    max_prompts: Annotated[int, "Prompts of one request."] = 2048
+    max_messages: Annotated[int, "Messages of a chat."] = 4096
+    max_stop_strings: Annotated[int, "Stop strings, and stop token ids, of a request."] = 64
+    max_stop_chars: Annotated[int, "Characters of a stop string."] = 1024
+    max_logit_bias: Annotated[int, "Entries of logit_bias."] = 1024
+    max_logprobs: Annotated[int, "Alternatives per token whose log-probabilities a request may ask for."] = 20
+    max_json_items: Annotated[
+        int, "Keys, lists and objects in a request body; numbers and strings in lists do not count."
+    ] = 100_000
+    max_json_depth: Annotated[int, "Lists and objects inside each other in a request body."] = 64
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_at_least(field.name, getattr(self, field.name), 1)
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but it must be at most {most}")

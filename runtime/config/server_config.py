@@ -1,0 +1,113 @@
+"""`ServerConfig`, a group of `EngineConfig`: who may connect and how, and how long anybody may be silent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from ..errors import ConfigError
+from .setting_checks import check_at_least, check_finite
+
+OverloadMode = Literal["refuse", "queue"]
+
+_POSITIVE: Final = (
+    "max_body_mb",
+    "max_header_kb",
+    "header_timeout",
+    "body_timeout",
+    "send_timeout",
+    "keep_alive_timeout",
+    "drain_timeout",
+    "startup_timeout",
+    "watchdog_timeout",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side, and how long processes may be silent."""
+
+    host: Annotated[str, "Address to listen on."] = "127.0.0.1"
+    port: Annotated[int, "Port to listen on; 0 takes a free one."] = 30000
+    api_key: Annotated[
+        tuple[str, ...],
+        "Clients must send it as a bearer token (or set ENGINE_API_KEY); give it again for another one.",
+    ] = ()
+    api_key_file: Annotated[str | None, "File with more API keys, one per line; # begins a comment."] = None
+    admin_api_key: Annotated[
+        str | None,
+        "Key for what concerns everybody: emptying the cache, aborting others (or set ENGINE_ADMIN_API_KEY). Without "
+        "one that works on a loopback address only.",
+    ] = None
+    isolate_tenants: Annotated[
+        bool, "A prefix cache of its own for each API key, so that timing tells nobody what others send."
+    ] = False
+    cors_origin: Annotated[
+        tuple[str, ...],
+        "Origin whose pages may call the API from a browser, https://example.org, or * for any; may be given again.",
+    ] = ()
+    allowed_host: Annotated[
+        tuple[str, ...],
+        "Name by which clients may call a server without keys on a loopback address, besides localhost and addresses; "
+        "* for any; may be given again.",
+    ] = ()
+    ssl_certfile: Annotated[str | None, "Certificate chain (PEM) to serve HTTPS with."] = None
+    ssl_keyfile: Annotated[str | None, "Its private key (PEM), if not in --ssl-certfile."] = None
+    max_body_mb: Annotated[float, "Largest request body; over it clients get 413."] = 16.0
+    max_header_kb: Annotated[
+        float, "Largest request head, all headers together; over it clients get 431."
+    ] = 64.0
+    max_connections: Annotated[int, "Open connections; over it new ones get 503."] = 16384
+    header_timeout: Annotated[
+        float, "Seconds in which the head of a request, and a new connection's first one, must have come."
+    ] = 30.0
+    body_timeout: Annotated[float, "Seconds in which a request's body must have come; then 408."] = 120.0
+    send_timeout: Annotated[
+        float, "Seconds that a client may leave an answer unread before it is aborted."
+    ] = 60.0
+    keep_alive_timeout: Annotated[float, "Seconds that a connection may be idle between two requests."] = 75.0
+    strict: Annotated[bool, "Refuse request fields that nobody knows, instead of warning about them."] = False
+    drain_timeout: Annotated[float, "Seconds that running requests get to finish after SIGTERM."] = 30.0
+    startup_timeout: Annotated[float, "Seconds that the processes may take to become ready."] = 600.0
+    watchdog_timeout: Annotated[
+        float, "Seconds without a heartbeat after which a process counts as hung."
+    ] = 60.0
+    max_restarts: Annotated[
+        int, "Restarts of lost processes within five minutes, before the server ends; 0 for none."
+    ] = 3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}, but it must lie in [0, 65535]")
+        for name in _POSITIVE:
+            check_finite(name, getattr(self, name), 0.0, open_end=True)
+        check_at_least("max_connections", self.max_connections, 1)
+        check_at_least("max_restarts", self.max_restarts, 0)
+        if self.isolate_tenants and not self.needs_key:
+            raise ConfigError(
+                "isolate_tenants is True, but tenants are told apart by their API keys; set api_key"
+            )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile is set, but there is no certificate; set ssl_certfile too")
+        for origin in self.cors_origin:
+            if origin != "*" and not _is_origin(origin):
+                raise ConfigError(
+                    f"cors_origin is {origin!r}, but it must be * or scheme://host[:port] without a path"
+                )
+
+        for host in self.allowed_host:
+            if not host or (host != "*" and set(host) & set("/?#@:* ")):
+                raise ConfigError(
+                    f"allowed_host is {host!r}, but it must be * or a name without scheme and port"
+                )
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send an API key."""
+        return bool(self.api_key) or self.api_key_file is not None
+
+
+def _is_origin(text: str) -> bool:
+    """Whether a browser could send this as `Origin`."""
+    scheme, separator, host = text.partition("://")
+    return bool(scheme and separator and host) and not set(host) & set("/?#@ ") and text == text.lower()

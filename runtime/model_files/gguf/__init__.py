@@ -1,0 +1,1 @@
+"""GGUF files: header, configuration, tensor names, block types, tokenizer."""

@@ -1,0 +1,129 @@
+"""Architecture facts from a folder in Hugging Face layout: config.json and generation_config.json.
+
+Whatever would change the computation and is not implemented is refused by name, never ignored: a model that
+loads and then talks nonsense is the worst failure. What all architectures share is read here, what is one's own in
+`hf_families`, and what can be said of an architecture that the engine does not know in `hf_other`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, cast
+
+from msgspec import structs
+
+from ...errors import ConfigError
+from ..fields import Fields
+from ..json_file import read_json
+from ..model_spec import DTypeName, ModelSpec
+from ..quantization import read_quantisation
+from .hf_families import FAMILIES, Family
+from .hf_other import other_family, with_common_names
+from .hf_rope import MAX_POSITIONS
+
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+_WITH_IMAGES: Final = {"gemma3": "gemma3_text"}
+
+
+def read_hf_spec(folder: Path) -> ModelSpec:
+    """The architecture of the model in `folder`.
+
+    Raises:
+        ConfigError: a file or field is missing or wrong, or the model needs something that is not
+            implemented.
+    """
+    path = folder / "config.json"
+    config = read_json(path)
+    fields = Fields(path, config)
+    model_type = _checked_model_type(fields)
+    if model_type in FAMILIES:
+        family = FAMILIES[model_type]
+    else:
+        fields = Fields(path, with_common_names(config))
+        family = other_family(fields)
+    vocab_size = fields.integer("vocab_size", 1, 1 << 24)
+    hidden_size = fields.integer("hidden_size", 1, 1 << 20)
+    num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
+    bos_token_ids = fields.token_ids("bos_token_id", vocab_size)
+    spec = ModelSpec(
+        model_type=model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
+        num_layers=fields.integer("num_hidden_layers", 1, 1 << 12),
+        num_heads=num_heads,
+        # Models older than grouped-query attention do not have these two fields.
+        num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
+        head_dim=fields.integer("head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-30, 1.0),
+        max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
+        torch_dtype=_dtype(fields),
+        eos_token_ids=_eos_token_ids(fields, folder, vocab_size),
+        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        quantisation=read_quantisation(folder, fields),
+        **family.read(fields),
+    )
+    spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
+    if contradiction := spec.contradiction():
+        raise ConfigError(f"{path}: {contradiction}")
+    return spec
+
+
+def _checked_model_type(fields: Fields) -> str:
+    model_type = fields.text("model_type")
+    if model_type in _WITH_IMAGES:
+        raise fields.error(
+            "model_type",
+            model_type,
+            "text with images, which is not supported; export its language model alone "
+            f"(model_type {_WITH_IMAGES[model_type]}), or use a GGUF file",
+        )
+    if model_type in FAMILIES:
+        _check_family(fields, model_type, FAMILIES[model_type])
+    return model_type
+
+
+def _check_family(fields: Fields, model_type: str, family: Family) -> None:
+    architectures = fields.get("architectures")
+    if architectures is not None and architectures != [family.architecture]:
+        raise fields.error(
+            "architectures", architectures, f"only ['{family.architecture}'] is supported for {model_type}"
+        )
+    # Gemma has it under two names, and the newer one counts.
+    name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
+    activation = fields.text(name, default=family.activation)
+    if activation != family.activation:
+        raise fields.error(name, activation, f"only {family.activation!r} is supported for {model_type}")
+
+
+def _dtype(fields: Fields) -> DTypeName:
+    """The type the weights were saved in: `dtype` in transformers 5; both default to float32."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.text(name, default="float32").removeprefix("torch.")
+    if value not in _DTYPES:
+        raise fields.error(name, value, f"which is not supported; supported are: {', '.join(_DTYPES)}")
+    return cast(DTypeName, value)
+
+
+def _eos_token_ids(fields: Fields, folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """End-of-text tokens of all files that name some: the end of a turn often stands in one of the others only."""
+    ids = fields.token_ids("eos_token_id", vocab_size)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        ids += Fields(generation, read_json(generation)).token_ids("eos_token_id", vocab_size)
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.exists():
+        ids += _tokenizer_eos(read_json(tokenizer), vocab_size)
+    return tuple(dict.fromkeys(ids))
+
+
+def _tokenizer_eos(config: Mapping[str, object], vocab_size: int) -> tuple[int, ...]:
+    """The id of the tokenizer's `eos_token`, where its added tokens are listed in the same file."""
+    eos, added = config.get("eos_token"), config.get("added_tokens_decoder")
+    text = eos.get("content") if isinstance(eos, Mapping) else eos
+    if not isinstance(text, str) or not isinstance(added, Mapping):
+        return ()
+    ids = (key for key, token in added.items() if isinstance(token, Mapping) and token.get("content") == text)
+    return tuple(int(key) for key in ids if key.isdecimal() and int(key) < vocab_size)

@@ -1,0 +1,1 @@
+"""Replaces "auto" values in a configuration by values that fit host and model, with a reason for each."""

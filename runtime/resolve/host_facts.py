@@ -1,0 +1,259 @@
+"""`HostFacts`: what this process may use of the machine: CPUs, memory, GPUs. Read once at start, without torch.
+
+"May use" is the point: a container with a limit of 2 GB on a machine with 64 GB has 2 GB, and a process pinned to two
+cores has two. Everything is read from files under `root`, so that tests can describe any machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from ..errors import ConfigError
+from ..model_files.cache_dir import cache_dir
+
+COMPILERS: Final = ("g++", "c++", "clang++")
+"""What may compile the engine's own CPU kernels. GCC first: torch's runtime has what its code calls."""
+_UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One NVIDIA GPU: name, total and free memory, compute capability as (major, minor), None if unknown."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What the engine may use here.
+
+    Attributes:
+        num_cpus: logical CPUs in the affinity mask.
+        num_cores: physical cores those belong to.
+        cpu_quota: CPUs' worth of time that the cgroup grants; None: no quota.
+        cpu_flags: instruction set extensions, as Linux names them.
+        mem_available_bytes: what can be allocated without swapping, machine-wide.
+        cgroup_free_bytes: what the memory cgroup still grants; None: no limit.
+        gpus: the visible NVIDIA GPUs.
+        has_cpu_kernels: the engine's own are compiled, or there is a compiler.
+        torch_version: with its local part (`2.9.0+cpu`); empty when torch is not installed.
+    """
+
+    num_cpus: int
+    num_cores: int
+    cpu_quota: float | None
+    cpu_flags: frozenset[str]
+    mem_available_bytes: int
+    cgroup_free_bytes: int | None
+    gpus: tuple[GpuFacts, ...] = ()
+    torch_version: str = ""
+    has_cpu_kernels: bool = True
+
+    @property
+    def mem_usable_bytes(self) -> int:
+        """The tighter one of the machine's and the cgroup's free memory."""
+        if self.cgroup_free_bytes is None:
+            return self.mem_available_bytes
+        return min(self.mem_available_bytes, self.cgroup_free_bytes)
+
+    @property
+    def torch_has_cuda(self) -> bool:
+        """Whether the installed torch is a CUDA build, judged by its version (importing it takes seconds)."""
+        return (
+            bool(self.torch_version)
+            and not self.torch_version.endswith(("+cpu", "+xpu"))
+            and ("rocm" not in self.torch_version)
+        )
+
+
+def read_host_facts(root: Path = Path("/")) -> HostFacts:
+    """Look at the machine; takes milliseconds."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return HostFacts(
+        num_cpus=len(cpus),
+        num_cores=_count_cores(root, cpus),
+        cpu_quota=_cpu_quota(root),
+        cpu_flags=_cpu_flags(root),
+        mem_available_bytes=_mem_available_bytes(root),
+        cgroup_free_bytes=_cgroup_free_bytes(root),
+        gpus=_read_gpus(root),
+        torch_version=_torch_version(),
+        has_cpu_kernels=_has_cpu_kernels(),
+    )
+
+
+# ---------------------------------------------------------------- CPUs
+
+
+def _count_cores(root: Path, cpus: list[int]) -> int:
+    """Hyperthreads of one core count once: two of them do not multiply matrices faster than one."""
+    siblings = {
+        _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+        for cpu in cpus
+    }
+    return len(siblings)
+
+
+def _cpu_flags(root: Path) -> frozenset[str]:
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):  # x86, ARM
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _has_cpu_kernels() -> bool:
+    """Whether it seems so: a compiler may fail, and files may be those of another version."""
+    if any(shutil.which(name) for name in COMPILERS):
+        return True
+    try:
+        return any((cache_dir() / "kernels").glob("cpu-*.so"))
+    except (ConfigError, OSError):
+        return False
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """The tightest quota between this process's cgroup and the root of the hierarchy, in CPUs."""
+    quotas = []
+    for folder in _cgroup_v2_folders(root):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    for folder in _cgroup_v1_folders(root, "cpu"):
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():  # -1: no quota
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _mem_available_bytes(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cgroup_free_bytes(root: Path) -> int | None:
+    """Limit less use, of the tightest cgroup. File pages that can be dropped at once do not count as used."""
+    free = []
+    for folder in _cgroup_v2_folders(root):
+        limit = _read(folder / "memory.max")
+        if limit.isdigit():
+            used = _int(_read(folder / "memory.current")) - _memory_stat(folder, "inactive_file")
+            free.append(int(limit) - used)
+    for folder in _cgroup_v1_folders(root, "memory"):
+        limit = _read(folder / "memory.limit_in_bytes")
+        if limit.isdigit() and int(limit) < _UNLIMITED_BYTES:
+            used = _int(_read(folder / "memory.usage_in_bytes")) - _memory_stat(folder, "total_inactive_file")
+            free.append(int(limit) - used)
+    return max(0, min(free)) if free else None
+
+
+def _memory_stat(folder: Path, key: str) -> int:
+    for line in _read(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return _int(value)
+    return 0
+
+
+def _cgroup_v2_folders(root: Path) -> Iterator[Path]:
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, _, path = line.split(":", 2)
+        if hierarchy == "0":
+            yield from _up_to_mount(root / "sys/fs/cgroup", path)
+
+
+def _cgroup_v1_folders(root: Path, controller: str) -> Iterator[Path]:
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            yield from _up_to_mount(root / "sys/fs/cgroup" / controller, path)
+
+
+def _up_to_mount(mount: Path, path: str) -> Iterator[Path]:
+    """The cgroup's folder and its parents; in a container the path may be the host's, then only the mount exists."""
+    folder = mount / path.lstrip("/")
+    while folder != mount:
+        yield folder
+        folder = folder.parent
+    yield mount
+
+
+# ---------------------------------------------------------------- GPUs, torch
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _read_gpus(root: Path) -> tuple[GpuFacts, ...]:
+    """Ask the driver's management library; without a driver, or with a broken one, there are no GPUs."""
+    if not (root / "dev/nvidiactl").exists():
+        return ()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ()
+    if nvml.nvmlInit_v2() != 0:
+        return ()
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return ()
+        return tuple(gpu for index in range(count.value) if (gpu := _read_gpu(nvml, index)) is not None)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read_gpu(nvml: ctypes.CDLL, index: int) -> GpuFacts | None:
+    handle, memory, name = ctypes.c_void_p(), _NvmlMemory(), ctypes.create_string_buffer(96)
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+        return None
+    if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+        return None
+    nvml.nvmlDeviceGetName(handle, name, len(name))
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    failed = nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    capability = None if failed else (major.value, minor.value)
+    return GpuFacts(name.value.decode(errors="replace"), int(memory.total), int(memory.free), capability)
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    """The file's text without surrounding space; empty where it cannot be read, which stands for "no such limit"."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _int(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def usable_threads(host: HostFacts) -> int:
+    """Threads that can compute at the same time: physical cores, less where a quota grants fewer."""
+    if host.cpu_quota is None:
+        return max(1, host.num_cores)
+    return max(1, min(host.num_cores, math.ceil(host.cpu_quota)))

@@ -1,0 +1,110 @@
+"""`fit_pool`: how many KV pages a device holds, by what was measured on it; no longer by what was estimated.
+
+Before the weights are loaded the pool is an estimate (`pool_size`), for any kernels. On a GPU, once they are loaded,
+the largest step is tried, and the pool takes its share of what is left. What the user has set stands, or is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ..errors import ConfigError
+from ..feasibility import Capacity, pages_for
+from .memory_budget import MOST_OF_LEFT, size_text
+from .pool_size import MIN_USEFUL_LEN
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Bytes, on one device.
+
+    Attributes:
+        free_bytes: with nothing but the weights loaded.
+        step_bytes: what the largest step takes beside weights and KV pool, the tables of all requests included.
+        graph_bytes: what recorded decodes take.
+        gathered_token_bytes: what attention takes of each token in the pool, where all of them may be attended to in
+            one step; the step that was tried had prompts only.
+    """
+
+    free_bytes: int
+    step_bytes: int
+    graph_bytes: int
+    gathered_token_bytes: int = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """For the pool, and for what nobody has measured."""
+        return self.free_bytes - self.step_bytes - self.graph_bytes
+
+    @property
+    def sums(self) -> str:
+        """The arithmetic of `left_bytes`, in words."""
+        return (
+            f"({size_text(self.free_bytes)} free beside the weights - {size_text(self.step_bytes)} largest step - "
+            f"{size_text(self.graph_bytes)} decode graphs)"
+        )
+
+
+def graphs_estimate(recorded_bytes: list[int], num_graphs: int) -> int:
+    """What `num_graphs` recordings take together, by the largest and the one after it.
+
+    The largest brings the memory that the others use too; what those add is their own.
+
+    Args:
+        recorded_bytes: of up to two recordings, the largest first.
+    """
+    if not recorded_bytes or not num_graphs:
+        return 0
+    first, *others = recorded_bytes
+    return first + (num_graphs - 1) * max(0, *others) if others else first * num_graphs
+
+
+def fit_pool(
+    capacity: Capacity,
+    measured: Measured,
+    fraction: float,
+    *,
+    page_bytes: int,
+    is_estimate: bool,
+    len_is_estimate: bool = False,
+) -> Capacity:
+    """The capacity with the pages that the device holds, and a context that fits into them.
+
+    Args:
+        capacity: as planned before.
+        fraction: share of what is left that the pool may take.
+        page_bytes: of one page, on this device.
+        is_estimate: the planned pool was not set by the user, so that it may become smaller or larger.
+        len_is_estimate: nor was the context's length, so that it may become smaller.
+
+    Raises:
+        ConfigError: the pool that the user has set does not fit, or none that holds one context does.
+    """
+    page_bytes += capacity.page_size * measured.gathered_token_bytes
+    asked_bytes = (capacity.num_pages + 1) * page_bytes  # the dummy page is one more
+    if not is_estimate:
+        share = max(fraction, MOST_OF_LEFT)
+        if asked_bytes > measured.left_bytes * share:
+            raise ConfigError(
+                f"max_total_tokens is {capacity.max_total_tokens}, which takes {size_text(asked_bytes)}, but the "
+                f"device has {measured.sums} x {share:g}; lower --max-total-tokens, --chunked-prefill-size or "
+                "--max-running-requests"
+            )
+        return capacity
+    num_pages = max(0, int(measured.left_bytes * fraction)) // page_bytes - 1
+    longest = pages_for(capacity.max_model_len, capacity.page_size)
+    if num_pages < longest:
+        num_tokens, sums = max(0, num_pages) * capacity.page_size, f"{measured.sums} x {fraction:g}"
+        if not len_is_estimate or num_tokens < min(MIN_USEFUL_LEN, capacity.max_model_len):
+            raise ConfigError(
+                f"max_model_len is {capacity.max_model_len}, but the device holds {num_tokens} tokens: {sums}; lower "
+                "--max-model-len, --chunked-prefill-size or --max-running-requests, or raise --mem-fraction"
+            )
+        logger.info("max_model_len=%d, not %d as planned: %s", num_tokens, capacity.max_model_len, sums)
+        capacity, longest = replace(capacity, max_model_len=num_tokens), num_pages
+    return replace(capacity, num_pages=min(num_pages, capacity.max_running_requests * longest))

@@ -1,0 +1,150 @@
+"""`MemoryBudget`: the sums behind the size of the KV pool: what is free, less weights, less working memory of a step.
+
+Computed from the model's shape alone, before anything is loaded, so that a start that cannot work fails in
+milliseconds and with its arithmetic in the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from .rank_spec import rank_spec
+
+if TYPE_CHECKING:
+    from ..model_files.model_spec import ModelSpec
+
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+BYTES_OF_DTYPE: Final = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1}
+KV_SCALE_BYTES: Final = 4
+"""Of each token and head of an int8 pool."""
+RUNTIME_BYTES: Final = 512 * MIB
+"""torch, four processes, allocator slack: 350 MiB measured on CPU after the first requests."""
+MOST_OF_LEFT: Final = 0.95
+"""Share that a pool of the user's own size may take: the allocator never finds every last byte."""
+_LOGITS_COPIES: Final = 3  # logits in float32, their sorted copy, probabilities
+_SCORES_COPIES: Final = 2  # scores, and their softmax
+_QUERY_BLOCK: Final = 256  # of `ExtendAttention`; where it multiplies bfloat16 on the CPU it takes 64
+_CPU_BF16_QUERY_BLOCK: Final = 64
+_MASK_HEADS: Final = 2  # a mask buffer is up to twice as wide as the context, and replaces one half as wide
+GATHERED_COPIES: Final = 2  # the rows that attention gathers from the pool, and what a kernel packs of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """Bytes, on the device the model runs on.
+
+    Attributes:
+        usable_bytes: free now.
+        weights_bytes: all weights in the form that they are held in.
+        workspace_bytes: the largest step's activations, attention scores and logits, and the runtime itself.
+        kv_token_bytes: keys and values of one token, all layers.
+        gather_token_bytes: what attention copies of a token at a time: its keys and values in one layer.
+        fraction: share of what is left that the KV pool and those copies may take.
+        swap_bytes: kept for swapped KV, where that is the same memory.
+    """
+
+    usable_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    kv_token_bytes: int
+    gather_token_bytes: int
+    fraction: float
+    swap_bytes: int = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """What remains beside weights, workspace and swapped KV; negative when those alone do not fit."""
+        return self.usable_bytes - self.weights_bytes - self.workspace_bytes - self.swap_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """What a slot of the pool costs: its KV, and its share of what attention copies, which grows with the pool."""
+        return self.kv_token_bytes + self.gather_token_bytes
+
+    @property
+    def tokens(self) -> int:
+        """KV slots that the fraction pays for."""
+        return max(0, int(self.left_bytes * self.fraction)) // self.token_bytes
+
+    @property
+    def left_sums(self) -> str:
+        """The arithmetic of `left_bytes`, in words."""
+        swap = f" - {size_text(self.swap_bytes)} swap space" if self.swap_bytes else ""
+        return (
+            f"({size_text(self.usable_bytes)} free - {size_text(self.weights_bytes)} weights - "
+            f"{size_text(self.workspace_bytes)} workspace{swap})"
+        )
+
+    @property
+    def sums(self) -> str:
+        """The arithmetic of `tokens`, in words."""
+        return f"{self.left_sums} x {self.fraction:g} / {size_text(self.token_bytes)} per token"
+
+
+def plan_memory(
+    spec: ModelSpec,
+    *,
+    usable_bytes: int,
+    dtype: str,
+    fraction: float,
+    step_tokens: int,
+    max_model_len: int,
+    max_running_requests: int,
+    on_cpu: bool,
+    tp: int = 1,
+    kv_cache_dtype: str = "auto",
+) -> MemoryBudget:
+    """The sums for one model, for attention in plain torch: other backends need less.
+
+    Attention computes the scores of a block of queries at a time. Fused kernels keep not even those, but which kernel
+    torch takes is known only when it runs, and too little memory ends the engine where too much costs a few tokens.
+
+    Args:
+        step_tokens: new tokens of the largest step.
+        max_model_len: positions that attention of one token may look back on.
+        max_running_requests: rows of logits that may be sampled in one step.
+        on_cpu: the output head is packed for its kernel, also where it is tied to the embedding.
+        tp: ranks that share the model; the sums are those of one of them, who has all of the logits.
+        kv_cache_dtype: of the KV pool; "auto": as the model.
+    """
+    width, vocab_size = BYTES_OF_DTYPE[dtype], spec.vocab_size
+    spec = rank_spec(spec, tp)
+    dequantised = spec.quantisation is not None and not spec.quantisation.is_kept(on_cpu=on_cpu)
+    weights = spec.weight_bytes(width, dequantised=dequantised)
+    if on_cpu:
+        weights += spec.tied_head_bytes(width, dequantised=dequantised)
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    activations = step_tokens * (4 * spec.hidden_size + 3 * q_size + 4 * kv_size + spec.mlp_width) * 4
+    block = min(step_tokens, _CPU_BF16_QUERY_BLOCK if on_cpu and dtype == "bfloat16" else _QUERY_BLOCK)
+    scores = block * (spec.num_heads + _MASK_HEADS) * max_model_len * 4 * _SCORES_COPIES
+    logits = max_running_requests * vocab_size * 4 * _LOGITS_COPIES
+    return MemoryBudget(
+        usable_bytes=usable_bytes,
+        weights_bytes=weights,
+        workspace_bytes=activations + scores + logits + RUNTIME_BYTES,
+        kv_token_bytes=kv_token_bytes(spec, kv_dtype_of(kv_cache_dtype, dtype)),
+        gather_token_bytes=2 * kv_size * width * GATHERED_COPIES,
+        fraction=fraction,
+    )
+
+
+def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:
+    """The KV pool's dtype, from the setting and the model's."""
+    return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def kv_token_bytes(spec: ModelSpec, kv_dtype: str) -> int:
+    """Memory of one token's keys and values, with their scales where there are some."""
+    scale_bytes = KV_SCALE_BYTES if kv_dtype == "int8" else 0
+    return spec.kv_bytes_per_token(BYTES_OF_DTYPE[kv_dtype], scale_bytes)
+
+
+def size_text(num_bytes: int) -> str:
+    """For people: `1.5 GiB`."""
+    if abs(num_bytes) >= GIB:
+        return f"{num_bytes / GIB:.1f} GiB"
+    if abs(num_bytes) >= MIB:
+        return f"{num_bytes / MIB:.0f} MiB"
+    return f"{num_bytes / 1024:.1f} KiB"

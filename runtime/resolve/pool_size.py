@@ -1,0 +1,273 @@
+"""`PoolSize`: how many KV slots there are, how long a context may be, and how many requests may run: one decision.
+
+They hang together: a longer context needs more working memory in a step, which the pool then lacks; and a pool that is
+larger than all requests together could use is no use. What the user has set stands, or is refused with the sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ..config.engine_config import EngineConfig
+from ..errors import ConfigError
+from ..feasibility import pages_for
+from .memory_budget import GIB, MOST_OF_LEFT, MemoryBudget, plan_memory
+from .swap_space import SwapSpace
+
+if TYPE_CHECKING:
+    from ..model_files.model_spec import ModelSpec
+
+TOKENS_PER_REQUEST: Final = 256  # of a short one: how many run at once; longer ones wait for pages
+MAX_AUTO_RUNNING: Final = 256
+MIN_USEFUL_LEN: Final = 256  # a context below it answers nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What was decided about the device before.
+
+    Attributes:
+        free_bytes: on the device, for one rank where several share it.
+        host_free_bytes: on the host, which is the same memory where the device is the CPU.
+    """
+
+    name: str
+    dtype: str
+    num_threads: int
+    free_bytes: int
+    host_free_bytes: int
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the pool is in the host's memory."""
+        return self.name == "cpu"
+
+
+class PoolDecision(NamedTuple):
+    """The values, and setting -> why, for those that the user has not set so."""
+
+    max_model_len: int
+    max_running_requests: int
+    max_total_tokens: int
+    swap_gib: float
+    notes: dict[str, str]
+
+
+class PoolSize:
+    """See the module. Made for one decision."""
+
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, device: Device, *, chunk: int, fraction: float
+    ) -> None:
+        """`chunk` and `fraction`: the chunked prefill size and the memory fraction, decided before."""
+        self._config = config
+        self._spec = spec
+        self._device = device
+        self._chunk = chunk
+        self._fraction = fraction
+        self._page_size = config.cache.page_size
+        self._swap = SwapSpace(config, device.name, device.host_free_bytes)
+        self._most_running = self._running_at_most()
+        self._notes: dict[str, str] = {}
+
+    def decide(self) -> PoolDecision:
+        """Decide.
+
+        Raises:
+            ConfigError: the settings contradict the model or the memory; the message holds the sums.
+        """
+        wanted_len = self._wanted_len()
+        max_model_len = self._len_beside_pool(wanted_len)
+        budget = self._budget(max_model_len)
+        self._swap.check(budget)
+        pool = self._pool(budget)
+        self._check_len(max_model_len, wanted_len, pool, budget)
+        max_running = self._max_running_requests(pool)
+        max_total = self._max_total_tokens(pool, max_running, max_model_len, budget)
+        swap_space = self._swap.decide(max_total, budget)
+        self._note("swap_space", swap_space.reason)
+        return PoolDecision(max_model_len, max_running, max_total, swap_space.gib, self._notes)
+
+    # ---------------------------------------------------------------- the length of a context
+
+    def _wanted_len(self) -> int:
+        """The context length before memory has its say."""
+        asked, known = self._config.model.max_model_len, self._spec.max_position_embeddings
+        if asked == "auto":
+            return known
+        if asked > known:
+            raise ConfigError(
+                f"max_model_len is {asked}, but the model knows positions up to {known} only; lower --max-model-len"
+            )
+        return asked
+
+    def _len_beside_pool(self, wanted_len: int) -> int:
+        """The wanted length if it was asked for or a pool beside its workspace holds it; else the longest that fits."""
+        asked_tokens = self._config.cache.max_total_tokens
+        if self._config.model.max_model_len != "auto":
+            return wanted_len
+        if asked_tokens != "auto":
+            return min(wanted_len, max(2, asked_tokens // self._page_size * self._page_size))
+        if self._budget(wanted_len).tokens >= pages_for(wanted_len, self._page_size) * self._page_size:
+            return wanted_len
+        # The pool shrinks as the context grows, so the longest context that it holds is found by halving.
+        fits, too_long = 0, pages_for(wanted_len, self._page_size)
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            length = middle * self._page_size
+            if self._budget(length).tokens >= length:
+                fits = middle
+            else:
+                too_long = middle
+        return max(min(MIN_USEFUL_LEN, wanted_len), fits * self._page_size)
+
+    def _check_len(self, max_model_len: int, wanted_len: int, pool: int, budget: MemoryBudget) -> None:
+        pool_is_given = self._config.cache.max_total_tokens != "auto"
+        if self._config.model.max_model_len != "auto":
+            if pool < max_model_len - 1 and not pool_is_given:
+                raise ConfigError(
+                    f"max_model_len is {max_model_len}, but memory holds {pool} tokens: {budget.sums}; lower "
+                    f"--max-model-len or raise --mem-fraction{_or_swap_space(budget)}"
+                )
+        elif pool_is_given and max_model_len < wanted_len:
+            self._note("max_model_len", f"bounded by --max-total-tokens; the model knows {wanted_len}")
+        elif pool < min(MIN_USEFUL_LEN, wanted_len) and not pool_is_given:
+            raise ConfigError(
+                f"memory holds a context of {pool} tokens only: {budget.sums}; free memory, raise --mem-fraction "
+                f"(now {budget.fraction:g}) or lower --chunked-prefill-size, --max-prefill-tokens, "
+                f"--max-running-requests and --max-model-len{_or_swap_space(budget)}"
+            )
+        elif max_model_len < wanted_len:
+            self._note("max_model_len", f"bounded by memory, {budget.sums}; the model knows {wanted_len}")
+        else:
+            self._note("max_model_len", "all positions the model knows")
+
+    # ---------------------------------------------------------------- memory
+
+    def _budget(self, max_model_len: int) -> MemoryBudget:
+        """The sums for the largest step that the scheduler can make with contexts of this length."""
+        budget = plan_memory(
+            self._spec,
+            usable_bytes=self._device.free_bytes,
+            dtype=self._device.dtype,
+            fraction=self._fraction,
+            step_tokens=largest_step(self._config, self._chunk, self._most_running, max_model_len),
+            max_model_len=max_model_len,
+            max_running_requests=self._most_running,
+            on_cpu=self._device.is_cpu,
+            tp=self._config.parallel.tp,
+            kv_cache_dtype=self._config.cache.kv_cache_dtype,
+        )
+        return self._swap.beside(budget)
+
+    def _pool(self, budget: MemoryBudget) -> int:
+        """KV slots that memory pays for, or that the user asked for, in whole pages."""
+        asked = self._config.cache.max_total_tokens
+        if asked == "auto":
+            return budget.tokens // self._page_size * self._page_size
+        at_most = replace(budget, fraction=max(budget.fraction, MOST_OF_LEFT))
+        if asked > at_most.tokens:
+            raise ConfigError(
+                f"max_total_tokens is {asked}, which takes {asked * budget.token_bytes / GIB:.1f} GiB, but memory "
+                f"holds {at_most.tokens} tokens: {at_most.sums}; lower --max-total-tokens or --max-model-len"
+                f"{_or_swap_space(budget)}"
+            )
+        rounded = asked // self._page_size * self._page_size
+        if rounded == 0:
+            raise ConfigError(
+                f"max_total_tokens is {asked}, less than one page of {self._page_size} tokens; raise it"
+            )
+        return rounded
+
+    def _max_total_tokens(self, pool: int, max_running: int, max_model_len: int, budget: MemoryBudget) -> int:
+        asked = self._config.cache.max_total_tokens
+        if asked != "auto":
+            self._note(
+                "max_total_tokens", f"{asked} in whole pages of {self._page_size}" if pool != asked else ""
+            )
+            return pool
+        useful = max_running * pages_for(max_model_len, self._page_size) * self._page_size
+        if useful <= pool:
+            self._note(
+                "max_total_tokens", f"{max_running} requests x {max_model_len} tokens; memory holds {pool}"
+            )
+            return useful
+        self._note("max_total_tokens", budget.sums)
+        return pool
+
+    # ---------------------------------------------------------------- requests
+
+    def _running_at_most(self) -> int:
+        """Requests that will run at once at most: `max_running_requests` before memory has its say."""
+        asked = self._config.scheduler.max_running_requests
+        if asked != "auto":
+            return asked
+        most = min(MAX_AUTO_RUNNING, max(64, 16 * self._device.num_threads))
+        return min(most if self._device.is_cpu else MAX_AUTO_RUNNING, self._most_decodes)
+
+    @property
+    def _most_decodes(self) -> int:
+        """Requests for whose tokens a step has room, where one budget holds prompts and decodes."""
+        scheduler = self._config.scheduler
+        if scheduler.phases != "decode-first" or scheduler.max_num_batched_tokens is None:
+            return MAX_AUTO_RUNNING
+        return scheduler.max_num_batched_tokens
+
+    def _max_running_requests(self, pool: int) -> int:
+        asked, most_running = self._config.scheduler.max_running_requests, self._most_running
+        if asked != "auto":
+            return asked
+        by_memory = max(1, pool // TOKENS_PER_REQUEST)
+        if by_memory < most_running:
+            reason = f"one per {TOKENS_PER_REQUEST} of {pool} KV tokens"
+        elif most_running == self._most_decodes < MAX_AUTO_RUNNING:
+            reason = f"a token of each fits into a step of --max-num-batched-tokens {most_running}"
+        elif self._device.is_cpu:
+            reason = f"for {self._device.num_threads} CPU threads"
+        else:
+            reason = "enough to fill the GPU"
+        self._note("max_running_requests", reason)
+        return min(by_memory, most_running)
+
+    def _note(self, name: str, reason: str) -> None:
+        if reason:
+            self._notes[name] = reason
+
+
+def largest_step(config: EngineConfig, chunk: int, most_running: int, max_model_len: int) -> int:
+    """New tokens of the largest step: full of prompts, or everybody decodes and leaves a page for a prompt.
+
+    Decodes that ride along with prompts take of their limit and do not add to it (see `PrefillBudget`).
+
+    Args:
+        chunk: the chunked prefill size, decided.
+        most_running: requests that run at once at most.
+    """
+    scheduler = config.scheduler
+    apart = scheduler.phases == "prefill-first"
+    most_decodes = most_running if apart else most_running + config.cache.page_size
+    largest = max(min(prompt_tokens(config, chunk), most_running * max_model_len), most_decodes)
+    if scheduler.max_num_batched_tokens is not None:
+        largest = min(largest, max(scheduler.max_num_batched_tokens, most_decodes))
+    if chunk == -1:  # prompts are never cut: one of any length is computed beside whoever decodes
+        largest = max(largest, max_model_len + (0 if apart else most_running))
+    return largest
+
+
+def largest_step_of(config: EngineConfig) -> int:
+    """The same for a resolved configuration."""
+    chunk, running = config.scheduler.chunked_prefill_size, config.scheduler.max_running_requests
+    assert chunk != "auto" and running != "auto" and config.model.max_model_len != "auto"
+    return largest_step(config, chunk, running, config.model.max_model_len)
+
+
+def prompt_tokens(config: EngineConfig, chunk: int) -> int:
+    """Prompt tokens of a step that holds more than a single prompt."""
+    limit = max(config.scheduler.max_prefill_tokens, config.cache.page_size)
+    return limit if chunk == -1 else min(limit, chunk)
+
+
+def _or_swap_space(budget: MemoryBudget) -> str:
+    """One more way out, where the KV pool shares its memory with swapped KV."""
+    return " (or --swap-space)" if budget.swap_bytes else ""

@@ -1,0 +1,67 @@
+"""`rank_spec`: what one rank of a tensor-parallel group has of a model: heads, widths, rows of the vocabulary.
+
+Heads and MLP widths are divided evenly. Key/value heads that are fewer than the ranks are held by several of them. The
+vocabulary may have any size: each rank has the same number of rows, those beyond the end are padding. What stands in
+the residual stream (norms, the router of experts) every rank has whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..model_files.model_spec import ModelSpec
+
+
+def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
+    """The part of each of `tp` ranks, as a model of its own: for attention, the KV pool, and sums of memory."""
+    if tp == 1:
+        return spec
+    assert reason_against_tp(spec, tp) is None
+    experts = spec.experts
+    if experts is not None:
+        experts = msgspec.structs.replace(experts, intermediate_size=experts.intermediate_size // tp)
+    return msgspec.structs.replace(
+        spec,
+        num_heads=spec.num_heads // tp,
+        num_kv_heads=max(1, spec.num_kv_heads // tp),
+        intermediate_size=spec.intermediate_size // tp,
+        vocab_size=-(-spec.vocab_size // tp),
+        experts=experts,
+    )
+
+
+def check_tp(spec: ModelSpec, tp: int) -> None:
+    """Find out whether so many ranks can share the model.
+
+    Raises:
+        ConfigError: they cannot; names the number that stands against it, and what works.
+    """
+    reason = reason_against_tp(spec, tp)
+    if reason is not None:
+        working = [n for n in range(1, spec.num_heads + 1) if reason_against_tp(spec, n) is None]
+        raise ConfigError(
+            f"tp is {tp}, but {reason}; for this model --tp can be {', '.join(map(str, working))}"
+        )
+
+
+def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
+    """Why so many ranks cannot share the model; None: they can."""
+    if spec.num_heads % tp:
+        return f"the model's {spec.num_heads} attention heads cannot be divided by it"
+    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        return f"the model's {spec.num_kv_heads} key/value heads can neither be divided by it nor divide it"
+    if has_dense_mlp(spec) and spec.intermediate_size % tp:
+        return f"the model's intermediate size of {spec.intermediate_size} cannot be divided by it"
+    if spec.experts is not None and spec.experts.intermediate_size % tp:
+        return f"its experts' intermediate size of {spec.experts.intermediate_size} cannot be divided by it"
+    return None
+
+
+def has_dense_mlp(spec: ModelSpec) -> bool:
+    """Whether any layer has an ordinary MLP; where all have experts, the width of one is in the file all the same."""
+    return spec.experts is None or bool(spec.experts.dense_layers)

@@ -1,0 +1,310 @@
+"""`resolve`: replace every "auto" by a value, once, at start, and say in one line where each value came from.
+
+Pure arithmetic over the model's shape (`ModelSpec`) and the machine (`HostFacts`): no torch, no device, no clock. The
+same configuration on the same machine gives the same engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from ..config.device_config import ParallelConfig
+from ..config.engine_config import EngineConfig
+from ..errors import ConfigError
+from ..model_files.model_spec import SUPPORTED_MODEL_TYPES
+from ..model_files.quantization import BLOCK_METHODS, Quantization
+from ..model_files.quantization_choice import with_quantisation
+from .block_weights import KERNEL_FLAGS, against_blocks
+from .determinism import check_deterministic
+from .host_facts import HostFacts, usable_threads
+from .pool_size import Device, PoolDecision, PoolSize
+from .rank_spec import check_tp
+from .step_settings import StepSettings
+
+if TYPE_CHECKING:
+    from ..model_files.model_spec import ModelSpec
+
+BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
+BF16_CAPABILITY: Final = (8, 0)  # Ampere
+CPU_MEM_FRACTION: Final = 0.4  # other programs live in the same memory
+CUDA_MEM_FRACTION: Final = 0.88
+MAX_AUTO_GRAPH_BATCH: Final = 256
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration without "auto".
+
+    Attributes:
+        config: every value concrete; `resolve` leaves it as it is.
+        notes: setting -> why it has its value, for each setting that `resolve` filled in or changed.
+    """
+
+    config: EngineConfig
+    notes: Mapping[str, str]
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, host: HostFacts) -> Resolved:
+    """Fill in every "auto".
+
+    Raises:
+        ConfigError: the settings contradict the model or the machine (more context than the model knows, too little
+            memory for one useful sequence, CUDA without a GPU); the message holds the sums.
+    """
+    return _Resolver(config, spec, host).run()
+
+
+class _Resolver:
+    """One resolution: collects values and notes; each method decides one setting and uses those decided before."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, host: HostFacts) -> None:
+        self.config, self.spec, self.host = config, spec, host
+        self.notes: dict[str, str] = {}
+        self.page_size = config.cache.page_size
+
+    def run(self) -> Resolved:
+        device = self.device()
+        model_impl = self.model_impl()
+        dtype = self.dtype(device, model_impl)
+        num_threads = self.num_threads()
+        steps = StepSettings(self.config, self.host, device)
+        chunk = steps.chunked_prefill_size()
+        fraction = self.mem_fraction(device)
+        quantization = self.quantization(device, dtype, model_impl)
+        self.spec = with_quantisation(self.spec, quantization)
+        self.check_parallel(device)
+        pool = self.pool(device, dtype, num_threads, chunk, fraction)
+        config = replace(
+            self.config,
+            model=replace(
+                self.config.model,
+                device=device,
+                dtype=dtype,
+                model_impl=model_impl,
+                quantization=quantization,
+                num_threads=num_threads,
+                max_model_len=pool.max_model_len,
+                len_is_estimate=self.config.model.len_is_estimate
+                or self.config.model.max_model_len == "auto",
+            ),
+            cache=replace(
+                self.config.cache,
+                mem_fraction=fraction,
+                max_total_tokens=pool.max_total_tokens,
+                pool_is_estimate=self.config.cache.pool_is_estimate
+                or self.config.cache.max_total_tokens == "auto",
+                kv_cache_dtype=self.kv_cache_dtype(dtype, device),
+                swap_space=pool.swap_gib,
+            ),
+            kernels=replace(
+                self.config.kernels,
+                cuda_graph=self.cuda_graph(device, model_impl),
+                cuda_graph_max_bs=self.cuda_graph_max_bs(pool.max_running_requests),
+            ),
+            scheduler=replace(
+                self.config.scheduler,
+                chunked_prefill_size=chunk,
+                target_step_ms=steps.target_step_ms(chunk),
+                max_running_requests=pool.max_running_requests,
+                max_num_batched_tokens=steps.max_num_batched_tokens(chunk, pool.max_running_requests),
+                long_prefill_token_threshold=steps.long_prefill_token_threshold(pool.max_model_len),
+                overlap=steps.overlap(),
+                decode_burst_ms=steps.decode_burst_ms(),
+            ),
+        )
+        self.notes.update(steps.notes)
+        _assert_no_auto(config)
+        check_deterministic(config, self.spec)
+        return Resolved(config, self.notes)
+
+    # ---------------------------------------------------------------- ranks, device and threads
+
+    def check_parallel(self, device: str) -> None:
+        parallel = self.config.parallel
+        if parallel.executor == "ray":
+            check_ray(parallel)
+        if parallel.tp == 1:
+            return
+        check_tp(self.spec, parallel.tp)
+        num_gpus, needed = len(self.host.gpus), 1 if parallel.executor == "ray" else parallel.ranks_per_node
+        if device == "cuda" and needed > num_gpus:
+            raise ConfigError(
+                f"tp is {parallel.tp}, so {needed} GPUs are needed on each machine, but this one has {num_gpus}; lower "
+                f"--tp, or share the model among several machines with --nnodes"
+            )
+
+    def device(self) -> Any:
+        gpus, asked = self.host.gpus, self.config.model.device
+        if asked == "cuda":
+            if not gpus:
+                raise ConfigError("device is cuda, but no NVIDIA driver or GPU is visible; use --device cpu")
+            if not self.host.torch_has_cuda:
+                raise ConfigError(
+                    f"device is cuda, but the installed torch {self.host.torch_version or '(none)'} is not a CUDA "
+                    f"build; install the engine with its cuda extra or use --device cpu"
+                )
+        if asked != "auto":
+            return asked
+        if gpus and self.host.torch_has_cuda:
+            return self.note("device", "cuda", f"{gpus[0].name} is visible and torch is a CUDA build")
+        if gpus:
+            return self.note(
+                "device", "cpu", f"torch {self.host.torch_version} has no CUDA, though a GPU is visible"
+            )
+        return self.note("device", "cpu", "no NVIDIA GPU is visible")
+
+    def dtype(self, device: str, model_impl: str) -> Any:
+        if self.config.model.dtype != "auto":
+            return self.config.model.dtype
+        if device == "cuda":
+            gpu = self.host.gpus[0]
+            if gpu.compute_capability and gpu.compute_capability < BF16_CAPABILITY:
+                major, minor = gpu.compute_capability
+                reason = f"{gpu.name} (compute capability {major}.{minor}) has no bfloat16 instructions"
+                return self.note("dtype", "float32", reason)
+            return self.note("dtype", "bfloat16", "native on GPUs since Ampere")
+        if self.config.kernels.deterministic:
+            return self.note("dtype", "bfloat16", "the deterministic products are bfloat16's")
+        native = [flag for flag in BF16_FLAGS if flag in self.host.cpu_flags]
+        if native:
+            return self.note("dtype", "bfloat16", f"the CPU multiplies bfloat16 ({native[0]})")
+        ours = model_impl == "engine" and self.host.has_cpu_kernels
+        if ours and self.host.cpu_flags.issuperset(KERNEL_FLAGS):
+            return self.note("dtype", "bfloat16", "half the memory; the engine multiplies it in float32")
+        return self.note("dtype", "float32", "the CPU has no bfloat16 instructions, emulating them is slower")
+
+    def num_threads(self) -> int:
+        if self.config.model.num_threads != "auto":
+            return self.config.model.num_threads
+        threads, ranks = usable_threads(self.host), self.config.parallel.ranks_on_one_host
+        if threads < self.host.num_cores:
+            reason = f"the cgroup grants {self.host.cpu_quota:g} CPUs of {self.host.num_cores} cores"
+        else:
+            reason = f"{self.host.num_cores} physical cores in the affinity mask ({self.host.num_cpus} logical CPUs)"
+        if ranks > 1:
+            threads = max(1, threads // ranks)
+            reason += f", shared by {ranks} ranks"
+        return self.note("num_threads", threads, reason)
+
+    # ---------------------------------------------------------------- memory
+
+    def mem_fraction(self, device: str) -> float:
+        asked = self.config.cache.mem_fraction
+        if asked != "auto":
+            return asked
+        if device == "cuda":
+            return self.note("mem_fraction", CUDA_MEM_FRACTION, "leaves room for graphs and allocator slack")
+        return self.note("mem_fraction", CPU_MEM_FRACTION, "leaves memory to other programs on this machine")
+
+    def pool(self, device: str, dtype: str, num_threads: int, chunk: int, fraction: float) -> PoolDecision:
+        host_free_bytes = self.host.mem_usable_bytes // self.config.parallel.ranks_on_one_host
+        facts = Device(
+            name=device,
+            dtype=dtype,
+            num_threads=num_threads,
+            free_bytes=self.host.gpus[0].free_bytes if device == "cuda" else host_free_bytes,
+            host_free_bytes=host_free_bytes,
+        )
+        decision = PoolSize(self.config, self.spec, facts, chunk=chunk, fraction=fraction).decide()
+        self.notes.update(decision.notes)
+        return decision
+
+    # ---------------------------------------------------------------- model and kernels
+
+    def model_impl(self) -> Any:
+        asked, model_type = self.config.model.model_impl, self.spec.model_type
+        is_known = model_type in SUPPORTED_MODEL_TYPES
+        if asked == "engine" and not is_known:
+            raise ConfigError(
+                f"model_impl is engine, but the engine has no model for {model_type}, only for "
+                f"{', '.join(SUPPORTED_MODEL_TYPES)}; use --model-impl transformers"
+            )
+        chosen = asked if asked != "auto" else "engine" if is_known else "transformers"
+        if chosen == "transformers" and self.config.parallel.tp > 1:
+            raise ConfigError(
+                f"tp is {self.config.parallel.tp}, but {model_type} is computed by transformers, on one device only; "
+                "use --tp 1" + (" or --model-impl engine" if is_known else "")
+            )
+        if asked != "auto":
+            return chosen
+        reason = "there is a model for {}" if is_known else "the engine has no model for {} of its own"
+        return self.note("model_impl", chosen, reason.format(model_type))
+
+    def quantization(self, device: str, dtype: str, model_impl: str) -> Quantization | None:
+        """The form of the weights; None: as the checkpoint says, which every device can make something of."""
+        asked, found = self.config.model.quantization, self.spec.quantisation
+        against, way_out = against_blocks(self.config.model, self.host, device, dtype, model_impl)
+        if asked in BLOCK_METHODS and against:
+            raise ConfigError(f"quantization is {asked}, but {against}; {way_out} or --quantization none")
+        if asked is not None or found is None or found.method != "gguf":
+            return asked
+        if against:
+            return self.note("quantization", "none", against)
+        return self.note(
+            "quantization", "gguf", "the file's own numbers, which this CPU multiplies as they are"
+        )
+
+    def kv_cache_dtype(self, dtype: Any, device: str) -> Any:
+        asked = self.config.cache.kv_cache_dtype
+        if asked == "int8" and device != "cpu":
+            raise ConfigError(
+                f"kv_cache_dtype is int8, but only the CPU reads that, not {device}; use --kv-cache-dtype fp8 or auto"
+            )
+        return dtype if asked == "auto" else asked
+
+    def cuda_graph(self, device: str, model_impl: str) -> bool:
+        asked, theirs = self.config.kernels.cuda_graph, model_impl == "transformers"
+        if asked is True and theirs:
+            raise ConfigError(
+                f"cuda_graph is on, but {self.spec.model_type} is computed by transformers, whose models may wait for "
+                "the device within a step; use --no-cuda-graph"
+            )
+        if asked != "auto":
+            return asked
+        if theirs:
+            return self.note(
+                "cuda_graph", False, "transformers' models may wait for the device within a step"
+            )
+        return self.note("cuda_graph", True, "replaying a step costs the host less than launching it")
+
+    def cuda_graph_max_bs(self, max_running: int) -> int:
+        asked = self.config.kernels.cuda_graph_max_bs
+        if asked != "auto":
+            return min(asked, max_running)
+        return min(MAX_AUTO_GRAPH_BATCH, max_running)
+
+    def note(self, name: str, value: T, reason: str) -> T:
+        if reason:
+            self.notes[name] = reason
+        return value
+
+
+def check_ray(parallel: ParallelConfig) -> None:
+    """Refuse what contradicts `--executor ray`.
+
+    Raises:
+        ConfigError: there is no other rank to start, or a setting decides what Ray is to decide.
+    """
+    if parallel.tp == 1:
+        raise ConfigError(
+            "executor is ray, but tp is 1, so there is no other rank for Ray to start; raise --tp, or use --executor "
+            "local"
+        )
+    if parallel.nnodes > 1 or parallel.cluster_key_file is not None:
+        raise ConfigError(
+            "executor is ray, which finds the machines and makes their key itself; leave --nnodes, --node-rank and "
+            "--cluster-key-file away, or use --executor local"
+        )
+
+
+def _assert_no_auto(config: EngineConfig) -> None:
+    """A setting that may be "auto" and that nobody fills in is our bug; load_format is decided with the files."""
+    for group in dataclasses.fields(config):
+        values = getattr(config, group.name)
+        for field in dataclasses.fields(values):
+            assert getattr(values, field.name) != "auto" or field.name == "load_format", field.name

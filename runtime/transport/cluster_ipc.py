@@ -1,0 +1,285 @@
+"""Sockets between machines: ROUTER on machine 0, DEALER on the others, over TCP with CURVE; messages as in `ipc`.
+
+Machine 0 listens, the others connect and say who they are. Every connection is encrypted, and both sides must hold the
+same `ClusterKey`. While nobody listens, and while a connection is broken, ZMQ keeps trying; what was on its way when
+one broke is lost, which the heartbeats (`node_link`) or the numbers of the steps (`rank_loop`) bring to light. What
+does not parse, as from another release, is dropped with an error in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.auth.thread
+
+from ..errors import ConfigError, RankLostError
+from ..messages import Message
+from .cluster_key import ClusterKey
+from .ipc import HasFileno, decode_or_drop, decode_waiting, make_socket
+
+logger = logging.getLogger(__name__)
+
+CONTROL, PLANS, STORE = 0, 1, 2
+"""Which of the three ports from `--dist-init-addr` on serves what: supervisors, steps, the ranks' first meeting."""
+
+_NUM_PORTS: Final = 3
+_MAX_REPORT_BYTES: Final = 1 << 20
+"""What machine 0 takes in at once: it hears short reports only, and strangers may try, before they show a key."""
+
+_REFUSALS: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_HELLO: Final = b""
+
+M = TypeVar("M")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT, or [HOST]:PORT for IPv6.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or not 0 < int(port) <= 65535 - _NUM_PORTS + 1:
+        raise ConfigError(
+            f"dist_init_addr is {text!r}, but it must be HOST:PORT; that port and the next two are used"
+        )
+    return host, int(port)
+
+
+def free_address(host: str) -> str:
+    """An address as `--dist-init-addr` wants it, whose ports are free on this machine, for a moment at least."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(_NUM_PORTS)]
+            probes[0].bind(("", 0))
+            port = probes[0].getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):  # the next one is taken, or there is none
+                for offset, probe in enumerate(probes[1:], 1):
+                    probe.bind(("", port + offset))
+                return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Listens at this address only.
+
+    Raises:
+        ConfigError: the name is unknown, or nobody can listen there.
+    """
+    numeric = _resolve(host)
+    try:
+        return socket.create_server(
+            (numeric, port), family=socket.AF_INET6 if ":" in numeric else socket.AF_INET
+        )
+    except OSError as error:
+        raise _cannot_listen(host, port, os.strerror(error.errno or 0)) from None
+
+
+def check_ports(address: str) -> None:
+    """Find out at start whether all ports can be listened at, not when the second and third are needed.
+
+    Raises:
+        ConfigError: one cannot; names it.
+    """
+    host, port = parse_address(address)
+    for offset in range(_NUM_PORTS):
+        listening_socket(host, port + offset).close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is this machine's name for itself."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+class ClusterServer(Generic[M]):
+    """Machine 0's side of one port: sends to each peer by name, and hears from all."""
+
+    def __init__(
+        self,
+        address: str,
+        port_offset: int,
+        key: ClusterKey,
+        decoder: msgspec.msgpack.Decoder[M] | None = None,
+    ) -> None:
+        """Listen.
+
+        Args:
+            address: `--dist-init-addr`.
+            decoder: of the union that arrives here; None: nothing but hellos.
+
+        Raises:
+            ConfigError: the name is unknown, or nobody can listen there.
+        """
+        host, port = parse_address(address)
+        numeric, port = _resolve(host), port + port_offset
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Who may connect is asked of this thread: those who have our key, and nobody else who knows how to speak CURVE.
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=_OnlyThisKey(key))
+        self._socket = make_socket(self._context, zmq.ROUTER)
+        self._socket.maxmsgsize = _MAX_REPORT_BYTES
+        self._socket.router_mandatory = True  # an unknown peer is an error, not silence
+        self._socket.router_handover = True  # a peer that connects again is the same one
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = key.public, key.secret
+        self._decoder = decoder
+        self._encoder = msgspec.msgpack.Encoder()
+        try:
+            self._bind(numeric, port)
+        except zmq.ZMQError as error:
+            self.close()
+            raise _cannot_listen(host, port, error.strerror) from None
+
+    def _bind(self, host: str, port: int) -> None:
+        self._socket.ipv6 = ":" in host
+        self._socket.bind(_tcp(host, port))
+
+    def receive(self, timeout_s: float = 0.0) -> list[tuple[str, M | None]]:
+        """What has arrived, each with its sender's name; None for a hello. Waits so long for the first."""
+        if timeout_s > 0:
+            self._socket.poll(math.ceil(timeout_s * 1000))
+        arrived: list[tuple[str, M | None]] = []
+        while self._socket.poll(0):
+            name, data = self._socket.recv_multipart()
+            if data == _HELLO or self._decoder is None:
+                arrived.append((name.decode(errors="replace"), None))
+            elif (message := decode_or_drop(data, self._decoder)) is not None:
+                arrived.append((name.decode(errors="replace"), message))
+        return arrived
+
+    def wait_for(self, names: Sequence[str], timeout_s: float) -> None:
+        """Wait until all of these have said hello.
+
+        Raises:
+            RankLostError: somebody has not; names who.
+        """
+        missing, deadline_s = set(names), time.monotonic() + timeout_s
+        while missing:
+            missing -= {name for name, _ in self.receive(0.1)}
+            if time.monotonic() > deadline_s:
+                raise RankLostError(f"no connection for steps from {', '.join(sorted(missing))}")
+
+    def send_all(self, names: Sequence[str], message: Message) -> None:
+        """Queue a message for each of these, encoded once.
+
+        Raises:
+            zmq.ZMQError: one is not connected.
+        """
+        data = self._encoder.encode(message)
+        for name in names:
+            self._socket.send_multipart([name.encode(), data], zmq.NOBLOCK)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Stop listening; what is still to be sent gets so long."""
+        self._socket.close(linger=int(linger_s * 1000))
+        self._authenticator.stop()
+        self._context.term()
+
+
+class ClusterClient(Generic[M]):
+    """Another machine's side of one port. An inbox like `Inbox`, and an outbox."""
+
+    def __init__(
+        self,
+        address: str,
+        port_offset: int,
+        name: str,
+        key: ClusterKey,
+        decoder: msgspec.msgpack.Decoder[M],
+        wake: HasFileno | None = None,
+    ) -> None:
+        """Connect as `name`, and say hello, whenever machine 0 listens.
+
+        Raises:
+            ConfigError: its name is unknown.
+        """
+        host, port = parse_address(address)
+        host = _resolve(host)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = make_socket(self._context, zmq.DEALER)
+        self._socket.identity = name.encode()
+        self._socket.curve_serverkey = self._socket.curve_publickey = key.public
+        self._socket.curve_secretkey = key.secret
+        self._monitor = self._socket.get_monitor_socket(_REFUSALS)
+        self._socket.ipv6 = ":" in host
+        self._socket.connect(_tcp(host, port + port_offset))
+        self._socket.send(_HELLO)
+        self._decoder = decoder
+        self._encoder = msgspec.msgpack.Encoder()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if wake is not None:
+            self._poller.register(wake.fileno(), zmq.POLLIN)
+
+    def poll(self, timeout_s: float = 0.0) -> list[M]:
+        """As `Inbox.poll`."""
+        if timeout_s > 0:
+            self._poller.poll(math.ceil(timeout_s * 1000))
+        return list(decode_waiting(self._socket, self._decoder))
+
+    def send(self, message: Message) -> None:
+        """Queue one message for sending."""
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def was_refused(self) -> bool:
+        """Whether machine 0, or whoever listens there, did not accept our key, or has another one."""
+        return bool(self._monitor.poll(0))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Disconnect; what is still to be sent gets so long."""
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger=int(linger_s * 1000))
+        self._context.term()
+
+
+class _OnlyThisKey:
+    """Whom the authenticator lets in."""
+
+    def __init__(self, key: ClusterKey) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: Any) -> bool:
+        """Whether this public key may connect."""
+        return bool(key == self._key.public)
+
+
+def _cannot_listen(host: str, port: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host}:{port} for the other machines: {reason}; see --dist-init-addr"
+    )
+
+
+def _tcp(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _resolve(host: str) -> str:
+    """A numeric address: ZMQ binds to nothing else.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"dist_init_addr names {host!r}, which has no address: {error.strerror}") from None

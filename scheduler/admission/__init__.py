@@ -1,0 +1,1 @@
+"""Which waiting requests enter a step: `PrefillAdder`, its budgets, and the constraints on a candidate."""

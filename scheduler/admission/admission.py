@@ -1,0 +1,188 @@
+"""`Admission`: the prefill half of a pass: whose prompts are computed in this step, and how much of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from ..arrays import IntArray
+from ..estimator.base import OutputEstimator
+from ..memory.req_to_token_pool import ReqToTokenPool
+from ..records.decision_log import PassRecord
+from ..records.verdict import Reason, Verdict
+from ..requests.req import Req, ReqStatus
+from ..stats import SchedulerStats
+from ..step_size.partial_prefills import PartialPrefills
+from ..step_size.step_caps import StepCaps
+from ..step_size.step_limits import StepLimits
+from ..step_size.step_target import StepTarget
+from .admission_pass import AdmissionParts, AdmissionPass
+from .budget import PrefillBudget
+from .prefill_adder import Chunk, PrefillAdder
+from .prefix_dedup import SharedPrefixes
+
+_MAX_AGED = 256
+"""Ageing looks at so many of the longest waiting requests in each pass; the others' turn comes when those have left."""
+
+_MAX_COUNTED = 32
+"""Waiting prompts whose tokens are added up in each pass; when there are more, steps are as long as they get."""
+
+
+class Admission:
+    """Continues the prompts in progress, has an `AdmissionPass` choose who else starts, and starts them."""
+
+    __slots__ = ("_caps", "_estimator", "_limits", "_make_shared", "_parts", "_pool", "_stats", "_target")
+
+    def __init__(
+        self,
+        parts: AdmissionParts,
+        limits: StepLimits,
+        *,
+        caps: StepCaps,
+        target: StepTarget,
+        pool: ReqToTokenPool,
+        estimator: OutputEstimator,
+        make_shared: Callable[[], SharedPrefixes],
+        stats: SchedulerStats,
+    ) -> None:
+        """Compose; `make_shared` makes what remembers, for one pass, which prefixes are being computed."""
+        self._parts = parts
+        self._limits = limits
+        self._caps = caps
+        self._target = target
+        self._pool = pool
+        self._estimator = estimator
+        self._make_shared = make_shared
+        self._stats = stats
+
+    def skip(self, record: PassRecord, reason: Reason) -> list[Chunk]:
+        """No prompt is computed in this pass: one verdict for all."""
+        self._count_waiting(record)
+        record.end(reason)
+        return []
+
+    def plan(self, record: PassRecord, decode_rows: IntArray, now_s: float) -> list[Chunk]:
+        """Continue the prompts in progress, then admit waiting requests; gives those admitted rows and pages.
+
+        Args:
+            decode_rows: rows of the requests that decode in the same step.
+        """
+        parts, requests = self._parts, self._parts.requests
+        self._count_waiting(record)
+        if not (record.num_waiting or requests.partial):
+            return []
+        adder = self._adder(decode_rows)
+        record.budget_before = adder.budget.state()
+        for req in requests.partial:
+            record.continued.append(adder.continue_chunk(req, int(parts.states.num_computed[req.row])))
+        sources: dict[Req, Req] = {}
+        reason = Reason.RETRACTING if record.retractions else parts.policy.hold(requests.waiting, now_s)
+        if reason is None:
+            admission_pass = AdmissionPass(parts, adder, self._make_shared(), record)
+            admission_pass.walk()
+            sources = admission_pass.sources
+        else:
+            record.end(reason)
+        _replace(record, adder.use_leftover())
+        record.budget_after = adder.budget.state()
+        record.step_time = self._target.explain(adder.budget.time)
+        record.cache_misses = parts.kv.take_misses()
+        for chunk in adder.chunks:
+            self._start(chunk, sources.get(chunk.req), now_s)
+        parts.preemption.put_back(now_s)
+        self._note_overtaken(adder.chunks)
+        return adder.chunks
+
+    def _count_waiting(self, record: PassRecord) -> None:
+        record.num_waiting = self._parts.requests.num_waiting
+        record.num_grammar = len(self._parts.requests.grammar)
+
+    def _adder(self, decode_rows: IntArray) -> PrefillAdder:
+        parts, page_size = self._parts, self._parts.kv.page_size
+        num_decodes = len(decode_rows)
+        kv_tokens = int(parts.states.num_computed[decode_rows].sum()) + num_decodes
+        limits = self._limits.capped(self._caps.max_step_tokens)
+        budget = PrefillBudget(
+            page_size=page_size,
+            available_tokens=parts.kv.available_pages * page_size,
+            expected_tokens=parts.promises.to_all(),
+            max_prefill_tokens=limits.max_prefill_tokens,
+            chunk_size=limits.chunk_size,
+            num_decodes=num_decodes,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            decodes_first=limits.decodes_first,
+            time=self._target.for_prompts(num_decodes, kv_tokens, *self._waiting_work(), page_size),
+        )
+        return PrefillAdder(
+            parts.kv,
+            budget,
+            num_free_rows=self._num_free_rows,
+            nothing_runs=not parts.requests.num_with_row,
+            estimator=self._estimator,
+            partial_prefills=PartialPrefills(
+                limits.partial,
+                page_size=page_size,
+                step_tokens=min(budget.rem_step_tokens, budget.time.most_tokens(0)),
+                num_prompts=len(parts.requests.partial) + len(parts.requests.waiting),
+            ),
+            num_lookahead_tokens=limits.num_lookahead_tokens,
+        )
+
+    def _waiting_work(self) -> tuple[int, int]:
+        """Prompt tokens to be computed, cached ones included, and those of all prompts but the longest.
+
+        Of the prompts that wait, the first ones count, and none for which there is no row.
+        """
+        requests, states = self._parts.requests, self._parts.states
+        lengths = [req.fill_len - int(states.num_computed[req.row]) for req in requests.partial]
+        num_waiting = min(_MAX_COUNTED, max(0, self._num_free_rows))
+        lengths += [req.fill_len for req in islice(requests.waiting, num_waiting)]
+        return sum(lengths), sum(lengths) - max(lengths, default=0)
+
+    @property
+    def _num_free_rows(self) -> int:
+        """Below 0 while more run than a cap allows: then a place that is taken from somebody is nobody else's."""
+        free = self._pool.num_free_rows
+        if self._caps.max_running is None:
+            return free
+        return min(free, self._caps.max_running - self._parts.requests.num_with_row)
+
+    def _start(self, chunk: Chunk, sibling: Req | None, now_s: float) -> None:
+        """Give a chunk its row and pages, and the request its new status."""
+        req, parts = chunk.req, self._parts
+        if chunk.is_first:
+            self._note_start(req, chunk, now_s)
+            req.row = self._pool.allocate()
+            parts.states.open(req, chunk.start)
+            parts.kv.open_row(req)
+            parts.requests.start(req, now_s)
+            parts.kv.grow(req.row, chunk.start + chunk.length)
+            parts.kv.restore(req, chunk.start, sibling)
+        else:
+            parts.kv.grow(req.row, chunk.start + chunk.length)
+        if chunk.is_last:
+            parts.requests.begin_decode(req, now_s)
+
+    def _note_start(self, req: Req, chunk: Chunk, now_s: float) -> None:
+        if req.status is not ReqStatus.WAITING:
+            return
+        req.queue_s = now_s - req.received_s
+        req.cached_tokens = chunk.start
+        self._stats.prompt_tokens += req.prompt_len
+        self._stats.cached_tokens += chunk.start
+
+    def _note_overtaken(self, chunks: list[Chunk]) -> None:
+        newest = max((chunk.req.seq for chunk in chunks if chunk.is_first), default=0)
+        for num_seen, req in enumerate(self._parts.requests.waiting):
+            if req.seq > newest or num_seen >= _MAX_AGED:
+                break
+            req.num_overtaken += 1
+
+
+def _replace(record: PassRecord, changed: list[Verdict]) -> None:
+    """Put verdicts in the place of those that the same requests have in a record."""
+    for verdict in changed:
+        for verdicts in (record.continued, record.verdicts):
+            for idx, each in enumerate(verdicts):
+                if each.rid == verdict.rid:
+                    verdicts[idx] = verdict

@@ -1,0 +1,230 @@
+"""`AdmissionPass`: one walk over the waiting requests; each gets a verdict, some are admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cmp_to_key
+from itertools import chain
+
+import numpy as np
+
+from ..memory.kv_memory import KVMemory
+from ..memory.row_states import RowStates
+from ..memory.swap_pool import HostMemory
+from ..policy.base import MAX_OVERTAKEN, SchedulePolicy
+from ..preemption.preemption import Preemption
+from ..prefix_cache.prefix import Prefix
+from ..records.decision_log import PassRecord
+from ..records.verdict import AddReqResult, Reason, Verdict
+from ..requests.req import Req, ReqStatus
+from ..requests.requests import Requests
+from .constraints import Constraint, first_refusal
+from .parallel_samples import Siblings
+from .prefill_adder import PrefillAdder
+from .prefix_dedup import SharedPrefixes
+from .reservations import Promises
+
+_MAX_SKIPPED = 256
+"""Requests passed over by rules that concern them alone; looking at more of them in a pass would cost too much."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionParts:
+    """What every walk needs; `look_ahead`: see `StepLimits`."""
+
+    requests: Requests
+    policy: SchedulePolicy
+    preemption: Preemption
+    promises: Promises
+    siblings: Siblings
+    constraints: Sequence[Constraint]
+    states: RowStates
+    kv: KVMemory
+    host: HostMemory
+    look_ahead: int
+
+
+class AdmissionPass:
+    """See the module. Made anew for each pass.
+
+    Attributes:
+        sources: who starts from a copy of a sibling's last page -> that sibling, which keeps its place in this pass.
+    """
+
+    __slots__ = ("_adder", "_look_ahead", "_lowest_running", "_parts", "_record", "_shared", "sources")
+
+    def __init__(
+        self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, record: PassRecord
+    ) -> None:
+        """`shared` is empty, and learns here which prefixes are being computed."""
+        self._parts = parts
+        self._adder = adder
+        self._shared = shared
+        self._record = record
+        self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
+        self._lowest_running: int | None = None  # priority; None: not looked up since somebody left
+        self.sources: dict[Req, Req] = {}
+        for req in self._still_computing():
+            shared.computing(req, int(parts.states.num_settled[req.row]))
+
+    def walk(self) -> None:
+        """Offer the waiting requests until a budget is spent: first those on the host, then in the policy's order.
+
+        A request that lacks memory does not block those behind it: up to `look_ahead` of them are tried. Whoever was
+        overtaken `MAX_OVERTAKEN` times is overtaken no more, so its turn comes when enough of the running have ended.
+        Nobody overtakes a request on the host that lacks memory: it has been running already.
+        """
+        adder, record, policy = self._adder, self._record, self._parts.policy
+        refused = ""  # the first that lacks memory
+        num_ahead = num_skipped = 0
+        most = policy.max_offers(self._parts.requests.waiting)
+        for num_offered, req in enumerate(self._candidates()):
+            spent = adder.exhausted(may_preempt=policy.preempts)
+            if most is not None and num_offered >= most:
+                spent = policy.full_reason
+            elif spent is None and (num_ahead > self._look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
+                spent = Reason.LOOK_AHEAD_SPENT
+            if spent is not None:
+                record.end(spent, behind=refused)
+                return
+            verdict = self._offer(req)
+            record.verdicts.append(verdict)
+            match verdict.result:
+                case AddReqResult.CONTINUE:
+                    self._admitted(req)
+                case AddReqResult.SKIP:
+                    num_skipped += 1
+                case AddReqResult.OTHER:
+                    record.end(Reason.NO_ROW if verdict.reason is Reason.NO_ROW else Reason.BEHIND, req.rid)
+                    return
+                case AddReqResult.NO_TOKEN:
+                    if (reason := self._reason_to_stop_at(req)) is not None:
+                        record.end(reason, req.rid)
+                        return
+                    refused = refused or req.rid
+            num_ahead += bool(refused)
+
+    def _candidates(self) -> Iterator[Req]:
+        """Those on the host first, unless a waiting one is so urgent that it would take their place anyway."""
+        parts = self._parts
+        waiting = parts.policy.order(parts.requests.waiting, self._record.now_s)
+        if not (parts.policy.preempts and parts.requests.swapped):
+            return chain(parts.requests.swapped, waiting)
+        return _merged(parts.requests.swapped, iter(waiting), parts.policy.may_displace)
+
+    def _reason_to_stop_at(self, req: Req) -> Reason | None:
+        """Why nobody behind a request that lacks memory may be tried; None if some may."""
+        if self._look_ahead < 0:
+            return Reason.BEHIND
+        waited_enough = req.num_overtaken >= MAX_OVERTAKEN or req.status is ReqStatus.SWAPPED
+        return Reason.OVERTAKEN_AHEAD if waited_enough else None
+
+    def _admitted(self, req: Req) -> None:
+        if req.status is ReqStatus.SWAPPED:
+            self._parts.host.promise_in()
+        for constraint in self._parts.constraints:
+            constraint.admitted(req)
+        self._shared.computing(req, self._adder.chunks[-1].start)
+
+    # ------------------------------------------------------------ one candidate
+
+    def _offer(self, req: Req) -> Verdict:
+        """Rules that concern it alone, then memory and computing, then whether others make place."""
+        adder = self._adder
+        verdict = first_refusal(self._parts.constraints, req)
+        if verdict is not None:
+            return verdict
+        sibling = self._parts.siblings.source(req)
+        prefix = self._parts.kv.prefix(req, sibling)
+        verdict = self._rule_against(req, prefix, sibling)
+        if verdict is not None:
+            return verdict
+        if not adder.has_row:
+            if not self._preempt(req, prefix, sibling):
+                return Verdict(req.rid, AddReqResult.OTHER, Reason.NO_ROW, prefix.ready_len)
+            prefix = self._parts.kv.prefix(req, sibling)  # whoever left has changed the cache
+        verdict = adder.add(req, prefix)
+        if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, prefix, sibling):
+            prefix = self._parts.kv.prefix(req, sibling)
+            verdict = adder.add(req, prefix)
+        if verdict.result is AddReqResult.CONTINUE and sibling is not None:
+            self.sources[req] = sibling
+        return verdict
+
+    def _rule_against(self, req: Req, prefix: Prefix, sibling: Req | None) -> Verdict | None:
+        """Why a request had better wait although there may be room for it."""
+        reason = None
+        if req.status is ReqStatus.SWAPPED:
+            if self._parts.host.has_outs:  # never in and out in the same step
+                reason = Reason.RETRACTING
+        elif req.group and sibling is None and self._sibling_prefills(req):
+            reason = Reason.SIBLING_PREFILLS
+        elif prefix.ready_len + 1 < req.fill_len and self._shared.is_coming(req, prefix.ready_len):
+            reason = Reason.PREFIX_COMING
+        if reason is None:
+            return None
+        return Verdict(req.rid, AddReqResult.SKIP, reason, prefix.ready_len)
+
+    def _sibling_prefills(self, req: Req) -> bool:
+        """Whether waiting for a sibling's prompt saves computing it: one step, against a prompt."""
+        if not self._parts.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
+            return False
+        starts = any(chunk.is_first and chunk.req.group == req.group for chunk in self._adder.chunks)
+        return starts or self._parts.siblings.is_coming(req)
+
+    def _still_computing(self) -> list[Req]:
+        """Requests with a row whose prompt no settled step has finished."""
+        states, running = self._parts.states, self._parts.requests.running
+        unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
+        return self._parts.requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
+
+    def _preempt(self, req: Req, prefix: Prefix, sibling: Req | None) -> bool:
+        """Take the places of less urgent requests if that lets this one start; True if it did."""
+        parts, adder = self._parts, self._adder
+        if not (parts.policy.preempts and self._outranks_somebody(req) and adder.can_compute(req, prefix)):
+            return False
+        keeps_place = {sibling, *self.sources.values()}
+        victims = parts.preemption.victims_for(
+            req,
+            adder.missing_tokens(req, prefix),
+            parts.promises.to_output_of,
+            lambda urgent, victim: victim not in keeps_place and parts.policy.may_displace(urgent, victim),
+        )
+        if not victims:
+            return False
+        pages_before = parts.kv.available_pages
+        promised_tokens = sum(map(parts.promises.to_output_of, victims))
+        if req.status is ReqStatus.SWAPPED:
+            parts.host.promise_in()  # so that nobody is swapped out for it
+        for victim in victims:
+            parts.preemption.take_place(victim, "priority", self._record)
+        freed_tokens = (parts.kv.available_pages - pages_before) * parts.kv.page_size
+        adder.make_room(freed_tokens, promised_tokens, len(victims))
+        self._lowest_running = None
+        return True
+
+    def _outranks_somebody(self, req: Req) -> bool:
+        """A quick look before the search for victims: memory is full for many, and urgent are few of them."""
+        if self._lowest_running is None:
+            self._lowest_running = self._parts.preemption.lowest_priority()
+        return self._parts.preemption.outranks(req, self._lowest_running)
+
+
+def _merged(
+    swapped: Sequence[Req], waiting: Iterator[Req], goes_before: Callable[[Req, Req], bool]
+) -> Iterator[Req]:
+    """Two orders as one: each swapped request after those of the waiting that go before it."""
+
+    def compare(one: Req, other: Req) -> int:
+        return -1 if goes_before(one, other) else 1 if goes_before(other, one) else one.seq - other.seq
+
+    ahead = next(waiting, None)
+    for req in sorted(swapped, key=cmp_to_key(compare)):
+        while ahead is not None and goes_before(ahead, req):
+            yield ahead
+            ahead = next(waiting, None)
+        yield req
+    while ahead is not None:
+        yield ahead
+        ahead = next(waiting, None)

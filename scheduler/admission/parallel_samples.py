@@ -1,0 +1,47 @@
+"""`Siblings`: requests with the same prompt (n > 1): one computes it, the others start from its pages.
+
+All whole pages of the prompt are shared through the prefix cache; the last one, which holds the end of the prompt and
+the beginning of one answer, is copied for each of the others when they start (`KVMemory.restore`).
+"""
+
+from __future__ import annotations
+
+from ..memory.row_states import RowStates
+from ..requests.req import Req
+
+
+class Siblings:
+    """Which members of each group have a row. A `RowObserver`."""
+
+    __slots__ = ("_members", "_states")
+
+    def __init__(self, states: RowStates) -> None:
+        self._states = states
+        self._members: dict[str, list[Req]] = {}
+
+    def started(self, req: Req) -> None:
+        if req.group:
+            self._members.setdefault(req.group, []).append(req)
+
+    def stopped(self, req: Req) -> None:
+        if req.group:
+            members = self._members[req.group]
+            members.remove(req)
+            if not members:
+                del self._members[req.group]
+
+    def source(self, req: Req) -> Req | None:
+        """A sibling whose prompt has been computed, so that `req` can share all of it; None if there is none."""
+        for member in self._members.get(req.group, ()):
+            if self._has_prompt(member):
+                return member
+        return None
+
+    def is_coming(self, req: Req) -> bool:
+        """Whether a sibling is computing the prompt and none has it yet: waiting for it costs a step, not a prompt."""
+        members = self._members.get(req.group, ())
+        return bool(members) and not any(self._has_prompt(member) for member in members)
+
+    def _has_prompt(self, req: Req) -> bool:
+        # without a row it has lost its place in this very pass, and is about to leave the group
+        return req.row >= 0 and int(self._states.num_settled[req.row]) >= req.prompt_len

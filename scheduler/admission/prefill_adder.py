@@ -1,0 +1,316 @@
+"""`PrefillAdder`: decides for one pass which waiting requests start, and how much of their prompts is computed.
+
+Made anew for each pass, from the memory as it is then: there is no "batch is full" that somebody must remember to
+clear. It locks the cached prefixes of those it admits and counts; rows and pages are taken afterwards, when all locks
+are in place, so that making room for one cannot evict the prefix of the next.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...runtime.feasibility import pages_for
+from ..estimator.base import OutputEstimator
+from ..memory.kv_memory import KVMemory
+from ..prefix_cache.prefix import Prefix
+from ..records.verdict import AddReqResult, Reason, Verdict
+from ..requests.req import Req, ReqStatus
+from ..step_size.partial_prefills import PartialPrefills
+from .budget import PrefillBudget
+
+
+class Chunk(NamedTuple):
+    """A run of prompt tokens that the step computes.
+
+    Attributes:
+        req: whose.
+        start: position of the first token.
+        length: how many.
+        is_first: the request was admitted in this pass.
+        is_last: the prompt ends here, a token is sampled.
+    """
+
+    req: Req
+    start: int
+    length: int
+    is_first: bool
+    is_last: bool
+
+
+class PrefillAdder:
+    """One pass of admissions.
+
+    Attributes:
+        chunks: what was admitted, in order.
+        budget: what is left.
+    """
+
+    __slots__ = (
+        "_estimator",
+        "_kv",
+        "_nothing_runs",
+        "_num_free_rows",
+        "_num_lookahead_tokens",
+        "_partial",
+        "_verdicts",
+        "budget",
+        "chunks",
+    )
+
+    def __init__(
+        self,
+        kv: KVMemory,
+        budget: PrefillBudget,
+        *,
+        num_free_rows: int,
+        nothing_runs: bool,
+        estimator: OutputEstimator,
+        partial_prefills: PartialPrefills,
+        num_lookahead_tokens: int = 0,
+    ) -> None:
+        """Start a pass.
+
+        Args:
+            kv: what the cache has, and where it is locked.
+            budget: of this pass.
+            num_free_rows: requests that may be added to those that run.
+            nothing_runs: no request has a row, so whatever fits at all must be admitted.
+            estimator: how much is kept for the output of a candidate.
+            partial_prefills: how the step is shared among prompts.
+            num_lookahead_tokens: slots that each request keeps ready beyond its next token, for draft tokens.
+        """
+        self._kv = kv
+        self.budget = budget
+        self.chunks: list[Chunk] = []
+        self._verdicts: list[Verdict] = []  # of each chunk
+        self._num_free_rows = num_free_rows
+        self._nothing_runs = nothing_runs
+        self._estimator = estimator
+        self._partial = partial_prefills
+        self._num_lookahead_tokens = num_lookahead_tokens
+
+    def exhausted(self, *, may_preempt: bool = False) -> Reason | None:
+        """Why nobody else can be admitted in this pass; None while somebody might.
+
+        Args:
+            may_preempt: candidates may take the places of others, so that rows and memory are never a reason.
+        """
+        budget = self.budget
+        if budget.rem_step_tokens <= 0:
+            return self._spent_budget
+        if budget.time.is_spent:
+            return Reason.STEP_TIME
+        if may_preempt:
+            return None
+        if not self.has_row:
+            return Reason.NO_ROW
+        if min(budget.rem_total_tokens, budget.cur_rem_tokens) <= 0 and not self._alone:
+            return Reason.NO_KV
+        return None
+
+    def continue_chunk(self, req: Req, num_computed: int) -> Verdict:
+        """Go on with a prompt that was cut; all of them come before all waiting requests.
+
+        It takes its share of what the step's decodes have left, in whole pages, and progresses whenever a page can be
+        had. When none can, the decodes decide within a page: one finishes, or memory runs out and this request, which
+        has the least work to lose, is the one retracted.
+        """
+        budget = self.budget
+        remaining = req.fill_len - num_computed
+        limit, by_time = self._limit(num_computed)
+        have = min(limit, budget.cur_rem_tokens)
+        length = remaining if remaining <= have else self._whole_pages(num_computed, have)
+        self._partial.count(remaining, length)
+        if length <= 0:
+            page_size = self._kv.page_size
+            if self._whole_pages(num_computed, limit) > 0:
+                result, reason = AddReqResult.NO_TOKEN, Reason.NO_KV
+            else:
+                result, reason = AddReqResult.OTHER, Reason.STEP_TIME if by_time else self._spent_budget
+            return Verdict(req.rid, result, reason, num_computed, remaining, 0, page_size, have)
+        budget.reserve_promised(length)
+        chunk = Chunk(req, num_computed, length, is_first=False, is_last=length == remaining)
+        reason = self._reason(chunk, alone=False, by_time=by_time and have == limit)
+        verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, num_computed, length, 0, remaining, have)
+        return self._accept(chunk, verdict)
+
+    def add(self, req: Req, prefix: Prefix) -> Verdict:
+        """Admit a waiting request or say why not; a refusal changes nothing. Call only while `exhausted` is None.
+
+        Args:
+            prefix: what the request starts with. What is ready behind the cached pages is memory to be found, but
+                nothing to compute.
+        """
+        kv, budget = self._kv, self.budget
+        match, ready_len = prefix
+        match_len = match.num_pages * kv.page_size
+        extend_len = req.fill_len - ready_len
+        assert ready_len >= match_len and extend_len > 0, f"{req!r}: {ready_len} tokens ready"
+        if budget.cuts_prompts and self._partial.too_many_long(extend_len):
+            limit = self._partial.share
+            reason = Reason.LONG_PARTIAL_LIMIT
+            return Verdict(req.rid, AddReqResult.SKIP, reason, ready_len, extend_len, 0, extend_len, limit)
+
+        output_len = self._kept_for_output(req)
+        pinned = kv.unlocked_pages(match) * kv.page_size
+        if self._alone:
+            need = pages_for(req.max_kv_len, kv.page_size) * kv.page_size - match_len
+            have = budget.cur_rem_tokens - pinned
+            enough = need <= have
+        else:
+            need = self._need(req, match_len)
+            have = budget.rem_total_tokens - pinned
+            enough = need <= have
+        if not enough:
+            no_token = AddReqResult.NO_TOKEN
+            return Verdict(req.rid, no_token, Reason.NO_KV, ready_len, extend_len, output_len, need, have)
+
+        limit, by_time = self._limit(ready_len)
+        length, refusal = self._cut(ready_len, extend_len)
+        if refusal is not None:
+            have = limit if by_time else budget.rem_step_tokens
+            return Verdict(req.rid, AddReqResult.OTHER, refusal, ready_len, extend_len, 0, extend_len, have)
+        chunk = Chunk(req, ready_len, length, is_first=True, is_last=length == extend_len)
+        reason = self._reason(chunk, alone=self._alone, by_time=by_time)
+        verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, ready_len, length, output_len, need, have)
+        kv.lock(req, match)
+        budget.pin(pinned)
+        budget.reserve(length, extend_len - length + output_len, ready_len - match_len)
+        self._partial.count(extend_len, length)
+        self._num_free_rows -= 1
+        return self._accept(chunk, verdict)
+
+    @property
+    def has_row(self) -> bool:
+        """Whether there is a row for one more request."""
+        return self._num_free_rows > 0
+
+    def missing_tokens(self, req: Req, prefix: Prefix) -> int:
+        """KV slots by which memory is too short to admit this request; 0 or less if it is not."""
+        kv = self._kv
+        need = self._need(req, prefix.match.num_pages * kv.page_size)
+        return need + kv.unlocked_pages(prefix.match) * kv.page_size - self.budget.rem_total_tokens
+
+    def can_compute(self, req: Req, prefix: Prefix) -> bool:
+        """Whether this step could begin with its prompt, if memory and rows were no question."""
+        extend_len = req.fill_len - prefix.ready_len
+        if self.budget.rem_step_tokens <= 0 or self.budget.time.is_spent:
+            return False
+        if self.budget.cuts_prompts and self._partial.too_many_long(extend_len):
+            return False
+        return self._cut(prefix.ready_len, extend_len)[1] is None
+
+    def use_leftover(self) -> list[Verdict]:
+        """Give the prompts that were cut what the step has left; call at the end of the pass, before rows are taken.
+
+        Shares are made for requests that may not come: memory is short, or they need less. The prompt that lacks least
+        goes first, so that the largest number of them get their first token.
+
+        Returns:
+            the verdicts of those that got more, in place of the ones they had.
+        """
+        page_size, budget = self._kv.page_size, self.budget
+        lacking = [
+            (chunk.req.fill_len - chunk.start - chunk.length, idx)
+            for idx, chunk in enumerate(self.chunks)
+            if not chunk.is_last
+        ]
+        changed = []
+        for remaining, idx in sorted(lacking):
+            chunk = self.chunks[idx]
+            in_time = budget.time.most_tokens(chunk.start + chunk.length)
+            have = min(budget.rem_step_tokens, budget.cur_rem_tokens, in_time)
+            # chunks end at pages, so what follows one takes whole pages; and cur_rem_tokens is a number of pages
+            extra = remaining if remaining <= have else have // page_size * page_size
+            if extra <= 0:
+                break
+            budget.extend(extra)
+            budget.time.spend(chunk.start + chunk.length, extra)
+            chunk = self.chunks[idx] = chunk._replace(length=chunk.length + extra, is_last=extra == remaining)
+            reason = self._reason(chunk, alone=self._nothing_runs and not idx, by_time=have == in_time)
+            verdict = self._verdicts[idx]._replace(reason=reason, extend_len=chunk.length)
+            self._verdicts[idx] = verdict
+            changed.append(verdict)
+        return changed
+
+    def make_room(self, available_tokens: int, expected_tokens: int, num_rows: int) -> None:
+        """Running requests lost their place for the next candidate: count what they leave.
+
+        Args:
+            available_tokens: KV slots that became free or evictable.
+            expected_tokens: what the estimator had counted for their output.
+            num_rows: how many they were.
+        """
+        self.budget.give_back(available_tokens, expected_tokens)
+        self._num_free_rows += num_rows
+
+    @property
+    def _alone(self) -> bool:
+        """Nothing runs and nothing was admitted: the estimate of the future is replaced by the exact worst case.
+
+        The estimate is cautious in its own way (clipped output, a page for rounding, strictly less) and may refuse for
+        ever what `fits` has accepted; the worst case of a request that is alone cannot.
+        """
+        return self._nothing_runs and not self.chunks
+
+    @property
+    def _spent_budget(self) -> Reason:
+        budget = self.budget
+        by_chunk = budget.rem_chunk_tokens <= budget.rem_input_tokens
+        return Reason.CHUNK_BUDGET if by_chunk else Reason.INPUT_BUDGET
+
+    def _need(self, req: Req, match_len: int) -> int:
+        """KV slots that must be there: its tokens, the expected output, a page for rounding; SGLang leaves one more."""
+        return req.fill_len - match_len + self._kept_for_output(req) + self._kv.page_size + 1
+
+    def _kept_for_output(self, req: Req) -> int:
+        """The expected output, and the slots for draft tokens beyond it, as far as the request can ever use them."""
+        expected = self._estimator.expected_of(req)
+        most = req.max_kv_len - req.fill_len
+        return max(expected, min(expected + self._num_lookahead_tokens, most))
+
+    def _limit(self, start: int) -> tuple[int, bool]:
+        """The most tokens from `start` on that one prompt may compute now, and whether it is time that says so."""
+        limit = self.budget.rem_step_tokens
+        if self.budget.cuts_prompts:
+            limit = min(limit, self._partial.share)
+        in_time = self.budget.time.most_tokens(start)
+        return min(limit, in_time), in_time <= limit
+
+    def _cut(self, ready_len: int, extend_len: int) -> tuple[int, Reason | None]:
+        """How much of a prompt this step computes; a cut ends at a page."""
+        limit, by_time = self._limit(ready_len)
+        if extend_len <= limit:
+            return extend_len, None
+        if not self.budget.cuts_prompts:
+            # a prompt larger than the step's budget gets a step of its own
+            if not self.chunks and self.budget.allows_oversized:
+                return extend_len, None
+            return 0, Reason.STEP_TIME if by_time else Reason.INPUT_BUDGET
+        if not self._partial.may_cut:
+            return 0, Reason.PARTIAL_LIMIT
+        length = self._whole_pages(ready_len, limit)
+        if length > 0:
+            return length, None
+        return 0, Reason.STEP_TIME if by_time else self._spent_budget
+
+    def _whole_pages(self, start: int, limit: int) -> int:
+        """The most tokens from `start` on, up to `limit`, that end at a page."""
+        return (start + limit) // self._kv.page_size * self._kv.page_size - start
+
+    def _reason(self, chunk: Chunk, *, alone: bool, by_time: bool) -> Reason:
+        """Why a chunk is as long as it is; `by_time`: what cut it, if anything did."""
+        if not chunk.is_first:
+            cut_by_time = by_time and not chunk.is_last
+            return Reason.CONTINUED_IN_TIME if cut_by_time else Reason.CHUNK_CONTINUED
+        if chunk.req.status is ReqStatus.SWAPPED:
+            return Reason.SWAPPED_IN
+        if not chunk.is_last:
+            return Reason.CHUNKED_IN_TIME if by_time else Reason.CHUNKED
+        return Reason.ADMITTED_ALONE if alone else Reason.ADMITTED
+
+    def _accept(self, chunk: Chunk, verdict: Verdict) -> Verdict:
+        self.budget.time.spend(chunk.start, chunk.length)
+        self.chunks.append(chunk)
+        self._verdicts.append(verdict)
+        return verdict

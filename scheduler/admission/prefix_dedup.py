@@ -1,0 +1,69 @@
+"""`SharedPrefixes`: who would compute what another request is computing already, and had better wait for it.
+
+SGLang does this for its cache-aware policies, with a simulated tree of the queue (in-batch prefix caching, thresholds
+32 and 32). Here it is one set of keys per pass: a prompt that is being computed is known by its namespace, the position
+where its next uncomputed token stands, and the run of tokens from there. A candidate whose own cached prefix ends at
+the same position, and goes on with the same run, would compute the same pages; so it is held back until they
+are cached. It is looked at again in each pass and goes as soon as its prompt parts from the other one.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from ...runtime.feasibility import pages_for
+from ..arrays import TOKEN_ID_BYTES
+from ..requests.req import Req
+
+MIN_SHARED_TOKENS: Final = 32
+"""Below so many common tokens, computing them twice costs less than a step of waiting."""
+
+
+class SharedPrefixes(Protocol):
+    """Made anew for each pass."""
+
+    def computing(self, req: Req, num_computed: int) -> None:
+        """The KV of this request's tokens from `num_computed` on does not exist yet and is being made."""
+        ...
+
+    def is_coming(self, req: Req, prefix_len: int) -> bool:
+        """Whether a candidate had better wait: what follows its cached `prefix_len` tokens is being computed."""
+        ...
+
+
+class HeldBack:
+    """See the module."""
+
+    __slots__ = ("_keys", "_page_size", "_run_bytes")
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._run_bytes = pages_for(MIN_SHARED_TOKENS, page_size) * page_size * TOKEN_ID_BYTES
+        self._keys: set[tuple[str, int, bytes]] = set()
+
+    def computing(self, req: Req, num_computed: int) -> None:
+        start = num_computed // self._page_size * self._page_size
+        run = self._run(req, start)
+        if len(run) == self._run_bytes:
+            self._keys.add((req.extra_key, start, run))
+
+    def is_coming(self, req: Req, prefix_len: int) -> bool:
+        if not self._keys:
+            return False
+        return (req.extra_key, prefix_len, self._run(req, prefix_len)) in self._keys
+
+    def _run(self, req: Req, start: int) -> bytes:
+        first = start * TOKEN_ID_BYTES
+        return req.fill_ids[first : first + self._run_bytes]
+
+
+class NobodyHeldBack:
+    """Each request computes what it lacks, also what another one is computing."""
+
+    __slots__ = ()
+
+    def computing(self, req: Req, num_computed: int) -> None:
+        pass
+
+    def is_coming(self, req: Req, prefix_len: int) -> bool:
+        return False

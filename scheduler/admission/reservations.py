@@ -1,0 +1,49 @@
+"""`Promises`: how much memory is spoken for by the requests that have a row, beyond the pages they hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import IntArray
+from ..estimator.base import OutputEstimator
+from ..memory.row_states import RowStates
+from ..requests.req import Req
+from ..requests.requests import Requests
+from ..step_size.partial_prefills import promised_tokens
+
+
+class Promises:
+    """The rest of the prompts, surely, and the outputs, as the estimator expects them. Reads; changes nothing."""
+
+    __slots__ = ("_estimator", "_page_size", "_requests", "_states")
+
+    def __init__(
+        self, requests: Requests, states: RowStates, estimator: OutputEstimator, page_size: int
+    ) -> None:
+        self._requests = requests
+        self._states = states
+        self._estimator = estimator
+        self._page_size = page_size
+
+    def to_all(self) -> float:
+        """KV slots that all those with a row will still take."""
+        states, partial = self._states, self._requests.partial
+        rows = self._requests.running.rows
+        if not partial:
+            return self._output(rows)
+        partial_rows = np.array([req.row for req in partial], dtype=np.int32)
+        remaining = states.fill_len[partial_rows] - states.num_computed[partial_rows]
+        rest = promised_tokens(remaining, self._page_size)
+        return rest + self._output(np.concatenate([rows, partial_rows]))
+
+    def to_output_of(self, req: Req) -> int:
+        """The share in that of one running request's output, rounded down."""
+        return int(self._output(np.array([req.row], dtype=np.int32)))
+
+    def _output(self, rows: IntArray) -> float:
+        states = self._states
+        max_new = states.max_kv_len[rows] - states.prompt_len[rows] + np.int32(1)
+        generated = states.known_len[rows] - states.prompt_len[rows]
+        # of a prompt in progress, all of which is promised already, only what comes behind it
+        to_come = states.max_kv_len[rows] - np.maximum(states.num_computed[rows], states.fill_len[rows])
+        return self._estimator.expected(to_come, generated, max_new, states.ignore_eos[rows])

@@ -1,0 +1,1 @@
+"""The decision log on disk and in shared memory, its replay, and `engine why`."""

@@ -1,0 +1,301 @@
+"""The decision log as a file: every call of the `Scheduler` and every decision, enough to make all of them again.
+
+    for run in read_runs(path):                  # one run per start of a scheduler, oldest first
+        print(run.header.capacity, run.header.scheduler_config().schedule_policy)
+        for record in run.records:               # in the order of the calls; can be read once
+            match record:
+                case Input(): ...                # a message, before the scheduler took it
+                case Arrived(): ...              # it queued a request; one that is refused never arrives
+                case PassRecord(): ...           # a pass, as in `Scheduler.decisions`
+                case Settled(): ...              # the result of a step; aborts and deadlines
+                case Planning() | Idle(): ...    # calls that decide nothing themselves; only replay needs them
+        print(run.damage)                        # "" if all of it could be read
+
+`run.decisions` gives the `Arrived | PassRecord | Settled` alone: the same story as the live `Scheduler.decisions`.
+
+    file:    run, run, ...            run:    MAGIC (8 bytes), version (u32), record, record, ...
+    record:  length (u32), CRC-32 (u32), msgpack; the first of a run is its `Header`. Little-endian.
+
+The file is only ever appended to, one run after the other. Whatever a crash leaves of a run's last record costs that
+record alone: the next run begins with `MAGIC` again, and the reader looks for it. Fields are added at the end of a
+record, with a default; any other change is a new version. `log_writer.py` writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeVar
+
+import msgspec
+
+from ... import __version__
+from ...runtime.config.engine_config import CacheConfig, SchedulerConfig
+from ...runtime.errors import EngineError
+from ...runtime.feasibility import Capacity
+from ...runtime.messages import SchedulerInput
+from ..records.decision_log import DecisionRecord
+
+logger = logging.getLogger(__name__)
+
+MAGIC: Final = b"\x89EDL\r\n\x1a\n"
+"""Begins each run. As a record's length it would be above `MAX_RECORD_BYTES`, so it cannot be taken for one."""
+VERSION: Final = 1
+RUN_HEAD: Final = struct.Struct("<8sI")
+RECORD_HEAD: Final = struct.Struct("<II")
+MAX_RECORD_BYTES: Final = 64 << 20
+_SCAN_BYTES: Final = 1 << 20
+
+
+_Config = TypeVar("_Config", SchedulerConfig, CacheConfig)
+
+
+class LogFileError(EngineError):
+    """A file that is no decision log, or one that cannot be read here."""
+
+
+class Header(msgspec.Struct, tag="header", array_like=True):
+    """What a scheduler was made of.
+
+    Attributes:
+        engine_version: of the engine that wrote the run.
+        wall_s: seconds since 1970 at the start.
+        now_s: the monotonic clock at the same moment; all other times of the run are of that clock.
+        scheduler, cache: the resolved groups of the configuration, by field.
+        capacity: what the runner could hold.
+        eos_token_ids: tokens that ended an output.
+        model, device: for people.
+    """
+
+    engine_version: str
+    wall_s: float
+    now_s: float
+    scheduler: dict[str, Any]
+    cache: dict[str, Any]
+    capacity: Capacity
+    eos_token_ids: list[int]
+    model: str = ""
+    device: str = ""
+
+    def scheduler_config(self, **changes: object) -> SchedulerConfig:
+        """The configuration of the run, with changes. Settings that came after it have their defaults.
+
+        Raises:
+            LogFileError: the run has settings that this engine does not know, or values of another type.
+            ConfigError: values that do not go together.
+        """
+        return self._config(self.scheduler | changes, SchedulerConfig)
+
+    def cache_config(self, **changes: object) -> CacheConfig:
+        """The same for the group of KV memory."""
+        return self._config(self.cache | changes, CacheConfig)
+
+    def _config(self, settings: dict[str, Any], group: type[_Config]) -> _Config:
+        unknown = sorted(set(settings) - {field.name for field in dataclasses.fields(group)})
+        if unknown:
+            raise LogFileError(
+                f"the run was recorded by engine {self.engine_version}, whose setting {unknown[0]} this one "
+                f"({__version__}) does not have; read it with that version"
+            )
+        try:
+            return msgspec.convert(settings, group)
+        except msgspec.ValidationError as error:
+            raise LogFileError(
+                f"the settings of the run, recorded by engine {self.engine_version}, are not those of this one "
+                f"({__version__}): {error}"
+            ) from None
+
+    def problem(self) -> str:
+        """Why no scheduler can have been like this; "" if one can."""
+        for name in ("max_model_len", "num_pages", "page_size", "max_running_requests", "vocab_size"):
+            value = getattr(self.capacity, name)
+            if value < 1:
+                return f"its {name} is {value}"
+        return ""
+
+
+class Input(msgspec.Struct, tag="input", array_like=True):
+    """`Scheduler.handle(message, now_s)` was called."""
+
+    now_s: float
+    message: SchedulerInput
+
+
+class Planning(msgspec.Struct, tag="planning", array_like=True):
+    """`Scheduler.next_batch(now_s)` was called; the records that follow came of it.
+
+    Of calls in a row of which nothing came, while no request was there, the last alone is written.
+    """
+
+    now_s: float
+
+
+class Idle(msgspec.Struct, tag="idle", array_like=True):
+    """`Scheduler.on_idle()` was called."""
+
+    now_s: float
+
+
+LogRecord = Header | Input | DecisionRecord | Planning | Idle
+_decoder: Final = msgspec.msgpack.Decoder(LogRecord)
+
+
+class LoggedRun:
+    """What one scheduler did, from its start to its end; read once, in order, with bounded memory.
+
+    Attributes:
+        header: what it was made of.
+        damage: what could not be read of the run, and why; "" if nothing, or not known yet.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path, header: Header) -> None:
+        self.header = header
+        self.damage = ""
+        self._file = file
+        self._path = path
+        self._records = self._read()
+
+    @property
+    def records(self) -> Iterator[LogRecord]:
+        """What is left of the run to be read; the header is not among it."""
+        return self._records
+
+    @property
+    def decisions(self) -> Iterator[DecisionRecord]:
+        """The same without the calls: what `Scheduler.decisions` kept in its time."""
+        return (
+            record for record in self._records if not isinstance(record, Header | Input | Planning | Idle)
+        )
+
+    def _read(self) -> Iterator[LogRecord]:
+        while True:
+            start = self._file.tell()
+            try:
+                record = _read_record(self._file)
+            except _Damage as damage:
+                self.damage = f"{self._path}: {damage} at byte {start:,}; the rest of the run is lost"
+                _find_magic(self._file, start + 1)
+                return
+            if record is None:
+                return
+            yield record
+
+
+def read_runs(path: str | Path, lost: Callable[[str], None] | None = None) -> Iterator[LoggedRun]:
+    """The runs of a decision log; see the module. What was not read of a run is passed over.
+
+    The file may grow meanwhile: the last run is read as far as it goes, and runs that begin later are not among them.
+
+    Args:
+        path: the file.
+        lost: is told of each run that cannot be read at all, in one sentence; a warning in the log unless given.
+
+    Raises:
+        LogFileError: no such file, not a decision log, or a version that this engine does not know.
+    """
+    path = Path(path).expanduser()
+    try:
+        with _open(path) as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise LogFileError(f"{path} is not a decision log; --decision-log FILE makes one")
+            file.seek(0)
+            # Looked at once: a writer may go on behind what was taken for the end of the last run.
+            end = os.fstat(file.fileno()).st_size
+            found = False
+            while (start := file.tell()) < end:
+                try:
+                    header = _read_header(file, path)
+                except _Damage as damage:
+                    (lost or logger.warning)(f"{path}: a run is lost: {damage} at byte {start:,}")
+                    _find_magic(file, start + 1)
+                    continue
+                found = True
+                run = LoggedRun(file, path, header)
+                yield run
+                for _record in run.records:
+                    pass
+            if not found:
+                raise LogFileError(f"{path} has no run that can be read")
+    except OSError as error:
+        raise LogFileError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file to be read; what is none is refused, and a pipe without a writer holds nobody up."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        raise LogFileError(f"{path} is {what}; name the file of a decision log")
+    return os.fdopen(fd, "rb")
+
+
+class _Damage(Exception):
+    """Bytes that are no record."""
+
+
+def _read_header(file: BinaryIO, path: Path) -> Header:
+    head = file.read(RUN_HEAD.size)
+    if len(head) < RUN_HEAD.size:
+        raise _Damage("the file ends inside a run's first bytes")
+    magic, version = RUN_HEAD.unpack(head)
+    if magic != MAGIC:
+        raise _Damage("no run begins here")
+    if version > VERSION:
+        raise LogFileError(
+            f"{path} is a decision log of version {version}, this engine ({__version__}) reads up to {VERSION}; "
+            "use the engine that wrote it, or a newer one"
+        )
+    header = _read_record(file)
+    if not isinstance(header, Header):
+        raise _Damage("a run without a header")
+    if problem := header.problem():
+        raise _Damage(f"the header is none of a scheduler, {problem},")
+    return header
+
+
+def _read_record(file: BinaryIO) -> LogRecord | None:
+    """The next record; None, with nothing read, at the end of the run.
+
+    Raises:
+        _Damage: that is none.
+    """
+    head = file.read(RECORD_HEAD.size)
+    if not head or head == MAGIC:
+        file.seek(-len(head), os.SEEK_CUR)
+        return None
+    if len(head) < RECORD_HEAD.size:
+        raise _Damage("the file ends inside a record")
+    length, checksum = RECORD_HEAD.unpack(head)
+    if length > MAX_RECORD_BYTES:
+        raise _Damage("damaged")
+    payload = file.read(length)
+    if len(payload) < length:
+        raise _Damage("the file ends inside a record")
+    if zlib.crc32(payload) != checksum:
+        raise _Damage("damaged")
+    try:
+        record: LogRecord = _decoder.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:  # the latter for lists within lists without end
+        raise _Damage(f"a record that this engine ({__version__}) does not understand ({error})") from None
+    return record
+
+
+def _find_magic(file: BinaryIO, start: int) -> None:
+    """Go to where the next run begins at or behind `start`, or to the end."""
+    file.seek(start)
+    kept = b""
+    while chunk := file.read(_SCAN_BYTES):
+        window = kept + chunk
+        found = window.find(MAGIC)
+        if found >= 0:
+            file.seek(found - len(window), os.SEEK_CUR)
+            return
+        kept = window[-len(MAGIC) + 1 :]

@@ -1,0 +1,279 @@
+"""`replay`: makes all calls of a logged run again, on a new `Scheduler`, and compares every decision with the log.
+
+The scheduler does no I/O and reads no clock, so the same calls with the same times must lead to the same decisions, in
+every field of every record, the checksum of each plan included. Where they do not, the scheduler is not what it was:
+other code, or a bug (an order that depends on hashing, say).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ...runtime.step_plan import ForwardMode, StepResult
+from ..batch import ScheduleBatch
+from ..records.decision_log import Arrived, DecisionRecord, PassRecord, Settled
+from ..scheduler import Scheduler
+from .log_file import Header, Idle, Input, LoggedRun, LogRecord, Planning
+
+_MAX_TEXT: Final = 200
+
+
+class FieldDifference(NamedTuple):
+    """One field that is not what it was, `verdicts[3].need`, and its two values in words."""
+
+    field: str
+    logged: str
+    replayed: str
+
+
+class Difference(NamedTuple):
+    """The first record that differs.
+
+    Attributes:
+        num_passes_before: passes that were equal.
+        step_id: of the plan of that pass, or of the step whose result it is; 0 for none.
+        now_s: time of the record, by the run's clock.
+        what: one sentence.
+        fields: what is different; empty where a record has no counterpart at all.
+    """
+
+    num_passes_before: int
+    step_id: int
+    now_s: float
+    what: str
+    fields: tuple[FieldDifference, ...] = ()
+
+
+class Replay(NamedTuple):
+    """How a replay went.
+
+    Attributes:
+        num_passes: passes in the log.
+        num_equal: passes that were equal, up to the first difference.
+        num_steps, num_requests: in the log; steps that compute something.
+        span_s: from the first to the last record.
+        digest: of all passes of the log: equal for two runs that decided the same at the same times.
+        difference: the first one; None if all is equal.
+        raised: the error that ended the run, and its replay; "" if none did.
+    """
+
+    num_passes: int
+    num_equal: int
+    num_steps: int
+    num_requests: int
+    span_s: float
+    digest: str
+    difference: Difference | None
+    raised: str
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every decision was made again."""
+        return self.difference is None
+
+
+def replay(run: LoggedRun) -> Replay:
+    """Read a run to its end, and make its calls again as long as the decisions are equal.
+
+    Raises:
+        LogFileError: it was recorded with settings that this engine does not have.
+        ConfigError: its settings are none that a scheduler can be made with.
+    """
+    calls = _Calls(new_scheduler(run.header))
+    tally = _Tally()
+    difference: Difference | None = None
+    for record in run.records:
+        if difference is None:
+            difference = calls.take(record, tally.num_passes)
+            if difference is not None:
+                tally.num_equal = tally.num_passes
+        tally.count(record)
+    if difference is None:
+        tally.num_equal = tally.num_passes
+    return Replay(
+        tally.num_passes,
+        tally.num_equal,
+        tally.num_steps,
+        tally.num_requests,
+        tally.last_s - tally.first_s,
+        tally.passes.hexdigest(),
+        difference,
+        calls.raised,
+    )
+
+
+def new_scheduler(header: Header, **changes: object) -> Scheduler:
+    """A scheduler as the one of a run was in the beginning, but for `changes` of its group of settings."""
+    return Scheduler(
+        header.scheduler_config(**changes),
+        header.cache_config(),
+        header.capacity,
+        frozenset(header.eos_token_ids),
+    )
+
+
+class _Tally:
+    """Counts what is in the log."""
+
+    def __init__(self) -> None:
+        self.num_passes = self.num_equal = self.num_steps = self.num_requests = 0
+        self.first_s = self.last_s = 0.0
+        self.passes = hashlib.blake2b(digest_size=8)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def count(self, record: LogRecord) -> None:
+        if isinstance(record, Header):
+            return
+        self.last_s = record.now_s
+        self.first_s = self.first_s or record.now_s
+        if isinstance(record, PassRecord):
+            self.num_passes += 1
+            self.num_steps += record.mode is not ForwardMode.IDLE
+            self.passes.update(self._encoder.encode(record))
+        elif isinstance(record, Arrived):
+            self.num_requests += 1
+
+
+class _Calls:
+    """Makes the calls on a scheduler, and holds each of its decisions against the logged one.
+
+    Attributes:
+        raised: the error of the last call; "" if it returned.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._num_seen = scheduler.decisions.num_records
+        self._replayed: deque[DecisionRecord] = deque()  # made, but not yet compared
+        self._in_flight: deque[ScheduleBatch] = deque()
+        self.raised = ""
+
+    def take(self, record: LogRecord, num_passes: int) -> Difference | None:
+        """Make the call that `record` tells of, or compare it with what came of the last one."""
+        if self.raised:
+            return _difference(record, num_passes, f"the replay ended here: {self.raised}")
+        if isinstance(record, Settled) and record.step_id and not self._replayed:
+            if not self._in_flight:
+                return _difference(record, num_passes, "the log settles a step that the replay did not plan")
+            self._call(record)
+        if isinstance(record, Arrived | PassRecord | Settled):
+            return self._compare(record, num_passes)
+        if self._replayed:
+            extra = self._replayed[0]
+            return _difference(extra, num_passes, f"only the replay has this record: {_words(extra)}")
+        self._call(record)
+        return None
+
+    def _call(self, record: LogRecord) -> None:
+        scheduler = self._scheduler
+        try:
+            match record:
+                case Input():
+                    scheduler.handle(record.message, record.now_s)
+                case Planning():
+                    batch = scheduler.next_batch(record.now_s)
+                    if batch is not None:
+                        self._in_flight.append(batch)
+                case Settled():
+                    scheduler.settle(self._in_flight.popleft(), _result(record), record.now_s)
+                case Idle():
+                    scheduler.on_idle()
+        except Exception as error:  # a bug that ended the run; the replay is how it is looked for
+            self.raised = f"{type(error).__name__}: {error}"
+        scheduler.take_outputs()
+        decisions = scheduler.decisions
+        self._replayed.extend(decisions.since(self._num_seen))
+        self._num_seen = decisions.num_records
+
+    def _compare(self, logged: DecisionRecord, num_passes: int) -> Difference | None:
+        if not self._replayed:
+            what = f"the replay ended here: {self.raised}" if self.raised else "only the log has this record"
+            return _difference(logged, num_passes, f"{what}: {_words(logged)}")
+        replayed = self._replayed.popleft()
+        if logged == replayed:
+            return None
+        if type(logged) is not type(replayed):
+            what = f"the log goes on with {_words(logged)}, the replay with {_words(replayed)}"
+            return _difference(logged, num_passes, what)
+        fields = tuple(_field_differences(logged, replayed))
+        names = ", ".join(dict.fromkeys(field.field.split("[")[0].split(".")[0] for field in fields))
+        return _difference(logged, num_passes, f"{_words(logged)} differs in {names}", fields)
+
+
+def _result(record: Settled) -> StepResult:
+    return StepResult(
+        record.step_id,
+        record.next_token_ids,
+        errors=record.errors,
+        forward_s=record.forward_s,
+        swap_s=record.swap_s,
+        out_of_memory=record.out_of_memory,
+        num_next_tokens=record.num_next_tokens,
+    )
+
+
+def _difference(
+    record: LogRecord, num_passes: int, what: str, fields: tuple[FieldDifference, ...] = ()
+) -> Difference:
+    step_id = record.step_id if isinstance(record, PassRecord | Settled) else 0
+    now_s = record.now_s if not isinstance(record, Header) else 0.0
+    return Difference(num_passes, step_id, now_s, what, fields)
+
+
+def _words(record: DecisionRecord) -> str:
+    match record:
+        case Arrived():
+            return f"the arrival of {record.rid}"
+        case PassRecord():
+            return f"the pass of step {record.step_id}" if record.step_id else "a pass without a step"
+        case Settled() if record.step_id:
+            return f"the result of step {record.step_id}"
+        case Settled() if record.grammars:
+            return "the grammar of " + ", ".join(record.grammars)
+        case Settled():
+            return "the end of " + ", ".join(left.rid for left in record.left)
+
+
+def _field_differences(logged: DecisionRecord, replayed: DecisionRecord) -> Iterator[FieldDifference]:
+    for name in logged.__struct_fields__:
+        yield from _differences(name, getattr(logged, name), getattr(replayed, name))
+
+
+def _differences(name: str, logged: object, replayed: object) -> Iterator[FieldDifference]:
+    """What differs, as deep as it can be named: the first of a list, the fields of a tuple."""
+    if logged == replayed:
+        return
+    names = getattr(logged, "_fields", None)
+    if names is not None and type(logged) is type(replayed):
+        for field in names:
+            yield from _differences(f"{name}.{field}", getattr(logged, field), getattr(replayed, field))
+    elif isinstance(logged, list) and isinstance(replayed, list):
+        yield from _first_of_list(name, logged, replayed)
+    else:
+        yield FieldDifference(name, _text(logged), _text(replayed))
+
+
+def _first_of_list(
+    name: str, logged: Sequence[object], replayed: Sequence[object]
+) -> Iterator[FieldDifference]:
+    for idx, (before, after) in enumerate(zip(logged, replayed, strict=False)):
+        if before != after:
+            if getattr(before, "rid", None) == getattr(after, "rid", None):
+                yield from _differences(f"{name}[{idx}]", before, after)
+            else:
+                yield FieldDifference(f"{name}[{idx}]", _text(before), _text(after))
+            return
+    idx = min(len(logged), len(replayed))
+    before_text, after_text = (_text(each[idx]) if idx < len(each) else "-" for each in (logged, replayed))
+    yield FieldDifference(f"{name}[{idx}]", before_text, after_text)
+
+
+def _text(value: object) -> str:
+    verdict_text = getattr(value, "text", None)
+    text = str(verdict_text()) if callable(verdict_text) else repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"

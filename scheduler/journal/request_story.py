@@ -1,0 +1,260 @@
+"""`RequestStory`: what became of one request, taken from the records of the decision log one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+from ..records.cache_miss import CacheMiss
+from ..records.decision_log import Arrived, DecisionRecord, Left, PassRecord, Retraction, Settled
+from ..records.verdict import AddReqResult, Reason, Verdict
+
+
+class Place(enum.Enum):
+    """Where the request is, as far as the records tell; it says which parts of a pass can be about it."""
+
+    UNKNOWN = enum.auto()
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    GONE = enum.auto()
+
+
+class Beginning(NamedTuple):
+    """What is known of a request that is still there, though the record of its arrival may be gone.
+
+    Attributes:
+        arrived: as that record was.
+        grammar_s: when its grammar came; None if it did not, or none was needed.
+        started_s: when it first got memory; None if it never did.
+    """
+
+    arrived: Arrived
+    grammar_s: float | None = None
+    started_s: float | None = None
+
+
+class Forgotten(NamedTuple):
+    """A time of which there are no records.
+
+    Attributes:
+        started_s: when in it the request first got memory; None if it waited through all of it.
+    """
+
+    started_s: float | None
+
+
+class Act(enum.StrEnum):
+    """What a verdict meant for the request."""
+
+    WAITED = "waited"
+    STARTED = "started"
+    COMPUTED = "computed"
+    HELD_UP = "held up"
+
+
+class Decision(NamedTuple):
+    """Equal decisions of consecutive passes are one episode.
+
+    Attributes:
+        act, reason: see there.
+        behind: the request at which those passes ended; "" if none.
+    """
+
+    act: Act
+    reason: Reason
+    behind: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Episode:
+    """One line of the story: an event, or a run of passes that decided the same.
+
+    Attributes:
+        cause: what it is.
+        first_s, last_s: times of its first and last record.
+        first_step, last_step: of the plans that came out of its passes; 0 if none did.
+        num_passes: how many.
+        num_tokens: prompt tokens computed in it.
+        verdict: the last one of the request's own.
+    """
+
+    cause: Arrived | Forgotten | Decision | CacheMiss | Retraction | Left
+    first_s: float
+    last_s: float
+    first_step: int = 0
+    last_step: int = 0
+    num_passes: int = 0
+    num_tokens: int = 0
+    verdict: Verdict | None = None
+
+
+class RequestStory:
+    """The life of one request as far as its records were there to be taken.
+
+    A live log is asked while the scheduler's loop waits, so a record that cannot be about the request costs next to
+    nothing.
+
+    Attributes:
+        rid: whose.
+        episodes: in order of time.
+        arrived, left: None where not recorded.
+        forgotten: set if its first records are gone, and what came in that time is known otherwise.
+        waiting_since_s: since when it waits; None while it runs, and when it has ended.
+        waited_s: seconds of waiting that are over.
+        was_started: whether it ever got memory.
+        num_retractions: how often it lost its place.
+    """
+
+    __slots__ = (
+        "_needs_grammar",
+        "_place",
+        "arrived",
+        "episodes",
+        "forgotten",
+        "left",
+        "num_retractions",
+        "rid",
+        "waited_s",
+        "waiting_since_s",
+        "was_started",
+    )
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+        self._clear()
+
+    def _clear(self) -> None:
+        self.episodes: list[Episode] = []
+        self.arrived: Arrived | None = None
+        self.forgotten: Forgotten | None = None
+        self.left: Left | None = None
+        self.waiting_since_s: float | None = None
+        self.waited_s = 0.0
+        self.was_started = False
+        self.num_retractions = 0
+        self._needs_grammar = False
+        self._place = Place.UNKNOWN
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any record was about it."""
+        return bool(self.episodes)
+
+    def begin(self, beginning: Beginning, first_s: float) -> None:
+        """Begin with what is known otherwise; the records, from `first_s` on, follow."""
+        self._arrive(beginning.arrived)
+        if beginning.grammar_s is not None and beginning.grammar_s < first_s:
+            self._needs_grammar = False
+        started_s = beginning.started_s
+        if started_s is not None and started_s < first_s:
+            self._stop_waiting(started_s)
+            self.was_started = True
+            self._place = Place.UNKNOWN  # it may have lost its place since
+        else:
+            started_s = None
+        self.forgotten = Forgotten(started_s)
+        self.episodes.append(Episode(self.forgotten, beginning.arrived.now_s, first_s))
+
+    def take(self, record: DecisionRecord) -> None:
+        """Take the next record; most are about others."""
+        if isinstance(record, PassRecord):
+            if self._place is not Place.GONE:
+                self._take_pass(record)
+        elif isinstance(record, Settled):
+            for left in record.left:
+                if left.rid == self.rid:
+                    self._end(left, record.now_s)
+            if self._needs_grammar and self.rid in record.grammars:
+                self._needs_grammar = False
+        elif record.rid == self.rid:
+            self._arrive(record)
+
+    def _arrive(self, arrived: Arrived) -> None:
+        self._clear()
+        self.arrived = arrived
+        self.waiting_since_s = arrived.now_s
+        self._needs_grammar = arrived.needs_grammar
+        self._place = Place.WAITING
+        self.episodes.append(Episode(arrived, arrived.now_s, arrived.now_s))
+
+    def _end(self, left: Left, now_s: float) -> None:
+        self._stop_waiting(now_s)
+        self.left = left
+        self._place = Place.GONE
+        self.episodes.append(Episode(left, now_s, now_s))
+
+    def _take_pass(self, record: PassRecord) -> None:
+        rid, place = self.rid, self._place
+        was_waiting = self.waiting_since_s is not None
+        for retraction in record.retractions:
+            if retraction.rid == rid:
+                self.num_retractions += 1
+                self.waiting_since_s = record.now_s
+                self._place = Place.WAITING
+                self.episodes.append(Episode(retraction, record.now_s, record.now_s, record.step_id))
+        if self._place is not Place.RUNNING:
+            for verdict in record.verdicts:
+                if verdict[0] == rid:  # `rid`, by index and in a plain loop: this is nearly all that is done
+                    self._take_verdict(verdict, record)
+                    break
+            else:
+                if was_waiting:
+                    self._take_rest(record)
+            if self._place is Place.WAITING:
+                return
+        if place is not Place.WAITING:
+            for verdict in record.continued:
+                if verdict.rid == rid:
+                    act = Act.COMPUTED if verdict.result is AddReqResult.CONTINUE else Act.HELD_UP
+                    self._decide(act, verdict.reason, "", record, verdict)
+
+    def _take_verdict(self, verdict: Verdict, record: PassRecord) -> None:
+        if verdict.result is not AddReqResult.CONTINUE:
+            self._wait(verdict.reason, "", record, verdict)
+            return
+        self._stop_waiting(record.now_s)
+        self.was_started = True
+        self._place = Place.RUNNING
+        self._decide(Act.STARTED, verdict.reason, "", record, verdict)
+        for miss in record.cache_misses:
+            if miss.rid == self.rid:
+                self.episodes.append(Episode(miss, record.now_s, record.now_s, record.step_id))
+
+    def _take_rest(self, record: PassRecord) -> None:
+        """It has no verdict of its own. The one of the rest is not about those who wait for their grammar."""
+        if self._needs_grammar and record.num_grammar:
+            self._wait(Reason.GRAMMAR_PENDING, "", record, None)
+        elif record.rest_reason is not None:
+            self._wait(record.rest_reason, record.rest_behind, record, None)
+        elif record.num_grammar:
+            self._wait(Reason.GRAMMAR_PENDING, "", record, None)
+
+    def _wait(self, reason: Reason, behind: str, record: PassRecord, verdict: Verdict | None) -> None:
+        if self.waiting_since_s is None:  # its arrival is forgotten
+            self.waiting_since_s = record.now_s
+        self._place = Place.WAITING
+        self._decide(Act.WAITED, reason, behind, record, verdict)
+
+    def _stop_waiting(self, now_s: float) -> None:
+        if self.waiting_since_s is not None:
+            self.waited_s += now_s - self.waiting_since_s
+            self.waiting_since_s = None
+
+    def _decide(
+        self, act: Act, reason: Reason, behind: str, record: PassRecord, verdict: Verdict | None
+    ) -> None:
+        """Begin an episode, or go on with the last one if it is the same."""
+        episode = self.episodes[-1] if self.episodes else None
+        if episode is None or episode.cause != (act, reason, behind):
+            episode = Episode(Decision(act, reason, behind), record.now_s, record.now_s, record.step_id)
+            self.episodes.append(episode)
+        episode.last_s = record.now_s
+        episode.num_passes += 1
+        if record.step_id:
+            episode.last_step = record.step_id
+            episode.first_step = episode.first_step or record.step_id
+        if verdict is not None:
+            episode.verdict = verdict
+            if act is Act.STARTED or act is Act.COMPUTED:
+                episode.num_tokens += verdict.extend_len

@@ -1,0 +1,112 @@
+"""The page equation: `free + cached(evictable + locked) + held == total`, and every lock has an owner.
+
+Pages that nobody owns any more are lost until the process ends; a page with two owners is garbage in somebody's answer.
+Both are bugs that show late and far away, so they are looked for where they happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ...runtime.errors import EngineError
+from ..prefix_cache.base import PrefixCache
+from ..requests.req import Req
+from .kv_memory import KVMemory
+from .page_allocator import PageAllocator
+from .req_to_token_pool import ReqToTokenPool
+from .swap_pool import HostMemory
+
+
+class LedgerError(EngineError):
+    """The books do not balance: a bug of the scheduler. The message has all terms."""
+
+
+class Ledger:
+    """Checks; changes nothing."""
+
+    __slots__ = ("_allocator", "_cache", "_host", "_kv", "_pool")
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        pool: ReqToTokenPool,
+        prefix_cache: PrefixCache,
+        kv: KVMemory,
+        host: HostMemory,
+    ) -> None:
+        self._host = host
+        self._allocator = allocator
+        self._pool = pool
+        self._cache = prefix_cache
+        self._kv = kv
+
+    def check(self) -> None:
+        """The equation from the counters; cost does not grow with what is cached.
+
+        Raises:
+            LedgerError: pages are missing or counted twice.
+        """
+        free, held = self._allocator.num_free, self._kv.held_pages
+        evictable, locked = self._cache.evictable_pages, self._cache.locked_pages
+        total = self._allocator.num_pages
+        if free + evictable + locked + held != total:
+            raise LedgerError(
+                f"page equation: free {free} + evictable {evictable} + locked {locked} + held {held} = "
+                f"{free + evictable + locked + held}, but the pool has {total} pages"
+            )
+
+    def check_idle(self) -> None:
+        """The equation, and that nothing is held, locked or without return when no request is left.
+
+        Raises:
+            LedgerError: with what is left behind.
+        """
+        self.check()
+        rows_out = self._pool.num_rows - self._pool.num_free_rows
+        if self._kv.held_pages or self._cache.locked_pages or rows_out:
+            raise LedgerError(
+                f"no request is left, but {self._kv.held_pages} pages are held, {self._cache.locked_pages} are locked "
+                f"and {rows_out} rows are taken"
+            )
+        if self._host.num_free != self._host.num_pages:
+            taken = self._host.num_pages - self._host.num_free
+            raise LedgerError(f"no request is left, but {taken} pages of host memory are taken")
+
+    def audit(self, reqs: Iterable[Req], swapped: Iterable[Req] = ()) -> None:
+        """Everything, page by page; for tests. Costs a walk over all pages.
+
+        Args:
+            reqs: all requests with a row.
+            swapped: all requests whose KV is on the host.
+
+        Raises:
+            LedgerError: the first thing found wrong.
+        """
+        self.check()
+        owners = np.zeros(self._allocator.num_pages + 1, dtype=np.int32)
+        np.add.at(owners, self._allocator.free_pages(), 1)
+        np.add.at(owners, self._cache.all_pages(), 1)
+        leases = []
+        for req in reqs:
+            assert req.lease is not None, req
+            leases.append(req.lease)
+            row_pages = self._pool.pages[req.row, : self._pool.num_pages[req.row]]
+            leased, own = row_pages[: req.lease.num_pages], row_pages[req.lease.num_pages :]
+            np.add.at(owners, own, 1)
+            if req.lease.num_pages and not np.array_equal(self._cache.pages_of(req.lease), leased):
+                raise LedgerError(f"{req}: its row and its lease name different pages")
+            if self._pool.num_leased[req.row] != req.lease.num_pages:
+                raise LedgerError(f"{req}: num_leased disagrees with its lease")
+        if owners[0] or (owners[1:] != 1).any():
+            wrong = np.flatnonzero(owners != 1)[1 - min(1, int(owners[0])) :][:8]
+            raise LedgerError(f"pages {wrong.tolist()} have {owners[wrong].tolist()} owners instead of one")
+        host_pages = [int(page) for req in swapped if req.host_pages is not None for page in req.host_pages]
+        taken = self._host.num_pages - self._host.num_free
+        if len(set(host_pages)) != len(host_pages) or len(host_pages) != taken:
+            raise LedgerError(
+                f"{taken} pages of host memory are taken, swapped requests have {sorted(host_pages)}"
+            )
+        for text in self._cache.verify(leases):
+            raise LedgerError(text)

@@ -1,0 +1,232 @@
+"""`PageAllocator`: which pages of the KV pool are free. It knows ids, not contents and not owners.
+
+Pages are 1..num_pages; page 0 is the dummy page and is never handed out.
+
+Attention reads a request's pages one after the other, and memory is slower where they lie anywhere: no prefetcher
+follows. So pages come in *extents* of neighbours. Who grows gets the page behind its last one if that is free,
+otherwise the first page of an extent that is wholly free; the rest of it stays free for its next pages. Nothing is
+promised: when there are no such extents any more, those rests are handed out to whoever needs them. The extent that
+came free last is the first one used again: it is the likeliest to be in a cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from ...runtime.errors import EngineError
+from ..arrays import AnyIntArray, BoolArray, IntArray
+
+EXTENT_PAGES: Final = 8
+"""Pages of an extent: 128 tokens, where a page has 16."""
+
+_IN_EXTENT: Final = np.arange(EXTENT_PAGES, dtype=np.int32)
+
+
+class PageError(EngineError):
+    """A page was asked for that does not exist, or given back twice: a bug of the scheduler, not of a request."""
+
+
+class PageAllocator:
+    """Free pages, by extents: a stack of those that are wholly free, and a list of those that have some free pages.
+
+    The list may name extents that are not like that any more; they are passed over when they are met. Who grows page
+    by page takes from its beginning, where extents were touched longest ago, and prompts take from its end.
+
+    Attributes:
+        num_pages: free or not.
+        num_free: pages that can be handed out.
+        highest_used: the highest id that was ever handed out; 0 if none was.
+    """
+
+    # Positions count from 0: page p has position p - 1, and extent e the positions from e * EXTENT_PAGES.
+    __slots__ = (
+        "_free_at",
+        "_free_in",
+        "_is_free",
+        "_is_listed",
+        "_num_free_in",
+        "_num_whole",
+        "_some",
+        "_whole",
+        "highest_used",
+        "num_free",
+        "num_pages",
+    )
+
+    def __init__(self, num_pages: int) -> None:
+        num_whole, rest = divmod(num_pages, EXTENT_PAGES)
+        num_extents = num_whole + bool(rest)
+        self.num_pages = self.num_free = num_pages
+        self.highest_used = 0
+        self._is_free: BoolArray = np.arange(num_extents * EXTENT_PAGES) < num_pages
+        self._num_free_in = self._is_free.reshape(-1, EXTENT_PAGES).sum(axis=1, dtype=np.int32)
+        # The same two once more: single numbers are had from there in a third of the time.
+        self._free_at, self._free_in = self._is_free.data, self._num_free_in.data
+        self._whole: IntArray = np.zeros(num_extents, dtype=np.int32)
+        self._whole[:num_whole] = np.arange(num_whole - 1, -1, -1)
+        self._num_whole = num_whole
+        self._some: deque[int] = deque()
+        self._is_listed = bytearray(num_extents)
+        if rest:
+            self._list(num_whole)
+
+    def allocate(self, count: int, behind: int = 0) -> IntArray:
+        """Take `count` pages; [count] int32, all different.
+
+        Args:
+            behind: the page that they follow in the order in which they will be read; 0: none.
+
+        Raises:
+            PageError: fewer are free. Callers make room first (see `KVMemory`), so this is a bug.
+        """
+        self._check(count)
+        next_ones = self._take_behind(behind, count)
+        num_whole, rest = divmod(count - len(next_ones), EXTENT_PAGES)
+        whole = self._take_whole(num_whole)
+        rest += (num_whole - len(whole)) * EXTENT_PAGES
+        last = self._begin_extent(rest)
+        single = last + self._take_some(rest - len(last), self._some.pop)
+        return self._hand_out(
+            np.concatenate((np.array(next_ones, np.int32), whole.ravel(), np.array(single, np.int32)))
+        )
+
+    def allocate_behind(self, pages: IntArray) -> IntArray:
+        """Take one page for each of `pages`, which it will follow; [len(pages)] int32, all different.
+
+        Args:
+            pages: 0: it follows the one that the entry before gets.
+
+        Raises:
+            PageError: see `allocate`.
+        """
+        self._check(len(pages))
+        positions: list[int] = []
+        for page in pages.tolist():
+            behind = page or positions[-1] + 1
+            positions += (
+                self._take_behind(behind, 1)
+                or self._begin_extent(1)
+                or self._take_some(1, self._some.popleft)
+            )
+        return self._hand_out(np.array(positions, dtype=np.int32))
+
+    def num_extents_needed(self, pages: IntArray) -> int:
+        """How many of `pages` (0 is none) have no free page behind them in their extent, nor a wholly free extent."""
+        at_end = sum(1 for page in pages.tolist() if page and not self._has_next(page))
+        return max(at_end - self._num_whole, 0)
+
+    def free(self, pages: AnyIntArray) -> None:
+        """Take pages back.
+
+        Raises:
+            PageError: one of them is free already, or is no page; nothing is changed then.
+        """
+        if not pages.size:
+            return
+        if pages.min() < 1 or pages.max() > self.num_pages:
+            raise PageError(f"page ids must lie in [1, {self.num_pages}], got {pages.min()}..{pages.max()}")
+        positions = pages - 1
+        if self.num_free + pages.size > self.num_pages or self._is_free[positions].any():
+            raise PageError(f"pages {pages[self._is_free[positions]][:8].tolist()} are given back twice")
+        self._is_free[positions] = True
+        self.num_free += int(pages.size)
+        extents, counts = np.unique(positions // EXTENT_PAGES, return_counts=True)
+        self._num_free_in[extents] += counts.astype(np.int32)
+        for extent in extents[::-1].tolist():  # the lowest comes first again
+            if self._free_in[extent] == EXTENT_PAGES:
+                self._whole[self._num_whole] = extent
+                self._num_whole += 1
+            else:
+                self._list(extent)
+
+    def free_pages(self) -> IntArray:
+        """The ids of all free pages, ascending; for checks."""
+        return np.flatnonzero(self._is_free).astype(np.int32) + np.int32(1)
+
+    # ------------------------------------------------------------ taking positions
+
+    def _check(self, count: int) -> None:
+        if count > self.num_free:
+            raise PageError(f"{count} pages wanted, {self.num_free} of {self.num_pages} are free")
+
+    def _has_next(self, page: int) -> bool:
+        """Whether the page behind it is free, and in the same extent.
+
+        None of an extent that is wholly free counts: those begin with their first page.
+        """
+        # The position behind a page is its id.
+        return bool(
+            page % EXTENT_PAGES
+            and page < len(self._free_at)
+            and self._free_at[page]
+            and self._free_in[page // EXTENT_PAGES] < EXTENT_PAGES
+        )
+
+    def _take_behind(self, page: int, count: int) -> list[int]:
+        """The free positions behind a page, to the end of its extent; at most `count`."""
+        if not count or not self._has_next(page):
+            return []
+        end, stop = page + 1, min(page + count, (page // EXTENT_PAGES + 1) * EXTENT_PAGES)
+        while end < stop and self._free_at[end]:
+            end += 1
+        return self._take_run(page, end)
+
+    def _begin_extent(self, count: int) -> list[int]:
+        """The first `count` positions of a wholly free extent; less where it ends, none where there is none."""
+        if not count or not self._num_whole:
+            return []
+        self._num_whole -= 1
+        begin = int(self._whole[self._num_whole]) * EXTENT_PAGES
+        return self._take_run(begin, begin + min(count, EXTENT_PAGES))
+
+    def _take_run(self, begin: int, end: int) -> list[int]:
+        """These positions, which lie in one extent."""
+        extent = begin // EXTENT_PAGES
+        for position in range(begin, end):
+            self._free_at[position] = False
+        self._free_in[extent] -= end - begin
+        if self._free_in[extent]:
+            self._list(extent)
+        return list(range(begin, end))
+
+    def _take_whole(self, count: int) -> IntArray:
+        """All positions of as many wholly free extents as there are; [at most `count`, EXTENT_PAGES] int32."""
+        count = min(count, self._num_whole)
+        self._num_whole -= count
+        extents = self._whole[self._num_whole : self._num_whole + count][::-1]
+        self._is_free.reshape(-1, EXTENT_PAGES)[extents] = False
+        self._num_free_in[extents] = 0
+        return extents[:, None] * np.int32(EXTENT_PAGES) + _IN_EXTENT
+
+    def _take_some(self, count: int, next_extent: Callable[[], int]) -> list[int]:
+        """Any free positions of extents that are not wholly free, where there are none that are."""
+        found: list[int] = []
+        while len(found) < count:
+            extent = next_extent()
+            begin = extent * EXTENT_PAGES
+            free = [begin + n for n in range(EXTENT_PAGES) if self._free_at[begin + n]][: count - len(found)]
+            for position in free:
+                self._free_at[position] = False
+            self._free_in[extent] -= len(free)
+            self._is_listed[extent] = False
+            if self._free_in[extent]:
+                self._list(extent)
+            found += free
+        return found
+
+    def _list(self, extent: int) -> None:
+        """This one has some free pages."""
+        if not self._is_listed[extent]:
+            self._is_listed[extent] = True
+            self._some.append(extent)
+
+    def _hand_out(self, positions: IntArray) -> IntArray:
+        self.num_free -= int(positions.size)
+        pages = positions + np.int32(1)
+        if pages.size:
+            self.highest_used = max(self.highest_used, int(pages.max()))
+        return pages

@@ -1,0 +1,160 @@
+"""Faults on purpose (`--chaos`): requests lose their place and steps their results, so that tests meet it often; steps
+are slow, so that a test that must come before the end of an answer does on any machine; requests kill their process.
+
+vLLM had such a switch (`VLLM_TEST_ENABLE_ARTIFICIAL_PREEMPT`), SGLang has one (`SGLANG_TEST_RETRACT`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from msgspec import structs
+
+from ...runtime.config.chaos_spec import ChaosSpec, parse_chaos
+from ...runtime.config.engine_config import SchedulerConfig
+from ...runtime.step_plan import GoOn, Pending, Runner, StepPlan, StepResult, to_the_end
+from ..requests.req import Req
+
+
+class Chaos(Protocol):
+    """Asked once per pass."""
+
+    def victim(self, reqs: Sequence[Req]) -> Req | None:
+        """Who shall lose its place in this pass; usually nobody."""
+        ...
+
+
+class NoChaos:
+    """No faults."""
+
+    __slots__ = ()
+
+    def victim(self, reqs: Sequence[Req]) -> Req | None:
+        return None
+
+
+class ChaosRetract:
+    """With a probability per pass one random running request, up to a number of times."""
+
+    __slots__ = ("_left", "_probability", "_random")
+
+    def __init__(self, spec: ChaosSpec, seed: int) -> None:
+        self._probability = spec.retract_probability
+        self._left = spec.max_retractions
+        self._random = random.Random(seed)
+
+    def victim(self, reqs: Sequence[Req]) -> Req | None:
+        if not reqs or not self._left or self._random.random() >= self._probability:
+            return None
+        self._left -= 1
+        return self._random.choice(reqs)
+
+
+def make_chaos(spec: ChaosSpec | None, seed: int) -> Chaos:
+    """What `--chaos` asks for."""
+    return ChaosRetract(spec, seed) if spec is not None and spec.max_retractions else NoChaos()
+
+
+class ChaosRunner:
+    """A runner whose steps are said to have found no memory now and then; everything else of them has been done.
+
+    The smallest steps are spared: whoever fails in one of those again and again is answered with an error.
+    """
+
+    __slots__ = ("_left", "_page_size", "_probability", "_random", "_runner")
+
+    def __init__(self, runner: Runner, spec: ChaosSpec, seed: int, page_size: int) -> None:
+        self._runner = runner
+        self._page_size = page_size
+        self._probability = spec.oom_probability
+        self._left = spec.max_ooms
+        self._random = random.Random(seed)
+
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+        """See `Runner`."""
+        pending = self._runner.launch(plan, go_on)
+        is_small = len(plan.samples) < 2 and plan.total_num_scheduled_tokens <= self._page_size
+        if is_small or not self._left or self._random.random() >= self._probability:
+            return pending
+        self._left -= 1
+        return _WithoutMemory(pending)
+
+
+class _WithoutMemory(NamedTuple):
+    pending: Pending
+
+    def wait(self) -> StepResult:
+        """See `Pending`."""
+        result = self.pending.wait()
+        return StepResult(
+            result.step_id,
+            forward_s=result.forward_s,
+            swap_s=result.swap_s,
+            out_of_memory="asked for by --chaos",
+        )
+
+
+class SlowRunner:
+    """A runner on a device whose steps take at least so many seconds from their launch on."""
+
+    __slots__ = ("_min_step_s", "_runner")
+
+    def __init__(self, runner: Runner, min_step_s: float) -> None:
+        self._runner = runner
+        self._min_step_s = min_step_s
+
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+        """See `Runner`."""
+        started_s = time.monotonic()
+        return _NotBefore(self._runner.launch(plan, go_on), started_s, self._min_step_s, plan.num_rounds > 1)
+
+
+class _NotBefore(NamedTuple):
+    pending: Pending
+    started_s: float
+    min_step_s: float
+    is_burst: bool
+
+    def wait(self) -> StepResult:
+        """See `Pending`. Each round of a burst counts as a step."""
+        result = self.pending.wait()
+        counts = memoryview(result.num_next_tokens).cast("i") if self.is_burst else ()
+        min_s = self.min_step_s * max(counts, default=1)
+        time.sleep(max(0.0, self.started_s + min_s - time.monotonic()))
+        return structs.replace(result, forward_s=max(result.forward_s, min_s))
+
+
+class DeadlyRunner:
+    """A runner whose process is killed by the step that begins a request with a certain token in its prompt."""
+
+    __slots__ = ("_runner", "_token_id")
+
+    def __init__(self, runner: Runner, token_id: int) -> None:
+        self._runner = runner
+        self._token_id = token_id
+
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+        """See `Runner`."""
+        prompts = (memoryview(new.input_ids).cast("i")[: new.prompt_len] for new in plan.new_reqs)
+        if any(self._token_id in prompt for prompt in prompts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._runner.launch(plan, go_on)
+
+
+def with_chaos(runner: Runner, config: SchedulerConfig, page_size: int) -> Runner:
+    """The runner, with the faults that `--chaos` asks for."""
+    spec = parse_chaos(config.chaos)
+    if spec is None:
+        return runner
+    if spec.max_ooms:
+        runner = ChaosRunner(runner, spec, config.policy_seed, page_size)
+    if spec.min_step_s:
+        runner = SlowRunner(runner, spec.min_step_s)
+    if spec.kill_token is not None:
+        runner = DeadlyRunner(runner, spec.kill_token)
+    return runner

@@ -1,0 +1,134 @@
+"""`OutOfMemory`: a step for which the device found no memory: it computed nothing, and its requests try again, in less.
+
+The KV pool is not short of anything here: the allocator had no room for what a step needs beside it. All requests of
+the step lose their place and are computed again, because the KV that the step should have made does not exist. What
+earlier steps have made stays in the prefix cache, so little is computed twice.
+
+Where nothing can be less, nothing is computed for a while: whoever took the memory may give it back. Each request gets
+`MAX_TRIES` tries at the same token alone, each wait twice as long as the one before, and an error after the last:
+12.7 s after the first. So a shortage of some seconds costs nobody his answer.
+
+With overlap the next step was launched before this one's failure was known. What it made of the same requests rests on
+KV that does not exist; their rows have new epochs by the time its result comes, so it is dropped as for anybody who
+left. Its other requests are not affected: nobody's prefix, page copy or swap rests on a step that is not settled.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import numpy as np
+
+from ...runtime.messages import Finish, FinishKind, TokenOutput
+from ...runtime.step_plan import StepResult
+from ..arrays import BoolArray
+from ..batch import ScheduleBatch
+from ..records.decision_log import PassRecord
+from ..requests.req import Req
+from ..requests.requests import Requests
+from ..step_size.step_caps import Lowered, StepCaps
+from .preemption import Preemption
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIES: Final = 8
+FIRST_HOLD_S: Final = 0.1
+_WARN_EVERY_S: Final = 10.0
+_FLAGS: Final = {Lowered.TOKENS: "--chunked-prefill-size", Lowered.REQUESTS: "--max-running-requests"}
+
+
+class OutOfMemory:
+    """Settles steps that failed, tells the next pass of it, and says until when no step may be made.
+
+    Attributes:
+        hold_until_s: before then no step is made; None: one may be.
+    """
+
+    __slots__ = ("_caps", "_num_unsaid", "_preemption", "_requests", "_since", "_warn_at_s", "hold_until_s")
+
+    def __init__(self, requests: Requests, preemption: Preemption, caps: StepCaps) -> None:
+        self._requests = requests
+        self._preemption = preemption
+        self._caps = caps
+        self._since = PassRecord(0.0)  # what happened since the last pass
+        self._warn_at_s = 0.0
+        self._num_unsaid = 0  # warnings that came too soon after another
+        self.hold_until_s: float | None = None
+
+    def settle(
+        self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
+    ) -> list[TokenOutput]:
+        """Retract the requests of a failed step and lower the caps; who has had all tries is answered.
+
+        Args:
+            here: [B] which of them still have their row. If none has, this step was launched behind another one that
+                failed, and says nothing new.
+        """
+        if not here.any():
+            return []
+        lengths = np.frombuffer(batch.plan.num_scheduled_tokens, dtype=np.int32)
+        num_tokens, num_prompt_tokens = int(lengths.sum()), int(lengths[: batch.num_extends].sum())
+        lowered = self._caps.failed(len(batch), num_prompt_tokens, num_tokens)
+        size = f"{num_tokens} tokens of {len(batch)} requests, {num_prompt_tokens} of prompts"
+        note = f"step {batch.plan.step_id} ran out of device memory ({size})"
+        if lowered is Lowered.NOTHING:
+            (req,) = batch.reqs
+            num_tries = _count_try(req, int(batch.end[0]))
+            if num_tries >= MAX_TRIES:
+                return [self._answer(req, f"{size}; {num_tries} tries", result.out_of_memory, now_s)]
+            hold_s = FIRST_HOLD_S * 2 ** (num_tries - 1)
+            self.hold_until_s = now_s + hold_s
+            note += f"; no smaller one is left, so none is made for {hold_s:.1f} s"
+            self._warn(f"{note}; lower --mem-fraction to avoid it: {result.out_of_memory}", now_s)
+        else:
+            note += f"; now {self._caps.text()}"
+            way_out = f"lower {_FLAGS[lowered]} or --mem-fraction to avoid it"
+            self._warn(f"{note}; {way_out}: {result.out_of_memory}", now_s)
+        self._since.notes.append(note)
+        for idx in np.flatnonzero(here).tolist():
+            self._preemption.take_place(batch.reqs[idx], "device memory", self._since)
+        self._preemption.put_back(now_s)
+        return []
+
+    def holds(self, now_s: float) -> bool:
+        """Whether no step may be made yet."""
+        if self.hold_until_s is not None and now_s >= self.hold_until_s:
+            self.hold_until_s = None
+        return self.hold_until_s is not None
+
+    def tell(self, record: PassRecord) -> None:
+        """Let the record of the next pass say who lost its place since the last one, and why."""
+        if self._since.notes:
+            record.retractions += self._since.retractions
+            record.notes += self._since.notes
+            record.gave_memory_back = True
+            self._since = PassRecord(0.0)
+
+    def _answer(self, req: Req, size: str, reason: str, now_s: float) -> TokenOutput:
+        message = (
+            f"the device has too little memory for the smallest step of this request ({size}): {reason}; lower "
+            "--mem-fraction or --max-model-len"
+        )
+        logger.warning("failed rid=%s: %s", req.rid, message)
+        return self._requests.finish(req, Finish(FinishKind.ERROR, message=message), now_s, keep=False)
+
+    def _warn(self, text: str, now_s: float) -> None:
+        """Log, but not each of many; all of them stand in the decisions."""
+        if now_s < self._warn_at_s:
+            self._num_unsaid += 1
+            return
+        more = f" (and {self._num_unsaid} times since the last warning)" if self._num_unsaid else ""
+        logger.warning("%s%s", text, more)
+        self._warn_at_s, self._num_unsaid = now_s + _WARN_EVERY_S, 0
+
+
+def _count_try(req: Req, end: int) -> int:
+    """How often the request has failed alone without getting further.
+
+    Args:
+        end: tokens that would have KV after the step.
+    """
+    failed_end, num_tries = req.failed_alone
+    req.failed_alone = (max(end, failed_end), num_tries + 1 if end <= failed_end else 1)
+    return req.failed_alone[1]

@@ -1,0 +1,101 @@
+"""`make_room`: a page for each running request that needs one, by eviction, and where that is not enough by retraction.
+
+Who must go is decided here; what becomes of it, in `preemption.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import IntArray
+from ..memory.kv_memory import KVMemory
+from ..memory.row_states import RowStates
+from ..requests.req import Req
+from ..requests.running_batch import RunningBatch
+
+
+class Room(NamedTuple):
+    """What became of the running requests in one pass.
+
+    Attributes:
+        rows, reqs: those that decode in this step, with a page for their next token.
+        retracted: those that lost their place, first to last.
+        starved: the one request that remained and cannot have its page even so; None in a sound configuration.
+    """
+
+    rows: IntArray
+    reqs: list[Req]
+    retracted: list[Req]
+    starved: Req | None = None
+
+
+def make_room(
+    running: RunningBatch,
+    partial: list[Req],
+    states: RowStates,
+    kv: KVMemory,
+    take_place: Callable[[Req], None],
+    *,
+    by_priority: bool = False,
+) -> Room:
+    """Find the requests that decode in the next step and give each a page where it needs one.
+
+    Args:
+        running: left as it is; the caller removes who is retracted.
+        partial: requests whose prompts are being computed in chunks; they hold memory, so they can be victims.
+        take_place: releases a victim's memory.
+        by_priority: those of lowest priority must go first.
+
+    Victims are those with the least work to lose: shortest output, then longest input. One request always stays.
+    """
+    rows, reqs = running.rows, running.reqs
+    to_decode = states.num_computed[rows] < states.max_kv_len[rows]
+    # the last token of some may be in flight: they need no step, and their pages come back when it lands
+    landing = np.count_nonzero(to_decode) < len(rows)
+    if landing:
+        rows = rows[to_decode]
+        reqs = [reqs[idx] for idx in np.flatnonzero(to_decode)]
+    full = kv.rows_without_room(rows)
+    if full.size <= kv.available_pages:
+        kv.grow_by_a_page(full)
+        return Room(rows, reqs, [])
+    if landing:
+        return _sit_out(rows, reqs, full, kv)
+
+    retracted: list[Req] = []
+    for victim in _by_work_lost(reqs + partial, states, by_priority=by_priority)[:-1]:
+        row = victim.row
+        retracted.append(victim)
+        take_place(victim)
+        rows = rows[rows != row]
+        full = full[full != row]
+        if full.size <= kv.available_pages:
+            break
+    gone = set(retracted)
+    reqs = [req for req in reqs if req not in gone]
+    if full.size > kv.available_pages:
+        return Room(rows[:0], [], retracted, starved=reqs[0])
+    kv.grow_by_a_page(full)
+    return Room(rows, reqs, retracted)
+
+
+def _sit_out(rows: IntArray, reqs: list[Req], full: IntArray, kv: KVMemory) -> Room:
+    """Let those without a page miss this step: retracting would cost more than the moment until pages come back."""
+    served, waiting = full[: kv.available_pages], full[kv.available_pages :]
+    kv.grow_by_a_page(served)
+    stays = ~np.isin(rows, waiting)
+    return Room(rows[stays], [reqs[idx] for idx in np.flatnonzero(stays)], [])
+
+
+def _by_work_lost(reqs: list[Req], states: RowStates, *, by_priority: bool) -> list[Req]:
+    """Least work to lose first; among equals the latest arrival first."""
+    rows = np.array([req.row for req in reqs], dtype=np.int32)
+    output_len = states.known_len[rows] - states.prompt_len[rows]
+    keys = [-np.array([req.seq for req in reqs]), -states.prompt_len[rows], output_len]
+    if by_priority:
+        keys.append(np.array([req.priority for req in reqs]))
+    order = np.lexsort(keys)
+    return [reqs[idx] for idx in order]

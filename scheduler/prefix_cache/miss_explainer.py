@@ -1,0 +1,108 @@
+"""`MissExplainer`: looks around the place where a cached prefix ends and says why it ends there.
+
+It is asked once per admitted request, so everything is bounded: one page of the prompt, a few children, a few
+namespaces. What lies beyond is not seen, so the answer is the nearest reason found, not a proof that there is no other.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Final
+
+from ..arrays import TOKEN_ID_BYTES
+from ..records.cache_miss import CacheMiss, MissKind
+from .base import PrefixMatch
+from .eviction_history import FLUSHED, Tombstones
+from .radix_node import RadixNode
+
+MAX_CHILDREN: Final = 8
+MAX_NAMESPACES: Final = 8
+
+
+class MissExplainer:
+    """Reads the tree, changes nothing."""
+
+    __slots__ = ("_page_size", "_roots", "_tombstones")
+
+    def __init__(self, roots: dict[str, RadixNode], tombstones: Tombstones, page_size: int) -> None:
+        self._roots = roots
+        self._tombstones = tombstones
+        self._page_size = page_size
+
+    def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
+        """See `PrefixCache.explain`."""
+        page_size = self._page_size
+        prompt_len = len(token_ids) // TOKEN_ID_BYTES
+        prefix_len = match.num_pages * page_size
+        if match.num_pages >= (prompt_len - 1) // page_size:
+            kind = MissKind.NONE if prefix_len + 1 >= prompt_len else MissKind.ROUNDING
+            return CacheMiss(rid, prompt_len, prefix_len, kind, prefix_len)
+
+        page_end = (prefix_len + page_size) * TOKEN_ID_BYTES
+        page = token_ids[prefix_len * TOKEN_ID_BYTES : page_end]
+        node: RadixNode | None = match.node
+        inside = node is not None and match.pages_in_node < len(node.pages)
+        if not inside:
+            evicted_at = self._tombstones.find(extra_key if node is None else node, page)
+            if evicted_at == FLUSHED:
+                return CacheMiss(rid, prompt_len, prefix_len, MissKind.FLUSHED, prefix_len)
+            if evicted_at:
+                return CacheMiss(rid, prompt_len, prefix_len, MissKind.EVICTED, prefix_len, evicted_at)
+        kind, num_equal = self._within(match, page, inside=inside)
+        own_kind: MissKind | None = None
+        if len(self._roots) > (extra_key in self._roots) and self._is_elsewhere(
+            extra_key, token_ids, page_end
+        ):
+            kind, own_kind = MissKind.OTHER_NAMESPACE, kind
+        return CacheMiss(rid, prompt_len, prefix_len, kind, prefix_len + num_equal, own_kind=own_kind)
+
+    def _within(self, match: PrefixMatch, page: bytes, *, inside: bool) -> tuple[MissKind, int]:
+        """What the request's own namespace has instead of its next page, and how many tokens of it are equal."""
+        node: RadixNode | None = match.node
+        num_equal = 0
+        if inside:
+            assert node is not None
+            begin = match.pages_in_node * self._page_size * TOKEN_ID_BYTES
+            num_equal = _num_equal_tokens(page, node.key[begin : begin + len(page)])
+        elif node is not None and node.children:
+            newest = islice(reversed(node.children), MAX_CHILDREN)
+            num_equal = max(_num_equal_tokens(page, first_page) for first_page in newest)
+        elif match.num_pages:
+            return MissKind.ENDS, 0
+        return MissKind.DIFFERS if match.num_pages or num_equal else MissKind.COLD, num_equal
+
+    def _is_elsewhere(self, extra_key: str, token_ids: bytes, end: int) -> bool:
+        """Whether the common or one of the newest namespaces has the first `end` bytes: the match and a page more."""
+        first_page = token_ids[: self._page_size * TOKEN_ID_BYTES]
+        for name in ("", *islice(reversed(self._roots), MAX_NAMESPACES)):
+            root = self._roots.get(name)
+            if root is None or name == extra_key:
+                continue
+            child = root.children.get(first_page)
+            if child is not None and self._continues(child, token_ids, end):
+                return True
+        return False
+
+    def _continues(self, node: RadixNode, token_ids: bytes, end: int) -> bool:
+        """Whether a child of a root and what follows it begin with the first `end` bytes."""
+        page_bytes = self._page_size * TOKEN_ID_BYTES
+        offset = 0
+        while True:
+            if end - offset <= len(node.key):
+                return node.key.startswith(token_ids[offset:end])
+            if not token_ids.startswith(node.key, offset):
+                return False
+            offset += len(node.key)
+            child = node.children.get(token_ids[offset : offset + page_bytes])
+            if child is None:
+                return False
+            node = child
+
+
+def _num_equal_tokens(one: bytes, other: bytes) -> int:
+    """How many tokens two pages have in common from their beginning."""
+    # The lowest bit that differs lies in the first token that does: 0.4 us for 16 tokens, a third of numpy's time.
+    different = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
+    if not different:
+        return len(one) // TOKEN_ID_BYTES
+    return ((different & -different).bit_length() - 1) // (8 * TOKEN_ID_BYTES)

@@ -1,0 +1,394 @@
+"""`RadixCache`: computed prefixes in a tree, so that equal beginnings are stored and computed once.
+
+Each edge holds a run of whole pages; a node's children differ in their first page, and a dictionary keyed by that
+page's bytes finds the right one. Keys are bytes: comparing 8,192 tokens is one memcmp. Each namespace (`extra_key`) has
+its own root, so equal tokens under another adapter or salt can never meet.
+
+    root ── "You are a helpful" ─┬─ "assistant. What is" ── ...        lock_ref counts the leases that end at a node
+                                 └─ "pirate. Where"                    or below it: > 0 means locked
+
+Idea: SGLang's RadixAttention (sglang:mem_cache/radix_cache.py). Different here: a look-up never splits a node, leases
+extend from where they end instead of from the root, and eviction takes pages from the end of the oldest leaf instead of
+the whole leaf, so that one short request does not cost a long prefix.
+
+Here is the tree itself. Which leaf goes first is up to the `EvictionQueue`, what clients pinned to `Pins`, and why a
+look-up found no more to the `MissExplainer` with its `Tombstones`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
+from ..records.cache_miss import CacheMiss
+from .base import Lease, PrefixMatch
+from .cache_audit import nodes_of, pages_in, verify_nodes
+from .eviction import LRU, EvictionPolicy, EvictionQueue
+from .eviction_history import FLUSHED, Tombstones
+from .miss_explainer import MissExplainer
+from .pins import Pins
+from .radix_node import RadixNode, path_to_root
+
+MAX_TOMBSTONES: Final = 16_384
+_LONG_LEAF_PAGES: Final = 256
+"""What eviction may copy to take one page."""
+
+
+class RadixCache:
+    """See the module; the contract is `PrefixCache`."""
+
+    __slots__ = (
+        "_clock",
+        "_evictable_pages",
+        "_explainer",
+        "_generation",
+        "_locked_pages",
+        "_num_evictions",
+        "_page_bytes",
+        "_pins",
+        "_queue",
+        "_roots",
+        "_tombstones",
+        "page_size",
+    )
+
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        eviction: EvictionPolicy = LRU,
+        max_pinned_pages: int = 0,
+        max_tombstones: int = MAX_TOMBSTONES,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: tokens per page.
+            eviction: what goes first; see `make_eviction`.
+            max_pinned_pages: pages that pins may cover, and how many pins there may be; 0: pinning does nothing.
+            max_tombstones: evictions that `explain` remembers.
+        """
+        self.page_size: Final = page_size
+        self._page_bytes = page_size * TOKEN_ID_BYTES
+        self._roots: dict[str, RadixNode] = {}
+        self._evictable_pages = 0
+        self._locked_pages = 0
+        self._generation = 0
+        self._clock = 0
+        self._num_evictions = 0
+        self._queue = EvictionQueue(eviction)
+        self._pins = Pins(max_pinned_pages)
+        self._tombstones = Tombstones(max_tombstones)
+        self._explainer = MissExplainer(self._roots, self._tombstones, page_size)
+
+    @property
+    def shares(self) -> bool:
+        return True
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
+    def evictable_pages(self) -> int:
+        return self._evictable_pages
+
+    @property
+    def locked_pages(self) -> int:
+        return self._locked_pages
+
+    @property
+    def pinned_pages(self) -> int:
+        return self._pins.num_pages
+
+    @property
+    def num_pins(self) -> int:
+        return len(self._pins)
+
+    # ------------------------------------------------------------ look-up and locks
+
+    def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
+        node = self._roots.get(extra_key)
+        if node is None:
+            return PrefixMatch()
+        page_bytes = self._page_bytes
+        end = min(len(token_ids) // page_bytes, max_pages) * page_bytes
+        offset = 0
+        while offset < end:
+            child = node.children.get(token_ids[offset : offset + page_bytes])
+            if child is None:
+                break
+            if offset + len(child.key) > end or not token_ids.startswith(child.key, offset):
+                common = self._common_pages(child.key, token_ids, offset, end)
+                return PrefixMatch(offset // page_bytes + common, child, common)
+            offset += len(child.key)
+            node = child
+        return PrefixMatch(offset // page_bytes, node, len(node.pages))
+
+    def unlocked_pages(self, match: PrefixMatch) -> int:
+        node: RadixNode | None = match.node
+        if node is None or node.lock_ref:
+            return 0
+        count = match.pages_in_node
+        node = node.parent
+        while node is not None and not node.lock_ref:
+            count += len(node.pages)
+            node = node.parent
+        return count
+
+    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
+        node = self._end_of(match)
+        if node is None:
+            node = self._root(extra_key)
+        self._lock_path(node, None, priority)
+        return Lease(extra_key, match.num_pages, node, priority)
+
+    def pages_of(self, lease: Lease) -> IntArray:
+        runs = [node.pages for node in path_to_root(lease.node)]
+        runs.reverse()
+        return np.concatenate(runs)
+
+    def extend(self, lease: Lease, token_ids: bytes, pages: AnyIntArray) -> AnyIntArray:
+        end = len(token_ids)
+        assert end == len(pages) * self._page_bytes, (end, len(pages))
+        page_bytes = self._page_bytes
+        node: RadixNode = lease.node
+        kept: list[AnyIntArray] = []
+        offset = 0
+        while offset < end:
+            first_page = token_ids[offset : offset + page_bytes]
+            child = node.children.get(first_page)
+            if child is None:
+                self._clock += 1
+                child = RadixNode(
+                    token_ids[offset:],
+                    pages[offset // page_bytes :].copy(),
+                    node,
+                    created=self._clock,
+                    priority=lease.priority,
+                )
+                node.children[first_page] = child
+                self._tombstones.inserted(node, first_page)
+                self._evictable_pages += len(child.pages)  # until it is locked, a few lines below
+                self._generation += 1
+            elif not token_ids.startswith(child.key, offset):
+                child = self._split(child, self._common_pages(child.key, token_ids, offset, end))
+            kept.append(child.pages)
+            offset += len(child.key)
+            node = child
+        self._lock_path(node, lease.node, lease.priority)
+        lease.node = node
+        lease.num_pages += len(pages)
+        return np.concatenate(kept) if kept else EMPTY
+
+    def release(self, lease: Lease) -> None:
+        self._clock += 1
+        for node in path_to_root(lease.node):
+            node.lock_ref -= 1
+            node.last_access = self._clock
+            if not node.lock_ref:
+                self._locked_pages -= len(node.pages)
+                self._evictable_pages += len(node.pages)
+                self._note_if_evictable(node)
+        lease.node = None
+        lease.num_pages = 0
+
+    def forget(self, lease: Lease) -> IntArray:
+        node: RadixNode | None = lease.node
+        self.release(lease)
+        dropped: list[AnyIntArray] = []
+        while node is not None and node.parent is not None and not (node.lock_ref or node.children):
+            parent = node.parent
+            dropped.append(node.pages)
+            self._evictable_pages -= len(node.pages)
+            self._queue.discard(node)
+            self._remove(node)
+            node = parent
+        if not dropped:
+            return EMPTY
+        self._generation += 1
+        return np.concatenate(dropped)
+
+    # ------------------------------------------------------------ eviction
+
+    def evict(self, num_pages: int, *, spare_pins: bool = False) -> IntArray:
+        return self._drop(num_pages, self._num_evictions + 1, spare_pins=spare_pins)
+
+    def flush(self) -> IntArray:
+        return self._drop(self._evictable_pages, FLUSHED)
+
+    def _drop(self, num_pages: int, evicted_at: int, *, spare_pins: bool = False) -> IntArray:
+        """Take pages from the leaves that go first; `evicted_at` is for the tombstones."""
+        freed: list[AnyIntArray] = []
+        missing = num_pages
+        while missing > 0 and (node := self._queue.pop(spare_pins=spare_pins)) is not None:
+            # A cut copies what stays, so a long leaf is halved down to a short one first. Each page is copied a few
+            # times in all, while cutting page after page from a leaf of a million copies it a million times.
+            while len(node.pages) > max(_LONG_LEAF_PAGES, 2 * missing):
+                self._split(node, len(node.pages) // 2)
+            surplus = len(node.pages) - missing
+            if surplus > 0:
+                freed.append(node.pages[surplus:])
+                missing = 0
+                self._truncate(node, surplus, evicted_at)
+            else:
+                freed.append(node.pages)
+                missing = -surplus
+                self._remove(node, evicted_at)
+        self._evictable_pages -= num_pages - missing
+        if not freed:
+            return EMPTY
+        if evicted_at != FLUSHED:
+            self._num_evictions = evicted_at
+        self._generation += 1
+        return np.concatenate(freed)
+
+    def _truncate(self, node: RadixNode, num_pages: int, evicted_at: int) -> None:
+        """Cut a leaf that eviction has taken out of the queue."""
+        cut = num_pages * self._page_bytes
+        self._tombstones.truncated(node, node.key[cut : cut + self._page_bytes], evicted_at)
+        if node.pin_ref:
+            self._pins.truncated(len(node.pages) - num_pages)
+        node.pages = node.pages[:num_pages].copy()
+        node.key = node.key[:cut]
+        self._queue.note(node)
+
+    def _note_if_evictable(self, node: RadixNode) -> None:
+        if node.lock_ref or node.children:
+            return
+        if node.parent is not None:
+            self._queue.note(node)
+        elif node.namespace is not None:  # an empty root: clients choose namespaces, so they must not pile up
+            del self._roots[node.namespace]
+            node.namespace = None
+            self._generation += 1
+
+    def _remove(self, node: RadixNode, evicted_at: int = 0) -> None:
+        """Take a leaf out of the tree; with the count of evictions, or FLUSHED, where that is why."""
+        parent = node.parent
+        assert parent is not None
+        first_page = node.key[: self._page_bytes]
+        if evicted_at:
+            self._tombstones.removed(node, parent, first_page, evicted_at)
+        if node.pin_ref:
+            self._pins.removed(node, parent)
+        del parent.children[first_page]
+        node.parent = None
+        if not parent.children:
+            self._note_if_evictable(parent)
+
+    # ------------------------------------------------------------ pins
+
+    def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
+        pins, key = self._pins, self._pin_key(extra_key, token_ids)
+        self._pins_changed(pins.end(key))
+        match = self.match(extra_key, token_ids, len(token_ids) // self._page_bytes)
+        surplus = self._unpinned_pages(match) - (pins.max_pages - pins.num_pages)
+        if surplus > 0:
+            match = self.match(extra_key, token_ids, match.num_pages - surplus)
+        if not match.num_pages or not pins.has_room():
+            return 0
+        node = self._end_of(match)
+        assert node is not None
+        self._pins_changed(pins.begin(key, node, until_s))
+        return match.num_pages
+
+    def unpin(self, extra_key: str, token_ids: bytes) -> None:
+        self._pins_changed(self._pins.end(self._pin_key(extra_key, token_ids)))
+
+    def expire_pins(self, now_s: float) -> None:
+        self._pins_changed(self._pins.expire(now_s))
+
+    def _pin_key(self, extra_key: str, token_ids: bytes) -> tuple[str, bytes]:
+        whole_pages = len(token_ids) // self._page_bytes * self._page_bytes
+        return self._pins.key_of(extra_key, token_ids[:whole_pages])
+
+    def _pins_changed(self, nodes: Iterable[RadixNode]) -> None:
+        for node in nodes:
+            self._queue.pin_changed(node)
+
+    @staticmethod
+    def _unpinned_pages(match: PrefixMatch) -> int:
+        node: RadixNode | None = match.node
+        if node is None or node.pin_ref:
+            return 0
+        above = (len(each.pages) for each in path_to_root(node) if each is not node and not each.pin_ref)
+        return match.pages_in_node + sum(above)
+
+    # ------------------------------------------------------------ explanations
+
+    def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
+        return self._explainer.explain(extra_key, token_ids, match, rid)
+
+    # ------------------------------------------------------------ structure
+
+    def _root(self, extra_key: str) -> RadixNode:
+        root = self._roots.get(extra_key)
+        if root is None:
+            root = self._roots[extra_key] = RadixNode(b"", EMPTY, None, namespace=extra_key)
+            self._generation += 1
+        return root
+
+    def _end_of(self, match: PrefixMatch) -> RadixNode | None:
+        """The node that ends where the match ends; cut for it if need be. None if the namespace is not there."""
+        node: RadixNode | None = match.node
+        if node is not None and match.pages_in_node < len(node.pages):
+            return self._split(node, match.pages_in_node)
+        return node
+
+    def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
+        """Cut a node after `num_pages`; returns the upper part. Leases and pins end at the lower, the old object."""
+        assert 0 < num_pages < len(node.pages) and node.parent is not None
+        cut = num_pages * self._page_bytes
+        upper = RadixNode(
+            node.key[:cut],
+            node.pages[:num_pages].copy(),
+            node.parent,
+            created=node.created,
+            priority=node.priority,
+        )
+        upper.lock_ref = node.lock_ref
+        upper.pin_ref = node.pin_ref
+        upper.last_access = node.last_access
+        upper.num_uses = node.num_uses
+        node.parent.children[node.key[: self._page_bytes]] = upper
+        node.key = node.key[cut:]
+        node.pages = node.pages[num_pages:].copy()
+        node.parent = upper
+        upper.children[node.key[: self._page_bytes]] = node
+        self._generation += 1
+        return upper
+
+    def _lock_path(self, node: RadixNode, stop: RadixNode | None, priority: int) -> None:
+        """Count one more lease on `node` and all above it, up to but without `stop`, which has counted it already."""
+        for each in path_to_root(node):
+            if each is stop:
+                break
+            if not each.lock_ref:
+                self._evictable_pages -= len(each.pages)
+                self._locked_pages += len(each.pages)
+            each.lock_ref += 1
+            each.num_uses += 1
+            each.priority = max(each.priority, priority)
+
+    def _common_pages(self, key: bytes, token_ids: bytes, offset: int, end: int) -> int:
+        count = min(len(key), end - offset) // TOKEN_ID_BYTES
+        ours = np.frombuffer(key, dtype=np.int32, count=count)
+        theirs = np.frombuffer(token_ids, dtype=np.int32, count=count, offset=offset)
+        different = ours != theirs
+        first = int(different.argmax()) if different.any() else count
+        return first // self.page_size
+
+    # ------------------------------------------------------------ checks
+
+    def all_pages(self) -> IntArray:
+        return pages_in(self._roots)
+
+    def verify(self, leases: Iterable[Lease]) -> list[str]:
+        counts = (self._evictable_pages, self._locked_pages)
+        wrong = list(verify_nodes(self._roots, leases, self._queue, self.page_size, counts))
+        wrong.extend(self._pins.verify(nodes_of(self._roots)))
+        return wrong

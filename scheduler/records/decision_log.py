@@ -1,0 +1,259 @@
+"""`DecisionLog`: what each pass decided and why, for the last so many passes.
+
+In every pass every waiting request has exactly one verdict: its own where it was looked at, else the shared one of
+the rest. The rest is one count and one reason, so that a pass costs the same with ten waiting requests and with
+ten thousand.
+
+Records are msgspec structs, so that `log_file.py` writes them as they are. Three kinds tell the whole story of a
+request: `Arrived`, the `PassRecord`s in between, and the `Settled` in which it is `Left`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ...runtime.messages import FinishKind
+from ...runtime.step_plan import ForwardMode
+from ..admission.budget import BudgetState
+from ..step_size.prompt_time import StepTime
+from .cache_miss import CacheMiss
+from .verdict import Reason, Verdict
+
+KEPT_RECORDS: Final = 8192
+
+
+class Retraction(NamedTuple):
+    """A running request lost its place.
+
+    Attributes:
+        rid: whose.
+        mode: "recompute" or "swap".
+        cause: "memory", "priority" (somebody more urgent came), "device memory" (none for a step) or "chaos".
+        num_pages: pages it gave back or copied to the host.
+        output_len: tokens it had generated.
+    """
+
+    rid: str
+    mode: str
+    cause: str
+    num_pages: int
+    output_len: int
+
+
+class PageCounts(NamedTuple):
+    """The terms of the page equation."""
+
+    free: int
+    evictable: int
+    locked: int
+    held: int
+
+
+class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
+    """A request came; one that a lost scheduler had begun comes with the `num_delivered` tokens its client has."""
+
+    now_s: float
+    rid: str
+    prompt_len: int
+    max_new_tokens: int
+    priority: int = 0
+    tenant: str = ""
+    group: str = ""
+    needs_grammar: bool = False
+    num_delivered: int = 0
+
+
+class Left(NamedTuple):
+    """A request was answered for the last time; of its drafts `num_right_drafts` became tokens of the answer."""
+
+    rid: str
+    kind: FinishKind
+    output_len: int
+    message: str = ""
+    num_drafts: int = 0
+    num_right_drafts: int = 0
+
+
+class Settled(msgspec.Struct, tag="settled", array_like=True):
+    """The result of a step, or (`step_id` 0) what happened between steps: aborts, deadlines, grammars.
+
+    Attributes:
+        now_s: when the scheduler took it in.
+        forward_s: seconds the runner needed.
+        left: requests that ended with it.
+        next_token_ids, errors, swap_s: as in `StepResult`; for replay.
+        grammars: requests whose grammar has come, so that they wait with the others from now on.
+        out_of_memory: as in `StepResult`; who lost its place then stands in the next pass.
+        num_next_tokens: as in `StepResult`.
+    """
+
+    now_s: float
+    step_id: int
+    forward_s: float = 0.0
+    left: list[Left] = msgspec.field(default_factory=list)
+    next_token_ids: bytes = b""
+    errors: dict[int, str] = msgspec.field(default_factory=dict)
+    swap_s: float = 0.0
+    grammars: list[str] = msgspec.field(default_factory=list)
+    out_of_memory: str = ""
+    num_next_tokens: bytes = b""
+
+
+class PassRecord(msgspec.Struct, tag="pass", array_like=True):
+    """One pass: what `Scheduler.next_batch` decided.
+
+    Attributes:
+        now_s: when.
+        step_id: of the plan that came out; 0 if none did.
+        mode: of that plan.
+        num_waiting: requests in the queue when admission began, those on the host and those without grammar included.
+        budget_before, budget_after: None where admission was not tried.
+        verdicts: about the waiting requests that were looked at, in order.
+        num_rest, rest_reason: how many were not, and why.
+        rest_behind: the request at which the pass ended; "" if none.
+        num_grammar: how many wait for their grammar; their verdict is GRAMMAR_PENDING.
+        continued: about prompts in progress.
+        retractions: who lost its place.
+        gave_memory_back: whether running requests lost theirs, so that another pass may find what this one did not.
+        num_running: requests with a row after the pass.
+        num_decodes: requests that decode in the step.
+        evicted_pages: taken from the prefix cache in this pass.
+        cache_misses: one for each request admitted from the queue.
+        pages: after the pass.
+        policy: name of the policy that ordered the queue.
+        notes: anything else that was decided, in words (a policy switch, a fault that was asked for).
+        plan_crc: checksum of the plan's arrays; 0 without a plan.
+        step_time: what was predicted of the step's time; None where it was no limit.
+        num_drafts: draft tokens that the step checks.
+        num_rounds: tokens in a row that each request gets, at most; see `bursts.py`.
+    """
+
+    now_s: float
+    step_id: int = 0
+    mode: ForwardMode = ForwardMode.IDLE
+    num_waiting: int = 0
+    budget_before: BudgetState | None = None
+    budget_after: BudgetState | None = None
+    verdicts: list[Verdict] = msgspec.field(default_factory=list)
+    num_rest: int = 0
+    rest_reason: Reason | None = None
+    rest_behind: str = ""
+    num_grammar: int = 0
+    continued: list[Verdict] = msgspec.field(default_factory=list)
+    retractions: list[Retraction] = msgspec.field(default_factory=list)
+    gave_memory_back: bool = False
+    num_running: int = 0
+    num_decodes: int = 0
+    evicted_pages: int = 0
+    cache_misses: list[CacheMiss] = msgspec.field(default_factory=list)
+    pages: PageCounts = PageCounts(0, 0, 0, 0)
+    policy: str = ""
+    notes: list[str] = msgspec.field(default_factory=list)
+    plan_crc: int = 0
+    step_time: StepTime | None = None
+    num_drafts: int = 0
+    num_rounds: int = 1
+
+    @property
+    def retracted(self) -> list[str]:
+        """The ids of those who lost their place."""
+        return [each.rid for each in self.retractions]
+
+    def end(self, reason: Reason, behind: str = "") -> None:
+        """Give all waiting requests that have no verdict yet this one."""
+        self.num_rest = self.num_waiting - self.num_grammar - len(self.verdicts)
+        if self.num_rest:
+            self.rest_reason = reason
+            self.rest_behind = behind
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody was there to decide about, and nothing came of it."""
+        return not (self.num_waiting or self.num_decodes or self.continued or self.gave_memory_back)
+
+    def lines(self) -> Iterator[str]:
+        """For people: the pass, then each verdict."""
+        retracted = ",".join(f"{each.rid}({each.cause}, {each.mode})" for each in self.retractions)
+        drafts = f"drafts={self.num_drafts} " if self.num_drafts else ""
+        rounds = f"rounds={self.num_rounds} " if self.num_rounds > 1 else ""
+        yield (
+            f"step={self.step_id} mode={self.mode.name} decodes={self.num_decodes} {drafts}{rounds}"
+            f"waiting={self.num_waiting} evicted_pages={self.evicted_pages} retracted={retracted or '-'}"
+        )
+        for note in self.notes:
+            yield f"step={self.step_id} {note}"
+        if self.step_time is not None:
+            yield f"step={self.step_id} STEP_TIME {self.step_time.text()}"
+        for verdict in (*self.continued, *self.verdicts):
+            yield f"step={self.step_id} {verdict.text()}"
+        if self.num_grammar:
+            reason = Reason.GRAMMAR_PENDING
+            yield f"step={self.step_id} {reason.name} {self.num_grammar} others: {reason.text}"
+        if self.rest_reason is not None:
+            behind = f" ({self.rest_behind})" if self.rest_behind else ""
+            yield (
+                f"step={self.step_id} {self.rest_reason.name} {self.num_rest} others: {self.rest_reason.text}{behind}"
+            )
+
+
+DecisionRecord = Arrived | PassRecord | Settled
+
+
+class DecisionLog:
+    """The last `KEPT_RECORDS` records; passes in which there was nothing to decide are not among them.
+
+    Attributes:
+        num_records, num_passes: how many there have been.
+    """
+
+    __slots__ = ("_last_pass", "_records", "num_passes", "num_records")
+
+    def __init__(self, kept_records: int = KEPT_RECORDS) -> None:
+        self._records: deque[DecisionRecord] = deque(maxlen=kept_records)
+        self._last_pass: PassRecord | None = None
+        self.num_records = 0
+        self.num_passes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[DecisionRecord]:
+        """Oldest first."""
+        return iter(self._records)
+
+    @property
+    def passes(self) -> list[PassRecord]:
+        """The records of passes, oldest first."""
+        return [record for record in self._records if isinstance(record, PassRecord)]
+
+    @property
+    def last(self) -> PassRecord:
+        """The newest pass; there must have been one."""
+        assert self._last_pass is not None
+        return self._last_pass
+
+    def append(self, record: DecisionRecord) -> None:
+        """Keep a record, and forget the oldest where there are too many."""
+        self._records.append(record)
+        self.num_records += 1
+        if isinstance(record, PassRecord):
+            self._last_pass = record
+            self.num_passes += 1
+
+    def since(self, num_records: int) -> list[DecisionRecord]:
+        """The records, as far as kept, that came after the first `num_records`, oldest first."""
+        count = min(self.num_records - num_records, len(self._records))
+        return [self._records[idx] for idx in range(-count, 0)]
+
+    def about(self, rid: str) -> list[tuple[PassRecord, Verdict]]:
+        """Every verdict of its own that is still kept about a request, oldest first."""
+        return [
+            (record, verdict)
+            for record in self.passes
+            for verdict in (*record.verdicts, *record.continued)
+            if verdict.rid == rid
+        ]

@@ -1,0 +1,87 @@
+"""Rows for the detokenizer: when a token ends a request, and what is said about it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...runtime.messages import Finish, FinishKind, Logprobs, TextOptions, TokenOutput
+from ...runtime.sampling_params import SamplingParams
+from ..arrays import BoolArray, IntArray
+from ..memory.row_states import RowStates
+from .req import Req
+
+_NO_LOGPROBS = Logprobs(b"")
+
+
+class StopRules:
+    """Stop tokens and lengths. Stop strings are found by the detokenizer: only there text exists."""
+
+    __slots__ = ("_eos_token_ids", "_is_eos")
+
+    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._is_eos: BoolArray = np.zeros(vocab_size, dtype=np.bool_)
+        self._is_eos[[token for token in eos_token_ids if 0 <= token < vocab_size]] = True
+
+    def suspects(
+        self, states: RowStates, rows: IntArray, token_ids: IntArray, lengths: IntArray
+    ) -> BoolArray:
+        """[n] which rows may end with their new token, or need a closer look anyway; the others surely do not end.
+
+        Args:
+            token_ids: [n] the new tokens, each below the vocabulary size.
+            lengths: [n] sequence lengths with the new tokens.
+        """
+        at_limit = lengths > states.max_kv_len[rows]
+        result: BoolArray = at_limit | self.at_eos(states, rows, token_ids) | states.needs_care[rows]
+        return result
+
+    def at_eos(self, states: RowStates, rows: IntArray, token_ids: IntArray) -> BoolArray:
+        """[n] whose new token, [n] below the vocabulary size, is an end of sequence that ends answers."""
+        result: BoolArray = self._is_eos[token_ids] & ~states.ignore_eos[rows]
+        return result
+
+    def finish(self, req: Req, token_id: int) -> Finish | None:
+        """Whether a request ends with its newest token, which `output_len` counts already. STOP goes before LENGTH."""
+        sampling = req.sampling
+        if req.output_len > sampling.min_new_tokens:
+            is_eos = not sampling.ignore_eos and token_id in self._eos_token_ids
+            if is_eos or token_id in sampling.stop_token_ids:
+                return Finish(FinishKind.STOP, matched=token_id)
+        if req.output_len >= req.max_new_tokens:
+            return Finish(FinishKind.LENGTH)
+        return None
+
+
+def output_row(
+    req: Req, token_ids: bytes = b"", finish: Finish | None = None, logprobs: Logprobs | None = None
+) -> TokenOutput:
+    """A row of a request; its first one carries the text options and the prompt's log-probabilities."""
+    options = prompt_logprobs = None
+    if not req.answered:
+        req.answered = True
+        sampling = req.sampling
+        options = text_options(sampling, req.delivered_ids)
+        if sampling.prompt_logprobs is not None:
+            prompt_logprobs = joined(req.prompt_logprobs)
+            req.prompt_logprobs = []
+    return TokenOutput(req.rid, token_ids, req.usage(), finish, options, logprobs, prompt_logprobs)
+
+
+def text_options(sampling: SamplingParams, delivered_ids: bytes = b"") -> TextOptions:
+    """The part of the parameters that the detokenizer needs, and the tokens whose text the client has."""
+    return TextOptions(
+        sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens, delivered_ids
+    )
+
+
+def joined(parts: list[Logprobs]) -> Logprobs:
+    """Log-probabilities of consecutive runs of tokens as one run."""
+    if not parts:
+        return _NO_LOGPROBS
+    return Logprobs(
+        token_logprobs=b"".join(part.token_logprobs for part in parts),
+        top_ids=b"".join(part.top_ids for part in parts),
+        top_logprobs=b"".join(part.top_logprobs for part in parts),
+        top_k=parts[0].top_k,
+    )

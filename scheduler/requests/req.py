@@ -1,0 +1,205 @@
+"""`Req`: one request, from its arrival at the scheduler to its finished row.
+
+Only what is read a few times in a request's life stands here. What every step reads or writes of every running request
+(lengths, token ids, pages) stands in arrays indexed by pool row: see `RowStates` and `ReqToTokenPool`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final
+
+from ...runtime.messages import Delivered, GenerateRequest, Logprobs, Usage
+from ..arrays import TOKEN_ID_BYTES
+from ..prefix_cache.base import namespace_of
+
+if TYPE_CHECKING:
+    from ..arrays import IntArray
+    from ..prefix_cache.base import Lease, PrefixMatch
+
+
+class ReqStatus(enum.Enum):
+    """Where a request is: PREFILL and DECODE with a row and pages, FINISHED nowhere, else in a queue.
+
+    RETRACTED computes its prompt and its output so far again (also after its scheduler was lost), SWAPPED has its KV on
+    the host.
+    """
+
+    WAITING_GRAMMAR = "waiting_grammar"
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RETRACTED = "retracted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+TRANSITIONS: Final[dict[ReqStatus, frozenset[ReqStatus]]] = {
+    ReqStatus.WAITING_GRAMMAR: frozenset({ReqStatus.WAITING, ReqStatus.FINISHED}),
+    ReqStatus.WAITING: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
+    ReqStatus.PREFILL: frozenset(
+        {ReqStatus.DECODE, ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}
+    ),
+    ReqStatus.DECODE: frozenset({ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}),
+    ReqStatus.RETRACTED: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
+    ReqStatus.SWAPPED: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
+    ReqStatus.FINISHED: frozenset(),
+}
+
+
+_WAITING: Final = frozenset(
+    {ReqStatus.WAITING_GRAMMAR, ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.SWAPPED}
+)
+
+
+class Req:
+    """One request.
+
+    Attributes:
+        rid, sampling, arrival_s, priority, tenant, lora_id, group: as in `GenerateRequest`.
+        extra_key: namespace of the prefix cache: the request's own and its adapter's.
+        received_s: when it came to the scheduler.
+        seq: counts arrivals at the scheduler; the order of arrival, also between equal times.
+        prompt_len: tokens of the prompt.
+        max_new_tokens: `sampling.max_new_tokens`, known to be set.
+        fill_ids: int32 bytes to compute before sampling: the prompt and, after a retraction, the output so far.
+        output_len: tokens generated and settled.
+        status: see `ReqStatus`; changed by `enter` only.
+        entered_s: when each status was entered for the first time.
+        row: pool row while in PREFILL or DECODE, else -1.
+        lease: the request's lock in the prefix cache while it has a row.
+        host_pages: pages of the host's KV pool that hold its first `host_len` tokens while it is SWAPPED, else None.
+        match, match_generation: the last look-up in the prefix cache and the cache's generation then.
+        cached_tokens: prompt tokens the prefix cache had at first admission.
+        num_retractions: how often its memory was taken away.
+        num_overtaken: passes of its life in which a later arrival was admitted and it waited; see `MAX_OVERTAKEN`.
+        num_delivered: tokens of the output that were delivered before the request was submitted again.
+        answered: whether a row was sent, so that the next one is not the first.
+        prompt_logprobs: parts so far, one per chunk.
+        num_drafts, num_right_drafts: draft tokens that were checked for it, and those of them that it generated.
+        failed_alone: the furthest position at which the device had no memory for it alone, and how often in a row.
+    """
+
+    __slots__ = (
+        "answered",
+        "arrival_s",
+        "cached_tokens",
+        "entered_s",
+        "extra_key",
+        "failed_alone",
+        "fill_ids",
+        "group",
+        "host_len",
+        "host_pages",
+        "lease",
+        "lora_id",
+        "match",
+        "match_generation",
+        "max_new_tokens",
+        "num_delivered",
+        "num_drafts",
+        "num_overtaken",
+        "num_retractions",
+        "num_right_drafts",
+        "output_len",
+        "priority",
+        "prompt_len",
+        "prompt_logprobs",
+        "queue_s",
+        "received_s",
+        "rid",
+        "row",
+        "sampling",
+        "seq",
+        "status",
+        "tenant",
+    )
+
+    def __init__(self, message: GenerateRequest, seq: int, now_s: float) -> None:
+        assert message.sampling.max_new_tokens is not None
+        self.rid = message.rid
+        self.sampling = message.sampling
+        self.priority = message.priority
+        self.extra_key = namespace_of(message.extra_key, message.lora_id)
+        self.tenant = message.tenant
+        self.lora_id = message.lora_id
+        self.group = message.group
+        self.arrival_s = message.arrival_s or now_s
+        self.seq = seq
+        self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
+        self.max_new_tokens: int = message.sampling.max_new_tokens
+        self.fill_ids = message.input_ids
+        self.output_len = 0
+        self.status = ReqStatus.WAITING_GRAMMAR if message.needs_grammar else ReqStatus.WAITING
+        self.entered_s: dict[ReqStatus, float] = {self.status: now_s}
+        self.row = -1
+        self.lease: Lease | None = None
+        self.host_pages: IntArray | None = None
+        self.host_len = 0
+        self.match: PrefixMatch | None = None
+        self.match_generation = -1
+        self.cached_tokens = 0
+        self.received_s = now_s
+        self.queue_s = 0.0
+        self.num_retractions = 0
+        self.num_delivered = 0
+        self.num_overtaken = 0
+        self.num_drafts = 0
+        self.num_right_drafts = 0
+        self.answered = False
+        self.prompt_logprobs: list[Logprobs] = []
+        self.failed_alone = (0, 0)
+        if message.delivered is not None:
+            self._go_on_behind(message.delivered, now_s)
+
+    def _go_on_behind(self, delivered: Delivered, now_s: float) -> None:
+        """Begin as one that was retracted after these tokens: all it had is to be computed again, and counts."""
+        self.fill_ids += delivered.output_ids
+        self.num_delivered = self.output_len = len(delivered.output_ids) // TOKEN_ID_BYTES
+        self.cached_tokens = delivered.usage.cached_tokens
+        self.queue_s = delivered.usage.queue_s
+        self.num_retractions = delivered.usage.num_retractions
+        if self.status is ReqStatus.WAITING:
+            self.status = ReqStatus.RETRACTED
+            self.entered_s = {self.status: now_s}
+
+    def enter(self, status: ReqStatus, now_s: float) -> None:
+        """Change the status; a change that `TRANSITIONS` does not list is a bug."""
+        assert status in TRANSITIONS[self.status], (
+            f"{self.rid}: {self.status} -> {status} is not a transition"
+        )
+        self.status = status
+        self.entered_s.setdefault(status, now_s)
+
+    @property
+    def fill_len(self) -> int:
+        """Tokens that must have KV before the next one can be sampled."""
+        return len(self.fill_ids) // TOKEN_ID_BYTES
+
+    @property
+    def delivered_ids(self) -> bytes:
+        """The beginning of its output that its client has from an earlier request, int32 bytes."""
+        begin = self.prompt_len * TOKEN_ID_BYTES
+        return self.fill_ids[begin : begin + self.num_delivered * TOKEN_ID_BYTES]
+
+    @property
+    def max_kv_len(self) -> int:
+        """KV slots of the whole request at most; the last token is never fed back and needs none."""
+        return self.prompt_len + self.max_new_tokens - 1
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it stands in the queue."""
+        return self.status in _WAITING
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether which tokens it may have depends on those before them."""
+        return ReqStatus.WAITING_GRAMMAR in self.entered_s
+
+    def usage(self) -> Usage:
+        """What it has consumed so far."""
+        return Usage(self.prompt_len, self.output_len, self.cached_tokens, self.queue_s, self.num_retractions)
+
+    def __repr__(self) -> str:
+        return f"Req({self.rid!r}, {self.status.value}, prompt {self.prompt_len}, output {self.output_len})"

@@ -1,0 +1,1 @@
+"""Draft tokens from n-grams, what drafts cost, and several decode steps per launch."""

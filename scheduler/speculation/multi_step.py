@@ -1,0 +1,131 @@
+"""`Bursts`: how many tokens in a row a step generates while nobody waits.
+
+Between two steps the scheduler's process plans, settles and sends, and three other processes take the token to the
+client. On a CPU all of that is done by the cores that compute: for one request of a small model it is a fifth of the
+time. A burst makes a step of decodes several times in a row (rounds), each with the tokens of the one before, and all
+that comes between is done once:
+
+    step by step    plan [round] settle send  plan [round] settle send  plan [round] settle send
+    burst           plan [round] [round] [round] settle send
+
+The client gets its tokens in bunches, so a burst lasts no longer than `--decode-burst-ms`: at 40 a text still grows 25
+times a second. Nobody else has to wait for it: it ends after the round in which a message comes, a prompt or an abort,
+and after the one in which an answer ends (`goes_on`). Tokens are those of step by step, each sampled at its own
+position. SGLang's `--num-continuous-decode-steps` and the multi-step scheduling of vLLM V0 have the same aim, and a
+number of steps that nothing ends.
+
+One round only, and why:
+- with prompts in the step, or requests that wait: they are looked at after each step;
+- after drafts (`speculation.py`) were found worth their while: more tokens come of those;
+- while a request has stop tokens of its own, log-probabilities or a grammar, each token is looked at on the host;
+- where the pages for more are not there: all that run go on at the same pace, so nobody loses his place to a burst;
+- after the device ran out of memory, until the caps of `step_caps.py` are gone.
+
+How long a round takes is what it took in the last step of decodes alone; if more requests decode than in that one,
+there is one round. A burst whose rounds take longer than that ends early. Where devices compute while the host plans
+(overlap), nothing is to be gained, and there are no bursts (`runtime/resolve/step_settings.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from ..batch import ScheduleBatch
+from ..memory.kv_memory import KVMemory
+from ..memory.req_to_token_pool import ReqToTokenPool
+from ..memory.row_states import RowStates
+from ..phases import Work
+from ..requests.outputs import StopRules
+from ..requests.requests import Requests
+from ..step_size.step_caps import StepCaps
+from .drafts import Drafts
+
+MAX_ROUNDS: Final = 8
+"""Beyond that hardly anything is saved, and at the end of an answer up to so many tokens come late."""
+
+
+class Bursts:
+    """See the module."""
+
+    __slots__ = (
+        "_burst_s",
+        "_caps",
+        "_kv",
+        "_measured_reqs",
+        "_pool",
+        "_requests",
+        "_round_s",
+        "_states",
+        "_stop_rules",
+    )
+
+    def __init__(
+        self,
+        requests: Requests,
+        *,
+        burst_s: float,
+        states: RowStates,
+        pool: ReqToTokenPool,
+        kv: KVMemory,
+        caps: StepCaps,
+        stop_rules: StopRules,
+    ) -> None:
+        """`burst_s`: how long one may last; 0: there are none."""
+        self._requests = requests
+        self._burst_s = burst_s
+        self._states = states
+        self._pool = pool
+        self._kv = kv
+        self._caps = caps
+        self._stop_rules = stop_rules
+        self._round_s = math.inf
+        self._measured_reqs = 0
+
+    def plan(self, work: Work, drafts: Drafts) -> int:
+        """The number of rounds of a step, 1 for most; takes the pages for them."""
+        rows, states = work.decode_rows, self._states
+        wanted = int(min(MAX_ROUNDS, self._burst_s / self._round_s))
+        if wanted < 2 or work.chunks or drafts or not 0 < len(rows) <= self._measured_reqs:
+            return 1
+        if self._caps.are_lowered:
+            return 1
+        if self._requests.num_waiting or self._requests.partial:
+            return 1
+        if states.needs_care[rows].any() or any(req.has_grammar for req in work.decode_reqs):
+            return 1
+        # The last token of an answer is never fed back, so it needs no slot.
+        left = states.max_kv_len[rows] - states.num_computed[rows]
+        return self._with_pages(work, min(wanted, int(left.min())))
+
+    def measured(self, num_reqs: int, num_rounds: int, seconds: float) -> None:
+        """A step of decodes without drafts has taken so long."""
+        self._measured_reqs = num_reqs
+        self._round_s = seconds / num_rounds if seconds > 0 else math.inf
+
+    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float) -> bool:
+        """Whether there may be another round.
+
+        Args:
+            next_token_ids: [B] int32 of the last round: no answer may end with its token.
+            num_rounds, seconds: what has been made of the burst, and how long that took: another one like that must
+                fit.
+        """
+        if seconds * (num_rounds + 1) > self._burst_s * num_rounds:
+            return False
+        token_ids = np.frombuffer(next_token_ids, dtype=np.int32)
+        return not self._stop_rules.at_eos(self._states, batch.rows, token_ids).any()
+
+    def _with_pages(self, work: Work, num_rounds: int) -> int:
+        """As many of them as there are slots for, each with its page."""
+        kv, page_size, rows = self._kv, self._kv.page_size, work.decode_rows
+        computed, num_slots = self._states.num_computed[rows], self._pool.num_pages[rows] * page_size
+        for rounds in range(num_rounds, 1, -1):
+            missing = -(-(computed + rounds - num_slots) // page_size)
+            if missing[missing > 0].sum() <= kv.available_pages:
+                for page in range(int(missing.max())):
+                    kv.grow_by_a_page(rows[missing > page])
+                return rounds
+        return 1

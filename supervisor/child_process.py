@@ -1,0 +1,195 @@
+"""`ChildProcess`: a process as seen from the supervisor: start it, talk to it, say how it ended, kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from ..runtime.child.black_box import SHOW_STACKS, read_fatal_stacks
+from ..runtime.child.control import (
+    ForAll,
+    PeerDied,
+    Ready,
+    Role,
+    Stop,
+    ToSupervisor,
+    process_label,
+    supervisor_end,
+)
+from ..runtime.messages import Message
+
+_EXIT_AFTER_EOF_S: Final = 2.0
+_TRACEBACKS_S: Final = 1.0
+
+
+def start_module(module: str, role: str, fd: int) -> subprocess.Popen[bytes]:
+    """Start `python -m module role fd pid`, with a process group of its own; `pid` is that of this process."""
+    # The same import path as ours, and with -P no current directory before it: the child imports the very package that
+    # runs here, installed or not, and no file that happens to lie where the user stands.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, role, str(fd), str(os.getpid())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # standard output belongs to the command line
+        pass_fds=[fd],
+        process_group=0,
+    )
+
+
+class ChildProcess:
+    """One started child.
+
+    The child leads a process group of its own. A terminal's Ctrl-C then reaches the supervisor alone, which
+    decides about order and drain; and whatever the child starts (a compiler) can be killed with it, as one
+    group, without touching the group of the shell or script that runs the supervisor.
+
+    Attributes:
+        role, rank: which process it is.
+        name: for people: `scheduler`, `model_runner of rank 1`.
+        label: in logs, one word.
+        ready: what it said when it became ready; None before.
+        stopping: it was told to end, so its end is no accident.
+        lost_others: what it said when it lost the other ranks of its group; "" if it has not.
+        traceback: of the error that ended it, if it could say so.
+        silent_s: seconds without a frame from it, as the supervisor's watchdog counts them.
+    """
+
+    def __init__(self, role: Role, module: str, rank: int = 0, black_box: str = "") -> None:
+        """Start `python -m module`. The calling thread must live as long as the child, which dies with it.
+
+        Args:
+            black_box: where it leaves its stacks, see `black_box`; "" for nowhere.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = start_module(module, role.value, theirs.fileno())
+        self.role, self.rank = role, rank
+        self.name = f"{role} of rank {rank}" if role is Role.MODEL_RUNNER else role.value
+        self.label = process_label(role, rank)
+        self.ready: Ready | None = None
+        self.stopping = False
+        self.lost_others = ""
+        self.traceback = ""
+        self.silent_s = 0.0
+        self._channel = supervisor_end(ours)
+        self._black_box = black_box
+        self._is_deaf = False
+        self._is_aborted = False
+        self._group_is_gone = False
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when the child said something or died."""
+        return self._channel.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the child has closed its end of the channel, as death does."""
+        return self._channel.closed
+
+    def send(self, message: Message) -> None:
+        """Tell the child something; lost if it is dead or stuck, which `has_ended` or the watchdog show."""
+        self._channel.send(message)
+
+    def pass_on(self, order: ForAll) -> None:
+        """Tell the child what all are told; lost if it is stuck, so that one that is cannot hold up the others."""
+        self._channel.send_if_room(order)
+
+    def tell_to_stop(self, message: Stop | PeerDied) -> None:
+        """Tell the child to end; from now on an end with exit code 0 is no accident."""
+        self.stopping = True
+        self._channel.send(message)
+
+    def receive(self) -> list[ToSupervisor]:
+        """What the child said since the last call; resets `silent_s` if it said anything."""
+        messages = self._channel.receive()
+        if messages:
+            self.silent_s = 0.0
+        return messages
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone, or has closed its channel before it was told to stop and lives: no use either.
+
+        Does not block for longer than a dying process needs.
+        """
+        if self._channel.closed and not self._is_deaf and self.exit_code is None:
+            # The kernel closes the channel shortly before the exit status can be had.
+            try:
+                self._process.wait(_EXIT_AFTER_EOF_S)
+            except subprocess.TimeoutExpired:
+                self._is_deaf = not self.stopping
+        return self._is_deaf or self.exit_code is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs. Once it is known, the process' group is gone, too."""
+        code = self._process.poll()
+        if code is not None:
+            self._kill_group()
+        return code
+
+    def describe_end(self) -> str:
+        """How the process ended, for the root cause: `scheduler was killed by SIGKILL`."""
+        code = self.exit_code
+        if code is None:
+            return f"{self.name} closed its control channel and lives on; it is killed"
+        if code >= 0:
+            return f"{self.name} exited with code {code} without saying why; its last lines are above"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        hint = " (by somebody, or by the kernel because memory ran out)" if -code == signal.SIGKILL else ""
+        return f"{self.name} was killed by {name}{hint}"
+
+    def is_suspended(self) -> bool:
+        """Whether somebody has stopped the process with a signal, so that nothing in it runs (Linux; else unknown)."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state == "T"  # "t" is a debugger at work
+
+    def abort(self) -> None:
+        """Ask for the tracebacks of all its threads (faulthandler prints them) and its end."""
+        self._is_aborted = not self.is_suspended()  # such a one can show nothing
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGABRT)
+
+    def show_stacks(self) -> None:
+        """Have it write the stacks of its threads into the black box; it goes on. Nothing where it cannot know how."""
+        if self._black_box and self.ready is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(SHOW_STACKS)
+
+    def kill(self) -> None:
+        """Kill the process and all it has started; collect its exit status. After `abort` it may show its stacks first.
+
+        What a fatal signal made it write is copied to standard error.
+        """
+        if self._is_aborted:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TRACEBACKS_S)
+        self._kill_group()
+        self._process.wait()
+        self._channel.close()
+        if self._black_box and (stacks := read_fatal_stacks(Path(self._black_box), self.label)):
+            sys.stderr.write(stacks)
+            sys.stderr.flush()
+
+    def _kill_group(self) -> None:
+        """Kill what the process has started, and it, if it lives; once, before the kernel may give its id to others."""
+        if not self._group_is_gone:
+            self._group_is_gone = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)

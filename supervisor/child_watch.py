@@ -1,0 +1,358 @@
+"""`ChildWatch`: the started processes of one machine: waits for what they say, and finds out which of them failed.
+
+What it finds ends in one `ChildFailure` with one root cause. Ranks of a tensor-parallel group make that harder: when
+one dies or freezes, all others are stuck in the middle of a step, and complain or fall silent too. So whoever says that
+it lost the others is not the cause; the others get a few seconds to show what happened. Ranks that wait for others go
+on sending heartbeats (`Child.beat_while`), so silence still means the one that is silent.
+
+The watchdog counts the seconds in which a child said nothing *while the supervisor was awake*. A machine that was
+suspended, a terminal's Ctrl-Z, or a load that starved everybody must not look like a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import signal
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol, assert_never
+
+from ..runtime.child.control import (
+    Failed,
+    ForAll,
+    Heartbeat,
+    PeerDied,
+    Ready,
+    Role,
+    SetLogLevel,
+    Settings,
+    StartProfile,
+    Stop,
+    StopProfile,
+    ToSupervisor,
+)
+from ..runtime.config.server_config import ServerConfig
+from ..runtime.logs import set_log_level
+from .child_process import ChildProcess
+from .runtime_overrides import StandingOrders
+from .signal_queue import SignalQueue
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S: Final = 3.0  # from "stop" to SIGKILL
+_TICK_S: Final = 0.5  # the watchdog looks at least this often
+_CAUSE_GRACE_S: Final = 3.0  # from "I lost the others" to the verdict
+NODES_GRACE_S: Final = 12.0  # the same where the cause may be that another machine fell silent
+_SUSPENDED_S: Final = 4.0
+"""A process that was stopped by a signal is no victim of a busy machine: the group does not wait the whole time of the
+watchdog for it."""
+
+
+class ChildFailure(Exception):
+    """A child failed, died or hangs: it is started again, or everything stops.
+
+    Attributes:
+        message: one line.
+        exit_code: 2 for what the user can mend.
+        child: which one; None where nobody can say, or it is on another machine.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, child: ChildProcess | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.exit_code = exit_code
+        self.child = child
+
+
+class Interrupted(Exception):
+    """The user wants the end now."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__(signum.name)
+        self.signum = signum
+
+
+class Nodes(Protocol):
+    """The other machines of an engine; see `node_link.NodeHub`.
+
+    Attributes:
+        remedy: what the user can do about one that is late.
+        restart: what the user has to do after any loss.
+    """
+
+    remedy: str
+    restart: str
+
+    @property
+    def late(self) -> list[str]: ...
+
+    def look(self) -> None: ...
+
+    def pass_on(self, order: ForAll) -> None: ...
+
+    def stop(self, cause: str) -> None: ...
+
+
+class ChildWatch:
+    """See the module. A context manager that leaves no child alive.
+
+    Attributes:
+        children: in the order of their start.
+        nodes: the other machines, if there are any.
+    """
+
+    def __init__(
+        self, config: ServerConfig, signals: SignalQueue, cause_grace_s: float = _CAUSE_GRACE_S
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            signals: end every wait; the caller looks at them.
+            cause_grace_s: how long to look for a better cause when a rank says that it lost the others.
+        """
+        self.children: list[ChildProcess] = []
+        self._config = config
+        self._signals = signals
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
+        self._last_pass_s = 0.0
+        self.nodes: Nodes | None = None
+        self._cause_grace_s = cause_grace_s
+        self._lost_since_s: float | None = None
+        self._standing = StandingOrders()
+
+    def __enter__(self) -> ChildWatch:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        for child in self.children:
+            child.kill()
+        self._selector.close()
+
+    def start(self, module: str, settings: Settings) -> ChildProcess:
+        """Start a process and send it its settings."""
+        child = ChildProcess(settings.role, module, settings.rank, settings.endpoints.black_box)
+        self.children.append(child)
+        self._selector.register(child, selectors.EVENT_READ)
+        child.send(self._standing.applied_to(settings))
+        logger.info("started child=%s pid=%d", child.label, child.pid)
+        return child
+
+    def pass_on(self, order: ForAll) -> None:
+        """Tell all processes, those of other machines and those that will be started included."""
+        self._standing.take(order)
+        if isinstance(order, SetLogLevel):
+            set_log_level(order.level)  # this process's own
+        logger.info("for all processes: %s", order)
+        for child in self.children:
+            child.pass_on(order)
+        if self.nodes is not None:
+            self.nodes.pass_on(order)
+
+    def remove(self, child: ChildProcess) -> None:
+        """Kill a child and watch it no more."""
+        self.children.remove(child)
+        with contextlib.suppress(KeyError):  # it has closed its end before
+            self._selector.unregister(child)
+        child.kill()
+        self._lost_since_s = None
+
+    def wait_until_ready(self, children: Sequence[ChildProcess], started_s: float) -> None:
+        """Wait until these can work; `started_s`: when `startup_timeout` began.
+
+        Raises:
+            ChildFailure: any child failed, or one of these is late.
+            Interrupted: a signal came first.
+        """
+        while any(child.ready is None for child in children):
+            self.check_start(children, started_s)
+            self._look_once()
+
+    def check_start(self, children: Sequence[ChildProcess], started_s: float) -> None:
+        """Raise `ChildFailure` if one of these is late; `started_s`: when `startup_timeout` began."""
+        timeout_s = self._config.startup_timeout
+        late = [child for child in children if child.ready is None]
+        if not late or time.monotonic() - started_s <= timeout_s:
+            return
+        for child in late:
+            child.abort()
+        names = " and ".join([child.name for child in late] + self._late_nodes)
+        raise ChildFailure(
+            f"{names} not ready {timeout_s:g} s after the start; the tracebacks above say where; "
+            "raise --startup-timeout if the machine is slow",
+            child=late[0],
+        )
+
+    def wait_for_nodes(self, started_s: float) -> None:
+        """Wait until the other machines can work; as `wait_until_ready`."""
+        timeout_s = self._config.startup_timeout
+        while self.nodes is not None and (late := self.nodes.late):
+            if time.monotonic() - started_s > timeout_s:
+                raise ChildFailure(
+                    f"{' and '.join(late)} not ready {timeout_s:g} s after the start; {self.nodes.remedy}, or raise "
+                    "--startup-timeout"
+                )
+            self._look_once()
+
+    @property
+    def _late_nodes(self) -> list[str]:
+        return [] if self.nodes is None else self.nodes.late
+
+    def _look_once(self) -> None:
+        self.look()
+        if self._signals.received:
+            raise Interrupted(self._signals.received[0])
+
+    def look(self) -> None:
+        """Wait for news, but no longer than a tick; read it, look after everyone.
+
+        Raises:
+            ChildFailure: a child failed, died or hangs.
+        """
+        self._wait_for_news()
+        now_s = time.monotonic()
+        # Longer gaps between two passes are our own sleep, in which nobody was listening for heartbeats.
+        elapsed_s = min(now_s - self._last_pass_s, 2 * _TICK_S)
+        self._last_pass_s = now_s
+        for child in self.children:
+            child.silent_s += elapsed_s
+            for message in child.receive():
+                self._note(child, message)
+        if self.nodes is not None:
+            self.nodes.look()
+        self.check_ends()
+        self._check_suspended()
+        self._check_lost(now_s)
+        self._check_heartbeats()
+
+    def check_ends(self) -> None:
+        """Raise `ChildFailure` for a child that has ended though nobody told it to."""
+        for child in self.children:
+            if not child.has_ended() or (child.stopping and child.exit_code == 0):
+                continue
+            for message in child.receive():  # what it said last, while others were being looked after
+                self._note(child, message)
+            if not child.lost_others:
+                raise ChildFailure(child.describe_end(), child=child)
+
+    def _note(self, child: ChildProcess, message: ToSupervisor) -> None:
+        """Take in what a child said.
+
+        Raises:
+            ChildFailure: it failed.
+        """
+        match message:
+            case Ready():
+                child.ready = message
+                logger.info("child ready child=%s", child.label)
+            case Failed(kind="config"):
+                raise ChildFailure(message.message, exit_code=2, child=child)
+            case Failed(kind="rank_lost"):
+                child.lost_others = message.message
+                logger.warning("child=%s lost the other ranks: %s", child.label, message.message)
+            case Failed():
+                child.traceback = message.traceback
+                raise ChildFailure(f"{child.name} failed: {message.message}", child=child)
+            case SetLogLevel() | StartProfile() | StopProfile():
+                self.pass_on(message)
+            case Heartbeat():
+                pass
+            case _:
+                assert_never(message)
+
+    def show_stacks(self) -> None:
+        """Have every child that still can write its stacks into the black box, before anything is changed."""
+        for child in self.children:
+            child.show_stacks()
+
+    def stop(self, cause: str | None = None) -> list[ChildProcess]:
+        """Tell the children that work to end, and give them a few seconds; `cause` is for the clients.
+
+        What happens to them now is no cause of anything any more. Another signal ends the waiting.
+
+        Returns:
+            those that have not ended and must be killed.
+        """
+        num_signals = len(self._signals.received)
+        at_work = [child for child in self.children if child.ready and not child.has_ended()]
+        # Model runners last: the scheduler may be in the middle of a step, which it cannot end without them.
+        runners = [child for child in at_work if child.role is Role.MODEL_RUNNER]
+        others = [child for child in at_work if child.role is not Role.MODEL_RUNNER]
+        deadline_s = time.monotonic() + STOP_GRACE_S
+        for children in (others, runners):
+            for child in children:
+                tell_clients = cause and child.role is Role.TOKENIZER_MANAGER
+                child.tell_to_stop(PeerDied(cause) if cause and tell_clients else Stop(drain=False))
+            while late := [child for child in children if not child.has_ended()]:
+                if time.monotonic() > deadline_s or len(self._signals.received) > num_signals:
+                    logger.warning("killing children=%s", ",".join(child.label for child in late))
+                    break
+                self._wait_for_news()
+                for child in late:
+                    child.receive()
+        return [child for child in at_work if not child.has_ended()]
+
+    # ------------------------------------------------------------ what may be wrong
+
+    def _wait_for_news(self) -> None:
+        """Block until a child says something or dies, a signal comes, or a tick is over."""
+        for key, _events in self._selector.select(_TICK_S):
+            if key.fileobj is self._signals:
+                self._signals.clear_wakeup()
+            elif isinstance(key.fileobj, ChildProcess) and key.fileobj.closed:
+                self._selector.unregister(key.fileobj)  # it would be readable for ever
+
+    def _check_heartbeats(self) -> None:
+        timeout_s = self._config.watchdog_timeout
+        for child in self.children:
+            if child.ready and not child.stopping and child.silent_s > timeout_s and not child.lost_others:
+                child.abort()
+                raise ChildFailure(
+                    f"{child.name} hangs: no heartbeat for {timeout_s:g} s (--watchdog-timeout); "
+                    "the tracebacks above say where",
+                    child=child,
+                )
+
+    def _check_suspended(self) -> None:
+        for child in self._ranks():
+            if child.silent_s > _SUSPENDED_S and child.is_suspended():
+                raise ChildFailure(
+                    f"{_with_rank(child)} was stopped by a signal (SIGSTOP or SIGTSTP) and has not been continued; "
+                    "the other ranks cannot go on without it",
+                    child=child,
+                )
+
+    def _check_lost(self, now_s: float) -> None:
+        """Once the others have had the time to show a better cause, blame those that did not lose anybody."""
+        lost = [child for child in self.children if child.lost_others]
+        if not lost:
+            return
+        if self._lost_since_s is None:
+            self._lost_since_s = now_s
+        if now_s - self._lost_since_s < self._cause_grace_s:
+            return
+        silent = [child for child in self._ranks() if not child.lost_others]
+        for child in silent:
+            child.abort()
+        says = "; ".join(child.lost_others for child in lost)
+        if silent:
+            names = " and ".join(_with_rank(child) for child in silent)
+            raise ChildFailure(
+                f"{names} did not take part in a step any more: {says}; the tracebacks above say where; raise "
+                "--dist-timeout if a step may take that long",
+                child=silent[0],
+            )
+        raise ChildFailure(f"the ranks lost each other: {says}", child=lost[0])
+
+    def _ranks(self) -> list[ChildProcess]:
+        """Those that share a model; none if there is one rank only."""
+        runners = [child for child in self.children if child.role is Role.MODEL_RUNNER]
+        if not runners and self.nodes is None:
+            return []
+        return [child for child in self.children if child.role is Role.SCHEDULER] + runners
+
+
+def _with_rank(child: ChildProcess) -> str:
+    return child.name if child.role is Role.MODEL_RUNNER else f"{child.name} (rank 0)"

@@ -1,0 +1,336 @@
+"""The supervisors of several machines: what they tell each other, and how each notices that another one is gone.
+
+    machine 1.. --NodeHello, NodeReady, NodeFailed, NodeBeat--> machine 0
+    machine 0 --NodeSettings, NodeBeat, NodeOrder, NodeStop--> machine 1..
+
+Machine 0 decides: it has the server, and its configuration is that of all. `NodeHub` is its side, `NodeLink` that of
+each other one. Both send a beat in every pass of their supervisor's loop, but at most one a second, and give up after
+`SILENCE_S` without any. A pass that took long was their own sleep and counts as one beat.
+
+On the connection a machine is called by its rank and a number of this start, so that a second process that claims the
+same rank is not taken for the first: it is told to end, and the engine that serves goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from typing import Final, NamedTuple
+
+import msgspec
+import zmq
+
+from .. import __version__
+from ..runtime.child.control import ForAll
+from ..runtime.config.device_config import ParallelConfig
+from ..runtime.config.engine_config import EngineConfig
+from ..runtime.messages import Message
+from ..runtime.model_files.model_spec import ModelSpec
+from ..runtime.transport.cluster_ipc import CONTROL, ClusterClient, ClusterServer, check_ports
+from ..runtime.transport.cluster_key import load_cluster_key
+from .child_watch import ChildFailure
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S: Final = 8.0
+RESTART: Final = "start the engine again on all machines"
+_BEAT_INTERVAL_S: Final = 1.0
+_MAX_LATE_BEATS: Final = 2
+_STOP_LINGER_S: Final = 1.0  # for the last word on its way
+
+
+class NodeHello(Message, frozen=True):
+    """This machine is there, with this release of the engine and this model."""
+
+    version: str
+    node_rank: int
+    tp: int
+    nnodes: int
+    spec: ModelSpec
+
+
+class NodeReady(Message, frozen=True):
+    """All ranks of this machine can work."""
+
+
+class NodeFailed(Message, frozen=True):
+    """This machine ends because of this cause."""
+
+    message: str
+
+
+class NodeBeat(Message, frozen=True):
+    """The supervisor's loop goes round."""
+
+
+class NodeSettings(Message, frozen=True):
+    """Start your ranks with this resolved configuration; what concerns the machine itself is its own matter."""
+
+    config: EngineConfig
+
+
+class NodeOrder(Message, frozen=True):
+    """Pass this on to your ranks."""
+
+    order: ForAll
+
+
+class NodeStop(Message, frozen=True):
+    """End; `cause`: why, or "" when the user wanted it."""
+
+    cause: str
+
+
+FromNode = NodeHello | NodeReady | NodeFailed | NodeBeat
+ToNode = NodeSettings | NodeBeat | NodeOrder | NodeStop
+
+
+class _Silence:
+    """Seconds in which nothing came from somebody while we were listening.
+
+    Attributes:
+        silent_s: how many, as of the last look.
+    """
+
+    def __init__(self) -> None:
+        self.silent_s = 0.0
+        self._last_look_s = time.monotonic()
+
+    def heard(self) -> None:
+        self.silent_s = 0.0
+
+    def look(self) -> float:
+        now_s = time.monotonic()
+        self.silent_s += min(now_s - self._last_look_s, _BEAT_INTERVAL_S)
+        self._last_look_s = now_s
+        return self.silent_s
+
+
+class _Peer(NamedTuple):
+    """A machine that belongs to the engine: its rank's name, and when it was heard."""
+
+    name: str
+    silence: _Silence
+
+
+class NodeHub:
+    """Machine 0's side."""
+
+    remedy = "start `engine serve` there with its --node-rank"
+    restart = RESTART
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
+        """Listen for the others.
+
+        Raises:
+            ConfigError: nobody can listen there, at one of the three ports, or there is no key.
+        """
+        parallel = config.parallel
+        assert parallel.dist_init_addr is not None
+        self._config, self._spec = config, spec
+        decoder: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
+        key = load_cluster_key(parallel.cluster_key_file)
+        check_ports(parallel.dist_init_addr)
+        self._server = ClusterServer(parallel.dist_init_addr, CONTROL, key, decoder)
+        self._missing = {node_name(node) for node in range(1, parallel.nnodes)}
+        self._starting = set(self._missing)
+        self._peers: dict[str, _Peer] = {}  # by its name on the connection
+        self._next_beat_s = 0.0
+
+    @property
+    def late(self) -> list[str]:
+        """Machines that are not ready yet."""
+        return sorted(self._starting)
+
+    def look(self) -> None:
+        """Take in what the others say, and say that this machine lives.
+
+        Raises:
+            ChildFailure: one of them failed, fell silent, or serves something else.
+        """
+        for sender, message in self._server.receive():
+            if isinstance(message, NodeHello):
+                self._welcome(sender, message)
+            elif sender in self._peers:  # nobody asked those who were refused
+                self._hear(self._peers[sender], message)
+        now_s = time.monotonic()
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + _BEAT_INTERVAL_S
+            self._send(NodeBeat())
+        for peer in self._peers.values():
+            if peer.silence.look() > SILENCE_S:
+                raise ChildFailure(
+                    f"{peer.name} has been silent for {SILENCE_S:g} s: it, its supervisor or the network is gone"
+                )
+
+    def pass_on(self, order: ForAll) -> None:
+        """Have all others tell their ranks."""
+        self._send(NodeOrder(order))
+
+    def stop(self, cause: str) -> None:
+        """Tell all others to end."""
+        self._send(NodeStop(cause))
+        self._server.close(_STOP_LINGER_S)
+
+    def _hear(self, peer: _Peer, message: FromNode | None) -> None:
+        peer.silence.heard()
+        match message:
+            case NodeReady():
+                logger.info("ready %s", peer.name)
+                self._starting.discard(peer.name)
+            case NodeFailed():
+                raise ChildFailure(f"{peer.name}: {message.message}")
+
+    def _welcome(self, sender: str, hello: NodeHello) -> None:
+        """Let a machine in, or tell it why not.
+
+        Raises:
+            ChildFailure: the engine cannot begin with it, or cannot go on because it is one that was lost.
+        """
+        name = node_name(hello.node_rank)
+        first = next((identity for identity, peer in self._peers.items() if peer.name == name), None)
+        if first is not None and self._is_lost(first):
+            cause = f"{name} was lost and has come back"
+            self._refuse(sender, f"{cause}; {RESTART}")
+            raise ChildFailure(cause)
+        if first is not None:
+            cause = f"this engine has a {name} already; each machine needs its own --node-rank"
+        else:
+            cause = self._reason_against(name, hello)
+        if cause:
+            self._refuse(sender, cause)
+            if first is None and self._missing:
+                raise ChildFailure(cause, exit_code=2)
+            logger.warning(
+                "refused %s: %s", name, cause
+            )  # all are there: what comes late is no part of the engine
+            return
+        logger.info("joined %s missing=%d", name, len(self._missing) - 1)
+        self._missing.discard(name)
+        self._peers[sender] = _Peer(name, _Silence())
+        self._send_to(sender, name, NodeSettings(self._config))
+
+    def _is_lost(self, identity: str) -> bool:
+        """Whether a machine has missed its beats, or broken its connection, as its end does."""
+        peer = self._peers[identity]
+        late = peer.silence.silent_s > _MAX_LATE_BEATS * _BEAT_INTERVAL_S
+        return late or not self._send_to(identity, peer.name, NodeBeat())
+
+    def _reason_against(self, name: str, hello: NodeHello) -> str:
+        parallel = self._config.parallel
+        if hello.version != __version__:
+            return f"{name} has release {hello.version} of the engine, machine 0 {__version__}; install one on both"
+        if (hello.tp, hello.nnodes) != (parallel.tp, parallel.nnodes):
+            return (
+                f"{name} was started with --tp {hello.tp} --nnodes {hello.nnodes}, machine 0 with "
+                f"--tp {parallel.tp} --nnodes {parallel.nnodes}"
+            )
+        if hello.spec != self._spec:
+            return f"{name} has another model than machine 0; give both the same"
+        return ""
+
+    def _refuse(self, sender: str, cause: str) -> None:
+        self._send_to(sender, sender, NodeStop(f"machine 0: {cause}"))
+
+    def _send(self, message: ToNode) -> None:
+        for identity, peer in self._peers.items():
+            self._send_to(identity, peer.name, message)
+
+    def _send_to(self, identity: str, name: str, message: ToNode) -> bool:
+        """Whether there is a connection to send it on."""
+        try:
+            self._server.send_all([identity], message)
+        except zmq.ZMQError:  # its connection is broken; if it stays so, it is silent, too
+            logger.warning("no connection to %s", name)
+            return False
+        return True
+
+
+class NodeLink:
+    """Another machine's side; a context manager.
+
+    Attributes:
+        orders: that came and are to be passed on; whoever does that removes them.
+    """
+
+    def __init__(self, parallel: ParallelConfig, spec: ModelSpec) -> None:
+        """Connect, once machine 0 listens.
+
+        Raises:
+            ConfigError: there is no key, or machine 0's name is unknown.
+        """
+        assert parallel.dist_init_addr is not None
+        decoder: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
+        self._address = parallel.dist_init_addr
+        self._client = ClusterClient(
+            self._address,
+            CONTROL,
+            f"{node_name(parallel.node_rank)}, {secrets.token_hex(8)}",
+            load_cluster_key(parallel.cluster_key_file),
+            decoder,
+        )
+        self._client.send(NodeHello(__version__, parallel.node_rank, parallel.tp, parallel.nnodes, spec))
+        self._silence: _Silence | None = None  # until machine 0 has said something
+        self.orders: list[ForAll] = []
+        self._next_beat_s = 0.0
+
+    def look(self, timeout_s: float = 0.0) -> NodeSettings | None:
+        """Take in what machine 0 says, which is its settings once, and say that this machine lives.
+
+        Raises:
+            ChildFailure: it refuses us, or fell silent.
+            NodeStopped: it wants us to end.
+        """
+        settings = None
+        for message in self._client.poll(timeout_s):
+            self._silence = self._silence or _Silence()
+            self._silence.heard()
+            match message:
+                case NodeSettings():
+                    settings = message
+                case NodeOrder(order=order):
+                    self.orders.append(order)
+                case NodeStop():
+                    raise NodeStopped(message.cause)
+                case NodeBeat():
+                    pass
+        if self._silence is None and self._client.was_refused():
+            raise ChildFailure(
+                f"{self._address} did not accept this machine's key, or is no engine with several machines; give the "
+                "same --cluster-key-file to all of them",
+                exit_code=2,
+            )
+        if self._silence is not None and self._silence.look() > SILENCE_S:
+            raise ChildFailure(
+                f"machine 0 at {self._address} has been silent for {SILENCE_S:g} s: it, its supervisor or the network "
+                "is gone"
+            )
+        now_s = time.monotonic()
+        if self._silence is not None and now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + _BEAT_INTERVAL_S
+            self._client.send(NodeBeat())
+        return settings
+
+    def send(self, message: NodeReady | NodeFailed) -> None:
+        """Tell machine 0."""
+        self._client.send(message)
+
+    def __enter__(self) -> NodeLink:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._client.close(_STOP_LINGER_S)
+
+
+class NodeStopped(Exception):
+    """Machine 0 wants this one to end."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def node_name(node_rank: int) -> str:
+    """How a machine is called, in messages too."""
+    return f"machine {node_rank}"

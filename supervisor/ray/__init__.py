@@ -1,0 +1,1 @@
+"""`--executor ray`: the ranks of one engine as actors of a Ray cluster."""

@@ -1,0 +1,147 @@
+"""The process between a supervisor and Ray: it alone has Ray's threads, signal handlers and ways to end.
+
+A supervisor must answer signals and notice who fails within seconds, whatever happens to Ray: a driver whose cluster
+has lost its head is stuck for a minute and then ended by Ray. So the driver is a process of its own, which
+`ray_executor` starts, and which leads a process group: what reaches the supervisor's group does not reach a Ray that
+was started here. The end of the channel is the order to end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import Any, Final
+
+import msgspec
+
+from ...runtime.child.child import die_with
+from ...runtime.child.control import ControlChannel
+from ...runtime.config.engine_config import EngineConfig
+from ...runtime.errors import ConfigError
+from ...runtime.logs import configure_logging
+from ...runtime.messages import Message
+from ..child_watch import STOP_GRACE_S
+from .cluster import RayCluster, ray_cluster
+from .placement import RayPlaces, ray_places, why_it_died
+
+_LOOK_S: Final = 0.2
+RUN_END_GRACE_S: Final = STOP_GRACE_S + 2.0  # an actor's own supervisor gives its rank the former
+
+
+class FindPlaces(Message, frozen=True):
+    """To the broker, first: find places for the ranks; `folder`: for the files of a Ray that is started here."""
+
+    config: EngineConfig
+    folder: str
+
+
+class RunMachines(Message, frozen=True):
+    """To the broker: let the actors run with their configurations, by rank; `key` is the secret they share."""
+
+    configs: dict[int, bytes]
+    key: bytes
+
+    def __repr__(self) -> str:
+        return f"RunMachines(ranks={list(self.configs)})"
+
+
+class Placed(Message, frozen=True):
+    """From the broker: as `RayPlaces`."""
+
+    address: str
+    machines: dict[int, str]
+    devices: str | None
+
+
+class NoPlaces(Message, frozen=True):
+    """From the broker: what the user can mend."""
+
+    message: str
+
+
+class MachineEnded(Message, frozen=True):
+    """From the broker: the actor of this rank has ended with this exit code, or has died (1)."""
+
+    rank: int
+    exit_code: int
+    message: str
+
+
+ToBroker = FindPlaces | RunMachines
+FromBroker = Placed | NoPlaces | MachineEnded
+
+
+def main() -> None:
+    """Do what the supervisor says, until the channel ends."""
+    _, fd, supervisor_pid = sys.argv[1:]
+    die_with(int(supervisor_pid))
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            signum, lambda _signum, _frame: None
+        )  # unlike SIG_IGN not inherited by what is started here
+    decoder: msgspec.msgpack.Decoder[ToBroker] = msgspec.msgpack.Decoder(ToBroker)
+    channel = ControlChannel(socket.socket(fileno=int(fd)), decoder)
+    match wait_for_one(channel):
+        case FindPlaces(config=config, folder=folder):
+            configure_logging(config.log, "ray")
+            try:
+                _serve(channel, config, folder)
+            except ConfigError as error:
+                channel.send(NoPlaces(str(error)))
+
+
+def wait_for_one(channel: ControlChannel[ToBroker]) -> ToBroker | None:
+    """The next message; None: the channel has ended."""
+    while not channel.closed:
+        channel.wait(None)
+        for message in channel.receive():
+            return message
+    return None
+
+
+def _serve(channel: ControlChannel[ToBroker], config: EngineConfig, folder: str) -> None:
+    def go_on() -> bool:
+        return not channel.wait(0.0)  # nothing comes before our answer, but the end
+
+    with ray_cluster(folder) as cluster, ray_places(cluster, config, go_on) as places:
+        channel.send(Placed(places.address, places.machines, places.devices))
+        match wait_for_one(channel):
+            case RunMachines() as order:
+                watch_runs(channel, cluster, places, order)
+
+
+def watch_runs(
+    channel: ControlChannel[ToBroker], cluster: RayCluster, places: RayPlaces, order: RunMachines
+) -> None:
+    """Let the actors run, and tell who has ended; after the channel's end, wait a little for those that have not."""
+    ray = cluster.ray
+    runs: dict[Any, int] = {
+        actor.run.remote(order.configs[rank], order.key): rank for rank, actor in places.actors.items()
+    }
+    while not channel.closed:
+        channel.wait(_LOOK_S)
+        channel.receive()
+        ended, _ = ray.wait(list(runs), timeout=0) if runs else ([], [])
+        for run in ended:
+            channel.send(_end_of(ray, run, runs.pop(run)))
+    if runs:
+        ray.wait(list(runs), num_returns=len(runs), timeout=RUN_END_GRACE_S)
+
+
+def _end_of(ray: Any, run: Any, rank: int) -> MachineEnded:
+    try:
+        exit_code, message = ray.get(run)
+    except ray.exceptions.RayTaskError as error:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201  (the actor's traceback)
+        return MachineEnded(rank, 1, f"failed: {error.cause!r}")
+    except ray.exceptions.RayError as error:
+        return MachineEnded(rank, 1, why_it_died(error))
+    return MachineEnded(rank, exit_code, message)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stderr.flush()
+    os._exit(0)  # Ray's threads and exit handlers have had their turn in its shutdown

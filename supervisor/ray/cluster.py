@@ -1,0 +1,136 @@
+"""`RayCluster`: the Ray that an engine uses: the one this machine belongs to, else one of its own on this machine.
+
+Ray is an optional dependency and is imported here only, when it is asked for, and in the process of `ray_broker` only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ...runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_ADDRESS_VARIABLE: Final = "RAY_ADDRESS"  # Ray's own; "local" asks for a new one
+_CLIENT_SCHEME: Final = "ray://"
+_OBJECT_STORE_BYTES: Final = 100 << 20  # nothing of ours goes there; Ray would take a third of the memory
+_SHOWN_RESOURCES: Final = ("CPU", "GPU")
+
+
+class RayCluster:
+    """A connection.
+
+    Attributes:
+        ray: the package.
+        is_own: it was started for this engine, and ends with it.
+        address: of this machine, as Ray calls it.
+    """
+
+    def __init__(self, ray: Any, *, is_own: bool) -> None:
+        self.ray = ray
+        self.is_own = is_own
+        self.address = self.addresses()[ray.get_runtime_context().get_node_id()]
+
+    def addresses(self) -> dict[str, str]:
+        """Ray's node id -> address, of the machines that live."""
+        return {node["NodeID"]: node["NodeManagerAddress"] for node in self._living()}
+
+    def describe(self) -> str:
+        """What there is, and how much of it nobody has taken."""
+        machines = (
+            f"{node['NodeManagerAddress']} ({_amounts(node['Resources'])})" for node in self._living()
+        )
+        return f"{', '.join(machines)}; free in all: {_amounts(self.ray.available_resources())}"
+
+    def _living(self) -> list[dict[str, Any]]:
+        return [node for node in self.ray.nodes() if node["Alive"]]
+
+
+@contextmanager
+def ray_cluster(folder: str) -> Iterator[RayCluster]:
+    """Connect, or start Ray on this machine; at the end disconnect, and stop what was started here.
+
+    Changes this process' environment, for that of the Ray it starts.
+
+    Args:
+        folder: for all files of a Ray that is started here; whoever made it removes it.
+
+    Raises:
+        ConfigError: Ray is not installed, does not start, or does not answer where RAY_ADDRESS says.
+    """
+    ray = _import_ray()
+    try:
+        is_own = not _join(ray)
+        if is_own:
+            logger.info("no Ray cluster found, starting Ray on this machine for this engine")
+            _start(ray, folder)
+        cluster = RayCluster(ray, is_own=is_own)
+        logger.info(
+            "ray version=%s address=%s machines: %s", ray.__version__, cluster.address, cluster.describe()
+        )
+        yield cluster
+    finally:
+        ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            f"executor is ray, but Ray cannot be imported ({error}); pip install 'engine[ray]', or use --executor "
+            "local"
+        ) from None
+
+
+def _join(ray: Any) -> bool:
+    """Connect to the cluster that this machine belongs to; False: there is none, or another one is wanted."""
+    address = os.environ.get(_ADDRESS_VARIABLE, "")
+    if address == "local":
+        return False
+    if address.startswith(_CLIENT_SCHEME):
+        raise ConfigError(
+            f"{_ADDRESS_VARIABLE} is {address}, but rank 0 works on this machine, so it must belong to the cluster: "
+            "`ray start --address=HOST:PORT` here, and unset the variable"
+        )
+    try:
+        ray.init(address="auto", logging_level=logging.WARNING)  # which heeds the variable, too
+    except (OSError, RuntimeError, ValueError) as error:
+        if not address and isinstance(error, ConnectionError):
+            return False
+        where = f"at {_ADDRESS_VARIABLE}={address}" if address else "that this machine belongs to"
+        raise ConfigError(f"cannot join the Ray cluster {where}: {_first_line(error)}") from error
+    return True
+
+
+def _start(ray: Any, folder: str) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # an engine calls nobody
+    # Else Ray makes one and leaves it in the user's home.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ["TMPDIR"] = folder  # what an actor that is killed leaves goes with the rest
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level=logging.WARNING,
+            _temp_dir=folder,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray does not start on this machine: {_first_line(error)}; `ray start --head` shows more"
+        ) from error
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {resources.get(name, 0):g}" for name in _SHOWN_RESOURCES)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

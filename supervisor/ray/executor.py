@@ -1,0 +1,254 @@
+"""`ray_machines`: `--executor ray`: Ray finds places for the ranks, and an actor in each is one machine of the engine.
+
+Every rank is a machine of its own, as far as the engine is concerned: rank 0 works here, rank N in the actor N
+(`RayNode`), and from there on all goes as with `--nnodes`. So Ray may place ranks as it likes, it tells each which GPU
+is its, and whatever fails is noticed and named by the code that does so without Ray. What Ray adds is the end of an
+actor: it is known at once, and not when the machine falls silent.
+
+The key of the connections is made anew. It goes to the actors as an argument of a call, which Ray sends directly, and
+encrypts if the cluster has TLS (RAY_USE_TLS). This process does not import Ray: `ray_broker` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...runtime.child.control import ControlChannel, ForAll
+from ...runtime.config.engine_config import EngineConfig
+from ...runtime.errors import ConfigError
+from ...runtime.model_files.model_spec import ModelSpec
+from ...runtime.transport.cluster_ipc import free_address
+from ...runtime.transport.cluster_key import key_in_memory
+from ..child_process import start_module
+from ..child_watch import ChildFailure
+from ..node_link import NodeHub, node_name
+from ..signal_queue import SignalQueue
+from .broker import (
+    RUN_END_GRACE_S,
+    FindPlaces,
+    FromBroker,
+    MachineEnded,
+    NoPlaces,
+    Placed,
+    RunMachines,
+    ToBroker,
+)
+
+logger = logging.getLogger(__name__)
+
+_BROKER: Final = f"{__package__}.broker"
+_LOOPBACK: Final = "127.0.0.1"
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+_DEFAULT_MODEL: Final = "default"  # a name, even where a folder is called so
+_LOOK_S: Final = 0.5
+_CONNECT_S: Final = 60.0  # for Ray itself, beside the time for a start
+_BROKER_END_S: Final = RUN_END_GRACE_S + 10.0  # actors, then a Ray of its own, which takes two seconds
+
+
+class Broker:
+    """The process that talks to Ray, as seen from the supervisor; a context manager that leaves nothing of it."""
+
+    def __init__(self, module: str = _BROKER) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = start_module(module, "ray", theirs.fileno())
+        decoder: msgspec.msgpack.Decoder[FromBroker] = msgspec.msgpack.Decoder(FromBroker)
+        self._channel = ControlChannel(ours, decoder)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended; what it said before comes first."""
+        return self._channel.closed
+
+    def send(self, message: ToBroker) -> None:
+        """Tell it something; lost if it is dead, which `closed` shows."""
+        self._channel.send(message)
+
+    def receive(self, timeout_s: float = 0.0) -> list[FromBroker]:
+        """What it has said; waits so long for the first."""
+        self._channel.wait(timeout_s)
+        return self._channel.receive()
+
+    def __enter__(self) -> Broker:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._channel.close()
+        try:
+            self._process.wait(_BROKER_END_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("killing the process that talks to Ray: it has not ended in %g s", _BROKER_END_S)
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # the group outlives its leader: it has a Ray of its own
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class RayMachines:
+    """Places for all ranks, and actors that wait there to be told what to run.
+
+    Attributes:
+        config: for the supervisor of this machine.
+    """
+
+    def __init__(self, broker: Broker, placed: Placed, config: EngineConfig, key: bytes) -> None:
+        self.config = config
+        self._broker = broker
+        self._placed = placed
+        self._key = key
+
+    def connect(self, config: EngineConfig, spec: ModelSpec) -> RayNodes:
+        """Listen, and let the actors run.
+
+        Raises:
+            ConfigError: nobody can listen at that address.
+        """
+        hub = NodeHub(config, spec)
+        ranks = range(1, config.parallel.tp)
+        self._broker.send(RunMachines({rank: actor_config(config, rank) for rank in ranks}, self._key))
+        return RayNodes(hub, self._broker, self._placed.machines)
+
+
+class RayNodes:
+    """The machines of an engine on Ray: a `NodeHub`, and an ear for what the broker says of the actors."""
+
+    remedy = "the actors' lines above say what they do"
+    restart = "start the engine again"
+
+    def __init__(self, hub: NodeHub, broker: Broker, machines: dict[int, str]) -> None:
+        self._hub = hub
+        self._broker = broker
+        self._machines = machines
+
+    @property
+    def late(self) -> list[str]:
+        """See `Nodes`."""
+        return self._hub.late
+
+    def look(self) -> None:
+        """See `Nodes`.
+
+        Raises:
+            ChildFailure: as `NodeHub`; an actor has ended or died; the broker is gone.
+        """
+        self._hub.look()  # first: what a machine says of itself is the better cause
+        for message in self._broker.receive():
+            if isinstance(message, MachineEnded):
+                name = f"{node_name(message.rank)} (Ray, {self._machines[message.rank]})"
+                raise ChildFailure(f"{name}: {message.message}", 2 if message.exit_code == 2 else 1)
+        if self._broker.closed:
+            raise ChildFailure(
+                "the connection to Ray has ended, and with it the ranks' places: its head or this machine's raylet is "
+                "gone; the last lines of Ray are above"
+            )
+
+    def pass_on(self, order: ForAll) -> None:
+        """See `Nodes`."""
+        self._hub.pass_on(order)
+
+    def stop(self, cause: str) -> None:
+        """See `Nodes`."""
+        self._hub.stop(cause)
+
+
+@contextmanager
+def ray_machines(config: EngineConfig, start_broker: Callable[[], Broker] = Broker) -> Iterator[RayMachines]:
+    """Find places for the ranks, and start an actor in each but the first. At the end nothing of it is left.
+
+    Args:
+        config: resolved.
+        start_broker: tests have another one.
+
+    Raises:
+        ConfigError: no Ray, or no places for all ranks within the time for a start.
+        SystemExit: a signal came first.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="engine-ray-", ignore_cleanup_errors=True)
+        )
+        broker = stack.enter_context(start_broker())
+        broker.send(FindPlaces(config, folder))
+        placed = _wait_for_places(broker, config.server.startup_timeout + _CONNECT_S)
+        for rank, machine in placed.machines.items():
+            logger.info("placed rank=%d machine=%s", rank, machine)
+        if placed.devices:
+            stack.enter_context(_visible(placed.devices))
+        key = secrets.token_hex(32).encode()
+        parallel = dataclasses.replace(
+            config.parallel,
+            nnodes=config.parallel.tp,
+            dist_init_addr=config.parallel.dist_init_addr or _address(placed),
+            cluster_key_file=stack.enter_context(key_in_memory(key)),
+        )
+        yield RayMachines(broker, placed, dataclasses.replace(config, parallel=parallel), key)
+
+
+def actor_config(config: EngineConfig, rank: int) -> bytes:
+    """For one actor, to find machine 0 with; it gets the rest from there, so what is secret stays here."""
+    model = dataclasses.replace(config.model, model=_absolute(config.model.model))
+    parallel = dataclasses.replace(config.parallel, node_rank=rank, cluster_key_file=None)
+    server = dataclasses.replace(config.server, api_key=(), admin_api_key=None, api_key_file=None)
+    return msgspec.msgpack.encode(dataclasses.replace(config, model=model, parallel=parallel, server=server))
+
+
+def _wait_for_places(broker: Broker, timeout_s: float) -> Placed:
+    deadline_s = time.monotonic() + timeout_s
+    with SignalQueue() as signals:
+        while time.monotonic() < deadline_s:
+            for message in broker.receive(_LOOK_S):
+                match message:
+                    case Placed():
+                        return message
+                    case NoPlaces():
+                        raise ConfigError(message.message)
+            if signals.received:
+                raise SystemExit(128 + signals.received[0])
+            if broker.closed:
+                raise ConfigError(
+                    "the connection to Ray has ended before it gave places; its lines above say why"
+                )
+    raise ConfigError(
+        f"Ray does not answer within {timeout_s:g} s; see `ray status`, or use --executor local"
+    )
+
+
+def _address(placed: Placed) -> str:
+    """Where the others find this machine: nowhere else than here, if they are all here."""
+    return free_address(_LOOPBACK if set(placed.machines.values()) == {placed.address} else placed.address)
+
+
+def _absolute(model: str) -> str:
+    """A path for a process that stands in another folder; a hub's name as it is."""
+    path = Path(model).expanduser().absolute()
+    return str(path) if path.exists() and model != _DEFAULT_MODEL else model
+
+
+@contextmanager
+def _visible(devices: str) -> Iterator[None]:
+    """Let the children of this process see rank 0's GPU and no other, as Ray does it in the actors."""
+    before = os.environ.get(_DEVICES)
+    os.environ[_DEVICES] = devices
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DEVICES]
+        else:
+            os.environ[_DEVICES] = before

@@ -1,0 +1,52 @@
+"""`RayNode`: an actor of Ray's that is one of an engine's machines: it runs `NodeSupervisor`, as `engine serve` would.
+
+So ranks on Ray are the same processes with the same connections, heartbeats and causes as on machines where somebody
+types the command; Ray finds the place and starts the actor. This module does not import Ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import msgspec
+
+from ...runtime.config.engine_config import EngineConfig
+from ...runtime.errors import ConfigError
+from ...runtime.logs import configure_logging
+from ...runtime.model_files.load_spec import load_spec
+from ...runtime.model_files.quantization_choice import with_quantisation
+from ...runtime.model_files.source import resolve_source
+from ...runtime.transport.cluster_key import key_in_memory
+from ..node_supervisor import NodeSupervisor
+
+
+class RayNode:
+    """One machine; its method runs in the main thread of the actor's process, which `NodeSupervisor` needs."""
+
+    def run(self, config: bytes, key: bytes) -> tuple[int, str]:
+        """Run this machine's ranks until the engine ends.
+
+        Args:
+            config: an encoded `EngineConfig`, resolved, with this machine's `node_rank`.
+            key: the text of the secret that the machines share.
+
+        Returns:
+            Exit code and cause, as of `NodeSupervisor`.
+        """
+        own = msgspec.msgpack.decode(config, type=EngineConfig)
+        configure_logging(own.log, "supervisor")
+        try:
+            source = resolve_source(own.model.model, need_weights=own.model.load_format != "dummy")
+            spec = with_quantisation(load_spec(source), own.model.quantization)
+            with key_in_memory(key) as key_file:
+                parallel = dataclasses.replace(own.parallel, cluster_key_file=key_file)
+                outcome = NodeSupervisor(dataclasses.replace(own, parallel=parallel), source, spec).run()
+        except ConfigError as error:
+            return 2, str(error)
+        return outcome.exit_code, outcome.message
+
+
+def visible_devices() -> str | None:
+    """The GPUs that Ray has given to the task in which this runs, as CUDA wants to be told."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,0 +1,45 @@
+"""`StandingOrders`: what all processes have been told while they run, for those that are started later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from ..runtime.child.control import ForAll, SetLogLevel, Settings, StartProfile, StopProfile
+from ..runtime.config.engine_config import LogLevel
+from ..runtime.logs import with_log_level
+
+
+class StandingOrders:
+    """The supervisor's memory of them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._log_level: LogLevel | None = None
+        self._profile: StartProfile | None = None
+        self._profile_end_s = 0.0
+
+    def take(self, order: ForAll) -> None:
+        """Remember an order."""
+        match order:
+            case SetLogLevel(level=level):
+                self._log_level = level
+            case StartProfile():
+                self._profile = order
+                self._profile_end_s = self._clock() + order.duration_s
+            case StopProfile():
+                self._profile = None
+            case _:
+                assert_never(order)
+
+    def applied_to(self, settings: Settings) -> Settings:
+        """The settings of a process that starts now."""
+        if self._log_level is not None:
+            settings = replace(settings, config=with_log_level(settings.config, self._log_level))
+        left_s = self._profile_end_s - self._clock()
+        if self._profile is not None and left_s > 0:
+            settings = replace(settings, profile=replace(self._profile, duration_s=left_s))
+        return settings

@@ -1,0 +1,207 @@
+"""`Supervisor`: starts, watches and stops the processes of the engine; itself the `engine serve` process.
+
+It knows no model and no HTTP. Its life: start all children, wait until they are ready, serve, drain, stop.
+A process that is lost while the engine serves is started again (`Recovery`). Whatever else goes wrong at any point
+ends in one `Outcome` with one root cause, and nothing is left behind: no process, no socket directory, no port.
+`ChildWatch` finds out what went wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ..runtime.child.control import PeersReady, Role, Settings, Stop
+from ..runtime.child.crash_report import CrashReports
+from ..runtime.child.socket_dir import SocketDir
+from ..runtime.config.engine_config import EngineConfig
+from ..runtime.feasibility import Capacity
+from ..runtime.model_files.model_spec import ModelSpec
+from ..runtime.model_files.source import ModelSource
+from .child_process import ChildProcess
+from .child_watch import NODES_GRACE_S, STOP_GRACE_S, ChildFailure, ChildWatch, Interrupted, Nodes
+from .recovery import Recovery, capacity_of_scheduler
+from .signal_queue import SignalQueue
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE: Final = __package__.rsplit(".", 1)[0]
+ROOMS: Final[Mapping[Role, str]] = {role: f"{_PACKAGE}.{role}" for role in Role}
+"""The module that each process runs; tests run others."""
+
+
+class EngineReady(NamedTuple):
+    """What is known once every process can work."""
+
+    url: str
+    capacity: Capacity
+    details: dict[str, str]  # what the processes want the user to know
+    startup_s: float
+
+
+class Outcome(NamedTuple):
+    """How the engine ended: the exit code, and one line that says why."""
+
+    exit_code: int
+    message: str
+
+
+class Supervisor:
+    """One engine's processes.
+
+    Args:
+        config: resolved: no value is "auto" any more.
+        source: where the model's files lie.
+        spec: the model's architecture facts.
+        on_ready: called once, when clients can connect.
+        rooms: the module of each process.
+        make_nodes: listens for the other machines, if there are any; default: `NodeHub`.
+        crash_reports: writes a report when a failure ends the engine.
+        started_requests: which requests a scheduler has begun to work on, by what it left in the engine's private
+            directory; None where that does not tell.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        spec: ModelSpec,
+        on_ready: Callable[[EngineReady], None],
+        rooms: Mapping[Role, str] = ROOMS,
+        make_nodes: Callable[[EngineConfig, ModelSpec], Nodes] | None = None,
+        crash_reports: CrashReports | None = None,
+        started_requests: Callable[[Path], Collection[str] | None] = lambda folder: None,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._spec = spec
+        self._on_ready = on_ready
+        self._rooms = rooms
+        self._make_nodes = make_nodes or _listen_for_nodes
+        self._crash_reports = crash_reports
+        self._started_requests = started_requests
+        self._signals = SignalQueue()
+
+    def run(self) -> Outcome:
+        """Run the engine until a signal or a failure ends it. Main thread only, once.
+
+        Returns:
+            Exit code 0 after SIGINT, SIGTERM or SIGHUP and a drain; 2 for what the user can mend; 1 for a
+            process that failed, died or hung, also in the drain; 128 + signal number when a signal during the
+            start, or a second one, cut it short.
+
+        Raises:
+            ConfigError: no directory for the sockets, or no way to the other machines.
+        """
+        with (
+            self._signals,
+            SocketDir() as socket_dir,
+            self._watch() as watch,
+        ):
+            outcome = Outcome(1, "failed")  # for the other machines, should this one have a bug
+            try:
+                outcome = self._run(watch, socket_dir)
+            finally:
+                if watch.nodes is not None:
+                    watch.nodes.stop("" if outcome.exit_code == 0 else f"machine 0: {outcome.message}")
+            return outcome
+
+    def _watch(self) -> ChildWatch:
+        if self._config.parallel.nnodes == 1:
+            return ChildWatch(self._config.server, self._signals)
+        return ChildWatch(self._config.server, self._signals, NODES_GRACE_S)
+
+    def _run(self, watch: ChildWatch, socket_dir: SocketDir) -> Outcome:
+        try:
+            recovery = self._start(watch, socket_dir)
+            while not self._signals.received:
+                recovery.look()
+            return self._drain(watch, recovery)
+        except ChildFailure as failure:
+            watch.show_stacks()
+            watch.stop(failure.message)
+            return Outcome(failure.exit_code, failure.message + self._report(failure, watch, socket_dir))
+        except Interrupted as interrupt:
+            return Outcome(128 + interrupt.signum, f"stopped at once by {interrupt.signum.name}")
+
+    def _report(self, failure: ChildFailure, watch: ChildWatch, socket_dir: SocketDir) -> str:
+        """Where a report of the failure is, for the last line; "" for what the user can mend."""
+        if failure.exit_code != 1:
+            return ""
+        return self._note(failure.message, watch.children, socket_dir, "ended by a failure")
+
+    def _note(self, cause: str, children: Sequence[ChildProcess], socket_dir: SocketDir, what: str) -> str:
+        if self._crash_reports is None:
+            return ""
+        return self._crash_reports.note(cause, children, socket_dir.path, what)
+
+    # ------------------------------------------------------------ the phases
+
+    def _start(self, watch: ChildWatch, socket_dir: SocketDir) -> Recovery:
+        """Start all children and wait until clients can connect."""
+        started_s = time.monotonic()
+        if self._config.parallel.nnodes > 1:
+            watch.nodes = self._make_nodes(self._config, self._spec)
+        ranks = self._config.parallel.local_ranks[1:]  # the scheduler's process has the first one
+        endpoints = socket_dir.endpoints(ranks)
+        processes = [(role, 0) for role in (Role.SCHEDULER, Role.DETOKENIZER, Role.TOKENIZER_MANAGER)]
+        processes += [(Role.MODEL_RUNNER, rank) for rank in ranks]
+        settings = [
+            Settings(role, self._config, self._source, self._spec, endpoints, rank)
+            for role, rank in processes
+        ]
+        _, _, manager, *_ = (watch.start(self._rooms[each.role], each) for each in settings)
+        watch.wait_until_ready([child for child in watch.children if child is not manager], started_s)
+        watch.wait_for_nodes(started_s)
+        capacity = capacity_of_scheduler(watch.children)
+        manager.send(PeersReady(capacity))
+        watch.wait_until_ready([manager], started_s)
+
+        startup_s = time.monotonic() - started_s
+        details = {k: v for child in watch.children if child.ready for k, v in child.ready.details.items()}
+        url = manager.ready.url if manager.ready else None
+        if url is None:
+            raise ChildFailure("tokenizer_manager is ready and has not said where it listens")
+        logger.info("ready url=%s startup_s=%.2f", url, startup_s)
+        self._on_ready(EngineReady(url, capacity, details, startup_s))
+        return Recovery(
+            watch,
+            self._rooms,
+            settings,
+            forget_ranks=socket_dir.forget_ranks,
+            report=lambda cause, lost: self._note(cause, lost, socket_dir, "has restarted lost processes"),
+            started_requests=lambda: self._started_requests(socket_dir.path),
+        )
+
+    def _drain(self, watch: ChildWatch, recovery: Recovery) -> Outcome:
+        """Let the tokenizer manager finish what runs, for which the others must live; then stop them."""
+        timeout_s = self._config.server.drain_timeout
+        manager = recovery.manager
+        logger.info("draining signal=%s timeout_s=%g", self._signals.received[0].name, timeout_s)
+        manager.tell_to_stop(Stop(drain=True))
+        # The manager keeps the time-out, and answers whom it cuts off; ours is for a manager that does not.
+        deadline_s = time.monotonic() + timeout_s + STOP_GRACE_S
+        while not manager.has_ended() and time.monotonic() < deadline_s:
+            recovery.look()
+            if len(self._signals.received) > 1:
+                raise Interrupted(self._signals.received[1])
+        watch.check_ends()
+        late = watch.stop()
+        if late and len(self._signals.received) > 1:
+            raise Interrupted(self._signals.received[1])
+        if manager in late:
+            return Outcome(
+                1,
+                f"tokenizer_manager hung while it stopped and was killed: it ended neither within the {timeout_s:g} s "
+                f"of --drain-timeout nor when told to end at once; clients may have lost answers",
+            )
+        return Outcome(0, "stopped")
+
+
+def _listen_for_nodes(config: EngineConfig, spec: ModelSpec) -> Nodes:
+    from .node_link import NodeHub  # most engines have one machine and need no sockets between several
+
+    return NodeHub(config, spec)

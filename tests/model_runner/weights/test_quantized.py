@@ -1,0 +1,514 @@
+"""Quantised checkpoints: packed here from the formats' definitions, and compared with the weights they stand for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.model_runner.distributed.join_group import Place
+from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.probe import Finding, KernelProbe
+from engine.model_runner.kernels.quantized import QuantisedLinears, QuantTarget, reasons_against_blocks
+from engine.model_runner.kernels.quantized_weights import Fp8Weight, Int4Weight
+from engine.model_runner.load import load_model_runner
+from engine.model_runner.weights import format_selection
+from engine.model_runner.weights.awq_format import AwqParts
+from engine.model_runner.weights.dummy import DummyStore
+from engine.model_runner.weights.format_selection import quant_target
+from engine.model_runner.weights.fp8_format import Fp8Parts, MadeFp8Parts
+from engine.model_runner.weights.gptq_format import GptqParts
+from engine.model_runner.weights.quantized_format import QuantisedFormat
+from engine.model_runner.weights.reader import Slice, WeightReader
+from engine.model_runner.weights.safetensors import SafetensorsStore
+from engine.runtime.config.engine_config import ModelConfig
+from engine.runtime.errors import ConfigError
+from engine.runtime.feasibility import Capacity
+from engine.runtime.model_files.hf.hf_config import read_hf_spec
+from engine.runtime.model_files.quantization import QuantisationSpec
+from engine.runtime.model_files.quantization_choice import with_quantisation
+from engine.runtime.model_files.source import ModelSource
+from engine.runtime.sampling_params import SamplingParams
+from tests.model_runner.conftest import Driver, engine_config
+from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
+
+CPU = torch.device("cpu")
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+Tensors = dict[str, Tensor]
+
+
+# ---------------------------------------------------------------- checkpoints, from the formats' definitions
+
+
+def pack_words(numbers: Tensor, axis: int, order: list[int]) -> Tensor:
+    """Eight neighbours along an axis to a word; nibble i holds neighbour order[i]."""
+    groups = numbers.to(torch.int64).movedim(axis, -1).unflatten(-1, (-1, 8))
+    words = sum(groups[..., order[i]] << (4 * i) for i in range(8))
+    assert isinstance(words, Tensor)
+    return torch.from_numpy(words.numpy().astype(np.uint32).view(np.int32)).movedim(-1, axis).contiguous()
+
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+PLAIN_ORDER = list(range(8))
+
+
+def quantise_int4(weight: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[N, K] rounded, inputs of equal number in `group` [K] together: numbers [K, N], zeros, scales [G, N], meaning."""
+    columns = weight.t()
+    count = int(group.max()) + 1
+    scales, zeros = torch.empty(2, count, weight.shape[0])
+    for g in range(count):
+        low, high = columns[group == g].amin(0).clamp(max=0), columns[group == g].amax(0).clamp(min=0)
+        scales[g] = ((high - low) / 15).to(torch.float16)
+        zeros[g] = (-low / scales[g]).round().clamp(0, 15)
+    numbers = (columns / scales[group] + zeros[group]).round().clamp(0, 15)
+    return numbers, zeros, scales, ((numbers - zeros[group]) * scales[group]).t()
+
+
+def as_awq(weight: Tensor, group_size: int, **_: Any) -> tuple[Tensors, Tensor]:
+    size = group_size if group_size > 0 else weight.shape[1]
+    numbers, zeros, scales, meant = quantise_int4(weight, torch.arange(weight.shape[1]) // size)
+    return {
+        "qweight": pack_words(numbers, 1, AWQ_ORDER),
+        "qzeros": pack_words(zeros, 1, AWQ_ORDER),
+        "scales": scales.to(torch.float16),
+    }, meant
+
+
+def as_gptq(
+    weight: Tensor, group_size: int, *, offset: int = 1, desc_act: bool = False
+) -> tuple[Tensors, Tensor]:
+    columns = weight.shape[1]
+    size = group_size if group_size > 0 else columns
+    group = torch.arange(columns) // size
+    if desc_act:
+        group = group[torch.randperm(columns)]
+    numbers, zeros, scales, meant = quantise_int4(weight, group)
+    return {
+        "qweight": pack_words(numbers, 0, PLAIN_ORDER),
+        "qzeros": pack_words((zeros - offset) % 16, 1, PLAIN_ORDER),
+        "scales": scales.to(torch.float16),
+        "g_idx": group.to(torch.int32),
+        "bias": torch.zeros(weight.shape[0], dtype=torch.float16),  # as AutoGPTQ writes them
+    }, meant
+
+
+def as_fp8(weight: Tensor, strategy: str, suffix: str = "weight_scale") -> tuple[Tensors, Tensor]:
+    rows, columns = weight.shape
+    if strategy == "tensor":
+        scale = weight.abs().amax().reshape(1) / 448
+        whole = scale.expand(rows, columns)
+    elif strategy == "channel":
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        whole = scale.expand(rows, columns)
+    else:  # blocks of 48 x 32, the last rows of which are fewer
+        blocks = -(-rows // 48), columns // 32
+        scale = torch.stack(
+            [
+                torch.stack([part.abs().amax() / 448 for part in line.split(32, dim=1)])
+                for line in weight.split(48)
+            ]
+        )
+        assert scale.shape == blocks
+        whole = scale.repeat_interleave(48, 0)[:rows].repeat_interleave(32, 1)
+    numbers = (weight / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+    tensors = {"weight": numbers, suffix: scale, "input_scale": torch.tensor(0.5)}
+    return tensors, numbers.to(torch.float32) * whole
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Tensors, Tensor]]]] = {
+    "awq": (AWQ | {"group_size": 32}, lambda weight: as_awq(weight, 32)),
+    "awq in one group": (AWQ | {"group_size": -1}, lambda weight: as_awq(weight, -1)),
+    "gptq": (GPTQ | {"group_size": 32, "desc_act": False}, lambda weight: as_gptq(weight, 32)),
+    "gptq v2": (
+        GPTQ | {"group_size": 64, "checkpoint_format": "gptq_v2"},
+        lambda weight: as_gptq(weight, 64, offset=0),
+    ),
+    "gptq by weight": (
+        GPTQ | {"group_size": 32, "desc_act": True},
+        lambda weight: as_gptq(weight, 32, desc_act=True),
+    ),
+    "fp8 per tensor": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda weight: as_fp8(weight, "tensor"),
+    ),
+    "fp8 per channel": (COMPRESSED, lambda weight: as_fp8(weight, "channel")),
+    "fp8 per block": (
+        {"quant_method": "fp8", "weight_block_size": [48, 32]},
+        lambda weight: as_fp8(weight, "block", "weight_scale_inv"),
+    ),
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["v_proj"]},
+        lambda weight: as_fp8(weight, "channel"),
+    ),
+}
+
+
+def quantise_checkpoint(
+    tiny: Any, description: dict[str, Any], quantise: Callable[[Tensor], tuple[Tensors, Tensor]]
+) -> None:
+    """Rewrite the folder in a form, and give transformers' model the weights that it means."""
+    path = tiny.folder / "model.safetensors"
+    stored: Tensors = {}
+    parameters = dict(tiny.reference.named_parameters())
+    for name, tensor in load_file(path).items():
+        module = name.removesuffix(".weight")
+        plain_module = "v_proj" in module and "v_proj" in description.get("modules_to_not_convert", ())
+        if not module.endswith("_proj") or plain_module:
+            stored[name] = tensor
+            continue
+        tensors, meant = quantise(tensor)
+        stored |= {f"{module}.{suffix}": value for suffix, value in tensors.items()}
+        if "weight" in tensors and module.endswith(
+            ".k_proj"
+        ):  # of a KV cache in 8 bits, which nobody asked for
+            stored[f"{module.removesuffix('k_proj')}k_scale"] = torch.tensor(0.1)
+        parameters[name].data = meant.contiguous()
+    save_file(stored, path)
+    config = json.loads((tiny.folder / "config.json").read_text())
+    (tiny.folder / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
+
+
+def prompt_logprobs(driver: Any, unpack: Any) -> Any:
+    req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    return unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantised_model_is_the_one_with_the_weights_it_stands_for(
+    make_tiny_llama, make_driver, unpack, form
+):
+    tiny = make_tiny_llama(**SIZES)
+    original = tiny.logprobs(PROMPT)
+    description, quantise = FORMS[form]
+    quantise_checkpoint(tiny, description, quantise)
+
+    driver = make_driver(read_hf_spec(tiny.folder), tiny.folder)
+
+    meant = tiny.logprobs(PROMPT)
+    rows = torch.arange(len(PROMPT) - 1)
+    np.testing.assert_allclose(prompt_logprobs(driver, unpack), meant[rows, PROMPT[1:]], atol=1e-3)
+    assert driver.generate([PROMPT], num=10)[0] == tiny.greedy(PROMPT, 10)
+    # It was quantised, and means about the same: 8-bit floats keep 4 digits of a weight, whole numbers of 4 bits fewer.
+    assert 1e-4 < (meant - original).abs().mean() < (0.3 if "fp8" in description["quant_method"] else 1.5)
+
+
+@pytest.mark.skipif(
+    bool(reasons_against_blocks(quant_target(CPU, torch.bfloat16))), reason="no kernel for blocks here"
+)
+@pytest.mark.parametrize("form", ["awq", "awq in one group", "gptq v2", "gptq by weight"])
+def test_4_bits_are_multiplied_as_blocks_where_that_is_faster(
+    make_tiny_llama, make_driver, unpack, caplog, form
+):
+    tiny = make_tiny_llama(**SIZES)
+    quantise_checkpoint(tiny, *FORMS[form])
+
+    with caplog.at_level(logging.INFO):
+        driver = make_driver(read_hf_spec(tiny.folder), tiny.folder, dtype="bfloat16")
+
+    has_order = form == "gptq by weight"
+    assert ("op=linear_blocks maker=native" in caplog.text) != has_order
+    assert ("which nothing here multiplies" in caplog.text) == has_order
+    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    assert np.abs(prompt_logprobs(driver, unpack) - expected.numpy()).mean() < 0.1
+
+
+@pytest.mark.parametrize("group_size", [32, 96])
+def test_groups_of_whole_blocks_are_blocks(group_size):
+    generator = torch.Generator().manual_seed(0)
+    groups = (192 // group_size, 40)
+    weight = Int4Weight(
+        torch.randint(0, 16, (192, 40), generator=generator, dtype=torch.uint8),
+        torch.rand(groups, generator=generator).half(),
+        torch.randint(0, 16, groups, generator=generator, dtype=torch.uint8),
+        group_size,
+    )
+
+    blocks = weight.as_blocks()
+
+    assert blocks is not None and (blocks.bits, blocks.shape) == (4, (40, 192))
+    torch.testing.assert_close(blocks.dequantised(torch.float32), weight.dequantised(torch.float32))
+    assert replace(weight, order=torch.arange(192)).as_blocks() is None
+    assert replace(weight, group_size=48).as_blocks() is None
+    weight.scales[1, 3] = torch.inf
+    assert weight.as_blocks() is None
+
+
+def test_block_scales_mean_what_transformers_takes_them_for(make_tiny_llama):
+    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+
+    tensors, meant = as_fp8(torch.randn(96, 64), "block", "weight_scale_inv")
+
+    theirs = _dequantize_fp8_weight(tensors["weight"], tensors["weight_scale_inv"], [48, 32], torch.float32)
+
+    torch.testing.assert_close(meant, theirs)
+
+
+def test_fp8_made_of_plain_weights(make_tiny_llama, make_driver, unpack):
+    tiny = make_tiny_llama(**SIZES)
+    driver = make_driver(with_quantisation(tiny.spec, "fp8"), tiny.folder)
+    for name, parameter in tiny.reference.named_parameters():
+        if name.endswith("_proj.weight"):
+            parameter.data = as_fp8(parameter.detach(), "channel")[1]
+
+    rows = torch.arange(len(PROMPT) - 1)
+    expected = tiny.logprobs(PROMPT)[rows, PROMPT[1:]]
+    np.testing.assert_allclose(prompt_logprobs(driver, unpack), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["awq", "fp8 per block"])
+def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dtype):
+    """Experts are dequantised while they are loaded, or become blocks; routers are plain in every checkpoint."""
+    tiny = make_tiny_model(
+        "qwen3_moe", **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    fused = {name: p for name, p in tiny.reference.named_parameters() if ".experts." in name}
+    description, quantise = FORMS[form]
+    stored: Tensors = {}
+    parameters = dict(tiny.reference.named_parameters())
+    for name, tensor in load_file(tiny.folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            stored[name] = tensor
+            continue
+        tensors, meant = quantise(tensor)
+        stored |= {f"{module}.{suffix}": value for suffix, value in tensors.items()}
+        if ".experts." not in name:
+            parameters[name].data = meant.contiguous()
+            continue
+        block, _, rest = module.partition(".experts.")
+        expert, _, projection = rest.partition(".")
+        if projection == "down_proj":
+            fused[f"{block}.experts.down_proj"].data[int(expert)] = meant
+        else:
+            start = 0 if projection == "gate_proj" else 32
+            fused[f"{block}.experts.gate_up_proj"].data[int(expert), start : start + 32] = meant
+    save_file(stored, tiny.folder / "model.safetensors")
+    config = json.loads((tiny.folder / "config.json").read_text())
+    (tiny.folder / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
+
+    driver = make_driver(read_hf_spec(tiny.folder), tiny.folder, dtype=dtype)
+
+    rows = torch.arange(len(PROMPT) - 1)
+    expected = tiny.logprobs(PROMPT)[rows, PROMPT[1:]]
+    found = prompt_logprobs(driver, unpack)
+    if dtype == "float32":
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+    else:  # a token may go to another expert
+        assert np.abs(found - expected.numpy()).mean() < 0.1
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "fp8 per channel", "fp8 per block"])
+def test_two_ranks_say_what_one_says(make_tiny_llama, make_driver, form):
+    tiny = make_tiny_llama(**SIZES)
+    quantise_checkpoint(tiny, *FORMS[form])
+    spec = read_hf_spec(tiny.folder)
+
+    def tokens(group: ThreadGroup) -> list[list[int]]:
+        config = ModelConfig(dtype="float32", device="cpu", num_threads=1, model_impl="engine")
+        source = ModelSource("hf", str(tiny.folder), "test")
+        capacity = Capacity(64, 32, 4, 4, spec.vocab_size)
+        runner = load_model_runner(engine_config(config), source, spec, capacity, Place(group, None))
+        return Driver(runner, capacity).generate([PROMPT], num=8)
+
+    assert on_ranks(2, tokens) == [[tiny.greedy(PROMPT, 8)]] * 2
+
+
+# ---------------------------------------------------------------- one weight
+
+
+def reader_of(folder: Path, tensors: Tensors) -> WeightReader:
+    save_file({f"m.{suffix}": tensor for suffix, tensor in tensors.items()}, folder / "model.safetensors")
+    return WeightReader(SafetensorsStore(folder), torch.float32, CPU)
+
+
+def format_of(parts: Any) -> QuantisedFormat:
+    return QuantisedFormat(parts, QuantisedLinears(quant_target(CPU, torch.float32), plain.pack_linear))
+
+
+PARTS: dict[str, tuple[Any, Callable[[Tensor], tuple[Tensors, Tensor]], int]] = {
+    # and how many neighbouring inputs cannot be parted
+    "awq": (AwqParts(QuantisationSpec(method="awq", group_size=32)), lambda w: as_awq(w, 32), 32),
+    "awq in one group": (AwqParts(QuantisationSpec(method="awq")), lambda w: as_awq(w, -1), 8),
+    "gptq": (
+        GptqParts(QuantisationSpec(method="gptq", group_size=64, zeros_less_one=True)),
+        lambda w: as_gptq(w, 64),
+        64,
+    ),
+    "fp8 per channel": (Fp8Parts(QuantisationSpec(method="fp8")), lambda w: as_fp8(w, "channel"), 1),
+    "fp8 per block": (
+        Fp8Parts(QuantisationSpec(method="fp8", block=(48, 32))),
+        lambda w: as_fp8(w, "block"),
+        32,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", PARTS)
+def test_ranks_take_their_parts(tmp_path, form):
+    parts, quantise, _ = PARTS[form]
+    tensors, meant = quantise(torch.randn(96, 128))
+    weights = reader_of(tmp_path, tensors)
+
+    def taken(*slices: Slice) -> Tensor:
+        return format_of(parts).dense(weights, ["m"] * len(slices), [(96, 128)] * len(slices), slices)
+
+    torch.testing.assert_close(taken(Slice(0, 8, 40), Slice(0, 64, 96)), torch.cat((meant[8:40], meant[64:])))
+    torch.testing.assert_close(taken(Slice(1, 64, 128)), meant[:, 64:])
+    weights.finish()
+
+
+@pytest.mark.parametrize("form", [form for form, (_, _, step) in PARTS.items() if step > 1])
+def test_a_cut_within_a_group_or_a_word_is_refused(tmp_path, form):
+    parts, quantise, step = PARTS[form]
+    weights = reader_of(tmp_path, quantise(torch.randn(96, 128))[0])
+
+    with pytest.raises(ConfigError, match=rf"m: a rank takes inputs 4 to 63, but {step} neighbours share"):
+        format_of(parts).load(weights, ["m"], [(96, 128)], [Slice(1, 4, 64)])
+
+
+def test_words_of_outputs_cannot_be_parted(tmp_path):
+    parts, quantise, _ = PARTS["awq"]
+    weights = reader_of(tmp_path, quantise(torch.randn(96, 128))[0])
+
+    with pytest.raises(ConfigError, match=r"takes outputs 12 to 47, but 8 neighbours share a word.*--tp"):
+        format_of(parts).load(weights, ["m"], [(96, 128)], [Slice(0, 12, 48)])
+
+
+def test_inputs_in_the_order_of_their_weight_cannot_be_shared_by_ranks(tmp_path):
+    tensors, meant = as_gptq(torch.randn(16, 64), 32, desc_act=True)
+    weights = reader_of(tmp_path, tensors)
+    parts = format_of(
+        GptqParts(QuantisationSpec(method="gptq", group_size=32, reordered=True, zeros_less_one=True))
+    )
+
+    torch.testing.assert_close(parts.dense(weights, ["m"], [(16, 64)], [Slice(0, 8, 16)]), meant[8:])
+    with pytest.raises(ConfigError, match=r"desc_act.*cannot share the 64 inputs; use --tp 1"):
+        parts.load(weights, ["m"], [(16, 64)], [Slice(1, 0, 32)])
+
+
+def test_groups_of_the_wrong_size(tmp_path):
+    tensors, _ = as_gptq(torch.randn(16, 64), 32)
+    tensors["g_idx"][0] = 1
+    weights = reader_of(tmp_path, tensors)
+    parts = format_of(GptqParts(QuantisationSpec(method="gptq", group_size=32, reordered=True)))
+
+    with pytest.raises(ConfigError, match=r"m.g_idx: does not put 32 inputs into each of 2 groups"):
+        parts.load(weights, ["m"], [(16, 64)], None)
+
+
+def test_sizes_that_are_no_whole_groups(tmp_path):
+    weights = reader_of(tmp_path, as_awq(torch.randn(16, 64), 32)[0])
+
+    with pytest.raises(ConfigError, match=r"m: a weight of 16 outputs and 64 inputs cannot be held as awq"):
+        format_of(AwqParts(QuantisationSpec(method="awq", group_size=128))).load(
+            weights, ["m"], [(16, 64)], None
+        )
+
+
+def test_a_bias_that_nobody_adds_is_not_forgotten(tmp_path):
+    tensors, _ = as_gptq(torch.randn(16, 64), 32)
+    tensors["bias"][3] = 1.0
+    weights = reader_of(tmp_path, tensors)
+    parts = format_of(GptqParts(QuantisationSpec(method="gptq", group_size=32)))
+    parts.load(weights, ["m"], [(16, 64)], None)
+
+    with pytest.raises(ConfigError, match=r"unexpected tensor 'm.bias'"):
+        weights.finish()
+
+
+def test_numbers_without_their_scales_are_refused(tmp_path):
+    """A checkpoint in 8 bits whose config.json does not say so."""
+    weights = reader_of(tmp_path, as_fp8(torch.randn(16, 64), "channel")[0])
+
+    with pytest.raises(
+        ConfigError, match=r"'m.weight' is stored as float8_e4m3fn, but config.json makes it float32"
+    ):
+        weights.stacked(["m.weight"], [(16, 64)])
+
+
+def test_a_weight_knows_whether_activations_are_quantised(tmp_path):
+    for weights_only in (False, True):
+        spec = QuantisationSpec(method="fp8", weights_only=weights_only)
+        weights = reader_of(tmp_path, as_fp8(torch.randn(16, 64), "channel")[0])
+        part = Fp8Parts(spec).read(weights, "m", (16, 64), None)
+        assert isinstance(part, Fp8Weight) and part.weights_only == weights_only
+
+
+def test_routers_stay_plain_when_fp8_is_made():
+    weights = WeightReader(DummyStore(0), torch.float32, CPU)
+    made = MadeFp8Parts(QuantisationSpec(method="fp8", stored=False))
+
+    assert isinstance(made.read(weights, "model.layers.0.mlp.gate", (8, 16), None), Tensor)
+    assert not isinstance(made.read(weights, "model.layers.0.mlp.gate_proj", (8, 16), None), Tensor)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "fp8 per channel", "fp8 per block"])
+def test_dummy_weights_of_any_form_differ(form):
+    weights = WeightReader(DummyStore(0), torch.float32, CPU)
+
+    dense = format_of(PARTS[form][0]).dense(weights, ["a", "b"], [(96, 128)] * 2, None)
+
+    assert dense.isfinite().all()
+    assert len(dense.unique()) > 100 and not torch.equal(dense[:96], dense[96:])
+
+
+def test_what_dequantising_costs_is_said(make_tiny_llama, make_driver, caplog):
+    tiny = make_tiny_llama(**SIZES)
+    description, quantise = FORMS["awq"]
+    quantise_checkpoint(tiny, description, quantise)
+
+    with caplog.at_level(logging.INFO):
+        make_driver(read_hf_spec(tiny.folder), tiny.folder)
+
+    text = caplog.text
+    assert "weights are awq, which nothing here multiplies: they are kept as float32, weights_mib=" in text
+    assert text.count("op=linear_int4 maker=dequantised while loading (") == 1
+
+
+def test_a_target_on_a_gpu_is_what_the_probe_found(monkeypatch):
+    found = KernelProbe(Finding(None, "not installed", "pip install it"), Finding("3.6.0"), (9, 0))
+    monkeypatch.setattr(format_selection, "probe_kernels", lambda: found)
+
+    target = quant_target(torch.device("cuda"), torch.bfloat16)
+
+    assert (target.capability, target.triton_reason, target.sgl_reason) == ((9, 0), "", "not installed")
+
+
+def test_a_target_on_the_cpu_asks_no_gpu():
+    assert quant_target(CPU, torch.float32) == QuantTarget(
+        device=CPU,
+        dtype=torch.float32,
+        capability=(0, 0),
+        triton_reason="runs on GPUs only, not on cpu",
+        sgl_reason="runs on GPUs only, not on cpu",
+    )

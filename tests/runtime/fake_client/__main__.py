@@ -1,3 +1,0 @@
-from engine.runtime.child import run_child
-
-run_child(__package__)

@@ -1,0 +1,48 @@
+"""Blocks that are kept mean what dequantising them gives, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.runtime.model_files.block_forms import GGUF_FORMS
+from engine.runtime.model_files.gguf.ggml_blocks import unpack_blocks
+from engine.runtime.model_files.gguf.ggml_types import dequantize
+from tests.runtime.model_files.gguf.test_ggml_types import by_name, random_blocks
+
+EXACT = [name for name, form in GGUF_FORMS.items() if form.is_exact]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_numbers_times_scales_plus_minima_are_the_dequantised_weights(name: str) -> None:
+    form, ggml_type = GGUF_FORMS[name], by_name(name)
+    raw = random_blocks(name, 3000).reshape(750, -1)  # more than is unpacked at a time, for the large blocks
+
+    numbers, scales, minima = unpack_blocks(raw, ggml_type)
+
+    assert numbers.dtype == np.uint8 and numbers.shape == (750, 4 * ggml_type.block_len)
+    assert 0 < numbers.max() < 2**form.bits
+    assert (minima is not None) == form.has_minima
+    offsets = scales * -form.zero if minima is None else minima
+    means = numbers.reshape(750, -1, 32) * scales[:, :, None] + offsets[:, :, None]
+    np.testing.assert_array_equal(means.reshape(750, -1), dequantize(raw, ggml_type))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_rows_that_are_cut_out_or_reordered_are_those_of_the_whole(name: str) -> None:
+    raw = random_blocks(name, 12).reshape(6, -1)
+    whole = unpack_blocks(raw, by_name(name))
+
+    some = unpack_blocks(raw[[4, 1]], by_name(name))
+
+    np.testing.assert_array_equal(some.numbers, whole.numbers[[4, 1]])
+    np.testing.assert_array_equal(some.scales, whole.scales[[4, 1]])
+
+
+def test_memory_of_blocks_is_that_of_the_file_or_less() -> None:
+    """Q5 takes more, having 8 bits here; K-quants spend fewer bits on their scales."""
+    held = {name: form.num_bytes(1, 256) for name, form in GGUF_FORMS.items()}
+    assert held["Q4_0"] == 8 * by_name("Q4_0").block_bytes
+    assert held["Q4_1"] == 8 * by_name("Q4_1").block_bytes
+    assert held["Q8_0"] == 8 * by_name("Q8_0").block_bytes
+    assert held["Q4_K"] == 160 and held["Q5_0"] == held["Q6_K"] == held["Q8_0"]

@@ -1,0 +1,46 @@
+"""Tests of `scheduler/requests/waiting_queue.py`."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.runtime.messages import GenerateRequest
+from engine.runtime.sampling_params import SamplingParams
+from engine.scheduler.policy.fcfs import Fcfs
+from engine.scheduler.requests.req import Req
+from engine.scheduler.requests.waiting_queue import WaitingQueue
+
+
+def make_req(seq):
+    ids = np.zeros(1, dtype=np.int32).tobytes()
+    return Req(GenerateRequest(f"r{seq}", ids, SamplingParams(max_new_tokens=1)), seq, 0.0)
+
+
+def seqs(queue):
+    return [req.seq for req in queue]
+
+
+def test_keeps_the_order_of_arrival():
+    queue = WaitingQueue(Fcfs())
+    reqs = [make_req(seq) for seq in range(1, 6)]
+    for req in reqs:
+        queue.append(req)
+
+    queue.remove(reqs[2])
+
+    assert seqs(queue) == [1, 2, 4, 5]
+    assert len(queue) == 4
+
+
+@given(st.lists(st.integers(1, 12), unique=True))
+def test_a_request_put_back_gets_its_old_place(back):
+    queue = WaitingQueue(Fcfs())
+    reqs = {seq: make_req(seq) for seq in range(1, 13)}
+    for seq, req in reqs.items():
+        if seq not in back:
+            queue.append(req)
+
+    for seq in back:
+        queue.put_back(reqs[seq])
+
+    assert seqs(queue) == list(range(1, 13))

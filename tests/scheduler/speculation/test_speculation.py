@@ -1,0 +1,252 @@
+"""`--speculative ngram`: the same answers in fewer steps; where it does not pay, as many steps and no drafts.
+
+`test_whole_scheduler.py` has random lives with it, and `test_replay.py` replays some.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.runtime.messages import FinishKind, GrammarReady
+from engine.runtime.step_plan import StepPlan
+from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.journal.why import explain
+from engine.scheduler.records.decision_log import PassRecord
+from engine.scheduler.speculation.ngram_proposer import NgramProposer
+from tests.scheduler.fake_runner import expected_output, ints
+from tests.scheduler.harness import VOCAB_SIZE, Harness
+
+CIRCLE = [11, 12, 13, 14, 15, 16]
+
+
+@pytest.fixture
+def make_harness() -> Any:
+    def make(**settings: Any) -> Harness:
+        return Harness(**{"memory": 1, "speculative": "ngram", "num_pages": 200, **settings})
+
+    return make
+
+
+def drafts_of(batches: list[ScheduleBatch]) -> list[int]:
+    return [batch.num_drafts for batch in batches]
+
+
+def costing(harness: Harness, token_s: float, step_s: float = 0.01) -> None:
+    """Let a step cost this much, and so much more for each token."""
+
+    def seconds(plan: StepPlan) -> float:
+        return step_s + token_s * plan.total_num_scheduled_tokens
+
+    harness.runner.step_s = seconds
+
+
+def test_a_text_that_repeats_itself_takes_few_steps(make_harness):
+    harness, plain = make_harness(), make_harness(speculative="off")
+    for each in (harness, plain):
+        each.submit("a", prompt=CIRCLE, max_new_tokens=120)
+    steps, plain_steps = harness.run_until_idle(), plain.run_until_idle()
+
+    assert len(plain_steps) == 120
+    assert len(steps) < 45
+    assert max(drafts_of(steps)) == 8
+    report = harness.scheduler.report(0.0)
+    assert report.generation_tokens_total == 120
+    assert report.accepted_draft_tokens_total > 0.9 * report.draft_tokens_total > 60
+    assert sum(drafts_of(steps)) == report.draft_tokens_total
+    passes = [each for each in harness.scheduler.decisions if isinstance(each, PassRecord)]
+    assert [each.num_drafts for each in passes if each.step_id][: len(steps)] == drafts_of(steps)
+    assert harness.answers["a"].tokens == plain.answers["a"].tokens
+    told = explain(harness.scheduler.decisions, "a").sentence
+    assert f" of {report.draft_tokens_total} drafts were right" in told
+
+
+def test_a_text_that_cannot_be_guessed_has_hardly_any_drafts(make_harness):
+    harness = make_harness(memory=None)
+    harness.submit(max_new_tokens=200)
+    steps = harness.run_until_idle()
+    assert len(steps) == 200
+    assert sum(drafts_of(steps)) < 20
+
+
+def test_where_computing_is_the_limit_there_are_none(make_harness):
+    harness = make_harness()
+    costing(harness, token_s=0.01, step_s=0.0)
+    harness.submit(prompt=CIRCLE, max_new_tokens=200)
+    steps = harness.run_until_idle()
+    assert sum(map(bool, drafts_of(steps))) < 20, "some trials"
+    assert not any(drafts_of(steps[50:]))
+
+
+def test_a_larger_batch_gets_fewer(make_harness):
+    """Eight tokens are as dear as one here, the ninth is not."""
+    usual = []
+    for num_reqs in (1, 4, 8):
+        harness = make_harness(num_pages=1000)
+        harness.runner.step_s = lambda plan: 0.01 * max(1.0, plan.total_num_scheduled_tokens / 8) ** 2
+        for idx in range(num_reqs):
+            harness.submit(f"r{idx}", prompt=[*CIRCLE[idx % 6 :], *CIRCLE], max_new_tokens=400)
+        steps = harness.run_until_idle()
+        late = [batch.num_drafts for batch in steps if len(batch) == num_reqs][20:]
+        usual.append(statistics.median(late))
+    assert usual[0] == pytest.approx(7, abs=1)
+    assert usual[1] == pytest.approx(4, abs=2)
+    assert usual[2] == 0
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 30))
+def test_an_answer_ends_at_its_limit(make_harness, max_new_tokens):
+    harness = make_harness()
+    harness.submit("warm", prompt=CIRCLE, max_new_tokens=40)
+    harness.run_until_idle()
+    harness.submit("a", prompt=CIRCLE * 3, max_new_tokens=max_new_tokens)
+    harness.run_until_idle()  # checks the answers
+    assert len(harness.answers["a"].tokens) == max_new_tokens
+    assert harness.scheduler.report(0.0).generation_tokens_total == 40 + max_new_tokens
+
+
+@pytest.mark.parametrize("position", range(14, 30))
+def test_an_answer_ends_at_its_stop_token_within_a_run(make_harness, position):
+    """What follows it in the run is dropped, and its KV is not cached beyond it."""
+    harness = make_harness(page_size=1)
+    prompt = [7, 3]
+    harness.submit("a", prompt=prompt, max_new_tokens=60)
+    harness.run_until_idle()
+    tokens = harness.answers["a"].tokens
+    harness.flush()
+    min_new_tokens = position - 1  # so that it is not seen where it comes first
+    stop = tokens[position]
+    assert stop in tokens[:position], "or it was never guessed"
+
+    harness.submit(
+        "b", prompt=prompt, max_new_tokens=60, stop_token_ids=(stop,), min_new_tokens=min_new_tokens
+    )
+    harness.run_until_idle()
+
+    answer = harness.answers["b"]
+    assert answer.finish is not None
+    if answer.finish.kind is FinishKind.STOP:
+        assert answer.tokens[-1] == stop
+    assert harness.pages().cached == len(prompt) + len(answer.tokens) - 1
+
+
+def test_no_drafts_where_they_could_change_an_answer(make_harness):
+    harness = make_harness()
+    harness.submit("free", prompt=CIRCLE, max_new_tokens=60)
+    harness.submit("frequency", prompt=CIRCLE, max_new_tokens=60, frequency_penalty=0.5)
+    harness.submit("presence", prompt=CIRCLE, max_new_tokens=60, presence_penalty=0.5)
+    harness.submit("repetition", prompt=CIRCLE, max_new_tokens=60, repetition_penalty=1.5)
+    harness.submit("logprobs", prompt=CIRCLE, max_new_tokens=60, logprobs=1)
+    harness.submit("grammar", prompt=CIRCLE, max_new_tokens=60, message={"needs_grammar": True})
+    harness.scheduler.handle(GrammarReady("grammar"), harness.now_s)
+    drafted = set()
+    for batch in harness.run_until_idle():
+        counts = ints(batch.plan.num_drafts)
+        drafted |= {req.rid for req, count in zip(batch.reqs, counts, strict=False) if count}
+    assert drafted == {"free"}
+
+
+def test_drafts_cost_nobody_a_page(make_harness):
+    """With drafts as many requests lose their places as without: they take what is left over."""
+    retracted = []
+    for speculative in ("off", "ngram"):
+        harness = make_harness(num_pages=14, page_size=2, admission_estimator="full", speculative=speculative)
+        for idx in range(6):
+            harness.submit(f"r{idx}", prompt=CIRCLE[:4], max_new_tokens=22)
+        harness.run_until_idle()
+        retracted.append(harness.scheduler.report(0.0).retracted_reqs_total)
+    assert retracted == [0, 0]
+
+
+@pytest.mark.parametrize("policy", ["fair", "round-robin"])
+def test_tokens_that_were_drafted_are_charged_to_their_tenant(make_harness, policy):
+    """Two tenants ask for the same; only one is drafted for. They are served in turns all the same."""
+    harness = make_harness(
+        schedule_policy=policy, tenant_quantum=46, max_running_requests=1, radix_cache=False
+    )
+    for _ in range(6):
+        for tenant, logprobs in (("drafted", None), ("plain", 0)):
+            harness.submit(prompt=CIRCLE, max_new_tokens=40, logprobs=logprobs, message={"tenant": tenant})
+    tenants, num_drafts = [], 0
+    for batch in harness.run_until_idle():
+        num_drafts += batch.num_drafts
+        if batch.num_extends:
+            tenants.append(batch.reqs[0].tenant)
+    assert num_drafts > 100
+    assert tenants == ["drafted", "plain"] * 6
+
+
+def test_steps_have_no_more_tokens_than_they_may(make_harness):
+    harness = make_harness(max_num_batched_tokens=6, phases="decode-first", max_running_requests=4)
+    for idx in range(5):
+        harness.submit(f"r{idx}", prompt=CIRCLE, max_new_tokens=60)
+    steps = harness.run_until_idle()
+    assert max(batch.plan.total_num_scheduled_tokens for batch in steps) == 6
+    assert any(drafts_of(steps))
+
+
+def test_after_device_memory_ran_out_there_are_none_for_a_while(make_harness):
+    harness = make_harness()
+    harness.submit("a", prompt=CIRCLE, max_new_tokens=100)
+    harness.submit("b", prompt=CIRCLE, max_new_tokens=100)
+    failed: list[int] = []
+
+    def no_memory(plan: StepPlan) -> bool:
+        if plan.draft_ids and not failed:
+            failed.append(plan.step_id)
+        return plan.step_id in failed
+
+    harness.runner.no_memory = no_memory
+    steps = harness.run_until_idle()
+    assert failed
+    later = [batch for batch in steps if batch.plan.step_id > failed[0]]
+    assert not any(drafts_of(later[:90]))
+
+
+def test_an_abort_and_a_flush_in_between(make_harness):
+    harness = make_harness()
+    harness.submit("a", prompt=CIRCLE, max_new_tokens=400)
+    harness.submit("b", prompt=CIRCLE, max_new_tokens=60)
+    while not any(drafts_of([batch for batch in [harness.step()] if batch is not None])):
+        pass
+    harness.abort("a")
+    harness.flush()
+    harness.run_until_idle()
+    tokens, kind = expected_output(CIRCLE, harness.answers["b"].sampling, harness.eos, VOCAB_SIZE, 1)
+    finish = harness.answers["b"].finish
+    assert finish is not None
+    assert (harness.answers["b"].tokens, finish.kind) == (tokens, kind)
+
+
+def test_a_plan_says_what_is_drafted(make_harness):
+    harness = make_harness()
+    harness.submit("a", prompt=CIRCLE, max_new_tokens=60)
+    (batch, *_) = [batch for batch in harness.run_until_idle() if batch.num_drafts]
+    plan = batch.plan
+    assert ints(plan.num_scheduled_tokens) == [1 + batch.num_drafts] == [1 + n for n in ints(plan.num_drafts)]
+    assert len(ints(plan.draft_ids)) == batch.num_drafts
+    assert np.diff(ints(plan.out_cache_loc)).min() != 0
+
+
+@pytest.mark.parametrize("where", ["chances", "drafts", "observe"])
+def test_a_request_whose_guesses_fail_goes_on_without(make_harness, monkeypatch, caplog, where):
+    def fails(*_arguments: Any) -> Any:
+        raise ZeroDivisionError("no guess")
+
+    harness, plain = make_harness(), make_harness(speculative="off")
+    for each in (harness, plain):
+        each.submit("other", prompt=CIRCLE, max_new_tokens=120)
+    for _ in range(8):
+        harness.step()
+    monkeypatch.setattr(NgramProposer, where, fails)
+    harness.submit("a", prompt=CIRCLE, max_new_tokens=60)
+    harness.run_until_idle()
+    plain.run_until_idle()
+
+    assert harness.answers["other"].tokens == plain.answers["other"].tokens
+    assert len(harness.answers["a"].tokens) == 60
+    failed = [record.args for record in caplog.records if "guessing failed" in record.msg]
+    assert sorted(failed) == [("a",), ("other",)]  # once each

@@ -1,0 +1,46 @@
+"""The seconds that the prompts of one step may take."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduler.step_size.prompt_time import UNLIMITED, PromptTime
+
+
+def cost_s(time: PromptTime, start: int, length: int) -> float:
+    return time.token_s * length + time.pair_s * sum(start + k + 1 for k in range(length))
+
+
+@given(
+    given_s=st.floats(1e-3, 0.2),
+    token_s=st.floats(1e-4, 1e-2),
+    pair_s=st.floats(0, 1e-6),
+    start=st.integers(0, 10_000),
+)
+def test_the_longest_chunk_that_fits_is_found(given_s, token_s, pair_s, start):
+    time = PromptTime(given_s, token_s=token_s, pair_s=pair_s, page_size=1)
+    time.spend(0, 0)  # the first page is free
+
+    most = time.most_tokens(start)
+
+    assert cost_s(time, start, most) <= given_s * (1 + 1e-9)
+    assert cost_s(time, start, most + 1) > given_s * (1 - 1e-9)
+    time.spend(start, most)
+    assert time.left_s >= -1e-9 * given_s
+
+
+def test_the_first_chunk_may_take_a_page_and_the_next_may_not():
+    time = PromptTime(0.001, token_s=0.01, pair_s=0.0, page_size=16)
+    assert (time.most_tokens(5), time.is_spent) == (16, False)
+    time.spend(5, 11)
+    assert (time.most_tokens(0), time.is_spent) == (0, True)
+
+
+def test_without_a_limit_nothing_is_ever_spent():
+    time = PromptTime.unlimited()
+    time.spend(0, 1_000_000)
+    assert time.most_tokens(0) == UNLIMITED and not time.is_spent
+
+
+def test_costs_that_are_nothing_are_no_limit():
+    time = PromptTime(0.01, token_s=0.0, pair_s=1e-9, page_size=16)
+    assert time.most_tokens(0) == 4471  # m (m + 1) / 2 = 1e7

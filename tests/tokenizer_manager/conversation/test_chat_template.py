@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from datetime import datetime
+from types import SimpleNamespace
+
+import jinja2.sandbox
+import pytest
+
+from engine.runtime.errors import ConfigError, RequestError
+from engine.tokenizer_manager.conversation import chat_template, template_sandbox
+from engine.tokenizer_manager.conversation.chat_template import ChatTemplate, load_chat_template
+from tests.tokenizer_manager.fake_engine import TEMPLATE, TOKENIZER, make_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+
+def render(source: str, messages: list[dict[str, str]] | None = None, **options: object) -> str:
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    return template.render([USER] if messages is None else messages, **options)  # type: ignore[arg-type]
+
+
+def test_a_chat_is_rendered_with_the_beginning_of_an_answer():
+    assert render(TEMPLATE) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(TEMPLATE, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_templates_find_what_hugging_face_gives_them():
+    assert render("{{ bos_token }}{{ eos_token }}") == "<s></s>"
+    assert render("{{ messages[0] | tojson }}") == '{"role": "user", "content": "hi"}'
+    assert render("{{ ['<é>'] | tojson(indent=1) }}") == '[\n "<é>"\n]'
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("{% generation %}x{{ messages[0].role }}{% endgeneration %}") == "xuser"
+    assert render("{{ tools is none }}{{ documents is none }}{{ undefined_thing }}") == "TrueTrue"
+    assert render("  {% if true %}\na\n  {% endif %}\nb") == "a\nb"
+    assert render("{{ thinking }}", variables={"thinking": False}) == "False"
+
+
+def test_a_template_that_refuses_says_why():
+    with pytest.raises(RequestError, match="roles must alternate") as caught:
+        render("{{ raise_exception('roles must alternate') }}")
+
+    assert caught.value.param == "messages"
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__.sys.exit() }}",
+        "{{ messages[5].role }}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(1000000000) %}{% endfor %}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ nothing() }}",
+    ],
+)
+def test_what_a_template_may_not_do_is_the_requests_error(source):
+    with pytest.raises(RequestError, match="cannot render these messages"):
+        render(source)
+
+
+def test_output_is_limited(monkeypatch):
+    monkeypatch.setattr(chat_template, "_MAX_OUTPUT_CHARS", 1000)
+
+    with pytest.raises(RequestError, match="more than 1000 characters"):
+        render("{% for i in range(2000) %}ab{{ i }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% set r = range(9999) %}{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set r = range(9999) %}{% for i in r if i < 0 %}{% else %}{% for j in r %}{% for k in r %}{% endfor %}"
+        "{% endfor %}{% endfor %}",
+        "{% set s = 'a' * 4000000 %}{% for i in range(90000) %}{% set t = s | upper %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
+        "{% for i in [[0]] recursive %}{{ loop([[0], [0]]) }}{% endfor %}",
+    ],
+)
+def test_time_is_limited_also_where_nothing_is_put_out(monkeypatch, source):
+    """A second goes by from one look at the clock to the next: two looks are enough, and come soon.
+
+    Whoever never looks takes years, and is ended by this test's own time limit.
+    """
+    seconds = itertools.count(1000)
+    monkeypatch.setattr(template_sandbox, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(template_sandbox, "MAX_RENDER_S", 1.5)
+
+    with pytest.raises(RequestError, match=r"longer than 1\.5 s"):
+        render(source)
+
+
+DOUBLE = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(27) %}@{% endfor %}x"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DOUBLE.replace("@", "{% set n.x = n.x + n.x %}"),
+        DOUBLE.replace("@", "{% set n.x = n.x ~ n.x %}"),
+        DOUBLE.replace("@", "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"),
+        DOUBLE.replace("@", "{% set n.x = n.x | replace('a', 'aa') %}"),
+        DOUBLE.replace("@", "{% set n.x = n.x.replace('a', 'aa') %}"),
+        DOUBLE.replace("@", "{% set n.x = [n.x, n.x] | join %}"),
+        DOUBLE.replace("@", "{% set n.x = ''.join([n.x, n.x]) %}"),
+        DOUBLE.replace("'aaaaaaaa'", "[0]").replace("@", "{% set n.x = n.x + n.x %}"),
+        DOUBLE.replace("'aaaaaaaa'", "9").replace("@", "{% set n.x = n.x * n.x %}"),
+        "{% set y = 'a' | center(1000000000) %}x",
+        "{% set y = 'a' | center(width=1000000000) %}x",
+        "{% set y = 'a' | indent(1000000000, true) %}x",
+        "{% set y = [1] | batch(1000000000, 0) | list %}x",
+        "{% set y = '%1000000000d' | format(1) %}x",
+        "{% set y = '%*d' | format(1000000000, 1) %}x",
+        "{% set y = '%1000000000d' % 1 %}x",
+        "{% set y = '%.1000000000f' % 1 %}x",
+        "{% set y = '{:1000000000d}'.format(1) %}x",
+        "{% set y = '{:{}d}'.format(1, 1000000000) %}x",
+        "{% set y = '{a:1000000000d}'.format_map({'a': 1}) %}x",
+        "{% set y = 'a'.ljust(1000000000) %}x",
+        "{% set f = 'a'.center %}{% set y = f(1000000000) %}x",
+        "{% set y = '\t'.expandtabs(1000000000) %}x",
+        "{% set y = [0] * 100000000 %}x",
+        "{% set y = 1000000000 * 'a' %}x",
+    ],
+)
+def test_values_that_grow_without_bound_are_refused_before_they_exist(monkeypatch, source):
+    monkeypatch.setattr(template_sandbox, "MAX_RENDER_S", 3600.0)  # it is their size that is refused
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="cannot render these messages: it (uses|makes)"):
+            render(source)
+        assert tracemalloc.get_traced_memory()[1] < 300 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_templates_usually_do_is_what_it_was():
+    """The loops, filters and operators that are watched give what Jinja's own give."""
+    source = """
+        {%- for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ m.content ~ 1 ~ none ~ [2] }}
+        {%- for key, value in m.items() if key != 'role' %}{{ key }}{{ loop.first }}{% else %}none{% endfor %}
+        {%- endfor %}
+        {{- 'ab' + 'c' * 2 }}{{ 7 % 4 }}{{ '%s-%05.1f' % ('x', 2) }}{{ '%d%%' | format(1700000000) }}
+        {{- '{:>4}|{}'.format('a', 1700000000) }}{{ 'a' | center(5) }}{{ 'x\ny' | indent(2) }}{{ 'a'.ljust(3) }}
+        {{- ['a', 'b'] | join(', ') }}{{ 'aXb' | replace('X', '-') }}{{ 'aXb'.replace('X', '-', 1) }}{{ 3 * 4 + 1 }}
+        {{- messages | map(attribute='role') | join('+') }}{{ nothing ~ '' }}{% for x in nothing %}{% endfor %}
+        {%- for c in 'ab' %}{{ loop.previtem }}{{ loop.nextitem }}{{ loop.cycle(1, 2) }}{{ loop.revindex }}{% endfor %}
+        {%- for t in [[1, [2]]] recursive %}{% if t is sequence %}({{ loop(t) }})
+        {%- else %}{{ t }}{% endif %}{% endfor %}
+        {%- macro m(x) %}<{{ x }}>{% endmacro %}{{ m('q') + m(1) }}{% set b %}{{ m(2) }}!{% endset %}{{ b ~ b }}
+        {%- for p in {'k': 1} %}{{ p }}{% endfor %}{{ (['a'] + ['b'])[-1] }}{{ [[1, 2, 3] | batch(2)] | length }}"""
+    plain = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+    assert render(source) == plain.from_string(source).render(messages=[USER])
+
+
+def test_a_broken_template_is_refused_at_start():
+    with pytest.raises(ConfigError, match=r"the file x has a syntax error in line 2: .*--chat-template"):
+        ChatTemplate("a\n{% if %}", {}, "the file x")
+
+
+@pytest.mark.parametrize("source", ["{{ (" * 2000, "{% for a in b %}" * 30 + "{% endfor %}" * 30])
+def test_a_template_that_cannot_be_compiled_is_refused_at_start(source):
+    with pytest.raises(ConfigError, match=r"the file x cannot be compiled: \w+: .*--chat-template"):
+        ChatTemplate(source, {}, "the file x")
+
+
+def test_the_template_is_the_models_or_that_of_a_file(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("custom")
+    own, custom = load_chat_template(None, TOKENIZER, "m"), load_chat_template(str(path), TOKENIZER, "m")
+
+    assert own is not None
+    assert custom is not None
+    assert (own.source, custom.source) == (TEMPLATE, "custom")
+    with pytest.raises(ConfigError, match=r"nothing.jinja: the chat template cannot be read"):
+        load_chat_template(str(tmp_path / "nothing.jinja"), TOKENIZER, "m")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_templates["default"] = "{% if %}"
+    with pytest.raises(
+        ConfigError, match=r"^/models/llama: the model's chat template has a syntax error in line 1"
+    ):
+        load_chat_template(None, tokenizer, "/models/llama")
+    path.write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"template.jinja has a syntax error in line 1"):
+        load_chat_template(str(path), TOKENIZER, "m")

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+import re
+
+import msgspec
+import pytest
+
+from engine.runtime.messages import SchedulerReport
+from engine.tokenizer_manager.http.routes import ROUTES
+from tests.tokenizer_manager.conftest import Serve
+from tests.tokenizer_manager.fake_engine import LENGTH, MODEL, WAIT_S, FakeClock, row, say_all
+
+
+def test_models(serve: Serve):
+    client = serve().client
+    model = {
+        "id": MODEL,
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "engine",
+        "max_model_len": 256,
+    }
+
+    assert client.get("/v1/models").json() == {"object": "list", "data": [model]}
+    assert client.get(f"/v1/models/{MODEL}").json() == model
+    assert client.get("/v1/models/org%2Ftiny").json() == model
+    missing = client.get("/v1/models/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_health_is_the_schedulers_heartbeat(serve: Serve):
+    clock = FakeClock()
+    served = serve(clock=clock, watchdog_timeout=5.0)
+    assert served.client.get("/health").status_code == 200
+    clock.now_s += 6.0
+    reply = served.client.get("/health")
+    assert reply.status_code == 503
+    assert "heartbeat is 6.0 s old" in reply.json()["error"]["message"]
+    served.engine.tell(SchedulerReport(sent_s=clock.now_s))
+    assert served.client.get("/health").status_code == 200
+
+
+def test_health_is_red_while_requests_wait_and_nothing_moves(serve: Serve):
+    served = serve()
+    assert served.client.get("/health").status_code == 200
+    served.engine.tell(SchedulerReport(sent_s=1000.0, stalled="2 requests wait, NO_KV need 9 have 4"))
+    for path in ("/health", "/health_generate"):
+        reply = served.client.get(path)
+        assert reply.status_code == 503
+        assert "NO_KV need 9 have 4" in reply.json()["error"]["message"]
+    served.engine.tell(SchedulerReport(sent_s=1000.0))
+    assert served.client.get("/health").status_code == 200
+
+
+def test_health_generate_runs_one_token(serve: Serve):
+    served = serve()
+    reply = served.threads.submit(served.client.get, "/health_generate")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "x"))
+    served.engine.say(row(request, "", total=1, finish=LENGTH))
+
+    assert reply.result(WAIT_S).status_code == 200
+    assert request.sampling.max_new_tokens == 1
+
+
+def test_health_generate_is_let_in_when_the_queue_is_full(serve: Serve):
+    served = serve(max_queued_requests=1)
+    waiting = served.post_later("/v1/completions", json={"prompt": "hi", "n": 9})
+    for _ in range(9):
+        served.engine.next_request()
+    reply = served.threads.submit(served.client.get, "/health_generate")
+    served.engine.say(row(served.engine.next_request(), "x", finish=LENGTH))
+
+    assert reply.result(WAIT_S).status_code == 200
+    served.engine.loop.call_soon_threadsafe(served.services.manager.engine_died, "over")  # type: ignore[union-attr]
+    assert waiting.result(WAIT_S).status_code == 503
+
+
+def test_server_info_has_settings_capacity_model_and_report(serve: Serve):
+    info = serve(max_queued_requests=5).client.get("/server_info").json()
+
+    assert info["model"] == MODEL
+    assert info["capacity"]["max_model_len"] == 256
+    assert info["config"]["scheduler"]["max_queued_requests"] == 5
+    assert info["model_spec"]["num_layers"] == 2
+    assert info["limits"]["max_n"] == 128
+    assert info["scheduler"]["num_running_reqs"] == 0
+    assert info["scheduler"]["waiting_by_reason"] == {}
+    assert info["scheduler"]["stalled"] == ""
+
+
+# Whole, with odd values and by real processes: tests/e2e/test_openapi.py, which is slow.
+@pytest.mark.parametrize(
+    "route",
+    [r for r in ROUTES if r.method == "GET" and r.answer is not None and "{" not in r.path],
+    ids=lambda route: route.path,
+)
+def test_answers_are_of_the_type_that_the_document_says(serve: Serve, route):
+    reply = serve(say_all("x")).client.get(route.path)
+    assert reply.status_code == 200
+    msgspec.json.decode(reply.content, type=route.answer)
+
+
+def test_metrics_count_requests_and_never_show_prompts(serve: Serve):
+    served = serve(say_all("secret answer"))
+    served.client.post("/v1/completions", json={"prompt": "secret question", "user": "secret user"})
+    served.client.post("/v1/completions", json={})
+    reply = served.client.get("/metrics")
+
+    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'engine:finished_reqs_total{reason="stop"} 1\n' in reply.text
+    assert 'engine:http_responses_total{status="200"} 1\n' in reply.text
+    assert 'engine:http_responses_total{status="400"} 1\n' in reply.text
+    assert "secret" not in reply.text
+
+
+def test_openapi_lists_every_route_and_every_reference_resolves(serve: Serve):
+    client = serve().client
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+
+    assert {(method.upper(), path) for path, item in document["paths"].items() for method in item} == {
+        (route.method, route.path) for route in ROUTES
+    }
+    for name in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
+        assert name in schemas
+    for route in ROUTES:
+        if route.request is not None:
+            fields = {field.encode_name for field in msgspec.structs.fields(route.request)}
+            assert schemas[route.request.__name__]["properties"].keys() == fields
+
+
+def test_openapi_says_what_is_answered_and_how_it_fails(serve: Serve):
+    served, guarded = serve(), serve(api_key=("sk-1",))
+    document = served.client.get("/openapi.json").json()
+    for route in ROUTES:
+        responses = document["paths"][route.path][route.method.lower()]["responses"]
+        [media_type, *streams] = responses.pop("200")["content"]
+        assert media_type == ("text/plain" if route.path == "/metrics" else "application/json")
+        assert streams == (["text/event-stream"] if route.events else [])
+        assert responses.keys() >= {"400", "401", "403", "503"}
+        for failure in responses.values():
+            assert failure["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+
+    assert document["security"] == [{}, {"bearer": []}]
+    document = guarded.client.get("/openapi.json", headers={"Authorization": "Bearer sk-1"}).json()
+    assert document["security"] == [{"bearer": []}]
+    assert [
+        path for path, item in document["paths"].items() if item.get("get", {}).get("security") == []
+    ] == ["/health"]
+
+
+def test_openapi_has_the_ranges_of_fields_and_forbids_two_prompts(serve: Serve):
+    schemas = serve().client.get("/openapi.json").json()["components"]["schemas"]
+    fields = schemas["CompletionRequest"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 100}
+    assert fields["max_tokens"]["anyOf"][0]["minimum"] == 1
+    assert fields["seed"]["anyOf"][0]["minimum"] == -(2**63)
+    assert schemas["NativeRequest"]["properties"]["sampling_params"]["anyOf"][0]["$ref"].endswith(
+        "NativeSampling"
+    )
+    assert [option["required"] for option in schemas["TokenizeRequest"]["oneOf"]] == [
+        ["prompt"],
+        ["messages"],
+    ]
+
+
+def test_the_docs_page_lists_every_route_and_loads_nothing_from_elsewhere(serve: Serve):
+    reply = serve().client.get("/docs")
+
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert all(route.path in reply.text for route in ROUTES)
+    assert "<code>priority</code><td>integer or string<td>optional<td>Larger goes first" in reply.text
+    assert not re.search(r"https?://|<script|<link", reply.text)

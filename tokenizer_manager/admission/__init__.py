@@ -1,0 +1,1 @@
+"""Which requests are accepted: those that can run at all, and those that the queue has capacity for."""

@@ -1,0 +1,71 @@
+"""Admission: may this request run at all? `runtime/feasibility.py` answers, on which the scheduler relies too.
+
+Whether there is room for it now is the `door`'s matter.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ...runtime.errors import RequestError
+from ...runtime.feasibility import Capacity, max_new_tokens_for, reason_against
+from ...runtime.model_files.tokenizer import Tokenizer
+from ...runtime.sampling_params import SamplingParams
+
+_MAX_UTF8_BYTES: Final = 4
+
+
+def check_may_fit(text: str, tokenizer: Tokenizer, capacity: Capacity, prompt_param: str) -> None:
+    """Refuse a text that has too many tokens however it is tokenised, before that is done.
+
+    Raises:
+        RequestError: it can never run.
+    """
+    longest = max_new_tokens_for(0, capacity) - 1  # one position is for the answer
+    if len(text) * _MAX_UTF8_BYTES <= longest:
+        return  # even with a token for each byte
+    num_tokens = tokenizer.min_num_tokens(text)
+    if num_tokens > longest:
+        raise RequestError(
+            f"{prompt_param} has {len(text)} characters, which are at least {num_tokens} tokens, but at most {longest} "
+            f"fit together with an answer; shorten it or raise --max-model-len or --max-total-tokens",
+            param=prompt_param,
+            code="context_length_exceeded",
+        )
+
+
+def resolve_length(
+    sampling: SamplingParams, prompt_len: int, capacity: Capacity, *, prompt_param: str, length_param: str
+) -> SamplingParams:
+    """`sampling` with `max_new_tokens` set, if prompt and answer fit.
+
+    Args:
+        sampling: verified.
+        prompt_len: tokens of the prompt.
+        capacity: of the scheduler.
+        prompt_param, length_param: the request's fields, for the error.
+
+    Raises:
+        RequestError: such a request can never run.
+    """
+    if prompt_len == 0:
+        message = f"{prompt_param} has no tokens; a prompt has at least one"
+        raise RequestError(message, param=prompt_param, code="empty_prompt")
+    asked = sampling.max_new_tokens
+    longest = max_new_tokens_for(prompt_len, capacity)
+    wanted = asked if asked is not None else max(1, longest)
+    reason = reason_against(prompt_len, wanted, capacity)
+    if reason is not None:
+        if "[" in prompt_param:
+            reason = reason.replace("the prompt", prompt_param, 1)
+        # Beyond the longest possible answer it is the length that is wrong, unless no length would do.
+        param = length_param if asked is not None and longest >= 1 else prompt_param
+        raise RequestError(reason, param=param, code="context_length_exceeded")
+    if sampling.min_new_tokens > wanted:
+        message = (
+            f"min_tokens is {sampling.min_new_tokens}, but only {wanted} tokens can be generated; lower it"
+        )
+        raise RequestError(message, param="min_tokens", code="invalid_value")
+    return msgspec.structs.replace(sampling, max_new_tokens=wanted)

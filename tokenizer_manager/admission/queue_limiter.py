@@ -1,0 +1,172 @@
+"""`QueueGate`: how much waits in the scheduler, and whether there is room for more.
+
+It only counts and answers. What becomes of a request for which there is no room is the `door`'s matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from ...runtime.errors import RequestError
+from ...runtime.messages import SchedulerReport
+
+_MAX_RETRY_AFTER_S: Final = 60
+_NUM_FINISH_TIMES: Final = 64
+_FINISH_WINDOW_S: Final = 30.0
+
+
+class QueueFullError(RequestError):
+    """Too much waits: 429 with `Retry-After`.
+
+    Attributes:
+        retry_after_s: when there should be room, from the measured rate at which requests finish.
+        position: how many requests were before this one; None where they are not what lacks room.
+    """
+
+    def __init__(self, message: str, retry_after_s: int, position: int | None = None) -> None:
+        super().__init__(message, code="queue_full", status=429)
+        self.retry_after_s = retry_after_s
+        self.position = position
+
+
+class QueueGate:
+    """Counts what waits in the scheduler, in requests and in prompt tokens.
+
+    The scheduler's reports lag behind by up to half a second, so requests sent since the last report are counted too,
+    and free rows of the request pool count as room only if nobody waited at that time (else memory is what lacks).
+    Tokens are counted exactly, from when a request is sent to its first token.
+
+    Attributes:
+        num_unstarted: requests sent that have no token yet.
+    """
+
+    def __init__(
+        self, max_queued_requests: int, max_running_requests: int, max_queued_tokens: float = math.inf
+    ) -> None:
+        self.num_unstarted = 0
+        self._max_queued = max_queued_requests
+        self._max_running = max_running_requests
+        self._max_tokens = max_queued_tokens
+        self._sent_s: deque[float] = deque()
+        self._withdrawn_s: deque[float] = deque()
+        self._finished_s: deque[float] = deque(maxlen=_NUM_FINISH_TIMES)
+        self._num_running = 0
+        self._num_queued = 0
+        self._num_held = 0
+        self._num_tokens = 0
+
+    # ------------------------------------------------------------ is there room
+
+    @contextlib.contextmanager
+    def hold(self, num_new: int) -> Iterator[None]:
+        """Keep places for requests while they are tokenised, so that this has a bound too."""
+        self._num_held += num_new
+        try:
+            yield
+        finally:
+            self._num_held -= num_new
+
+    def check_possible(self, num_new: int) -> None:
+        """Refuse so many requests at once that there could never be room for them.
+
+        Raises:
+            RequestError: it is so.
+        """
+        if num_new > self._max_queued + self._max_running:
+            raise RequestError(
+                f"the request asks for {num_new} answers (prompts times n or best_of), but at most "
+                f"{self._max_running} run and {self._max_queued} wait; send fewer at once or raise "
+                f"--max-queued-requests",
+                param="n",
+                code="invalid_value",
+            )
+
+    def reason_against(
+        self, num_new: int, num_live: int, now_s: float, num_freed: int = 0
+    ) -> QueueFullError | None:
+        """Why `num_new` more requests would have to wait in a full queue; None if there is room.
+
+        Args:
+            num_new: scheduler requests to be sent.
+            num_live: those sent and not answered; exact, while what the reports say may be over by now.
+            now_s: the time.
+            num_freed: as if so many had been withdrawn.
+        """
+        num_live -= num_freed
+        num_withdrawn = len(self._withdrawn_s) + num_freed
+        waiting = min(max(self._num_queued + len(self._sent_s) - num_withdrawn, 0), num_live)
+        running = min(self._num_running, num_live - waiting)
+        free_rows = self._max_running - running if self._num_queued == 0 else 0
+        waiting += self._num_held
+        excess = waiting + num_new - self._max_queued - free_rows
+        if excess <= 0:
+            return None
+        return QueueFullError(
+            f"{waiting} requests wait, the limit is {self._max_queued}; retry later, or raise --max-queued-requests",
+            self._seconds_for(excess, now_s),
+            waiting,
+        )
+
+    def reason_against_tokens(
+        self, num_tokens: int, now_s: float, num_freed: int = 0
+    ) -> QueueFullError | None:
+        """The same for the tokens of their prompts. Where none wait, any number may come: else it never could."""
+        num_waiting = self._num_tokens - num_freed
+        if num_waiting == 0 or num_waiting + num_tokens <= self._max_tokens:
+            return None
+        share = min((num_waiting + num_tokens - self._max_tokens) / num_waiting, 1.0)
+        return QueueFullError(
+            f"{num_waiting} tokens of prompts wait, the limit is {self._max_tokens}, and this request has "
+            f"{num_tokens}; retry later, or raise --max-queued-tokens",
+            self._seconds_for(math.ceil(share * self.num_unstarted), now_s),
+            self.num_unstarted,
+        )
+
+    # ------------------------------------------------------------ what happens
+
+    def sent(self, now_s: float, num_tokens: int = 0) -> None:
+        """One request with a prompt of so many tokens went to the scheduler."""
+        self._sent_s.append(now_s)
+        self.num_unstarted += 1
+        self._num_tokens += num_tokens
+
+    def started(self, num_tokens: int) -> None:
+        """One of them has its first token, or will never have one."""
+        self.num_unstarted -= 1
+        self._num_tokens -= num_tokens
+
+    def restarted(self, num_live: int, now_s: float) -> None:
+        """A new scheduler gets all live requests at once; what the one before reported is no longer so."""
+        self._num_running = self._num_queued = 0
+        self._sent_s = deque([now_s] * num_live)
+        self._withdrawn_s.clear()
+
+    def finished(self, now_s: float) -> None:
+        """One request has been answered."""
+        self._finished_s.append(now_s)
+
+    def withdrawn(self, num_requests: int, now_s: float) -> None:
+        """So many that waited were taken back: there is room at once, and not with the next report."""
+        self._withdrawn_s.extend([now_s] * num_requests)
+
+    def reported(self, report: SchedulerReport) -> None:
+        """Take the scheduler's own counts, as of its report."""
+        self._num_running = report.num_running_reqs
+        self._num_queued = report.num_queue_reqs
+        for times in (self._sent_s, self._withdrawn_s):
+            while times and times[0] < report.sent_s:
+                times.popleft()
+
+    def _seconds_for(self, num_requests: int, now_s: float) -> int:
+        """How long until so many more have finished, at the rate of the last ones."""
+        times = self._finished_s
+        while times and now_s - times[0] > _FINISH_WINDOW_S:
+            times.popleft()
+        if len(times) < 2:
+            return 1
+        rate = len(times) / max(now_s - times[0], 1e-3)
+        return min(max(math.ceil(num_requests / rate), 1), _MAX_RETRY_AFTER_S)

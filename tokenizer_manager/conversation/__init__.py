@@ -1,0 +1,1 @@
+"""Chat messages to prompt text: the model's chat template in a sandbox."""

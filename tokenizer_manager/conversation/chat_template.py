@@ -1,0 +1,169 @@
+"""`ChatTemplate`: chat messages to prompt text, with the model's Jinja template in a sandbox.
+
+Templates come with model files, so they are other people's code: they run in `TemplateSandbox`, whose docstring says
+what is limited and what is not. A template is set up as Hugging Face does it, which is what template authors test
+against.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+
+from ...runtime.errors import ConfigError, RequestError
+from ...runtime.model_files.tokenizer import Tokenizer
+from .template_sandbox import LimitError, TemplateSandbox
+
+RESERVED_NAMES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+_MAX_OUTPUT_CHARS: Final = 64 << 20
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Attributes:
+        source: its Jinja text.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], name: str = "the model's chat template"
+    ) -> None:
+        """Compile.
+
+        Args:
+            source: Jinja text.
+            special_tokens: bos_token, eos_token, ...: variables of the template.
+            name: how to call it in errors.
+
+        Raises:
+            ConfigError: the text is not a Jinja template.
+        """
+        self.source = source
+        self._name = name
+        self._environment = TemplateSandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+        )
+        self._environment.filters["tojson"] = _tojson
+        self._environment.globals |= {
+            **special_tokens,
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+        try:
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"{name} has a syntax error in line {error.lineno}: {error.message}; mend it or give another one with "
+                f"--chat-template"
+            ) from error
+        except Exception as error:  # of Python's compiler, or of a stack that is not deep enough
+            raise ConfigError(
+                f"{name} cannot be compiled: {type(error).__name__}: {error}; mend it or give another one with "
+                f"--chat-template"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat.
+
+        Args:
+            messages: with `role` and `content`, and what else the template may know.
+            add_generation_prompt: end with the beginning of an assistant message.
+            variables: more variables of the template.
+
+        Raises:
+            RequestError: the template refuses these messages, fails, or goes beyond a limit.
+        """
+        self._environment.start_clock()
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate(
+                {
+                    **(variables or {}),
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                }
+            ):
+                size += len(part)
+                if size > _MAX_OUTPUT_CHARS:
+                    raise LimitError(f"it puts out more than {_MAX_OUTPUT_CHARS} characters")
+                self._environment.check_clock()
+                parts.append(part)
+        except Exception as error:  # template code may raise anything, and it is this request's own trouble
+            raise RequestError(
+                f"{self._name} cannot render these messages: {str(error) or type(error).__name__}; check their roles, "
+                f"order and contents",
+                param="messages",
+                code="chat_template_error",
+            ) from error
+        return "".join(parts)
+
+
+def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) -> ChatTemplate | None:
+    """The template in the file `path` (`--chat-template`), else the model's own, else None.
+
+    Raises:
+        ConfigError: there is no such file, or what is there is no template.
+    """
+    if path is None:
+        if tokenizer.chat_template is None:
+            return None
+        try:
+            return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        except ConfigError as error:  # clients see the template's name, and need not see a path of the server
+            raise ConfigError(f"{model_path}: {error}") from error
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"{path}: the chat template cannot be read: {reason}; give another one with --chat-template"
+        ) from error
+    return ChatTemplate(source, tokenizer.special_tokens, f"the chat template {path}")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`: marks the assistant's text for training; here its body is simply put out."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's interface)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; Jinja's own filter escapes HTML characters, which no model was trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,80 @@
+"""`best_of`: generate more answers than are wanted, and return those the model finds likeliest.
+
+The order is OpenAI's: the mean log-probability per token, so that long answers are not at a disadvantage. It can be
+told only of complete answers, so such a request does not stream. All that was generated is accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.errors import RequestError
+from ...generation import Choice, Generation
+from ..delivery import Collected
+from ..guards.limits import check_count
+
+
+class Wanted(NamedTuple):
+    """How many answers a request gets per prompt.
+
+    Attributes:
+        returned: `n`.
+        generated: `best_of`; the same as `returned` where nothing is chosen.
+    """
+
+    returned: int
+    generated: int
+
+    @property
+    def ranked(self) -> bool:
+        """Whether some answers are left out."""
+        return self.generated > self.returned
+
+    def logprobs(self, asked: int | None) -> int | None:
+        """The log-probabilities to generate with: those of the client, or the tokens' own for ranking."""
+        return 0 if asked is None and self.ranked else asked
+
+
+def wanted_answers(n: int, best_of: int | None, limits: RequestLimits, *, stream: bool) -> Wanted:
+    """What `n`, which is checked already, and `best_of` ask for.
+
+    Raises:
+        RequestError: `best_of` is out of range, below `n`, or cannot be streamed.
+    """
+    if best_of is None:
+        return Wanted(n, n)
+    check_count("best_of", best_of, 1, limits.max_n, "max_n")
+    if best_of < n:
+        rule = f"n is {n}, and the best n are chosen among best_of; raise best_of or lower n"
+    elif best_of > n and stream:
+        rule = f"n is {n}, and which are best is known only in the end; leave out stream or best_of"
+    else:
+        return Wanted(n, best_of)
+    raise RequestError(f"best_of is {best_of}, but {rule}", param="best_of", code="invalid_value")
+
+
+def best_answers(
+    generation: Generation, answers: Sequence[Collected], wanted: Wanted
+) -> list[tuple[Choice, Collected]]:
+    """The answers to return, prompt by prompt: the best first, or all in their order where none is left out."""
+    pairs = list(zip(generation.choices, answers, strict=True))
+    if not wanted.ranked:
+        return pairs
+    best: list[tuple[Choice, Collected]] = []
+    for first in range(0, len(pairs), wanted.generated):
+        of_prompt = pairs[first : first + wanted.generated]
+        of_prompt.sort(
+            key=lambda pair: _mean_logprob(pair[1]), reverse=True
+        )  # stable: equals keep their order
+        best += of_prompt[: wanted.returned]
+    return best
+
+
+def _mean_logprob(answer: Collected) -> float:
+    """An answer without tokens (ended before its first) is the worst."""
+    if not answer.logprobs:
+        return -math.inf
+    return math.fsum(entry.logprob for entry in answer.logprobs) / len(answer.logprobs)

@@ -1,0 +1,255 @@
+"""`POST /generate`: the engine's own API, from texts or token ids.
+
+It speaks SGLang's dialect: `sampling_params` in an object of its own, `meta_info` beside the text, and chunks that hold
+all text so far. With `incremental` they hold what is new, which does not grow with the square of the length.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.errors import RequestError
+from ....runtime.messages import Finish, FinishKind
+from ....runtime.sampling_params import SamplingParams
+from ...generation import Choice, Generation, GenerationRequest, Row
+from ..delivery import Collected, collect, event, stream
+from ..exchange import Exchange
+from ..guards.caller import Caller
+from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
+from ..schema.json_body import convert
+from ..schema.logprobs import TokenLogprob
+from ..schema.protocol import (
+    NativeRequest,
+    NativeSampling,
+    at_least_one,
+    prompts_of,
+    scheduling_of,
+)
+from ..schema.renaming import renamed_fields
+from ..services import Services
+from .best_of import Wanted, best_answers, wanted_answers
+
+_DEFAULT_MAX_NEW_TOKENS: Final = 128
+_POLICY: Final = FieldPolicy(
+    NativeRequest,
+    {
+        "audio_data": ([],),
+        "image_data": ([],),
+        "input_embeds": (),
+        "lora_path": (),
+        "return_hidden_states": (False,),
+        "return_text_in_logprobs": (False,),
+        "session_params": (),
+        "token_ids_logprob": (),
+        "video_data": ([],),
+    },
+    no_effect={"log_metrics"},
+    nested={"sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET)},
+)
+_OUR_NAMES: Final = {
+    **{name: f"sampling_params.{name}" for name in ("n", "best_of", *SamplingParams.__struct_fields__)},
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+}
+"""What others call a field -> where it stands in `NativeRequest`."""
+
+LogprobRow = tuple[float | None, int, str]
+"""Log-probability, token id, token."""
+
+
+class MetaInfo(msgspec.Struct):
+    """About one answer."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    seed: int
+    queue_time: float
+    e2e_latency: float
+    input_token_logprobs: list[LogprobRow] | UnsetType = UNSET
+    input_top_logprobs: list[list[LogprobRow] | None] | UnsetType = UNSET
+    output_token_logprobs: list[LogprobRow] | UnsetType = UNSET
+    output_top_logprobs: list[list[LogprobRow]] | UnsetType = UNSET
+
+
+class GenerateBody(msgspec.Struct):
+    """One answer."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+async def generate(exchange: Exchange, services: Services) -> None:
+    """Generate from texts or token ids."""
+    body = await services.read_object(exchange)
+    warnings = _POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, NativeRequest)
+    if request.rid is not None:
+        warnings.append(
+            "rid was ignored: ids are made by the server; requests are aborted by the id in meta_info"
+        )
+    if request.stream and request.return_logprob and not request.incremental:
+        raise RequestError(
+            "incremental is not true, so that each chunk of the stream would hold the log-probabilities of all tokens "
+            "so far; set it, or leave out return_logprob",
+            param="incremental",
+            code="unsupported_value",
+        )
+    generation_request, wanted, is_batch = _generation_request(
+        request, exchange.caller, services.config.limits
+    )
+    async with exchange.abort_on_disconnect():
+        with renamed_fields(_OUR_NAMES):
+            generation = await services.start(exchange, generation_request)
+        with generation:
+            if request.stream:
+                writer = _NativeStream(
+                    services, generation, incremental=bool(request.incremental), warnings=warnings
+                )
+                await stream(exchange, generation, writer)
+                return
+            answers = []
+            for choice, answer in best_answers(generation, await collect(generation), wanted):
+                if not request.return_logprob:
+                    answer.logprobs = []  # were for ranking
+                answers.append(_body(services, generation, choice, answer))
+            answers[0].warnings = warnings or UNSET
+            await exchange.send_json(answers if is_batch or len(answers) > 1 else answers[0])
+
+
+def _generation_request(
+    request: NativeRequest, caller: Caller, limits: RequestLimits
+) -> tuple[GenerationRequest, Wanted, bool]:
+    """What shall be generated, what of it is returned, and whether the client sent a list of prompts.
+
+    Raises:
+        RequestError: the request contradicts itself, or a field is of a wrong type.
+    """
+    sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
+    if (request.text is None) == (request.input_ids is None):
+        raise RequestError(
+            "text and input_ids are two forms of the prompt; send exactly one",
+            param="text",
+            code="invalid_value",
+        )
+    param = "text" if request.input_ids is None else "input_ids"
+    value = request.text if request.input_ids is None else request.input_ids
+    prompts = prompts_of(value, param, limits)
+    top = (request.top_logprobs_num or 0) if request.return_logprob else None
+    wants_prompt = request.logprob_start_len is not None and request.logprob_start_len >= 0
+    if wants_prompt and request.logprob_start_len != 0:
+        raise RequestError(
+            f"logprob_start_len is {request.logprob_start_len}, but only 0 (the whole prompt) and -1 (none of it) are "
+            f"supported",
+            param="logprob_start_len",
+            code="unsupported_value",
+        )
+    with renamed_fields(_OUR_NAMES):
+        max_new_tokens = at_least_one(sampling.max_new_tokens, "max_new_tokens")
+        wanted = wanted_answers(
+            sampling.num_choices(limits), sampling.best_of, limits, stream=bool(request.stream)
+        )
+        generation_request = GenerationRequest(
+            prompts=prompts,
+            sampling=sampling.sampling(
+                limits,
+                max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+                min_new_tokens=sampling.min_new_tokens,
+                keep_stop=sampling.no_stop_trim,
+                logprobs=wanted.logprobs(top),
+                prompt_logprobs=top if wants_prompt else None,
+            ),
+            n=wanted.generated,
+            id_prefix="gen",
+            scheduling=scheduling_of(request, caller),
+            prompt_param=param,
+        )
+    return generation_request, wanted, isinstance(value, list) and isinstance(value[0], str | list)
+
+
+class _NativeStream:
+    """Writes one event per row."""
+
+    def __init__(
+        self, services: Services, generation: Generation, *, incremental: bool, warnings: list[str]
+    ) -> None:
+        self._services = services
+        self._generation = generation
+        self._incremental = incremental
+        self._warnings = warnings
+        self._so_far = [Collected() for _ in generation.choices]
+
+    def events(self, row: Row) -> bytes:
+        """The event for one row."""
+        choice = row.choice
+        if self._incremental:
+            self._so_far[choice.index] = Collected()
+        collected = self._so_far[choice.index]
+        collected.add(row.output, choice.prompt_ids)
+        body = _body(self._services, self._generation, choice, collected)
+        if len(self._so_far) > 1:
+            body.index = choice.index
+        if self._warnings:
+            body.warnings, self._warnings = self._warnings, []
+        return event(body)
+
+    def closing(self) -> bytes:
+        """Nothing: the last row says all."""
+        return b""
+
+
+def _body(services: Services, generation: Generation, choice: Choice, collected: Collected) -> GenerateBody:
+    usage = choice.usage
+    meta = MetaInfo(
+        id=generation.id,
+        finish_reason=_finish_reason(choice.finish),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        seed=choice.seed,
+        queue_time=usage.queue_s,
+        e2e_latency=(choice.last_token_s or generation.arrival_s) - generation.arrival_s,
+    )
+    if collected.prompt_logprobs:
+        entries = collected.prompt_logprobs
+        first: LogprobRow = (None, *_named(services, choice.prompt_ids[0]))
+        meta.input_token_logprobs = [first, *_own(services, entries)]
+        meta.input_top_logprobs = [None, *_top(services, entries)]
+    if collected.logprobs:
+        meta.output_token_logprobs = _own(services, collected.logprobs)
+        meta.output_top_logprobs = _top(services, collected.logprobs)
+    return GenerateBody(collected.text, collected.token_ids.tolist(), meta)
+
+
+def _finish_reason(finish: Finish | None) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    reason: dict[str, Any] = {"type": finish.kind.value}
+    if finish.kind is FinishKind.STOP:
+        reason["matched"] = finish.matched
+    if finish.message:
+        reason["message"] = finish.message
+    return reason
+
+
+def _own(services: Services, entries: list[TokenLogprob]) -> list[LogprobRow]:
+    return [(entry.logprob, *_named(services, entry.token_id)) for entry in entries]
+
+
+def _top(services: Services, entries: list[TokenLogprob]) -> list[list[LogprobRow]]:
+    return [[(value, *_named(services, token_id)) for token_id, value in entry.top] for entry in entries]
+
+
+def _named(services: Services, token_id: int) -> tuple[int, str]:
+    return token_id, services.tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,217 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ....runtime.messages import TextOutput
+from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
+from ..delivery import Collected, collect, event, finish_reason, stream
+from ..exchange import Exchange
+from ..schema.accounting import Timings, UsageBody, timings_of, usage_of
+from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
+from ..schema.json_body import convert
+from ..schema.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, TokenLogprob, int32s, unpack
+from ..schema.protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of, scheduling_of
+from ..schema.renaming import renamed_fields
+from ..services import Services
+from .best_of import best_answers, wanted_answers
+
+_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
+_POLICY: Final = FieldPolicy(
+    CompletionRequest,
+    COMPLETION_NOT_YET,
+    nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
+)
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The body, or one event of a stream: the completions API has one shape for both."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+async def completions(exchange: Exchange, services: Services) -> None:
+    """Continue prompts."""
+    body = await services.read_object(exchange)
+    warnings = _POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, CompletionRequest)
+    services.check_model(request.model)
+    options = request.events()
+    limits = services.config.limits
+    prompts = prompts_of(request.prompt, "prompt", limits)
+    max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
+    wanted = wanted_answers(request.num_choices(limits), request.best_of, limits, stream=options is not None)
+    sampling = request.sampling(
+        limits,
+        max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
+        min_new_tokens=request.min_tokens,
+        keep_stop=request.include_stop_str_in_output,
+        logprobs=wanted.logprobs(request.logprobs),
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
+    generation_request = GenerationRequest(
+        prompts=prompts,
+        sampling=sampling,
+        n=wanted.generated,
+        id_prefix="cmpl",
+        scheduling=scheduling_of(request, exchange.caller),
+        add_special_tokens=request.add_special_tokens is not False,
+    )
+    async with exchange.abort_on_disconnect():
+        with renamed_fields({"n": "best_of"} if wanted.ranked else {}):
+            generation = await services.start(exchange, generation_request)
+        with generation:
+            writer = _CompletionWriter(services, generation, request, prompts, warnings)
+            if options is not None:
+                await stream(exchange, generation, _CompletionStream(writer, generation, options))
+            else:
+                answers = best_answers(generation, await collect(generation), wanted)
+                await exchange.send_json(writer.completion(answers))
+
+
+class _CompletionWriter:
+    """Makes the choices of one request, in one piece or in parts."""
+
+    def __init__(
+        self,
+        services: Services,
+        generation: Generation,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        warnings: list[str],
+    ) -> None:
+        self.warnings = warnings
+        self._services = services
+        self._generation = generation
+        self._echo = bool(request.echo)
+        self._prompts = prompts
+        self._skip_special_tokens = request.skip_special_tokens is not False
+        self._logprobs: list[CompletionLogprobsBuilder] | None = None
+        if request.logprobs is not None:
+            top = request.logprobs
+            self._logprobs = [CompletionLogprobsBuilder(services.tokenizer, top) for _ in generation.choices]
+        self._created = int(time.time())
+
+    def completion(self, answers: list[tuple[Choice, Collected]]) -> Completion:
+        """The body in one piece, with these answers in their order."""
+        choices: list[CompletionChoice] = []
+        for index, (choice, answer) in enumerate(answers):
+            logprobs = None
+            if self._logprobs is not None:
+                entries = answer.prompt_logprobs + answer.logprobs
+                logprobs = self._logprobs[choice.index].build(
+                    entries, choice.prompt_ids[0] if self._echo else None
+                )
+            text = self.echo(choice) + answer.text
+            choices.append(CompletionChoice(index, text, logprobs, finish_reason(answer.finish)))
+        body = self.body(choices)
+        body.usage = usage_of(self._generation)
+        body.timings = timings_of(self._generation)
+        body.warnings = self.warnings or UNSET
+        return body
+
+    def part(self, choice: Choice, output: TextOutput, *, first: bool) -> CompletionChoice:
+        """What a row adds to a choice; the first brings the echo."""
+        text = (self.echo(choice) if first else "") + output.text
+        logprobs = None
+        if self._logprobs is not None:
+            entries: list[TokenLogprob] = []
+            if output.prompt_logprobs is not None:
+                entries += unpack(output.prompt_logprobs, choice.prompt_ids[1:])
+            if output.logprobs is not None:
+                entries += unpack(output.logprobs, int32s(output.token_ids))
+            first_id = choice.prompt_ids[0] if first and self._echo else None
+            if entries or first_id is not None:
+                logprobs = self._logprobs[choice.index].build(entries, first_id)
+        return CompletionChoice(choice.index, text, logprobs, None)
+
+    def echo(self, choice: Choice) -> str:
+        """The prompt's text, if the answer shall begin with it."""
+        if not self._echo:
+            return ""
+        index = choice.index // self._generation.n
+        prompt = self._prompts[index]
+        if isinstance(prompt, list):  # once for all n
+            prompt = self._services.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
+            self._prompts[index] = prompt
+        return prompt
+
+    def body(self, choices: list[CompletionChoice]) -> Completion:
+        """A body around some choices."""
+        return Completion(
+            id=self._generation.id,
+            created=self._created,
+            model=self._services.served_model,
+            system_fingerprint=self._services.fingerprint,
+            choices=choices,
+        )
+
+
+class _CompletionStream:
+    """Writes text and finish chunks; the last event carries the timings, a usage chunk comes if asked."""
+
+    def __init__(self, writer: _CompletionWriter, generation: Generation, options: StreamOptions) -> None:
+        self._writer = writer
+        self._generation = generation
+        self._options = options
+        self._begun: set[int] = set()
+        self._num_finished = 0
+
+    def events(self, row: Row) -> bytes:
+        """The events for one row."""
+        choice, output = row
+        index = choice.index
+        events = b""
+        first = index not in self._begun
+        part = self._writer.part(choice, output, first=first)
+        if part.text or part.logprobs is not None:
+            events += event(self._chunk([part]))
+        self._begun.add(index)
+        if output.finish is not None:
+            self._num_finished += 1
+            chunk = self._chunk([CompletionChoice(index, "", None, finish_reason(output.finish))])
+            if self._num_finished == len(self._generation.choices) and not self._options.include_usage:
+                chunk.timings = timings_of(self._generation)
+            events += event(chunk)
+        return events
+
+    def closing(self) -> bytes:
+        """The usage chunk, if asked for."""
+        if not self._options.include_usage:
+            return b""
+        chunk = self._chunk([])
+        chunk.usage = usage_of(self._generation)
+        chunk.timings = timings_of(self._generation)
+        return event(chunk)
+
+    def _chunk(self, choices: list[CompletionChoice]) -> Completion:
+        chunk = self._writer.body(choices)
+        if self._options.continuous_usage_stats:
+            chunk.usage = usage_of(self._generation)
+        elif self._options.include_usage:
+            chunk.usage = None
+        if self._writer.warnings:  # in the first chunk that is sent
+            chunk.warnings, self._writer.warnings = self._writer.warnings, []
+        return chunk

@@ -1,0 +1,209 @@
+"""What operators ask and do: `/health`, `/health_generate`, `/server_info`, `/metrics`, the list of models, why a
+request fared as it did, `/abort_request` and `/flush_cache`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET
+
+from ....runtime.config.config_fields import SECRETS, config_fields
+from ....runtime.errors import RequestError
+from ....runtime.messages import LiveRequest, first_rid
+from ....runtime.sampling_params import SamplingParams
+from ...admission.scheduling_options import MAX_PRIORITY, Scheduling
+from ...generation import GenerationRequest
+from ...metrics import CONTENT_TYPE
+from ..delivery import collect
+from ..exchange import Exchange
+from ..schema.answers import (
+    AbortedBody,
+    FlushedBody,
+    HealthBody,
+    LiveRequestBody,
+    LiveRequestsBody,
+    ModelBody,
+    ModelsBody,
+    ServerInfoBody,
+    WhyBody,
+)
+from ..schema.field_policy import FieldPolicy
+from ..schema.json_body import convert
+from ..schema.protocol import AbortBody
+from ..services import Services, unknown_model
+
+MODELS_PATH: Final = "/v1/models"
+REQUESTS_PATH: Final = "/v1/requests"
+_HEALTH_GENERATE_TIMEOUT_S: Final = 30.0
+_MAX_ID_CHARS: Final = 128
+MAX_LISTED: Final = 256
+"""Requests that `live_requests` tells of; a screen has fewer lines."""
+_ABORT_POLICY: Final = FieldPolicy(AbortBody, {})
+
+
+async def health(exchange: Exchange, services: Services) -> None:
+    """200 if requests sent now can be expected to work; cheap, no generation."""
+    _check_healthy(services)
+    await exchange.send_json(HealthBody())
+
+
+async def health_generate(exchange: Exchange, services: Services) -> None:
+    """200 if one token could be generated just now."""
+    _check_healthy(services)
+    request = GenerationRequest(
+        prompts=[[0]],
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        id_prefix="health",
+        scheduling=Scheduling(priority=MAX_PRIORITY + 1),
+        probe=True,
+    )
+    try:
+        async with exchange.abort_on_disconnect(), asyncio.timeout(_HEALTH_GENERATE_TIMEOUT_S):
+            with await services.manager.start(request) as generation:
+                await collect(generation)
+            await exchange.send_json(HealthBody())
+    except TimeoutError:
+        raise _unhealthy(f"no token came within {_HEALTH_GENERATE_TIMEOUT_S:g} s") from None
+
+
+async def metrics(exchange: Exchange, services: Services) -> None:
+    """Prometheus' text format."""
+    page = services.metrics.render(services.manager.report)
+    await exchange.send_bytes(page.encode(), CONTENT_TYPE.encode())
+
+
+async def server_info(exchange: Exchange, services: Services) -> None:
+    """Settings (without the key), capacity, model facts, limits, and the scheduler's latest report."""
+    config: dict[str, Any] = msgspec.to_builtins(services.config)
+    for name in SECRETS:
+        group = config[config_fields()[name].group]
+        group[name] = "(set)" if group[name] else None
+    config["log"]["log_level"] = services.all_processes.log_level
+    report = services.manager.report
+    await exchange.send_json(
+        ServerInfoBody(
+            version=services.version,
+            model=services.served_model,
+            config=config,
+            capacity=msgspec.structs.asdict(services.manager.capacity),
+            model_spec=services.spec,
+            limits=services.config.limits,
+            num_live_requests=len(services.manager.request_log),
+            scheduler=None if report is None else msgspec.structs.asdict(report),
+        )
+    )
+
+
+async def models(exchange: Exchange, services: Services) -> None:
+    """The one model."""
+    await exchange.send_json(ModelsBody(data=[_model(services)]))
+
+
+async def model(exchange: Exchange, services: Services) -> None:
+    """One model by name; names may hold slashes, so all of the path behind `/v1/models/` is the name."""
+    name = exchange.path.removeprefix(f"{MODELS_PATH}/")
+    if name != services.served_model:
+        raise unknown_model(name, services.served_model)
+    await exchange.send_json(_model(services))
+
+
+async def why(exchange: Exchange, services: Services) -> None:
+    """Why a request waited, was chunked, retracted or missed the cache: a sentence and a table."""
+    request_id = exchange.path.removeprefix(f"{REQUESTS_PATH}/").removesuffix("/why")
+    if len(request_id) > _MAX_ID_CHARS:
+        raise _unknown_request(f"{request_id[:_MAX_ID_CHARS]}…")
+    if exchange.caller.isolated:  # it tells where else a prefix is cached
+        services.gate.check_admin(exchange.caller, exchange.path)
+    async with exchange.abort_on_disconnect():
+        answer = await services.manager.control.explain(request_id)
+        if not answer.found:
+            raise _unknown_request(request_id)
+        await exchange.send_json(
+            WhyBody(id=request_id, sentence=answer.sentence, columns=answer.columns, rows=answer.rows)
+        )
+
+
+async def live_requests(exchange: Exchange, services: Services) -> None:
+    """The requests that are not finished, in figures: never their texts."""
+    async with exchange.abort_on_disconnect():
+        manager = services.manager
+        answer = await manager.control.list_requests(MAX_LISTED)
+        listed = [_live_request(each, manager.ttft_s(each.rid)) for each in answer.requests]
+        await exchange.send_json(
+            LiveRequestsBody(total=answer.total, last_pass=answer.last_pass, data=listed)
+        )
+
+
+async def abort_request(exchange: Exchange, services: Services) -> None:
+    """End running requests; their clients get what there is, with `finish_reason` abort. Unknown ids are no error."""
+    body = await services.read_object(exchange)
+    warnings = _ABORT_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, AbortBody)
+    if not request.rid and not request.abort_all:
+        raise RequestError(
+            "rid is missing; send the id of an answer, or abort_all: true", param="rid", code="missing_field"
+        )
+    caller = exchange.caller
+    if request.abort_all:
+        services.gate.check_admin(caller, "abort_all")
+    num_aborted = services.manager.abort(
+        None if request.abort_all else request.rid,
+        "aborted by request",
+        owner=None if caller.admin else caller.owner,
+    )
+    await exchange.send_json(AbortedBody(aborted=num_aborted, warnings=warnings or UNSET))
+
+
+async def flush_cache(exchange: Exchange, services: Services) -> None:
+    """Empty the prefix cache."""
+    done = await services.manager.control.flush_cache()
+    await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens))
+
+
+def _model(services: Services) -> ModelBody:
+    return ModelBody(
+        id=services.served_model,
+        created=services.created_s,
+        max_model_len=services.manager.capacity.max_model_len,
+    )
+
+
+def _live_request(request: LiveRequest, ttft_s: float | None) -> LiveRequestBody:
+    return LiveRequestBody(
+        id=first_rid(request.rid),  # by which it can be aborted and explained
+        phase=request.phase,
+        prompt_tokens=request.prompt_len,
+        cached_tokens=request.cached_tokens,
+        completion_tokens=request.output_len,
+        max_tokens=request.max_new_tokens,
+        age_s=round(request.age_s, 4),
+        ttft_s=ttft_s,
+        num_retractions=request.num_retractions,
+        priority=request.priority,
+        reason=request.reason,
+        why=request.why,
+        need=request.need,
+        have=request.have,
+    )
+
+
+def _unknown_request(request_id: str) -> RequestError:
+    return RequestError(
+        f"nothing is remembered of the request {request_id!r}; use the id of an answer, or of one of its choices, "
+        f"soon after it came",
+        code="request_not_found",
+        status=404,
+    )
+
+
+def _check_healthy(services: Services) -> None:
+    reason = services.manager.unhealthy_reason()
+    if reason is not None:
+        raise _unhealthy(reason)
+
+
+def _unhealthy(reason: str) -> RequestError:
+    return RequestError(f"unhealthy: {reason}", code="unhealthy", status=503)

@@ -1,0 +1,78 @@
+"""`POST /tokenize` and `POST /detokenize`: what the engine makes of a text, and back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import UNSET
+
+from ....runtime.errors import RequestError
+from ..exchange import Exchange
+from ..schema.answers import TextBody, TokensBody
+from ..schema.chat_messages import template_messages
+from ..schema.field_policy import FieldPolicy
+from ..schema.json_body import convert
+from ..schema.protocol import DetokenizeRequest, TokenizeRequest, checked_template_variables
+from ..services import Services
+
+_TOKENIZE_POLICY: Final = FieldPolicy(TokenizeRequest, {})
+_DETOKENIZE_POLICY: Final = FieldPolicy(DetokenizeRequest, {})
+
+
+async def tokenize(exchange: Exchange, services: Services) -> None:
+    """Token ids of a prompt or of a rendered chat, with the text that was tokenised."""
+    body = await services.read_object(exchange)
+    strict = services.config.server.strict
+    warnings = _TOKENIZE_POLICY.check(body, strict=strict)
+    request = convert(body, TokenizeRequest)
+    services.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError(
+            "prompt and messages are two forms of the input; send exactly one",
+            param="prompt",
+            code="invalid_value",
+        )
+    if request.messages is not None:
+        messages, more_warnings = template_messages(
+            request.messages, strict=strict, limits=services.config.limits
+        )
+        warnings += more_warnings
+        text = services.require_chat_template().render(
+            messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            variables=checked_template_variables(request.chat_template_kwargs),
+        )
+        add_special_tokens, param = bool(request.add_special_tokens), "messages"
+    else:
+        text = request.prompt or ""
+        add_special_tokens, param = request.add_special_tokens is not False, "prompt"
+    async with exchange.abort_on_disconnect():
+        [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
+        await exchange.send_json(
+            TokensBody(
+                tokens=ids.tolist(),
+                count=len(ids),
+                max_model_len=services.manager.capacity.max_model_len,
+                prompt=text,
+                warnings=warnings or UNSET,
+            )
+        )
+
+
+async def detokenize(exchange: Exchange, services: Services) -> None:
+    """Text of token ids."""
+    body = await services.read_object(exchange)
+    warnings = _DETOKENIZE_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, DetokenizeRequest)
+    services.check_model(request.model)
+    limit = services.manager.capacity.max_model_len
+    if len(request.tokens) > limit:
+        raise RequestError(
+            f"tokens has {len(request.tokens)} ids, but a text of this model has at most {limit}; send fewer at once",
+            param="tokens",
+            code="invalid_value",
+        )
+    text = await services.encoder.decode(
+        request.tokens, skip_special_tokens=bool(request.skip_special_tokens), param="tokens"
+    )
+    await exchange.send_json(TextBody(text=text, prompt=text, warnings=warnings or UNSET))

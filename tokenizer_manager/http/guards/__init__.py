@@ -1,0 +1,1 @@
+"""Checks before a handler runs: API keys, hosts, origins, body sizes, request limits."""

@@ -1,0 +1,1 @@
+"""Request and response bodies as typed structs: parsing, field policy, errors."""

@@ -1,0 +1,98 @@
+"""Errors as OpenAI's error objects: `{"error": {"message", "type", "param", "code"}}`, one mapping for all routes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import msgspec
+
+from ....runtime.errors import EngineDeadError, RequestError
+from ...admission.queue_limiter import QueueFullError
+from .json_body import shortened
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGE_CHARS: Final = 2000  # messages name fields and paths, which clients choose
+_MAX_PARAM_CHARS: Final = 200
+POSITION_HEADER: Final = b"x-engine-queue-position"
+_TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error", 404: "invalid_request_error"}
+
+
+class MethodNotAllowedError(RequestError):
+    """The path exists and the method does not.
+
+    Attributes:
+        allowed: what it takes.
+    """
+
+    def __init__(self, message: str, allowed: list[str]) -> None:
+        super().__init__(message, code="method_not_allowed", status=405)
+        self.allowed = allowed
+
+
+class ErrorObject(msgspec.Struct):
+    """What went wrong, for programs and for people."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is not a success, and the data of an error event in a stream."""
+
+    error: ErrorObject
+
+
+class ErrorReply(msgspec.Struct):
+    """An error ready to send."""
+
+    status: int
+    body: ErrorBody
+    headers: list[tuple[bytes, bytes]] = []
+
+
+def reply_to(error: Exception, request_id: str) -> ErrorReply:
+    """The answer to a request whose handler raised `error`; a bug is logged here and told without details."""
+    match error:
+        case RequestError():
+            kind = _TYPE_OF_STATUS.get(
+                error.status, "server_error" if error.status >= 500 else "invalid_request_error"
+            )
+            headers: list[tuple[bytes, bytes]] = []
+            if isinstance(error, QueueFullError):
+                headers = [(b"retry-after", b"%d" % error.retry_after_s)]
+                if error.position is not None:
+                    headers.append((POSITION_HEADER, b"%d" % error.position))
+            if isinstance(error, MethodNotAllowedError):
+                headers = [(b"allow", ", ".join(error.allowed).encode())]
+            if error.status == 401:
+                headers = [(b"www-authenticate", b"Bearer")]
+            return _reply(error.status, error.message, kind, error.param, error.code, headers)
+        case EngineDeadError():
+            return _reply(503, str(error), "server_error", None, "engine_dead", [])
+        case _:
+            logger.error("bug while handling a request request_id=%s", request_id, exc_info=error)
+            message = f"internal error; the server's log has the details under request id {request_id}"
+            return _reply(500, message, "server_error", None, "internal_error", [])
+
+
+def _reply(
+    status: int,
+    message: str,
+    kind: str,
+    param: str | None,
+    code: str | None,
+    headers: list[tuple[bytes, bytes]],
+) -> ErrorReply:
+    if param is not None:
+        param = shortened(_printable(param), _MAX_PARAM_CHARS)
+    message = shortened(_printable(message), _MAX_MESSAGE_CHARS)
+    return ErrorReply(status, ErrorBody(ErrorObject(message, kind, param, code)), headers)
+
+
+def _printable(text: str) -> str:
+    """What is quoted from a request may hold half of a surrogate pair, which has no UTF-8 form."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,188 @@
+"""`FieldPolicy`: what happens to each field of a request, so that nobody is silently ignored.
+
+- honoured: a field of the endpoint's struct;
+- no effect: cannot change the answer; accepted;
+- not yet: would change the answer and is not honoured; refused unless it has a value that asks for nothing;
+- unknown: accepted with a warning in the response, since routers and clients add fields; refused under `--strict`.
+
+The same holds for objects inside a request, under their path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from ....runtime.errors import RequestError
+from .json_body import Body, shortened, show
+
+NotYet = dict[str, tuple[Any, ...]]
+"""Field -> values that ask for nothing; null always does."""
+
+NO_EFFECT: Final = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        # Other engines' ways to say where a result shall stand, for features that are refused or always on here.
+        "cache_prompt",
+        "include_reasoning",
+        "separate_reasoning",
+        "stream_reasoning",
+        "timings_per_token",
+    }
+)
+
+SAMPLING_NOT_YET: Final[NotYet] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "beam_width": (1,),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "early_stopping": (False,),
+    "ebnf": (),
+    "grammar": ("",),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "mirostat": (0,),
+    "regex": (),
+    "repeat_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([], ""),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "xtc_probability": (0,),
+}
+
+CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),  # without functions both ask for nothing
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+COMPLETION_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "suffix": ("",),
+}
+
+
+_MAX_WARNINGS: Final = 16
+_MAX_NAME_CHARS: Final = 100
+
+
+class FieldPolicy:
+    """What one kind of object may hold."""
+
+    def __init__(
+        self,
+        honoured: type[msgspec.Struct],
+        not_yet: NotYet,
+        *,
+        no_effect: Iterable[str] = NO_EFFECT,
+        nested: Mapping[str, FieldPolicy] | None = None,
+    ) -> None:
+        """State the fields.
+
+        Args:
+            honoured: the struct whose fields do something.
+            not_yet: fields that would, and the values of each that ask for nothing.
+            no_effect: fields that cannot change the answer.
+            nested: honoured fields that hold an object, and its policy.
+        """
+        self._honoured = frozenset(field.encode_name for field in msgspec.structs.fields(honoured))
+        self._not_yet = not_yet
+        self._no_effect = frozenset(no_effect)
+        self._nested = nested or {}
+        assert not self._honoured & (self._not_yet.keys() | self._no_effect)
+
+    def check(self, body: Body, *, strict: bool, at: str = "") -> list[str]:
+        """Go through the fields of an object.
+
+        Args:
+            body: the object.
+            strict: refuse what nobody knows.
+            at: path of the object in the request, for errors.
+
+        Returns:
+            warnings for the response.
+
+        Raises:
+            RequestError: a field is refused.
+        """
+        warnings: list[str] = []
+        for field, value in body.items():
+            param = f"{at}.{field}" if at else field
+            if field in self._honoured:
+                if field in self._nested and isinstance(value, dict):
+                    warnings += self._nested[field].check(value, strict=strict, at=param)
+            elif field in self._not_yet:
+                if not self._is_neutral(field, value):
+                    raise RequestError(
+                        f"{param} is {show(value)}, but it is not supported yet and would change the answer; "
+                        f"leave it out",
+                        param=param,
+                        code="unsupported_field",
+                    )
+            elif field not in self._no_effect:
+                name = shortened(param, _MAX_NAME_CHARS)
+                if strict:
+                    raise RequestError(
+                        f"{name} is not a field of this request; leave it out, or run the server without --strict",
+                        param=name,
+                        code="unknown_field",
+                    )
+                warnings.append(f"unknown field {name} was ignored")
+        return first_warnings(warnings)
+
+    def _is_neutral(self, field: str, value: object) -> bool:
+        # `1 == True` in Python, so the type counts where booleans are concerned.
+        return value is None or any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in self._not_yet[field]
+        )
+
+
+def first_warnings(warnings: list[str]) -> list[str]:
+    """As many warnings as somebody reads, and how many more there are."""
+    if len(warnings) <= _MAX_WARNINGS + 1:
+        return warnings
+    return [*warnings[:_MAX_WARNINGS], f"and {len(warnings) - _MAX_WARNINGS} warnings more"]
