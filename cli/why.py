@@ -61,7 +61,7 @@ def why(
 def _ask_file(path: Path, rid: str) -> Explanation:
     """The answer of the last run that knows the request; a crash may have divided its life between two."""
     from ..scheduler.journal.log_file import read_runs
-    from ..scheduler.journal.why import explain
+    from ..scheduler.queries.why import explain
 
     answer: Explanation | None = None
     for run in read_runs(path):

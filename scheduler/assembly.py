@@ -21,16 +21,13 @@ from .admission.reservations import Promises
 from .decodes import Decodes
 from .estimator.base import OutputEstimator
 from .estimator.make import make_estimator
-from .explainer import Explainer
 from .memory.kv_memory import KVMemory
 from .memory.ledger import Ledger
 from .memory.page_allocator import PageAllocator
 from .memory.page_supply import PageSupply
 from .memory.req_to_token_pool import ReqToTokenPool
-from .memory.row_states import RowStates
 from .memory.swap_pool import HostMemory
 from .phases import StepPhases, make_phases
-from .pinner import Pinner
 from .policy.base import Load, PolicyParts, SchedulePolicy
 from .policy.make import make_policy
 from .preemption.chaos import make_chaos
@@ -40,16 +37,19 @@ from .preemption.preemption_mode import make_preemption_mode
 from .prefix_cache.base import NoPrefixCache, PrefixCache
 from .prefix_cache.eviction import make_eviction
 from .prefix_cache.radix_cache import RadixCache
+from .queries.explainer import Explainer
+from .queries.pinner import Pinner
 from .records.decision_log import DecisionLog
+from .records.stats import SchedulerStats
 from .requests.answers import Answers
 from .requests.deadlines import Deadlines
 from .requests.outputs import StopRules
 from .requests.requests import Requests
+from .requests.row_states import RowStates
 from .results import ResultSettler
 from .speculation.multi_step import Bursts
 from .speculation.speculation import Speculation, make_speculation
 from .stall import StallSentinel
-from .stats import SchedulerStats
 from .step_size.step_caps import StepCaps
 from .step_size.step_limits import StepLimits
 from .step_size.step_target import make_step_target

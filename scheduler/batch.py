@@ -13,12 +13,12 @@ import numpy as np
 from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
 from .admission.prefill_adder import Chunk
 from .arrays import BoolArray, IntArray
+from .drafts import NO_DRAFTS, Drafts
 from .memory.kv_memory import KVMemory
 from .memory.req_to_token_pool import ReqToTokenPool
-from .memory.row_states import RowStates
 from .memory.swap_pool import HostMemory
 from .requests.req import Req
-from .speculation.drafts import NO_DRAFTS, Drafts
+from .requests.row_states import RowStates
 
 
 class ScheduleBatch:

@@ -10,7 +10,6 @@ from ..runtime.messages import Finish, FinishKind
 from .arrays import EMPTY, IntArray
 from .estimator.base import OutputEstimator
 from .memory.kv_memory import KVMemory
-from .memory.row_states import RowStates
 from .policy.base import SchedulePolicy
 from .preemption.chaos import Chaos
 from .preemption.preemption import Preemption
@@ -19,6 +18,7 @@ from .records.decision_log import PassRecord
 from .requests.answers import Answers
 from .requests.req import Req
 from .requests.requests import Requests
+from .requests.row_states import RowStates
 
 logger = logging.getLogger(__name__)
 

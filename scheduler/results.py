@@ -11,16 +11,16 @@ from .batch import ScheduleBatch
 from .estimator.base import OutputEstimator
 from .memory.kv_memory import KVMemory
 from .memory.req_to_token_pool import ReqToTokenPool
-from .memory.row_states import RowStates
 from .policy.base import SchedulePolicy
 from .preemption.out_of_memory import OutOfMemory
 from .preemption.preemption_mode import PreemptionMode
+from .records.stats import SchedulerStats
 from .requests.outputs import StopRules, output_row
 from .requests.req import Req
 from .requests.requests import Requests
+from .requests.row_states import RowStates
 from .speculation.multi_step import Bursts
 from .speculation.speculation import Speculation
-from .stats import SchedulerStats
 from .step_size.step_caps import StepCaps
 from .step_size.step_target import StepTarget
 

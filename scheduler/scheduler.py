@@ -42,9 +42,9 @@ from .assembly import assemble
 from .batch import ScheduleBatch
 from .memory.ledger import LedgerError
 from .phases import Work
+from .queries.request_list import list_requests
 from .records.decision_log import Arrived, DecisionLog, PassRecord, Settled
 from .records.verdict import AddReqResult
-from .request_list import list_requests
 from .requests.intake import reason_to_refuse
 from .requests.outputs import text_options
 from .requests.req import Req

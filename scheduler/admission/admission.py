@@ -9,9 +9,9 @@ from ..arrays import IntArray
 from ..estimator.base import OutputEstimator
 from ..memory.req_to_token_pool import ReqToTokenPool
 from ..records.decision_log import PassRecord
+from ..records.stats import SchedulerStats
 from ..records.verdict import Reason, Verdict
 from ..requests.req import Req, ReqStatus
-from ..stats import SchedulerStats
 from ..step_size.partial_prefills import PartialPrefills
 from ..step_size.step_caps import StepCaps
 from ..step_size.step_limits import StepLimits

@@ -10,7 +10,6 @@ from itertools import chain
 import numpy as np
 
 from ..memory.kv_memory import KVMemory
-from ..memory.row_states import RowStates
 from ..memory.swap_pool import HostMemory
 from ..policy.base import MAX_OVERTAKEN, SchedulePolicy
 from ..preemption.preemption import Preemption
@@ -19,6 +18,7 @@ from ..records.decision_log import PassRecord
 from ..records.verdict import AddReqResult, Reason, Verdict
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
+from ..requests.row_states import RowStates
 from .constraints import Constraint, first_refusal
 from .parallel_samples import Siblings
 from .prefill_adder import PrefillAdder

@@ -6,8 +6,8 @@ the beginning of one answer, is copied for each of the others when they start (`
 
 from __future__ import annotations
 
-from ..memory.row_states import RowStates
 from ..requests.req import Req
+from ..requests.row_states import RowStates
 
 
 class Siblings:

@@ -6,9 +6,9 @@ import numpy as np
 
 from ..arrays import IntArray
 from ..estimator.base import OutputEstimator
-from ..memory.row_states import RowStates
 from ..requests.req import Req
 from ..requests.requests import Requests
+from ..requests.row_states import RowStates
 from ..step_size.partial_prefills import promised_tokens
 
 

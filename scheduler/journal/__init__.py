@@ -1,1 +1,1 @@
-"""The decision log on disk and in shared memory, its replay, and `engine why`."""
+"""The decision log on disk and in shared memory, and its replay."""

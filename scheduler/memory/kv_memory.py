@@ -26,9 +26,9 @@ from ..prefix_cache.prefix import Prefix
 from ..records.cache_miss import CacheMiss, MissKind
 from ..records.decision_log import PageCounts
 from ..requests.req import Req, ReqStatus
+from ..requests.row_states import RowStates
 from .page_supply import PageSupply
 from .req_to_token_pool import ReqToTokenPool
-from .row_states import RowStates
 from .swap_pool import HostMemory
 
 MAX_LOOKUPS: Final = 16

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..memory.kv_memory import KVMemory
-from ..memory.row_states import RowStates
 from ..memory.swap_pool import HostMemory
 from ..records.decision_log import PassRecord, Retraction
+from ..records.stats import SchedulerStats
 from ..requests.req import Req
 from ..requests.requests import Requests
-from ..stats import SchedulerStats
+from ..requests.row_states import RowStates
 from .preemption_mode import PreemptionMode
 
 Cause = Literal["memory", "priority", "device memory", "chaos"]

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..arrays import IntArray
 from ..memory.kv_memory import KVMemory
-from ..memory.row_states import RowStates
 from ..requests.req import Req
+from ..requests.row_states import RowStates
 from ..requests.running_batch import RunningBatch
 
 

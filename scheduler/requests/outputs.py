@@ -7,8 +7,8 @@ import numpy as np
 from ...runtime.messages import Finish, FinishKind, Logprobs, TextOptions, TokenOutput
 from ...runtime.sampling_params import SamplingParams
 from ..arrays import BoolArray, IntArray
-from ..memory.row_states import RowStates
 from .req import Req
+from .row_states import RowStates
 
 _NO_LOGPROBS = Logprobs(b"")
 

@@ -34,14 +34,14 @@ from typing import Final
 import numpy as np
 
 from ..batch import ScheduleBatch
+from ..drafts import Drafts
 from ..memory.kv_memory import KVMemory
 from ..memory.req_to_token_pool import ReqToTokenPool
-from ..memory.row_states import RowStates
 from ..phases import Work
 from ..requests.outputs import StopRules
 from ..requests.requests import Requests
+from ..requests.row_states import RowStates
 from ..step_size.step_caps import StepCaps
-from .drafts import Drafts
 
 MAX_ROUNDS: Final = 8
 """Beyond that hardly anything is saved, and at the end of an answer up to so many tokens come late."""

@@ -40,14 +40,14 @@ import numpy as np
 from ...runtime.config.engine_config import SchedulerConfig
 from ...runtime.feasibility import pages_for
 from ...runtime.sampling_params import SamplingParams
+from ..drafts import NO_DRAFTS, Drafts, drafts_of
 from ..memory.kv_memory import KVMemory
 from ..memory.req_to_token_pool import ReqToTokenPool
-from ..memory.row_states import RowStates
 from ..phases import Work
 from ..requests.req import Req
+from ..requests.row_states import RowStates
 from ..step_size.step_caps import StepCaps
 from ..step_size.step_limits import StepLimits
-from .drafts import NO_DRAFTS, Drafts, drafts_of
 from .ngram_proposer import HitRates, NgramProposer
 from .step_costs import MAX_TOKENS, StepCosts
 

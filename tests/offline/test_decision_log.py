@@ -11,7 +11,7 @@ import pytest
 from engine import LLM, ConfigError, SamplingParams
 from engine.scheduler.journal.log_file import Input, read_runs
 from engine.scheduler.journal.replay import replay
-from engine.scheduler.journal.why import explain
+from engine.scheduler.queries.why import explain
 from engine.scheduler.records.decision_log import PassRecord
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "page_size": 4}

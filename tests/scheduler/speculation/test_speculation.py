@@ -14,7 +14,7 @@ import pytest
 from engine.runtime.messages import FinishKind, GrammarReady
 from engine.runtime.step_plan import StepPlan
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.journal.why import explain
+from engine.scheduler.queries.why import explain
 from engine.scheduler.records.decision_log import PassRecord
 from engine.scheduler.speculation.ngram_proposer import NgramProposer
 from tests.scheduler.fake_runner import expected_output, ints

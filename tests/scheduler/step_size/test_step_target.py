@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.step_plan import ForwardMode, StepPlan
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.journal.why import explain
+from engine.scheduler.queries.why import explain
 from engine.scheduler.records.decision_log import PassRecord
 from engine.scheduler.records.verdict import AddReqResult, Reason
 from engine.scheduler.step_size.prompt_time import PromptTime, StepTime

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import BoolArray, IntArray
-from ..requests.req import Req
+from .req import Req
 
 
 class RowStates:

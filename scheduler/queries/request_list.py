@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, islice
 
-from ..runtime.messages import ListRequests, LiveRequest, RequestList
-from .records.decision_log import DecisionLog, PassRecord
-from .records.verdict import Reason, Verdict
-from .requests.req import Req, ReqStatus
-from .requests.requests import Requests
-from .step_size.prompt_time import UNLIMITED
+from ...runtime.messages import ListRequests, LiveRequest, RequestList
+from ..records.decision_log import DecisionLog, PassRecord
+from ..records.verdict import Reason, Verdict
+from ..requests.req import Req, ReqStatus
+from ..requests.requests import Requests
+from ..step_size.prompt_time import UNLIMITED
 
 
 def list_requests(

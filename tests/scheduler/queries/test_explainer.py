@@ -1,4 +1,4 @@
-"""Tests of `scheduler/explainer.py`: what clients are told, and what they are not."""
+"""Tests of `scheduler/queries/explainer.py`: what clients are told, and what they are not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import Explain, Explanation
-from engine.scheduler.journal.why import explain
+from engine.scheduler.queries.why import explain
 from engine.scheduler.records.cache_miss import MissKind
 from engine.scheduler.records.decision_log import Arrived, DecisionLog
 from engine.scheduler.scheduler import Scheduler

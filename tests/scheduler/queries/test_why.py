@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.messages import FinishKind, GrammarReady
-from engine.scheduler.journal.why import COLUMNS, MAX_ROWS, explain
+from engine.scheduler.queries.why import COLUMNS, MAX_ROWS, explain
 from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import (
     Arrived,

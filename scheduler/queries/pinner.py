@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..runtime.messages import PinDone, PinPrefix
-from .arrays import TOKEN_ID_BYTES
-from .memory.kv_memory import KVMemory
-from .prefix_cache.base import namespace_of
+from ...runtime.messages import PinDone, PinPrefix
+from ..arrays import TOKEN_ID_BYTES
+from ..memory.kv_memory import KVMemory
+from ..prefix_cache.base import namespace_of
 
 
 class Pinner:

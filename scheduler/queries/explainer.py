@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
-from ..runtime.messages import Explain, Explanation, first_rid
-from .journal.request_story import Beginning
-from .journal.why import explain
-from .records.decision_log import Arrived, DecisionLog, Settled
-from .requests.req import Req, ReqStatus
+from ...runtime.messages import Explain, Explanation, first_rid
+from ..records.decision_log import Arrived, DecisionLog, Settled
+from ..requests.req import Req, ReqStatus
+from .request_story import Beginning
+from .why import explain
 
 _ADVICE: Final = (
     "; the file of --decision-log, where the server has one, keeps all of them (`engine why --log FILE`)"
