@@ -11,7 +11,7 @@ import msgspec
 
 from ..runtime.child.child import Child
 from ..runtime.feasibility import capacity_of
-from ..runtime.rank_messages import RankInput
+from ..runtime.step_plan import RankInput
 from ..runtime.transport.cluster_ipc import PLANS, ClusterClient
 from ..runtime.transport.cluster_key import load_cluster_key
 from ..runtime.transport.ipc import Inbox

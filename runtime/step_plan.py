@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from .messages import Logprobs, Record
+from .messages import Logprobs, Message, Record
 from .sampling_params import SamplingParams
 
 MAX_DRAFT_STEP_TOKENS: Final = 64
@@ -196,3 +196,12 @@ class Runner(Protocol):
                 devices that are done with a round when its launch returns can make one.
         """
         ...
+
+
+class LaunchStep(Message, frozen=True):
+    """Execute this step, after all that were sent before; rank 0 does the same. Nothing is answered."""
+
+    plan: StepPlan
+
+
+RankInput = LaunchStep

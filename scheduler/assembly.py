@@ -41,9 +41,8 @@ from .queries.explainer import Explainer
 from .queries.pinner import Pinner
 from .records.decision_log import DecisionLog
 from .records.stats import SchedulerStats
-from .requests.answers import Answers
 from .requests.deadlines import Deadlines
-from .requests.outputs import StopRules
+from .requests.outputs import Answers, StopRules
 from .requests.requests import Requests
 from .requests.row_states import RowStates
 from .results import ResultSettler

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
-from .admission.prefill_adder import Chunk
 from .arrays import BoolArray, IntArray
 from .drafts import NO_DRAFTS, Drafts
 from .memory.kv_memory import KVMemory
 from .memory.req_to_token_pool import ReqToTokenPool
 from .memory.swap_pool import HostMemory
+from .requests.chunk import Chunk
 from .requests.req import Req
 from .requests.row_states import RowStates
 

@@ -15,7 +15,7 @@ from .preemption.chaos import Chaos
 from .preemption.preemption import Preemption
 from .preemption.retraction import make_room
 from .records.decision_log import PassRecord
-from .requests.answers import Answers
+from .requests.outputs import Answers
 from .requests.req import Req
 from .requests.requests import Requests
 from .requests.row_states import RowStates

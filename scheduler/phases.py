@@ -6,12 +6,12 @@ from typing import NamedTuple, Protocol
 
 from ..runtime.config.engine_config import SchedulerConfig
 from .admission.admission import Admission
-from .admission.prefill_adder import Chunk
 from .arrays import EMPTY, IntArray
 from .decodes import Decodes, still_decoding
 from .preemption.out_of_memory import OutOfMemory
 from .records.decision_log import PassRecord
 from .records.verdict import Reason
+from .requests.chunk import Chunk
 from .requests.req import Req
 from .requests.requests import Requests
 

@@ -14,8 +14,7 @@ from .ranked_runner import WaitingPending
 
 if TYPE_CHECKING:
     from ...runtime.child.child import Child
-    from ...runtime.rank_messages import RankInput
-    from ...runtime.step_plan import Pending, Runner
+    from ...runtime.step_plan import Pending, RankInput, Runner
     from ...runtime.transport.cluster_ipc import ClusterClient
     from ...runtime.transport.ipc import Inbox
     from .tp_group import TPGroup

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from ...runtime.errors import RankLostError
-from ...runtime.rank_messages import LaunchStep, RankInput
-from ...runtime.step_plan import to_the_end
+from ...runtime.step_plan import LaunchStep, RankInput, to_the_end
 from ...runtime.transport.cluster_ipc import PLANS, ClusterServer
 from ...runtime.transport.cluster_key import load_cluster_key
 from ...runtime.transport.ipc import FanOutbox

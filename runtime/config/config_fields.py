@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
-from .aliases import Alias
 from .engine_config import DERIVED, EngineConfig
+from .setting_declaration import Alias
 
 AUTO = "auto"
 SECRETS = frozenset({"api_key", "admin_api_key"})  # never printed, never logged

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
-from .aliases import Alias
-from .setting_checks import check_at_least, check_finite
+from .setting_declaration import Alias, check_at_least, check_finite
 
 AttentionBackendName = Literal["fa3", "triton", "native", "torch_native"]
 ATTENTION_BACKENDS: Final[tuple[AttentionBackendName, ...]] = ("fa3", "triton", "native", "torch_native")

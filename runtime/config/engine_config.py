@@ -14,12 +14,11 @@ from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
 from ..model_files.quantization import Quantization
-from .aliases import Alias
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
 from .request_limits import RequestLimits
 from .server_config import OverloadMode, ServerConfig
-from .setting_checks import check_at_least, check_finite
+from .setting_declaration import Alias, check_at_least, check_finite
 
 Auto = Literal["auto"]
 DType = Literal["auto", "bfloat16", "float32"]

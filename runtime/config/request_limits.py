@@ -16,7 +16,7 @@ from ..sampling_params import (
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
 )
-from .setting_checks import check_at_least
+from .setting_declaration import check_at_least
 
 _MOST: Final = {
     "max_stop_strings": MAX_STOP_STRINGS,

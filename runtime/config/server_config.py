@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
-from .setting_checks import check_at_least, check_finite
+from .setting_declaration import check_at_least, check_finite
 
 OverloadMode = Literal["refuse", "queue"]
 

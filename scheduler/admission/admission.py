@@ -11,6 +11,7 @@ from ..memory.req_to_token_pool import ReqToTokenPool
 from ..records.decision_log import PassRecord
 from ..records.stats import SchedulerStats
 from ..records.verdict import Reason, Verdict
+from ..requests.chunk import Chunk
 from ..requests.req import Req, ReqStatus
 from ..step_size.partial_prefills import PartialPrefills
 from ..step_size.step_caps import StepCaps
@@ -18,7 +19,7 @@ from ..step_size.step_limits import StepLimits
 from ..step_size.step_target import StepTarget
 from .admission_pass import AdmissionParts, AdmissionPass
 from .budget import PrefillBudget
-from .prefill_adder import Chunk, PrefillAdder
+from .prefill_adder import PrefillAdder
 from .prefix_dedup import SharedPrefixes
 
 _MAX_AGED = 256

@@ -11,12 +11,12 @@ import numpy as np
 
 from ..memory.kv_memory import KVMemory
 from ..memory.swap_pool import HostMemory
-from ..policy.base import MAX_OVERTAKEN, SchedulePolicy
+from ..policy.base import SchedulePolicy
 from ..preemption.preemption import Preemption
-from ..prefix_cache.prefix import Prefix
+from ..prefix_cache.base import Prefix
 from ..records.decision_log import PassRecord
 from ..records.verdict import AddReqResult, Reason, Verdict
-from ..requests.req import Req, ReqStatus
+from ..requests.req import MAX_OVERTAKEN, Req, ReqStatus
 from ..requests.requests import Requests
 from ..requests.row_states import RowStates
 from .constraints import Constraint, first_refusal

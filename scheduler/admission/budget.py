@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
 
+from ..records.pass_figures import BudgetState
 from ..step_size.prompt_time import UNLIMITED, PromptTime
-
-CLIP_MAX_NEW_TOKENS: Final = 4096
-"""At most so many future tokens are expected of one request: an estimate for admission, never a limit on the output."""
-
-
-class BudgetState(NamedTuple):
-    """The four figures at one moment, for the decision log; tokens."""
-
-    rem_total_tokens: int
-    cur_rem_tokens: int
-    rem_input_tokens: int
-    rem_chunk_tokens: int
 
 
 class PrefillBudget:

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from ..policy.base import MAX_OVERTAKEN
 from ..records.verdict import AddReqResult, Reason, Verdict
-from ..requests.req import Req, ReqStatus
+from ..requests.req import MAX_OVERTAKEN, Req, ReqStatus
 
 _WAITING: Final = (ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.SWAPPED)
 

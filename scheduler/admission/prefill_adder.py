@@ -7,34 +7,15 @@ are in place, so that making room for one cannot evict the prefix of the next.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ...runtime.feasibility import pages_for
 from ..estimator.base import OutputEstimator
 from ..memory.kv_memory import KVMemory
-from ..prefix_cache.prefix import Prefix
+from ..prefix_cache.base import Prefix
 from ..records.verdict import AddReqResult, Reason, Verdict
+from ..requests.chunk import Chunk
 from ..requests.req import Req, ReqStatus
 from ..step_size.partial_prefills import PartialPrefills
 from .budget import PrefillBudget
-
-
-class Chunk(NamedTuple):
-    """A run of prompt tokens that the step computes.
-
-    Attributes:
-        req: whose.
-        start: position of the first token.
-        length: how many.
-        is_first: the request was admitted in this pass.
-        is_last: the prompt ends here, a token is sampled.
-    """
-
-    req: Req
-    start: int
-    length: int
-    is_first: bool
-    is_last: bool
 
 
 class PrefillAdder:

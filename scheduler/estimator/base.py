@@ -7,12 +7,16 @@ estimate is never a limit: whoever generates more than expected gets its pages a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ..arrays import BoolArray, IntArray
 
 if TYPE_CHECKING:
     from ..requests.req import Req
+
+
+CLIP_MAX_NEW_TOKENS: Final = 4096
+"""Upper bound on the future tokens that an estimate counts for one request; never a limit on the output."""
 
 
 class OutputEstimator(Protocol):

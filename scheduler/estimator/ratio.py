@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..admission.budget import CLIP_MAX_NEW_TOKENS
 from ..arrays import BoolArray, IntArray
+from .base import CLIP_MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     from ..requests.req import Req

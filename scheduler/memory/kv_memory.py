@@ -21,8 +21,7 @@ import numpy as np
 
 from ...runtime.feasibility import pages_for
 from ..arrays import IntArray
-from ..prefix_cache.base import PrefixCache, PrefixMatch
-from ..prefix_cache.prefix import Prefix
+from ..prefix_cache.base import Prefix, PrefixCache, PrefixMatch
 from ..records.cache_miss import CacheMiss, MissKind
 from ..records.decision_log import PageCounts
 from ..requests.req import Req, ReqStatus

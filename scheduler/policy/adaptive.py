@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...runtime.messages import FinishKind
-from ..admission.prefill_adder import Chunk
+from ..requests.chunk import Chunk
 from ..requests.req import Req
 from ..requests.waiting_queue import WaitingQueue
 from .base import Load, PolicyParts, SchedulePolicy

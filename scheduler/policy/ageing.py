@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from ..requests.req import Req
+from ..requests.req import MAX_OVERTAKEN, Req
 from ..requests.waiting_queue import WaitingQueue
-from .base import MAX_OVERTAKEN
 
 MAX_PASSED: Final = 256
 """The search passes over so many requests that were not overtaken; `Admission` counts it for as many."""

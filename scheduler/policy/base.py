@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 from ...runtime.messages import FinishKind
-from ..admission.prefill_adder import Chunk
 from ..prefix_cache.base import PrefixMatch
 from ..records.verdict import Reason
+from ..requests.chunk import Chunk
 from ..requests.req import Req
 from ..requests.waiting_queue import WaitingQueue
-
-MAX_OVERTAKEN: Final = 32
-"""Ageing: who was overtaken in so many passes is overtaken no more (see `overtaken_first`)."""
 
 MAX_SORTED: Final = 128
 """Above so many waiting requests, looking them all up costs more than a good order gains: first come, first served."""

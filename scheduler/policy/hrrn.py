@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...runtime.messages import FinishKind
-from ..admission.prefill_adder import Chunk
 from ..prefix_cache.base import PrefixMatch
+from ..requests.chunk import Chunk
 from ..requests.req import Req
 from ..requests.waiting_queue import WaitingQueue
 from .ageing import overtaken_first

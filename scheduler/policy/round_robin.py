@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ...runtime.messages import FinishKind
-from ..admission.prefill_adder import Chunk
+from ..requests.chunk import Chunk
 from ..requests.req import Req
 from ..requests.waiting_queue import WaitingQueue
 from .base import SchedulePolicy

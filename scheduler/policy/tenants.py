@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..admission.prefill_adder import Chunk
+from ..requests.chunk import Chunk
 from ..requests.req import Req
 from .ordered_index import OrderedIndex
 

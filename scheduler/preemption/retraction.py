@@ -13,8 +13,8 @@ import numpy as np
 from ..arrays import IntArray
 from ..memory.kv_memory import KVMemory
 from ..requests.req import Req
+from ..requests.requests import RunningBatch
 from ..requests.row_states import RowStates
-from ..requests.running_batch import RunningBatch
 
 
 class Room(NamedTuple):

@@ -18,9 +18,8 @@ import msgspec
 
 from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode
-from ..admission.budget import BudgetState
-from ..step_size.prompt_time import StepTime
 from .cache_miss import CacheMiss
+from .pass_figures import BudgetState, StepTime
 from .verdict import Reason, Verdict
 
 KEPT_RECORDS: Final = 8192

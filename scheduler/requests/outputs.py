@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...runtime.messages import Finish, FinishKind, Logprobs, TextOptions, TokenOutput
+from ...runtime.messages import (
+    BatchTokenOutput,
+    DetokenizerInput,
+    Finish,
+    FinishKind,
+    Logprobs,
+    TextOptions,
+    TokenOutput,
+)
 from ...runtime.sampling_params import SamplingParams
 from ..arrays import BoolArray, IntArray
 from .req import Req
@@ -51,6 +59,29 @@ class StopRules:
         if req.output_len >= req.max_new_tokens:
             return Finish(FinishKind.LENGTH)
         return None
+
+
+class Answers:
+    """Messages to the detokenizer, in order, until the event loop takes them."""
+
+    __slots__ = ("_messages",)
+
+    def __init__(self) -> None:
+        self._messages: list[DetokenizerInput] = []
+
+    def rows(self, rows: list[TokenOutput]) -> None:
+        """News of requests, at most one row of each."""
+        if rows:
+            self._messages.append(BatchTokenOutput(rows))
+
+    def message(self, message: DetokenizerInput) -> None:
+        """Anything else."""
+        self._messages.append(message)
+
+    def take(self) -> list[DetokenizerInput]:
+        """Everything since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
 
 
 def output_row(

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ..prefix_cache.base import Lease, PrefixMatch
 
 
+MAX_OVERTAKEN: Final = 32
+"""Ageing: after this many passes in which later requests were admitted, a request blocks their admission."""
+
+
 class ReqStatus(enum.Enum):
     """Where a request is: PREFILL and DECODE with a row and pages, FINISHED nowhere, else in a queue.
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
 
-from ...runtime.messages import Finish, GenerateRequest, Logprobs, TokenOutput
-from ..memory.kv_memory import KVMemory
-from ..policy.base import SchedulePolicy
+from ...runtime.messages import Finish, FinishKind, GenerateRequest, Logprobs, TokenOutput
+from ..arrays import EMPTY, BoolArray, IntArray
 from ..records.decision_log import Left
 from .outputs import output_row
 from .req import Req, ReqStatus
-from .running_batch import RunningBatch
-from .waiting_queue import WaitingQueue
+from .waiting_queue import QueueObserver, WaitingQueue
 
 _BY_ARRIVAL: Final = operator.attrgetter("seq")
 
@@ -31,6 +30,55 @@ class RowObserver(Protocol):
     def stopped(self, req: Req) -> None:
         """It lost its row: it has ended, or lost its place."""
         ...
+
+
+class RequestMemory(Protocol):
+    """The KV memory, where it concerns a request that ends."""
+
+    def release(self, req: Req, *, keep: bool) -> None:
+        """Free the row and pages of a request; with `keep`, offer computed pages to the prefix cache."""
+        ...
+
+    def drop_host_pages(self, req: Req) -> None:
+        """Free the host pages of a swapped request."""
+        ...
+
+
+class PolicyHooks(QueueObserver, Protocol):
+    """The policy, where it concerns the sets of requests."""
+
+    def finished(self, req: Req, kind: FinishKind) -> None:
+        """A request has ended."""
+        ...
+
+
+class RunningBatch:
+    """An ordered set of requests with rows.
+
+    Attributes:
+        rows: [B] their pool rows.
+        reqs: the same requests. Both are replaced, never changed, so that a batch in flight can keep them.
+    """
+
+    __slots__ = ("reqs", "rows")
+
+    def __init__(self) -> None:
+        self.rows: IntArray = EMPTY
+        self.reqs: list[Req] = []
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def add(self, reqs: list[Req]) -> None:
+        """Append requests that begin to decode."""
+        if reqs:
+            self.rows = np.concatenate([self.rows, np.array([req.row for req in reqs], dtype=np.int32)])
+            self.reqs = self.reqs + reqs
+
+    def keep(self, mask: BoolArray) -> None:
+        """Drop all requests with a False."""
+        self.rows = self.rows[mask]
+        self.reqs = list(itertools.compress(self.reqs, mask.tolist()))
 
 
 class Requests:
@@ -59,7 +107,7 @@ class Requests:
         "waiting",
     )
 
-    def __init__(self, kv: KVMemory, policy: SchedulePolicy, observers: Sequence[RowObserver] = ()) -> None:
+    def __init__(self, kv: RequestMemory, policy: PolicyHooks, observers: Sequence[RowObserver] = ()) -> None:
         self._kv = kv
         self._policy = policy
         self._observers = observers

@@ -48,8 +48,9 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from ..batch import ScheduleBatch
+from ..records.pass_figures import StepTime
 from .online_fit import OnlineFit
-from .prompt_time import PromptTime, StepTime
+from .prompt_time import PromptTime
 from .step_work import work_of
 
 MAX_PASSES: Final = 16

@@ -4,8 +4,8 @@ import pytest
 
 from engine.runtime.feasibility import fits, max_new_tokens_for
 from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
-from engine.scheduler.policy.base import MAX_OVERTAKEN
 from engine.scheduler.records.verdict import AddReqResult
+from engine.scheduler.requests.req import MAX_OVERTAKEN
 
 from .harness import extend_lens
 

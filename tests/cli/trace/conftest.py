@@ -18,7 +18,6 @@ from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import FinishKind
 from engine.runtime.step_plan import ForwardMode
-from engine.scheduler.admission.budget import BudgetState
 from engine.scheduler.journal.log_file import Header
 from engine.scheduler.journal.log_writer import LogWriter
 from engine.scheduler.records.cache_miss import CacheMiss, MissKind
@@ -31,6 +30,7 @@ from engine.scheduler.records.decision_log import (
     Retraction,
     Settled,
 )
+from engine.scheduler.records.pass_figures import BudgetState
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
 LOOK_AHEAD = 6

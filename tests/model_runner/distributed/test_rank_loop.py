@@ -11,8 +11,15 @@ import pytest
 
 from engine.model_runner.distributed.rank_loop import RankLoop
 from engine.model_runner.distributed.ranked_runner import RankedRunner
-from engine.runtime.rank_messages import LaunchStep, RankInput
-from engine.runtime.step_plan import ForwardMode, GoOn, StepPlan, StepResult, to_the_end
+from engine.runtime.step_plan import (
+    ForwardMode,
+    GoOn,
+    LaunchStep,
+    RankInput,
+    StepPlan,
+    StepResult,
+    to_the_end,
+)
 
 
 class Journal:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.messages import FinishKind, GrammarReady
-from engine.scheduler.policy.base import MAX_OVERTAKEN
 from engine.scheduler.records.verdict import AddReqResult, Reason
+from engine.scheduler.requests.req import MAX_OVERTAKEN
 from tests.scheduler.harness import Harness
 
 

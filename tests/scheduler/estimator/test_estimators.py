@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runtime.config.engine_config import SchedulerConfig
-from engine.scheduler.admission.budget import CLIP_MAX_NEW_TOKENS
 from engine.scheduler.arrays import IntArray
-from engine.scheduler.estimator.base import OutputEstimator
+from engine.scheduler.estimator.base import CLIP_MAX_NEW_TOKENS, OutputEstimator
 from engine.scheduler.estimator.beta import GROW_AT, WINDOW, BetaReservation
 from engine.scheduler.estimator.full import FullReservation
 from engine.scheduler.estimator.make import make_estimator

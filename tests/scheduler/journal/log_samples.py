@@ -11,13 +11,12 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import AbortRequest, FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode
-from engine.scheduler.admission.budget import BudgetState
 from engine.scheduler.journal.log_file import Header, Idle, Input, LogRecord, Planning
 from engine.scheduler.journal.log_writer import header_of
 from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import Arrived, Left, PageCounts, PassRecord, Retraction, Settled
+from engine.scheduler.records.pass_figures import BudgetState, StepTime
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
-from engine.scheduler.step_size.prompt_time import StepTime
 
 
 def sample_header() -> Header:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig
-from engine.runtime.config.setting_checks import MAX_INT
+from engine.runtime.config.setting_declaration import MAX_INT
 from engine.runtime.errors import ConfigError
 from engine.scheduler.journal.log_file import MAX_RECORD_BYTES, Idle, LogRecord, read_runs
 from engine.scheduler.journal.log_writer import LogWriter, header_of

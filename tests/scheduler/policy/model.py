@@ -14,12 +14,12 @@ from typing import Any
 from engine.runtime.config.engine_config import SchedulerConfig
 from engine.runtime.messages import FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
-from engine.scheduler.admission.prefill_adder import Chunk
 from engine.scheduler.arrays import TOKEN_ID_BYTES
 from engine.scheduler.policy.base import Load, PolicyParts
 from engine.scheduler.policy.make import make_policy
 from engine.scheduler.prefix_cache.base import Lease, PrefixMatch
 from engine.scheduler.records.verdict import Reason
+from engine.scheduler.requests.chunk import Chunk
 from engine.scheduler.requests.req import Req, ReqStatus
 from engine.scheduler.requests.waiting_queue import WaitingQueue
 

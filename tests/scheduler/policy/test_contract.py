@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.config.engine_config import SchedulePolicyName
-from engine.scheduler.policy.base import MAX_OVERTAKEN
+from engine.scheduler.requests.req import MAX_OVERTAKEN
 
 from .model import Model, TreeNode, make_req
 

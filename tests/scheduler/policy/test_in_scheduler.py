@@ -5,8 +5,9 @@ from typing import get_args
 import pytest
 
 from engine.runtime.config.engine_config import SchedulePolicyName
-from engine.scheduler.policy.base import MAX_OVERTAKEN, MAX_SORTED
+from engine.scheduler.policy.base import MAX_SORTED
 from engine.scheduler.records.verdict import AddReqResult, Reason
+from engine.scheduler.requests.req import MAX_OVERTAKEN
 
 from ..harness import Harness
 

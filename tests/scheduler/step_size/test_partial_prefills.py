@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from engine.runtime.config.engine_config import SchedulerConfig
-from engine.scheduler.admission.prefill_adder import Chunk, PrefillAdder
+from engine.scheduler.admission.prefill_adder import PrefillAdder
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.requests.chunk import Chunk
 from engine.scheduler.requests.req import Req
 from engine.scheduler.step_size.partial_prefills import PartialLimits, PartialPrefills, promised_tokens
 from tests.scheduler.admission.prefill_pass import (

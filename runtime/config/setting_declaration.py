@@ -1,14 +1,36 @@
-"""Ranges of settings: each check raises a `ConfigError` that says value and rule."""
+"""What the declaration of a setting uses: `Alias`, another engine's name for it, and range checks.
+
+An alias stands in the annotation, `Annotated[int, "help", Alias("max_num_seqs")]`, and is accepted wherever the
+setting's own name is: flag, YAML file, `LLM(...)`. A name with another meaning is no alias: vLLM's
+`gpu_memory_utilization` and SGLang's `mem_fraction_static` are shares of the whole memory, weights included, and
+`mem_fraction` is a share of what remains after the weights.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from ..errors import ConfigError
 
 MAX_INT: Final = 2**63 - 1
 """The largest whole number of a setting: what the decision log, and a tensor, can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another name of a setting.
+
+    Attributes:
+        name: as a field's, with underscores.
+        switch: for a name that is on or off where the setting is not: what true, and maybe false, stands for; None for
+            a name that takes the setting's own values.
+    """
+
+    name: str
+    switch: Mapping[bool, object] | None = None
 
 
 def check_finite(name: str, value: float, low: float, *, open_end: bool) -> None:
