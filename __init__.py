@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .runtime.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .offline.llm import LLM as LLM
     from .runtime.config.engine_config import EngineConfig as EngineConfig
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from .runtime.errors import EngineError as EngineError
     from .runtime.errors import RequestError as RequestError
     from .runtime.sampling_params import SamplingParams as SamplingParams
-
-__version__ = "0.1.0"
 
 _HOME_OF = {
     "LLM": ".offline.llm",

@@ -17,8 +17,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from .. import __version__
 from ..runtime.errors import ConfigError, EngineError, RequestError
+from ..runtime.version import __version__
 from .options import CONTEXT_SETTINGS
 
 PROG_NAME: Final = "engine"

@@ -101,7 +101,7 @@ def _replay_all(path: Path) -> int:
 
 
 def _print_header(console: Any, number: int, header: Header) -> None:
-    from .. import __version__
+    from ..runtime.version import __version__
 
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall_s))
     settings = header.scheduler_config()  # with the defaults of settings that are younger than the run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
-from ..runtime.resolve.memory_budget import KV_SCALE_BYTES
+from ..runtime.kv_size import KV_SCALE_BYTES
 from .attention.backend import gathered_token_bytes
 from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend

@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from ..runtime.errors import ConfigError
+from ..runtime.kv_size import kv_dtype_of
 from ..runtime.resolve.measured_pool import fit_pool
-from ..runtime.resolve.memory_budget import kv_dtype_of
 from ..runtime.resolve.pool_size import largest_step_of
 from ..runtime.resolve.rank_spec import rank_spec
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS

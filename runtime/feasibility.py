@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .config.engine_config import EngineConfig
+from .kv_size import GIB, kv_dtype_of, kv_token_bytes
 from .messages import Record
-from .resolve.memory_budget import GIB, kv_dtype_of, kv_token_bytes
 
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec

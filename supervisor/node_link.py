@@ -21,7 +21,6 @@ from typing import Final, NamedTuple
 import msgspec
 import zmq
 
-from .. import __version__
 from ..runtime.child.control import ForAll
 from ..runtime.config.device_config import ParallelConfig
 from ..runtime.config.engine_config import EngineConfig
@@ -29,6 +28,7 @@ from ..runtime.messages import Message
 from ..runtime.model_files.model_spec import ModelSpec
 from ..runtime.transport.cluster_ipc import CONTROL, ClusterClient, ClusterServer, check_ports
 from ..runtime.transport.cluster_key import load_cluster_key
+from ..runtime.version import __version__
 from .child_watch import ChildFailure
 
 logger = logging.getLogger(__name__)

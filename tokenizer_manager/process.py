@@ -19,7 +19,6 @@ from typing import Final, Protocol, assert_never
 import msgspec
 import uvloop
 
-from .. import __version__
 from ..runtime.child.child import Child
 from ..runtime.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
 from ..runtime.config.engine_config import EngineConfig
@@ -29,6 +28,7 @@ from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.open_files import make_room_for
 from ..runtime.transport.ipc import AsyncInbox, Outbox
+from ..runtime.version import __version__
 from .admission.overload_control import DoorLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate, load_chat_template

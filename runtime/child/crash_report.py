@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from ... import __version__
 from ..config.config_fields import SECRETS, config_fields
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..model_files.cache_dir import cache_dir
+from ..version import __version__
 from .black_box import read_fatal_stacks, read_stacks
 
 logger = logging.getLogger(__name__)

@@ -9,16 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from ..kv_size import BYTES_OF_DTYPE, GIB, MIB, kv_dtype_of, kv_token_bytes
 from .rank_spec import rank_spec
 
 if TYPE_CHECKING:
     from ..model_files.model_spec import ModelSpec
 
-MIB: Final = 1 << 20
-GIB: Final = 1 << 30
-BYTES_OF_DTYPE: Final = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1}
-KV_SCALE_BYTES: Final = 4
-"""Of each token and head of an int8 pool."""
 RUNTIME_BYTES: Final = 512 * MIB
 """torch, four processes, allocator slack: 350 MiB measured on CPU after the first requests."""
 MOST_OF_LEFT: Final = 0.95
@@ -128,17 +124,6 @@ def plan_memory(
         gather_token_bytes=2 * kv_size * width * GATHERED_COPIES,
         fraction=fraction,
     )
-
-
-def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:
-    """The KV pool's dtype, from the setting and the model's."""
-    return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-
-
-def kv_token_bytes(spec: ModelSpec, kv_dtype: str) -> int:
-    """Memory of one token's keys and values, with their scales where there are some."""
-    scale_bytes = KV_SCALE_BYTES if kv_dtype == "int8" else 0
-    return spec.kv_bytes_per_token(BYTES_OF_DTYPE[kv_dtype], scale_bytes)
 
 
 def size_text(num_bytes: int) -> str:

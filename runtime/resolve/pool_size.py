@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..feasibility import pages_for
-from .memory_budget import GIB, MOST_OF_LEFT, MemoryBudget, plan_memory
+from ..kv_size import GIB
+from .memory_budget import MOST_OF_LEFT, MemoryBudget, plan_memory
 from .swap_space import SwapSpace
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Final, TypeVar
 
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
+from ..kv_size import GIB
 from .host_facts import HostFacts
-from .memory_budget import GIB
 from .pool_size import prompt_tokens
 
 CPU_CHUNK_TOKENS: Final = 512

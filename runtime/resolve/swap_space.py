@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
-from .memory_budget import GIB, MIB, RUNTIME_BYTES, MemoryBudget, size_text
+from ..kv_size import GIB, MIB
+from .memory_budget import RUNTIME_BYTES, MemoryBudget, size_text
 
 USUAL_BYTES: Final = (
     4 * GIB

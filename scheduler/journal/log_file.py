@@ -35,11 +35,11 @@ from typing import Any, BinaryIO, Final, TypeVar
 
 import msgspec
 
-from ... import __version__
 from ...runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ...runtime.errors import EngineError
 from ...runtime.feasibility import Capacity
 from ...runtime.messages import SchedulerInput
+from ...runtime.version import __version__
 from ..records.decision_log import DecisionRecord
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from engine.runtime.config.engine_config import (
 )
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
+from engine.runtime.kv_size import MIB
 from engine.runtime.model_files.source import ModelSource
-from engine.runtime.resolve.memory_budget import MIB
 from engine.runtime.step_plan import StepPlan, StepResult
 
 from .conftest import TinyModel

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
+from engine.runtime.kv_size import GIB, MIB
 from engine.runtime.resolve.measured_pool import Measured, fit_pool, graphs_estimate
-from engine.runtime.resolve.memory_budget import GIB, MIB
 
 PAGE_BYTES = 2 * MIB
 MEASURED = Measured(free_bytes=60 * GIB, step_bytes=3 * GIB, graph_bytes=1 * GIB)

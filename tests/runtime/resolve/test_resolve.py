@@ -13,12 +13,13 @@ from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import capacity_of
+from engine.runtime.kv_size import MIB
 from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
 from engine.runtime.model_files.quantization import QuantisationSpec
 from engine.runtime.model_files.quantization_choice import with_quantisation
 from engine.runtime.resolve.block_weights import KERNEL_FLAGS
 from engine.runtime.resolve.host_facts import GpuFacts, HostFacts
-from engine.runtime.resolve.memory_budget import MIB, MOST_OF_LEFT, RUNTIME_BYTES, plan_memory
+from engine.runtime.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, plan_memory
 from engine.runtime.resolve.resolve import resolve
 
 GIB = 1 << 30
