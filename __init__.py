@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     "LLM": ".offline.llm",
-    "EngineConfig": ".runtime.config",
+    "EngineConfig": ".runtime.config.engine_config",
     "ConfigError": ".runtime.errors",
     "EngineDeadError": ".runtime.errors",
     "EngineError": ".runtime.errors",

@@ -1,16 +1,23 @@
-"""The "may import" table of docs/architecture.md: which room may know which other."""
+"""Which folder may import which: the table of docs/architecture.md, and no circle inside any folder."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MAX_FILES = 16  # in the root of a folder, `__init__.py` and `__main__.py` left out
+# Folders whose files are a list of alternatives behind one interface, or one subject that does not divide.
+LONG_LISTS = {"scheduler/policy", "model_runner/kernels/triton", "simulator", "runtime/model_files"}
 MAY_IMPORT = {
     "runtime": set(),
+    "supervisor": {"runtime"},
     "tokenizer_manager": {"runtime"},
     "detokenizer": {"runtime"},
     "model_runner": {"runtime"},
@@ -23,7 +30,27 @@ ALSO = {
     "scheduler/process.py": {"model_runner"},  # rank 0 lives in the scheduler's process
     "cli/trace/": {"scheduler"},  # reads the scheduler's records; the command line loads it when it is used
 }
-WITHOUT_TORCH = ("runtime", "scheduler", "tokenizer_manager", "detokenizer", "simulator", "cli", "offline")
+WITHOUT_TORCH = (
+    "runtime",
+    "supervisor",
+    "scheduler",
+    "tokenizer_manager",
+    "detokenizer",
+    "simulator",
+    "cli",
+    "offline",
+)
+
+
+@pytest.fixture(scope="module")
+def import_graph() -> ModuleType:
+    """`benchmarks/import_graph.py`, which is a script and no package."""
+    spec = importlib.util.spec_from_file_location("import_graph", ROOT / "benchmarks" / "import_graph.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def modules(room: str) -> Iterator[Path]:
@@ -94,6 +121,46 @@ def test_inside_the_product_imports_are_relative():
         for node, target in imports_at_load(path)
         if target == "engine"
     ]
+    assert wrong == []
+
+
+def test_no_folder_has_a_circle(import_graph):
+    """Members of a folder, inner folders among them, do not import each other in a circle, not even for types."""
+    circles = {
+        graph.folder: circles for graph in import_graph.folder_graphs(ROOT) if (circles := graph.circles())
+    }
+    assert circles == {}
+
+
+def test_the_circle_check_sees_a_circle(import_graph, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.py").write_text("def f():\n    from .two import y\n")
+    (tmp_path / "a" / "two.py").write_text("from .one import x\n")
+
+    (graph,) = import_graph.folder_graphs(tmp_path)
+
+    assert graph.circles() == [["one.py", "two.py"]]
+    assert (graph.num_arrows, graph.depth()) == (2, 1)
+
+
+def test_a_folder_s_root_can_be_read_at_a_glance():
+    """More files than that mean that an inner folder is missing."""
+    counts = {
+        folder: len({path for path in (ROOT / folder).glob("*.py") if not path.name.startswith("__")})
+        for room in MAY_IMPORT
+        for folder in {str(path.parent.relative_to(ROOT)) for path in modules(room)}
+    }
+    assert {folder: n for folder, n in counts.items() if n > MAX_FILES and folder not in LONG_LISTS} == {}
+
+
+def test_every_folder_says_what_it_owns():
+    """`__init__.py` is one docstring, and nothing else."""
+    wrong = []
+    for room in MAY_IMPORT:
+        for path in (ROOT / room).rglob("__init__.py"):
+            body = ast.parse(path.read_text()).body
+            if len(body) != 1 or ast.get_docstring(ast.Module(body, [])) is None:
+                wrong.append(str(path.relative_to(ROOT)))
     assert wrong == []
 
 
