@@ -23,7 +23,7 @@ TRITON := triton==3.6.0
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check format clean \
+.PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check docs format clean \
   gpu-bundle gpu-check gpu-bench
 
 help: ## this list
@@ -62,12 +62,15 @@ typecheck: dev-env
 	@for path in __init__.py __main__.py py.typed $(filter-out tests/%,$(wildcard */__init__.py)); do \
 	  ln -s "../../../$${path%%/*}" "build/typecheck/engine/$${path%%/*}"; \
 	done
-	@ln -s ../../tests ../../benchmarks build/typecheck/
+	@ln -s ../../tests ../../benchmarks ../../docs build/typecheck/
 	@cd build/typecheck && ../../$(RUN) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-	  engine tests benchmarks | sed 's#^engine/##'
+	  engine tests benchmarks docs | sed 's#^engine/##'
 
 package-check: test-env
 	@$(RUN) -m pytest -q tests/test_packaging.py
+
+docs: $(VENV)/.engine ## write docs/cli.md and docs/configuration.md again, from the code
+	@$(RUN) -m docs.reference.generate
 
 format: dev-env ## format the code and mend what ruff can mend
 	@$(RUN) -m ruff check --fix .
