@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from engine.runtime.config_fields import config_fields, setting_names
+from engine.runtime.config.config_fields import config_fields, setting_names
 
 from .conftest import DOCS
 
