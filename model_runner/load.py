@@ -111,7 +111,7 @@ def load_model_runner(
     if memory is not None:
         capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
     what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"
-    with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --cuda-graph-max-bs"):
+    with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --max-recorded-bs"):
         return assemble_runner(loaded, capacity, sizes)
 
 

@@ -128,7 +128,7 @@ class DecodeGraphs:
         if not self._has_told:
             self._has_told = True
             logger.info(
-                "decodes of %d requests are launched kernel by kernel: --cuda-graph-max-bs is %d (said once)",
+                "decodes of %d requests are launched kernel by kernel: --max-recorded-bs is %d (said once)",
                 num_rows,
                 self._sizes[-1],
             )
@@ -194,9 +194,9 @@ class Recorded(NamedTuple):
 
 def sizes_to_record(kernels: KernelConfig, num_rows: int, device: torch.device) -> list[int]:
     """The batch sizes that the configuration wants recorded as CUDA graphs, ascending; none on other devices."""
-    if kernels.cuda_graph is False or device.type != "cuda":
+    if kernels.record_steps is False or device.type != "cuda":
         return []
-    max_batch_size = kernels.cuda_graph_max_bs
+    max_batch_size = kernels.max_recorded_bs
     return batch_sizes(min(num_rows, MAX_AUTO_GRAPH_BATCH if max_batch_size == "auto" else max_batch_size))
 
 

@@ -306,7 +306,7 @@ def programmed_forward(
     kernels: KernelConfig, *, model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
 ) -> Forward:
     """The model's forward pass, as a program if the configuration wants steps recorded and there is one."""
-    if kernels.cuda_graph is False:
+    if kernels.record_steps is False:
         return model.forward
     started_s = time.perf_counter()
     try:

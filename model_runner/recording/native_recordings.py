@@ -245,7 +245,7 @@ def record_native_decodes(
     num_ranks: int,
 ) -> StepRecordings:
     """Recordings for the CPU, if the configuration wants them and attention can be recorded."""
-    if kernels.cuda_graph is False:
+    if kernels.record_steps is False:
         return NoRecordings()
     reason = ""
     if num_ranks > 1:
@@ -255,7 +255,7 @@ def record_native_decodes(
     if reason:
         logger.info("decode_recordings=none: %s", reason)
         return NoRecordings()
-    largest = kernels.cuda_graph_max_bs
+    largest = kernels.max_recorded_bs
     return NativeRecordings(
         model=model,
         kv_pool=kv_pool,

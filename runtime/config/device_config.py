@@ -27,19 +27,22 @@ class KernelConfig:
         "Batch-invariant results: the same bits for a request alone or in a batch, cached or not, "
         "chunked or not; CPU with bfloat16 only, and slower.",
     ] = False
-    cuda_graph: Annotated[
+    record_steps: Annotated[
         bool | Literal["auto"],
-        "Record decode steps once and replay them, which saves the host's time: as CUDA graphs, on the CPU as one call "
-        "to the engine's own kernels.",
+        "Record decode steps once and replay them, which saves host time: as CUDA graphs on a GPU, as one call to the "
+        "engine's own kernels on a CPU.",
+        Alias("cuda_graph"),
         Alias("disable_cuda_graph", {True: False}),
         Alias("enforce_eager", {True: False}),
     ] = "auto"
-    cuda_graph_max_bs: Annotated[
-        int | Literal["auto"], "Largest decode batch that is recorded; larger ones run as they are."
+    max_recorded_bs: Annotated[
+        int | Literal["auto"],
+        "Largest decode batch that is recorded; larger batches are launched kernel by kernel.",
+        Alias("cuda_graph_max_bs"),
     ] = "auto"
 
     def __post_init__(self) -> None:
-        check_at_least("cuda_graph_max_bs", self.cuda_graph_max_bs, 1)
+        check_at_least("max_recorded_bs", self.max_recorded_bs, 1)
         parse_attention_backend(self.attention_backend)
 
 

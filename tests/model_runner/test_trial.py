@@ -250,7 +250,7 @@ def test_weights_that_do_not_fit_are_an_error(make, monkeypatch):
     ("num_before", "message"),
     [
         (0, "too little for the largest step beside the weights, 40 tokens .*--chunked-prefill-size"),
-        (1, "too little for recorded decodes of 6 requests: .*--cuda-graph-max-bs"),
+        (1, "too little for recorded decodes of 6 requests: .*--max-recorded-bs"),
         (2, "too little for a KV pool of 384 tokens and 6 recorded decodes: .*--mem-fraction, --max-total"),
     ],
 )

@@ -378,7 +378,7 @@ def test_fewer_tokens_may_be_other_calls(make, least):
 @pytest.mark.parametrize(
     ("kernels", "num_ranks", "reason"),
     [
-        ({"cuda_graph": False}, 1, ""),
+        ({"record_steps": False}, 1, ""),
         ({}, 2, "ranks that share a model wait for each other"),
         ({}, 1, "attention by torch_native is not a native call"),
     ],

@@ -370,7 +370,7 @@ def test_larger_steps_than_wanted_are_eager(make_pair):
 @pytest.mark.parametrize(
     ("kernels", "num_ranks", "reason"),
     [
-        ({"cuda_graph": False}, 1, ""),
+        ({"record_steps": False}, 1, ""),
         ({}, 2, "ranks that share a model wait for each other"),
         ({}, 1, "attention by torch_native is not a native call"),
     ],
