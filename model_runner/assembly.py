@@ -17,9 +17,8 @@ from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder, make_req_to_token
 from .memory.host_kv_pool import HostKVPool, NoHostKVPool
-from .memory.input_buffers import InputBuffers
+from .memory.io_buffers import InputBuffers, OutputBuffers
 from .memory.kv_pool import KVPool
-from .memory.output_buffers import OutputBuffers
 from .model_runner import ModelRunner, RunnerSizes
 from .recording.decode_graphs import record_decodes
 from .recording.forward_program import Forward, programmed_forward

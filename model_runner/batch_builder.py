@@ -25,7 +25,7 @@ from .sampling.sampling_batch import SamplingBatch, plan_sampling
 
 if TYPE_CHECKING:
     from ..runtime.step_plan import StepPlan
-    from .memory.input_buffers import InputBuffers
+    from .memory.io_buffers import InputBuffers
     from .memory.kv_pool import KVPool
     from .recording.recorded_step import StepRecordings
     from .sampling.token_counts import TokenCounts

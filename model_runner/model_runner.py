@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from .batch_builder import BatchBuilder
     from .forward_batch import ForwardBatch, PromptSpan
     from .memory.host_kv_pool import HostPages
-    from .memory.input_buffers import InputBuffers
+    from .memory.io_buffers import InputBuffers, OutputBuffers
     from .memory.kv_pool import KVPool
-    from .memory.output_buffers import OutputBuffers
     from .models.registry import CausalLM
     from .recording.forward_program import Forward
     from .row_states import RowStates

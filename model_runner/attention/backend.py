@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
 
 Int64s = npt.NDArray[np.int64]

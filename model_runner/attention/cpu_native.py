@@ -31,7 +31,7 @@ from .early_fetch import MIN_TOKENS, EarlyFetch
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, Int64s, StepAttention
 

@@ -23,7 +23,7 @@ from ..kernels.probe import KernelProbe, probe_kernels
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, StepAttention
 

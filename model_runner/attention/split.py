@@ -17,7 +17,7 @@ from .backend import BatchLayout, gathered_token_bytes
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import AttentionBackend, CapturableAttention, StepAttention
 

@@ -26,7 +26,7 @@ from .dense import ExtendAttention, decode_attention
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..ops import LayerKV
     from .backend import BatchLayout, Int64s, StepAttention

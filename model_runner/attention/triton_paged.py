@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..kernels.triton.attention_decode import DecodePlan
     from ..kernels.triton.attention_prefill import ExtendPlan
     from ..kernels.triton.extend_cut import ExtendCut
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, Int64s, StepAttention
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..memory.input_buffers import layout, views
+from ..memory.io_buffers import layout, views
 
 if TYPE_CHECKING:
     from .graph_device import GraphDevice

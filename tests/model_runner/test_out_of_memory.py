@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.sampling import token_counts
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.runtime.sampling_params import SamplingParams

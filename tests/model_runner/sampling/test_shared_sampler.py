@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.sampling.logprobs import token_logprobs
 from engine.model_runner.sampling.sampler import Sampler
 from engine.model_runner.sampling.shared_sampler import shared_sampler
