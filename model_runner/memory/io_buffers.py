@@ -1,7 +1,7 @@
 """`InputBuffers` and `OutputBuffers`: copies of a step's arrays between host and device.
 
-All uploads of a step go through `InputBuffers`: without a copy on the CPU, through pinned memory and without waiting on a
-GPU. Results come back through `OutputBuffers`, queued, so that a launch never waits.
+All uploads of a step go through `InputBuffers`: without a copy on the CPU, through pinned memory and without waiting on
+a GPU. Results come back through `OutputBuffers`, queued, so that a launch never waits.
 """
 
 from __future__ import annotations
