@@ -27,13 +27,14 @@ from torch import Tensor
 
 from ..kernels.cpu.library import load_library, reasons_against_library
 from ..kernels.cpu.shared_cache import shared_cache_bytes
+from .backend import AttentionBackend
 from .early_fetch import MIN_TOKENS, EarlyFetch
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
     from ..memory.input_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
-    from .backend import BatchLayout, Int64s, StepAttention
+    from .backend import BatchLayout, Int64s, RepeatableAttention, StepAttention
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ _EARLY_SHARE: Final = 3 / 8
 """Of the shared cache for what is fetched early: weights pass through it, and what has been read leaves it late."""
 
 
-class CpuNativeAttention:
+class CpuNativeAttention(AttentionBackend):
     """Plans steps."""
 
     name: ClassVar[str] = "native"
@@ -130,6 +131,10 @@ class CpuNativeAttention:
         step = self._step(plans, int(layout.extend_lens.sum()))
         weakref.finalize(step, self._spare.append, plans).atexit = False
         return step
+
+    def repeatable(self) -> RepeatableAttention:
+        """See `AttentionBackend`."""
+        return self
 
     def repeatable_step(self, rows: Tensor, prefix_lens: Tensor, extend_lens: Tensor) -> StepAttention:
         """See `RepeatableAttention`.
