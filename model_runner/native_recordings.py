@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -104,9 +103,7 @@ class NativeRecordings:
     ) -> RecordedStep:
         """The recording for these numbers; the first of its size is computed."""
         size = len(positions)
-        recording = self._recordings.get(size) or _Recording(
-            size, self._slot_table, self._last_ids, self._attention.replay
-        )
+        recording = self._recordings.get(size) or _Recording(size, self._slot_table, self._last_ids)
         recording.take(layout, positions, out_cache_loc, input_ids)
         if size not in self._recordings:
             self._record(recording)
@@ -169,23 +166,15 @@ class _Recording:
     attention: StepAttention
     step: RecordedStep
 
-    def __init__(
-        self,
-        size: int,
-        slot_table: npt.NDArray[np.int32],
-        last_ids: Int64s,
-        replay: Callable[[Callable[[], None], int], None],
-    ) -> None:
+    def __init__(self, size: int, slot_table: npt.NDArray[np.int32], last_ids: Int64s) -> None:
         """Make room.
 
         Args:
             slot_table, last_ids: written and looked up, respectively, between the rounds of a burst.
-            replay: see `RepeatableAttention`.
         """
         self.size = size
         self._slot_table = slot_table
         self._last_ids = last_ids
-        self._replay_by = replay
         self._numbers = np.zeros((6, size), dtype=np.int64)
         columns = torch.from_numpy(self._numbers)
         self.rows, self.prefix_lens, self.extend_lens = columns[:3]
@@ -231,7 +220,7 @@ class _Recording:
     def _replay(self) -> None:
         if not self._is_done:
             assert self._program is not None
-            self._replay_by(self._program.run, self.size)
+            self._program.run()
 
 
 def record_native_decodes(
