@@ -128,6 +128,16 @@ def load_library(isa: Isa | None = None) -> ctypes.CDLL:
     return loaded
 
 
+def loaded_isa() -> Isa:
+    """The level of the library that `load_library()` returns.
+
+    Raises:
+        NoLibraryError: see `load_library`.
+    """
+    library = load_library()
+    return next(isa for isa in runnable_isas() if _load(isa) is library)
+
+
 @functools.cache
 def _load_best(best: Isa) -> ctypes.CDLL | str:
     """The library of the best level, or of the next one that is worth having; or why there is none.
