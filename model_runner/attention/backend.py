@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
@@ -145,12 +144,5 @@ class RepeatableAttention(Protocol):
         Args:
             rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; the lengths sum to T. Who has several tokens
                 has drafts. Where there are fewer requests than tokens, the others have no tokens: extend_lens is 0.
-        """
-        ...
-
-    def replay(self, step: Callable[[], None], num_tokens: int) -> None:
-        """Repeat the calls of a whole step of so many tokens.
-
-        It is timed, and how it is planned may differ from time to time (`EarlyFetch`); what it gives does not.
         """
         ...

@@ -96,7 +96,7 @@ class NativeExecutor:
         if recording is None:
             return self._record(batch, input_ids)
         recording.numbers.take(batch, input_ids)
-        self._attention.replay(recording.program.run, batch.num_tokens)
+        recording.program.run()
         self.num_replayed += 1
         return recording.numbers.output(batch, recording.logits)
 

@@ -14,8 +14,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.model_runner.attention.backend import AttentionBackend
-from engine.model_runner.attention.cpu_native import CpuNativeAttention
-from engine.model_runner.attention.early_fetch import MIN_TOKENS
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native_blocks import TILES_FROM
 from engine.model_runner.recording import forward_program, program_planes
@@ -240,20 +238,6 @@ def test_a_larger_step_is_the_models(make, monkeypatch):
     for length in (35, 34, 7):
         driver.step([(req, length)])
     assert (compared.others, compared.sizes) == ([35], [34, 7])
-
-
-def test_steps_of_any_size_are_one_program_whatever_is_fetched_early(make, monkeypatch):
-    sizes = []
-    for early_bytes in (0, 1 << 20):
-        monkeypatch.setattr(CpuNativeAttention, "_early_bytes", lambda _attention, most=early_bytes: most)
-        driver = make("llama")
-        compared = Compared(driver)
-        (program,) = compared.forward.programs
-        sizes.append((program.program.num_calls, len(driver.runner.kv_pool.k)))
-        live(driver, 7)
-        assert not compared.others and min(compared.sizes) < MIN_TOKENS < max(compared.sizes)
-    (without, num_layers), (with_early, _) = sizes
-    assert with_early == without + num_layers
 
 
 def test_it_is_said_once_what_there_is(make, caplog):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.model_runner.attention.backend import AttentionBackend, BatchLayout
-from engine.model_runner.attention.early_fetch import MIN_TOKENS, Early, EarlyFetch
 from engine.model_runner.input_batch import InputBatch
-from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
+from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.op_selection import MAKERS
 from engine.model_runner.recording import native_executor, native_program
 from engine.model_runner.recording.eager_executor import EagerExecutor
@@ -87,7 +85,7 @@ def make_pair(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[.
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """One alone has no team, to which anything could be announced."""
+    """A program run by one thread has no team."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -136,58 +134,26 @@ def test_recorded_steps_have_the_logits_of_eager_ones(make_pair, model_type):
 @pytest.mark.parametrize(
     ("model_type", "kv_cache_dtype"), [("llama", "auto"), ("gemma3_text", "auto"), ("llama", "int8")]
 )
-def test_steps_may_fetch_early_what_attention_reads(make_pair, monkeypatch, model_type, kv_cache_dtype):
-    """Some do and some do not, and a request joins; in turn with steps that nobody recorded."""
+def test_recorded_steps_of_many_requests_have_the_logits_of_eager_ones(make_pair, model_type, kv_cache_dtype):
+    """Steps of more tokens than a tile has rows, by a team of two threads; one request joins."""
     pair = make_pair(model_type, rows=40, kv_cache_dtype=kv_cache_dtype)
-    attention: Any = pair[0].native.eager.attention
     seen = [SeeingExecutor(driver) for driver in pair]
-    attention._early_fetch = early = EarlyFetch(1 << 20)
-    allowed: list[bool] = []
-
-    def allow(is_on: bool) -> None:
-        allowed.append(is_on)
-        EarlyFetch.allow(early, is_on)
-
-    monkeypatch.setattr(early, "allow", allow)
     for driver in pair:
         source = random.Random(3)
         requests = [
-            driver.start([source.randrange(3, 96) for _ in range(source.randint(1, 20))])
-            for _ in range(MIN_TOKENS)
+            driver.start([source.randrange(3, 96) for _ in range(source.randint(1, 20))]) for _ in range(24)
         ]
         driver.step([(req, len(req.tokens)) for req in requests])
-        for _ in range(10):
+        for _ in range(4):
             driver.step([(req, 1) for req in requests])
         joining = driver.start(list(range(10, 40)))
         driver.step([(joining, 30), *((req, 1) for req in requests)])
-        for _ in range(10):
+        for _ in range(4):
             driver.step([(req, 1) for req in (*requests, joining)])
 
     for recorded, eager in zip(seen[0].logits, seen[1].logits, strict=True):
         assert eager.isfinite().all() and torch.equal(recorded, eager)
-    assert seen[0].num_recorded == 20 and {True, False} == set(allowed)
-    counted = Early.from_address(early.address)
-    if load_library().products_fetch_early():
-        assert 0 < counted.taken <= counted.announced, "by products, in fact"
-    else:
-        assert counted.announced > 0 == counted.taken and early.most_bytes == 0
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_where_no_product_fetches_early_nothing_is_announced_any_more(make_pair, caplog):
-    driver, _ = make_pair("llama", rows=40, quantization="int8", intermediate_size=128)
-    attention: Any = driver.native.eager.attention
-    attention._early_fetch = early = EarlyFetch(1 << 20)
-    requests = [driver.start([5, 6, 7 + n]) for n in range(MIN_TOKENS)]
-    driver.step([(req, 3) for req in requests])
-    counted = Early.from_address(early.address)
-    with caplog.at_level(logging.INFO):
-        announced = []
-        for _ in range(10):
-            driver.step([(req, 1) for req in requests])
-            announced.append(counted.announced)
-    assert len(set(announced[:5])) > 1 and len(set(announced[5:])) == 1 and counted.taken == 0
-    assert caplog.text.count("no product of this model fetches anything early") == 1
+    assert seen[0].num_recorded == 8
 
 
 def test_weights_and_keys_are_read_anew_by_each_replay(make_pair):
