@@ -28,7 +28,7 @@ from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext
 from .models.registry import build_model
 from .op_selection import Target, select_ops
-from .recording.decode_graphs import sizes_to_record
+from .recording.cuda_graph_executor import sizes_to_record
 from .trial import measure
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format

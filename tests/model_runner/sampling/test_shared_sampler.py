@@ -57,7 +57,7 @@ class TestSharedSampler:
 def test_prompts_are_looked_up_by_whoever_chooses(driver, monkeypatch):
     """Our kernels sort no vocabulary."""
     asked: list[tuple[int, list[int], int]] = []
-    chooser = driver.runner._sampler._chooser
+    chooser = driver.runner.sampler._chooser
     own = chooser.logprobs
 
     def logprobs(logits: Any, indices: Any, token_ids: Any, top_k: int) -> Any:

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from engine.model_runner import assembly, load
 from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.op_selection import MAKERS, select_ops
-from engine.model_runner.recording.decode_graphs import DecodeGraphs, batch_sizes, sizes_to_record
-from engine.model_runner.recording.recorded_step import NoRecordings
+from engine.model_runner.recording.cuda_graph_executor import batch_sizes, sizes_to_record
+from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
@@ -71,12 +71,6 @@ def tiny(make_tiny_llama: Callable[..., TinyModel]) -> TinyModel:
     return make_tiny_llama()
 
 
-def graphs_of(driver: Driver) -> DecodeGraphs:
-    recordings = driver.runner._builder._recordings
-    assert isinstance(recordings, DecodeGraphs)
-    return recordings
-
-
 # ------------------------------------------------------------ sizes
 
 
@@ -110,7 +104,7 @@ def test_decodes_of_every_size_are_replayed_and_give_the_same_tokens(tiny):
         assert outputs == eager.generate(prompts[:num], kinds, num=4)
 
     assert device.num_captured == len(batch_sizes(ROWS))
-    assert device.num_replayed == 5 * 3
+    assert device.num_replayed == recorded.runner.executor.num_replayed == 5 * 3
 
 
 def test_chunks_run_as_they_are_and_the_last_token_of_a_prompt_by_a_recording(tiny):
@@ -158,7 +152,7 @@ def test_padding_writes_nothing_but_the_dummy_page(tiny):
     driver.step([(req, 3) for req in reqs])
     bystander, others = reqs[0], reqs[1:]
     pools = [*driver.runner.kv_pool.k, *driver.runner.kv_pool.v]
-    table = driver.runner._builder.req_to_token
+    table = driver.runner.slot_table.req_to_token
     before, table_before = [pool.clone() for pool in pools], table.clone()
 
     driver.step([(req, 1) for req in others])
@@ -198,7 +192,7 @@ def test_cached_prefixes_and_moved_pages_reach_a_recorded_step(tiny):
 def test_recording_touches_only_the_dummy_page(tiny):
     driver = make(tiny, RecordingDevice())
     runner = driver.runner
-    assert not runner._builder.req_to_token.any()
+    assert not runner.slot_table.req_to_token.any()
     assert not runner._relay._last.any()
 
 
@@ -303,7 +297,7 @@ def test_a_recorded_step_whose_sampling_finds_no_memory_is_dropped(tiny, monkeyp
     driver = make(tiny, device)
     req = driver.start([5, 6, 7])
     driver.step([(req, 3)])
-    sampler = driver.runner._sampler
+    sampler = driver.runner.sampler
     honest = sampler.sample
 
     def failing(*_args: Any) -> Any:
@@ -350,7 +344,7 @@ def test_on_a_gpu_recorded_decodes_give_the_same_tokens(tiny):
 def test_recordings_can_be_switched_off(tiny):
     device = RecordingDevice()
     driver = make(tiny, device, record_steps=False)
-    assert isinstance(driver.runner._builder._recordings, NoRecordings)
+    assert isinstance(driver.runner.executor, EagerExecutor)
     assert device.num_captured == 0
 
 
@@ -361,9 +355,9 @@ def test_on_a_cpu_there_are_no_graphs():
 
 
 def test_attention_that_needs_the_host_cannot_be_recorded(tiny, monkeypatch, caplog):
-    monkeypatch.delattr(DeviceAttention, "decode_step")
+    monkeypatch.delattr(DeviceAttention, "capturable")
     driver = make(tiny, RecordingDevice(), record_steps=True)
-    assert isinstance(driver.runner._builder._recordings, NoRecordings)
+    assert isinstance(driver.runner.executor, EagerExecutor)
     assert "decode_graphs=0: attention by torch_decode needs the host in each step" in caplog.text
 
 
