@@ -39,6 +39,7 @@ from .http.services import Services
 from .manager import TokenizerManager
 from .metrics import Metrics
 from .prompt_encoder import PromptEncoder
+from .template_renderer import TemplateRenderer, share_the_gil
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def main(child: Child) -> None:
     with bind(config.server.host, config.server.port) as listener:
         tokenizer = load_tokenizer(child.settings.source)
         chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
+        share_the_gil()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             # Bound before the peers are ready: ZMQ looks for a missing address only every 100 ms.
             inbox = runner.run(_bind_inbox(child.settings.endpoints.tokenizer_manager))
@@ -96,12 +98,13 @@ async def _serve(
     )
     if settings.life:  # the one before has left requests behind
         outbox.send(AbandonRequests(before_s=time.monotonic()))
+    renderer = None if chat_template is None else TemplateRenderer(chat_template)
     services = Services(
         manager=manager,
         all_processes=AllProcesses(child.tell_all, settings.config, settings.profile),
         gate=gate,
         encoder=encoder,
-        chat_template=chat_template,
+        renderer=renderer,
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,
@@ -131,6 +134,8 @@ async def _serve(
             task.cancel()
         await asyncio.gather(*duties, return_exceptions=True)
         encoder.close()
+        if renderer is not None:
+            renderer.close()
         inbox.close()
         outbox.close()
 

@@ -57,6 +57,7 @@ from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.metrics import Metrics
 from engine.tokenizer_manager.process import door_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
+from engine.tokenizer_manager.template_renderer import TemplateRenderer
 
 WAIT_S = 60.0  # a bound for what must happen at once on an idle machine
 TICK_S = 0.01  # of `FakeEngine.ticks`
@@ -291,9 +292,9 @@ def make_services(
         all_processes=AllProcesses(engine.take_order, config, clock=clock),
         gate=Gate(read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback),
         encoder=encoder,
-        chat_template=None
+        renderer=None
         if chat_template is None
-        else ChatTemplate(chat_template, TOKENIZER.special_tokens),
+        else TemplateRenderer(ChatTemplate(chat_template, TOKENIZER.special_tokens)),
         metrics=metrics,
         config=config,
         spec=ModelSpec(
@@ -350,6 +351,8 @@ class ServerThread:
         with self._listener:
             await self._server.serve(sockets=[self._listener])
         self._services.encoder.close()
+        if self._services.renderer is not None:
+            self._services.renderer.close()
 
     def _tick(self) -> None:
         self._engine.ticks += 1

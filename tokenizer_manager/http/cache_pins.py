@@ -16,7 +16,7 @@ from .exchange import Exchange
 from .field_policy import FieldPolicy, first_warnings
 from .field_types import MAX_TTL_S
 from .json_body import convert
-from .protocol import PinRequest, checked_template_variables, prompts_of
+from .protocol import PinRequest, prompts_of
 from .services import Services
 
 _POLICY: Final = FieldPolicy(PinRequest, {})
@@ -42,30 +42,27 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
             code="invalid_value",
         )
     prompt: Prompt
-    if request.messages is not None:
-        messages, more_warnings = template_messages(
-            request.messages, strict=strict, limits=services.config.limits
-        )
-        warnings = first_warnings(warnings + more_warnings)
-        prompt = services.require_chat_template().render(
-            messages,
-            add_generation_prompt=bool(
-                request.add_generation_prompt
-            ),  # later requests go on with more messages
-            variables=checked_template_variables(request.chat_template_kwargs),
-        )
-        add_special_tokens, param = bool(request.add_special_tokens), "messages"
-    else:
-        prompts = prompts_of(request.prompt, "prompt")
-        if len(prompts) > 1:
-            raise RequestError(
-                f"prompt has {len(prompts)} prompts, but one prefix is pinned at a time; send several requests",
-                param="prompt",
-                code="invalid_value",
-            )
-        [prompt] = prompts
-        add_special_tokens, param = request.add_special_tokens is not False, "prompt"
     async with exchange.abort_on_disconnect():
+        if request.messages is not None:
+            messages, more_warnings = template_messages(
+                request.messages, strict=strict, limits=services.config.limits
+            )
+            warnings = first_warnings(warnings + more_warnings)
+            # Without a generation prompt by default: later requests go on with more messages.
+            prompt = await services.render_chat(
+                request, messages, add_generation_prompt=bool(request.add_generation_prompt)
+            )
+            add_special_tokens, param = bool(request.add_special_tokens), "messages"
+        else:
+            prompts = prompts_of(request.prompt, "prompt")
+            if len(prompts) > 1:
+                raise RequestError(
+                    f"prompt has {len(prompts)} prompts, but one prefix is pinned at a time; send several requests",
+                    param="prompt",
+                    code="invalid_value",
+                )
+            [prompt] = prompts
+            add_special_tokens, param = request.add_special_tokens is not False, "prompt"
         done = await services.manager.control.pin(
             prompt,
             ttl_s=request.ttl,

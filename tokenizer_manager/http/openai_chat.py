@@ -16,7 +16,7 @@ from .exchange import Exchange
 from .field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
 from .json_body import convert
 from .logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
-from .protocol import ChatRequest, StreamOptions, checked_template_variables, scheduling_of
+from .protocol import ChatRequest, StreamOptions, scheduling_of
 from .renaming import renamed_fields
 from .services import Services
 
@@ -82,6 +82,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer a chat."""
     body = await services.read_object(exchange)
+    arrival_s = services.manager.now_s()
     strict = services.config.server.strict
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, ChatRequest)
@@ -98,22 +99,23 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         keep_stop=request.include_stop_str_in_output,
         logprobs=request.num_top_logprobs(limits),
     )
-    prompt = services.require_chat_template().render(
-        messages,
-        add_generation_prompt=request.add_generation_prompt is not False,
-        variables=checked_template_variables(request.chat_template_kwargs),
-    )
-    generation_request = GenerationRequest(
-        prompts=[prompt],
-        sampling=sampling,
-        n=request.num_choices(limits),
-        id_prefix="chatcmpl",
-        scheduling=scheduling_of(request, exchange.caller),
-        add_special_tokens=False,
-        prompt_param="messages",
-        length_param=length_param,
-    )
+    num_choices = request.num_choices(limits)
+    scheduling = scheduling_of(request, exchange.caller)
     async with exchange.abort_on_disconnect():
+        prompt = await services.render_chat(
+            request, messages, add_generation_prompt=request.add_generation_prompt is not False
+        )
+        generation_request = GenerationRequest(
+            prompts=[prompt],
+            sampling=sampling,
+            n=num_choices,
+            id_prefix="chatcmpl",
+            scheduling=scheduling,
+            add_special_tokens=False,
+            prompt_param="messages",
+            length_param=length_param,
+            arrival_s=arrival_s,
+        )
         with renamed_fields({"max_tokens": length_param}):
             generation = await services.start(exchange, generation_request)
         with generation:

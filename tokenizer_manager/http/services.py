@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from ...runtime.config import EngineConfig
@@ -9,16 +10,20 @@ from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
 from ..all_processes import AllProcesses
-from ..chat_template import ChatTemplate
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
+from ..scheduling import checked_timeout
+from ..template_renderer import TemplateRenderer
 from .auth import Gate
 from .body_room import BodyRoom
 from .errors import POSITION_HEADER
 from .exchange import Exchange
 from .json_body import Body, parse_object, show
+from .protocol import ChatRequest, GenerationFields, PinRequest, TokenizeRequest, checked_template_variables
+
+RendersChat = ChatRequest | TokenizeRequest | PinRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +35,7 @@ class Services:
         all_processes: of the engine, as one.
         gate: knows the keys.
         encoder: tokenises.
-        chat_template: None for a model that has none.
+        renderer: of chats; None for a model that has no chat template.
         metrics: what `/metrics` shows.
         config: resolved settings.
         spec: facts about the model.
@@ -44,7 +49,7 @@ class Services:
     all_processes: AllProcesses
     gate: Gate
     encoder: PromptEncoder
-    chat_template: ChatTemplate | None
+    renderer: TemplateRenderer | None
     metrics: Metrics
     config: EngineConfig
     spec: ModelSpec
@@ -91,20 +96,52 @@ class Services:
         if model is not None and model != self.served_model:
             raise unknown_model(model, self.served_model)
 
-    def require_chat_template(self) -> ChatTemplate:
-        """The chat template.
+    async def render_chat(
+        self, request: RendersChat, messages: list[dict[str, str]], *, add_generation_prompt: bool
+    ) -> str:
+        """The prompt of a chat, off the event loop. Call it where a disconnect cancels.
+
+        Args:
+            request: whose `chat_template_kwargs` and time limits count.
+            messages: checked, from `template_messages`.
+            add_generation_prompt: end with the beginning of an answer.
 
         Raises:
-            RequestError: the model has none.
+            RequestError: the model has no chat template, or it cannot render these messages, or not in time.
+            QueueFullError: too many renderings wait.
         """
-        if self.chat_template is None:
+        if self.renderer is None:
             raise RequestError(
                 f"the model {self.served_model} has no chat template; use /v1/completions, or start the server with "
                 f"--chat-template",
                 param="messages",
                 code="no_chat_template",
             )
-        return self.chat_template
+        variables = checked_template_variables(request.chat_template_kwargs)
+        limit_s = self._start_limit_s(request)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.renderer.render(
+                    messages, add_generation_prompt=add_generation_prompt, variables=variables
+                )
+        except TimeoutError:
+            raise RequestError(
+                f"the chat was not rendered by the chat template within {limit_s:g} s, which is the request's limit to "
+                f"be started; retry later, or raise queue_timeout or timeout",
+                code="queue_timeout",
+                status=503,
+            ) from None
+
+    def _start_limit_s(self, request: RendersChat) -> float | None:
+        """How long the request may wait to be started; None: for ever."""
+        scheduler = self.config.scheduler
+        limits = [scheduler.queue_timeout, scheduler.request_timeout]
+        if isinstance(request, GenerationFields):
+            limits += [
+                checked_timeout(request.queue_timeout, "queue_timeout"),
+                checked_timeout(request.timeout, "timeout"),
+            ]
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 def unknown_model(model: str, served: str) -> RequestError:

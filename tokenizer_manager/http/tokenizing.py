@@ -12,7 +12,7 @@ from .chat_messages import template_messages
 from .exchange import Exchange
 from .field_policy import FieldPolicy
 from .json_body import convert
-from .protocol import DetokenizeRequest, TokenizeRequest, checked_template_variables
+from .protocol import DetokenizeRequest, TokenizeRequest
 from .services import Services
 
 _TOKENIZE_POLICY: Final = FieldPolicy(TokenizeRequest, {})
@@ -32,21 +32,19 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
             param="prompt",
             code="invalid_value",
         )
-    if request.messages is not None:
-        messages, more_warnings = template_messages(
-            request.messages, strict=strict, limits=services.config.limits
-        )
-        warnings += more_warnings
-        text = services.require_chat_template().render(
-            messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            variables=checked_template_variables(request.chat_template_kwargs),
-        )
-        add_special_tokens, param = bool(request.add_special_tokens), "messages"
-    else:
-        text = request.prompt or ""
-        add_special_tokens, param = request.add_special_tokens is not False, "prompt"
     async with exchange.abort_on_disconnect():
+        if request.messages is not None:
+            messages, more_warnings = template_messages(
+                request.messages, strict=strict, limits=services.config.limits
+            )
+            warnings += more_warnings
+            text = await services.render_chat(
+                request, messages, add_generation_prompt=request.add_generation_prompt is not False
+            )
+            add_special_tokens, param = bool(request.add_special_tokens), "messages"
+        else:
+            text = request.prompt or ""
+            add_special_tokens, param = request.add_special_tokens is not False, "prompt"
         [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
         await exchange.send_json(
             TokensBody(
