@@ -40,7 +40,7 @@ class RequestLimits:
     max_logit_bias: Annotated[int, "Entries of logit_bias."] = 1024
     max_logprobs: Annotated[int, "Alternatives per token whose log-probabilities a request may ask for."] = 20
     max_json_items: Annotated[
-        int, "Keys, lists and objects in a request body; numbers and strings in lists do not count."
+        int, "Keys, strings, lists and objects in a request body; numbers do not count."
     ] = 100_000
     max_json_depth: Annotated[int, "Lists and objects inside each other in a request body."] = 64
 

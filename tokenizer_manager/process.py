@@ -133,9 +133,7 @@ async def _serve(
         for task in duties:
             task.cancel()
         await asyncio.gather(*duties, return_exceptions=True)
-        encoder.close()
-        if renderer is not None:
-            renderer.close()
+        services.close()
         inbox.close()
         outbox.close()
 

@@ -350,9 +350,7 @@ class ServerThread:
         self._tick()
         with self._listener:
             await self._server.serve(sockets=[self._listener])
-        self._services.encoder.close()
-        if self._services.renderer is not None:
-            self._services.renderer.close()
+        self._services.close()
 
     def _tick(self) -> None:
         self._engine.ticks += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import UNSET
 
@@ -15,7 +15,7 @@ from .chat_messages import template_messages
 from .exchange import Exchange
 from .field_policy import FieldPolicy, first_warnings
 from .field_types import MAX_TTL_S
-from .json_body import convert
+from .json_body import Body, convert
 from .protocol import PinRequest, prompts_of
 from .services import Services
 
@@ -24,44 +24,16 @@ _POLICY: Final = FieldPolicy(PinRequest, {})
 
 async def pin_prefix(exchange: Exchange, services: Services) -> None:
     """Pin the cached part of a prefix; says how many tokens are pinned, of how many, and why not all."""
-    body = await services.read_object(exchange)
-    strict = services.config.server.strict
-    warnings = _POLICY.check(body, strict=strict)
-    request = convert(body, PinRequest)
-    services.check_model(request.model)
-    if not (math.isfinite(request.ttl) and 0 <= request.ttl <= MAX_TTL_S):
-        raise RequestError(
-            f"ttl is {request.ttl:g}, but it must lie in [0, {MAX_TTL_S:g}] seconds; 0 unpins",
-            param="ttl",
-            code="invalid_value",
-        )
-    if (request.prompt is None) == (request.messages is None):
-        raise RequestError(
-            "prompt and messages are two forms of the prefix; send exactly one",
-            param="prompt",
-            code="invalid_value",
-        )
-    prompt: Prompt
+    made = await services.read(exchange, lambda body: _read(body, services))
+    request, prompt, warnings = made.request, made.prompt, made.warnings
     async with exchange.abort_on_disconnect():
-        if request.messages is not None:
-            messages, more_warnings = template_messages(
-                request.messages, strict=strict, limits=services.config.limits
-            )
-            warnings = first_warnings(warnings + more_warnings)
+        if made.messages is not None:
             # Without a generation prompt by default: later requests go on with more messages.
             prompt = await services.render_chat(
-                request, messages, add_generation_prompt=bool(request.add_generation_prompt)
+                request, made.messages, add_generation_prompt=bool(request.add_generation_prompt)
             )
             add_special_tokens, param = bool(request.add_special_tokens), "messages"
         else:
-            prompts = prompts_of(request.prompt, "prompt")
-            if len(prompts) > 1:
-                raise RequestError(
-                    f"prompt has {len(prompts)} prompts, but one prefix is pinned at a time; send several requests",
-                    param="prompt",
-                    code="invalid_value",
-                )
-            [prompt] = prompts
             add_special_tokens, param = request.add_special_tokens is not False, "prompt"
         done = await services.manager.control.pin(
             prompt,
@@ -78,3 +50,44 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
                 warnings=warnings or UNSET,
             )
         )
+
+
+class _Made(NamedTuple):
+    """What is made of a body; `messages` is None for a prompt."""
+
+    request: PinRequest
+    prompt: Prompt
+    messages: list[dict[str, str]] | None
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services) -> _Made:
+    strict = services.config.server.strict
+    warnings = _POLICY.check(body, strict=strict)
+    request = convert(body, PinRequest)
+    services.check_model(request.model)
+    if not (math.isfinite(request.ttl) and 0 <= request.ttl <= MAX_TTL_S):
+        raise RequestError(
+            f"ttl is {request.ttl:g}, but it must lie in [0, {MAX_TTL_S:g}] seconds; 0 unpins",
+            param="ttl",
+            code="invalid_value",
+        )
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError(
+            "prompt and messages are two forms of the prefix; send exactly one",
+            param="prompt",
+            code="invalid_value",
+        )
+    if request.messages is not None:
+        messages, more_warnings = template_messages(
+            request.messages, strict=strict, limits=services.config.limits
+        )
+        return _Made(request, "", messages, first_warnings(warnings + more_warnings))
+    prompts = prompts_of(request.prompt, "prompt", max_prompt_len=services.manager.capacity.max_model_len)
+    if len(prompts) > 1:
+        raise RequestError(
+            f"prompt has {len(prompts)} prompts, but one prefix is pinned at a time; send several requests",
+            param="prompt",
+            code="invalid_value",
+        )
+    return _Made(request, prompts[0], None, warnings)

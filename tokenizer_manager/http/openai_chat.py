@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ...runtime.sampling_params import SamplingParams
 from ..generation import Generation, GenerationRequest, Row
+from ..scheduling import Scheduling
 from .accounting import Timings, UsageBody, timings_of, usage_of
+from .caller import Caller
 from .chat_messages import template_messages
 from .delivery import Collected, collect, event, finish_reason, stream
 from .exchange import Exchange
 from .field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
-from .json_body import convert
+from .json_body import Body, convert
 from .logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
 from .protocol import ChatRequest, StreamOptions, scheduling_of
 from .renaming import renamed_fields
@@ -81,8 +84,55 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer a chat."""
-    body = await services.read_object(exchange)
+    chat = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
     arrival_s = services.manager.now_s()
+    async with exchange.abort_on_disconnect():
+        prompt = await services.render_chat(
+            chat.request, chat.messages, add_generation_prompt=chat.request.add_generation_prompt is not False
+        )
+        generation_request = GenerationRequest(
+            prompts=[prompt],
+            sampling=chat.sampling,
+            n=chat.num_choices,
+            id_prefix="chatcmpl",
+            scheduling=chat.scheduling,
+            add_special_tokens=False,
+            prompt_param="messages",
+            length_param=chat.length_param,
+            arrival_s=arrival_s,
+        )
+        with renamed_fields({"max_tokens": chat.length_param}):
+            generation = await services.start(exchange, generation_request)
+        with generation:
+            if chat.options is not None:
+                await stream(
+                    exchange, generation, _ChatStream(services, generation, chat.options, chat.warnings)
+                )
+            else:
+                answers = await collect(generation)
+                await exchange.send_json(_completion(services, generation, answers, chat.warnings))
+
+
+class _Chat(NamedTuple):
+    """A chat request, checked.
+
+    Attributes:
+        messages: for the template.
+        length_param: the field that bounds the answer.
+        options: of a stream; None: an answer in one piece.
+    """
+
+    request: ChatRequest
+    messages: list[dict[str, str]]
+    sampling: SamplingParams
+    num_choices: int
+    scheduling: Scheduling
+    length_param: str
+    options: StreamOptions | None
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services, caller: Caller) -> _Chat:
     strict = services.config.server.strict
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, ChatRequest)
@@ -99,31 +149,16 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         keep_stop=request.include_stop_str_in_output,
         logprobs=request.num_top_logprobs(limits),
     )
-    num_choices = request.num_choices(limits)
-    scheduling = scheduling_of(request, exchange.caller)
-    async with exchange.abort_on_disconnect():
-        prompt = await services.render_chat(
-            request, messages, add_generation_prompt=request.add_generation_prompt is not False
-        )
-        generation_request = GenerationRequest(
-            prompts=[prompt],
-            sampling=sampling,
-            n=num_choices,
-            id_prefix="chatcmpl",
-            scheduling=scheduling,
-            add_special_tokens=False,
-            prompt_param="messages",
-            length_param=length_param,
-            arrival_s=arrival_s,
-        )
-        with renamed_fields({"max_tokens": length_param}):
-            generation = await services.start(exchange, generation_request)
-        with generation:
-            if options is not None:
-                await stream(exchange, generation, _ChatStream(services, generation, options, warnings))
-            else:
-                answers = await collect(generation)
-                await exchange.send_json(_completion(services, generation, answers, warnings))
+    return _Chat(
+        request,
+        messages,
+        sampling,
+        request.num_choices(limits),
+        scheduling_of(request, caller),
+        length_param,
+        options,
+        warnings,
+    )
 
 
 def _completion(

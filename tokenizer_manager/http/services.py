@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ...runtime.config import EngineConfig
 from ...runtime.errors import RequestError
@@ -17,13 +19,15 @@ from ..prompt_encoder import PromptEncoder
 from ..scheduling import checked_timeout
 from ..template_renderer import TemplateRenderer
 from .auth import Gate
+from .body_reader import BodyReader
 from .body_room import BodyRoom
 from .errors import POSITION_HEADER
 from .exchange import Exchange
-from .json_body import Body, parse_object, show
+from .json_body import Body, show
 from .protocol import ChatRequest, GenerationFields, PinRequest, TokenizeRequest, checked_template_variables
 
 RendersChat = ChatRequest | TokenizeRequest | PinRequest
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class Services:
         created_s: Unix time when serving began.
         version: of the engine.
         body_room: for what comes in.
+        body_reader: parses it.
     """
 
     manager: TokenizerManager
@@ -57,6 +62,7 @@ class Services:
     created_s: int
     version: str
     body_room: BodyRoom = field(default_factory=BodyRoom)
+    body_reader: BodyReader = field(default_factory=BodyReader)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -77,9 +83,30 @@ class Services:
         Raises:
             RequestError: it is too large, not one, or there is no room for it.
         """
+        return await self.read(exchange, _as_it_is, optional=optional)
+
+    async def read(self, exchange: Exchange, build: Callable[[Body], T], *, optional: bool = False) -> T:
+        """What `build` makes of the request's JSON object; off the event loop where the body is large.
+
+        Args:
+            build: checks the object; see `BodyReader.read`.
+            optional: an empty body is an empty object.
+
+        Raises:
+            RequestError: the body is too large, no object, `build` refuses it, or there is no room for it.
+        """
         with self.body_room.hold() as share:
             body = await exchange.body(int(self.config.server.max_body_mb * 2**20), share)
-            return {} if optional and not body else parse_object(body, self.config.limits)
+            return await self.body_reader.read(
+                b"{}" if optional and not body else body, self.config.limits, build
+            )
+
+    def close(self) -> None:
+        """Let the threads of its parts end."""
+        self.encoder.close()
+        self.body_reader.close()
+        if self.renderer is not None:
+            self.renderer.close()
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """Have something generated; the answer says how many requests were before it. As `TokenizerManager.start`."""
@@ -142,6 +169,10 @@ class Services:
                 checked_timeout(request.timeout, "timeout"),
             ]
         return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _as_it_is(body: Body) -> Body:
+    return body
 
 
 def unknown_model(model: str, served: str) -> RequestError:

@@ -34,12 +34,6 @@ def with_template(template: Any, **settings: Any) -> Services:
     return dataclasses.replace(services, renderer=TemplateRenderer(template))
 
 
-def close(services: Services) -> None:
-    services.encoder.close()
-    if services.renderer is not None:
-        services.renderer.close()
-
-
 def answer(services: Services, path: str, body: dict[str, Any]) -> Reply:
     async def main() -> Reply:
         async with asyncio.timeout(WAIT_S):
@@ -48,7 +42,7 @@ def answer(services: Services, path: str, body: dict[str, Any]) -> Reply:
     try:
         return asyncio.run(main())
     finally:
-        close(services)
+        services.close()
 
 
 @every_user
@@ -94,7 +88,7 @@ def test_a_client_that_leaves_ends_its_rendering(path, more):
         asyncio.run(main())
     finally:
         template.go_on.set()
-        close(services)
+        services.close()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def test_a_request_whose_time_is_over_gives_its_place_up(field, server):
         asyncio.run(main())
     finally:
         template.go_on.set()
-        close(services)
+        services.close()
 
 
 def test_a_chat_arrives_before_it_is_rendered():
