@@ -25,7 +25,7 @@ from ..fake_engine import WAIT_S, FakeEngine, make_services, say_all
 from .calling import Reply, call
 
 LONGEST_PAUSE_S = 0.2
-"""2,048 prompts in one request take half of it, the scripted scheduler's part included; nothing else a quarter."""
+"""The largest share is that of 2,048 prompts in one request, the scripted scheduler's part included."""
 
 QUADRATIC = """
     {%- for m in messages %}{% for other in messages %}{% if other.role == "none" %}{% endif %}{% endfor %}
