@@ -36,6 +36,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         add_special_tokens: whether tokenising puts BOS first; no for a rendered chat template.
         prompt_param, length_param: the fields that errors shall name.
         probe: asks whether the engine works, and is let in however many wait.
+        arrival_s: by the manager's clock, of a request that has waited before it is started; None: it arrives now.
     """
 
     prompts: Sequence[Prompt]
@@ -47,6 +48,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_param: str = "prompt"
     length_param: str = "max_tokens"
     probe: bool = False
+    arrival_s: float | None = None
 
 
 class Choice:

@@ -139,6 +139,10 @@ class TokenizerManager:
 
     # ------------------------------------------------------------ for the front ends
 
+    def now_s(self) -> float:
+        """The time by the manager's clock, which arrivals are stated in."""
+        return self._clock()
+
     async def start(self, request: GenerationRequest) -> Generation:
         """Tokenise, admit and send a request; enter the result's `with` block without awaiting anything before.
 
@@ -147,7 +151,7 @@ class TokenizerManager:
             QueueFullError: too many wait.
             EngineDeadError: there is no engine any more.
         """
-        arrival_s = self._clock()
+        arrival_s = self._clock() if request.arrival_s is None else request.arrival_s
         self._check_open()
         request.sampling.verify(self.capacity.vocab_size)
         async with self._door.places_for(request, arrival_s):

@@ -32,6 +32,7 @@ from ..runtime.version import __version__
 from .admission.overload_control import DoorLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate, load_chat_template
+from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .http.app import App
 from .http.guards.auth import Gate, read_keys
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
@@ -54,6 +55,7 @@ def main(child: Child) -> None:
     with bind(config.server.host, config.server.port) as listener:
         tokenizer = load_tokenizer(child.settings.source)
         chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
+        share_the_gil()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             # Bound before the peers are ready: ZMQ looks for a missing address only every 100 ms.
             inbox = runner.run(_bind_inbox(child.settings.endpoints.tokenizer_manager))
@@ -96,12 +98,13 @@ async def _serve(
     )
     if settings.life:  # the one before has left requests behind
         outbox.send(AbandonRequests(before_s=time.monotonic()))
+    renderer = None if chat_template is None else TemplateRenderer(chat_template)
     services = Services(
         manager=manager,
         all_processes=AllProcesses(child.tell_all, settings.config, settings.profile),
         gate=gate,
         encoder=encoder,
-        chat_template=chat_template,
+        renderer=renderer,
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,
@@ -130,7 +133,7 @@ async def _serve(
         for task in duties:
             task.cancel()
         await asyncio.gather(*duties, return_exceptions=True)
-        encoder.close()
+        services.close()
         inbox.close()
         outbox.close()
 

@@ -40,7 +40,7 @@ class RequestLimits:
     max_logit_bias: Annotated[int, "Entries in logit_bias."] = 1024
     max_logprobs: Annotated[int, "Most top logprobs per token that a request may ask for."] = 20
     max_json_items: Annotated[
-        int, "Keys, lists and objects in a request body; numbers and strings in lists do not count."
+        int, "Keys, strings, lists and objects in a request body; numbers do not count."
     ] = 100_000
     max_json_depth: Annotated[int, "Nesting depth of lists and objects in a request body."] = 64
 

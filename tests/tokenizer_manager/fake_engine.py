@@ -54,6 +54,7 @@ from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
+from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.guards.auth import Gate, read_keys
 from engine.tokenizer_manager.http.server import HttpServer
@@ -296,9 +297,9 @@ def make_services(
         all_processes=AllProcesses(engine.take_order, config, clock=clock),
         gate=Gate(read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback),
         encoder=encoder,
-        chat_template=None
+        renderer=None
         if chat_template is None
-        else ChatTemplate(chat_template, TOKENIZER.special_tokens),
+        else TemplateRenderer(ChatTemplate(chat_template, TOKENIZER.special_tokens)),
         metrics=metrics,
         config=config,
         spec=ModelSpec(
@@ -354,7 +355,7 @@ class ServerThread:
         self._tick()
         with self._listener:
             await self._server.serve(sockets=[self._listener])
-        self._services.encoder.close()
+        self._services.close()
 
     def _tick(self) -> None:
         self._engine.ticks += 1

@@ -20,7 +20,7 @@ import jinja2.parser
 
 from ...runtime.errors import ConfigError, RequestError
 from ...runtime.model_files.tokenizer import Tokenizer
-from .template_sandbox import LimitError, TemplateSandbox
+from .template_sandbox import AbandonedError, CpuTimeError, LimitError, RenderBudget, TemplateSandbox
 
 RESERVED_NAMES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 _MAX_OUTPUT_CHARS: Final = 64 << 20
@@ -76,18 +76,21 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        budget: RenderBudget | None = None,
     ) -> str:
-        """The prompt of a chat.
+        """The prompt of a chat. Several threads may render at the same time.
 
         Args:
             messages: with `role` and `content`, and what else the template may know.
             add_generation_prompt: end with the beginning of an assistant message.
             variables: more variables of the template.
+            budget: of this rendering alone; another thread may end the rendering through it.
 
         Raises:
             RequestError: the template refuses these messages, fails, or goes beyond a limit.
+            AbandonedError: `budget` says that the prompt is not wanted any more.
         """
-        self._environment.start_clock()
+        self._environment.start_clock(budget or RenderBudget())
         parts: list[str] = []
         size = 0
         try:
@@ -105,6 +108,16 @@ class ChatTemplate:
                     raise LimitError(f"it puts out more than {_MAX_OUTPUT_CHARS} characters")
                 self._environment.check_clock()
                 parts.append(part)
+        except AbandonedError:
+            raise
+        except CpuTimeError as error:
+            count = f"{len(messages):,} message{'' if len(messages) == 1 else 's'}"
+            raise RequestError(
+                f"{self._name} took {error} for {count}; send fewer or shorter "
+                f"messages, or give the server a template that does less for each with --chat-template",
+                param="messages",
+                code="chat_template_error",
+            ) from error
         except Exception as error:  # template code may raise anything, and it is this request's own trouble
             raise RequestError(
                 f"{self._name} cannot render these messages: {str(error) or type(error).__name__}; check their roles, "

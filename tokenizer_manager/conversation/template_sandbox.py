@@ -3,7 +3,8 @@
 Templates come with model files, so they are other people's code. Jinja's immutable sandbox keeps them from Python's
 insides; this one also bounds what one rendering costs:
 
-- time, looked at in every turn of a loop, every call and every operator that makes a value;
+- CPU time of the thread that renders, looked at in every turn of a loop, every call and every operator that makes a
+  value (`RenderBudget`); time during which the thread waits, for a core or for the GIL, does not count;
 - the size of a value made by an operator, by `~`, by a `set` or macro block, by a width, or by `replace` and `join`.
 
 Not bounded: the sum over all variables (the time limit is what bounds it, at some hundred MB), a single step inside
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -25,7 +27,8 @@ import jinja2.nodes
 import jinja2.sandbox
 import jinja2.visitor
 
-MAX_RENDER_S: Final = 2.0
+MAX_RENDER_CPU_S: Final = 2.0
+_MIN_LOOK_S: Final = 0.001  # between two looks at the CPU time
 MAX_VALUE_CHARS: Final = 64 << 20
 _MAX_ITEMS: Final = 1 << 20  # of a list
 _MAX_INT_BITS: Final = 4096
@@ -40,7 +43,73 @@ _WIDE_METHODS: Final = ("center", "expandtabs", "ljust", "rjust", "zfill")
 
 
 class LimitError(Exception):
-    """Rendering took too long or made too much."""
+    """Rendering goes beyond a limit."""
+
+
+class CpuTimeError(LimitError):
+    """Rendering took more than `MAX_RENDER_CPU_S`."""
+
+
+class AbandonedError(Exception):
+    """The result of a rendering is not wanted any more."""
+
+
+class RenderBudget:
+    """The CPU time of one rendering, and whether its result is still wanted.
+
+    CPU time of a thread never passes faster than wall time. Therefore the CPU clock, which is a system call, is read
+    only when so much wall time has passed that the limit may be exceeded.
+
+    Attributes:
+        wanted: set to False by any thread, it ends the rendering at its next check.
+    """
+
+    __slots__ = ("_begun_s", "_cpu_clock", "_look_at_s", "_wall_clock", "wanted")
+
+    def __init__(
+        self,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        wall_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.wanted = True
+        self._cpu_clock = cpu_clock
+        self._wall_clock = wall_clock
+        self._begun_s = 0.0
+        self._look_at_s = 0.0
+
+    def begin(self) -> None:
+        """Start to count, on the thread that renders."""
+        self._begun_s = self._cpu_clock()
+        self._look_at_s = self._wall_clock() + MAX_RENDER_CPU_S
+
+    def check(self) -> None:
+        """Return if the rendering may go on.
+
+        Raises:
+            CpuTimeError: it has taken too much CPU time.
+            AbandonedError: its result is not wanted any more.
+        """
+        if not self.wanted:
+            raise AbandonedError
+        now_s = self._wall_clock()
+        if now_s <= self._look_at_s:
+            return
+        left_s = MAX_RENDER_CPU_S - (self._cpu_clock() - self._begun_s)
+        if left_s < 0:
+            raise CpuTimeError(f"more than {MAX_RENDER_CPU_S:g} s of CPU time")
+        self._look_at_s = now_s + max(left_s, _MIN_LOOK_S)
+
+
+class _Rendering(threading.local):
+    """The rendering of each thread: one environment serves several threads.
+
+    Before the first one there is no budget: Jinja computes no constant expressions while it compiles, since an
+    expression that fails then is left for the rendering.
+    """
+
+    def __init__(self) -> None:
+        self.budget = RenderBudget()
+        self.budget.wanted = False
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -50,25 +119,21 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._deadline_s = 0.0
+        self._rendering = _Rendering()
         for name in _WIDE_FILTERS:
             self.filters[name] = self._narrow(self.filters[name])
         self.filters["format"] = self._checked_before(self.filters["format"], check_percent)
         self.filters["replace"] = self._checked_before(self.filters["replace"], _check_replace)
         self.filters["join"] = self._checked_before(self.filters["join"], _check_join)
 
-    def start_clock(self) -> None:
-        """Begin a rendering."""
-        self._deadline_s = time.monotonic() + MAX_RENDER_S
+    def start_clock(self, budget: RenderBudget) -> None:
+        """Begin a rendering on this thread."""
+        self._rendering.budget = budget
+        budget.begin()
 
     def check_clock(self) -> None:
-        """Raise if the rendering has taken too long.
-
-        Raises:
-            LimitError: it has.
-        """
-        if time.monotonic() > self._deadline_s:
-            raise LimitError(f"it takes longer than {MAX_RENDER_S:g} s")
+        """As `RenderBudget.check`, for the rendering of this thread."""
+        self._rendering.budget.check()
 
     # ------------------------------------------------------------ what compiled templates call
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
+from ..admission.scheduling_options import checked_timeout
 from ..all_processes import AllProcesses
-from ..conversation.chat_template import ChatTemplate
+from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
+from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Gate
 from .guards.body_budget import BodyRoom
 from .schema.errors import POSITION_HEADER
-from .schema.json_body import Body, parse_object, show
+from .schema.json_body import Body, show
+from .schema.protocol import (
+    ChatRequest,
+    GenerationFields,
+    PinRequest,
+    TokenizeRequest,
+    checked_template_variables,
+)
+
+RendersChat = ChatRequest | TokenizeRequest | PinRequest
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +45,7 @@ class Services:
         all_processes: of the engine, as one.
         gate: knows the keys.
         encoder: tokenises.
-        chat_template: None for a model that has none.
+        renderer: of chats; None for a model that has no chat template.
         metrics: what `/metrics` shows.
         config: resolved settings.
         spec: facts about the model.
@@ -38,13 +53,14 @@ class Services:
         created_s: Unix time when serving began.
         version: of the engine.
         body_room: for what comes in.
+        body_reader: parses it.
     """
 
     manager: TokenizerManager
     all_processes: AllProcesses
     gate: Gate
     encoder: PromptEncoder
-    chat_template: ChatTemplate | None
+    renderer: TemplateRenderer | None
     metrics: Metrics
     config: EngineConfig
     spec: ModelSpec
@@ -52,6 +68,7 @@ class Services:
     created_s: int
     version: str
     body_room: BodyRoom = field(default_factory=BodyRoom)
+    body_reader: BodyReader = field(default_factory=BodyReader)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -72,9 +89,30 @@ class Services:
         Raises:
             RequestError: it is too large, not one, or there is no room for it.
         """
+        return await self.read(exchange, _as_it_is, optional=optional)
+
+    async def read(self, exchange: Exchange, build: Callable[[Body], T], *, optional: bool = False) -> T:
+        """What `build` makes of the request's JSON object; off the event loop where the body is large.
+
+        Args:
+            build: checks the object; see `BodyReader.read`.
+            optional: an empty body is an empty object.
+
+        Raises:
+            RequestError: the body is too large, no object, `build` refuses it, or there is no room for it.
+        """
         with self.body_room.hold() as share:
             body = await exchange.body(int(self.config.server.max_body_mb * 2**20), share)
-            return {} if optional and not body else parse_object(body, self.config.limits)
+            return await self.body_reader.read(
+                b"{}" if optional and not body else body, self.config.limits, build
+            )
+
+    def close(self) -> None:
+        """Let the threads of its parts end."""
+        self.encoder.close()
+        self.body_reader.close()
+        if self.renderer is not None:
+            self.renderer.close()
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """Have something generated; the answer says how many requests were before it. As `TokenizerManager.start`."""
@@ -91,20 +129,56 @@ class Services:
         if model is not None and model != self.served_model:
             raise unknown_model(model, self.served_model)
 
-    def require_chat_template(self) -> ChatTemplate:
-        """The chat template.
+    async def render_chat(
+        self, request: RendersChat, messages: list[dict[str, str]], *, add_generation_prompt: bool
+    ) -> str:
+        """The prompt of a chat, off the event loop. Call it where a disconnect cancels.
+
+        Args:
+            request: whose `chat_template_kwargs` and time limits count.
+            messages: checked, from `template_messages`.
+            add_generation_prompt: end with the beginning of an answer.
 
         Raises:
-            RequestError: the model has none.
+            RequestError: the model has no chat template, or it cannot render these messages, or not in time.
+            QueueFullError: too many renderings wait.
         """
-        if self.chat_template is None:
+        if self.renderer is None:
             raise RequestError(
                 f"the model {self.served_model} has no chat template; use /v1/completions, or start the server with "
                 f"--chat-template",
                 param="messages",
                 code="no_chat_template",
             )
-        return self.chat_template
+        variables = checked_template_variables(request.chat_template_kwargs)
+        limit_s = self._start_limit_s(request)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.renderer.render(
+                    messages, add_generation_prompt=add_generation_prompt, variables=variables
+                )
+        except TimeoutError:
+            raise RequestError(
+                f"the chat was not rendered by the chat template within {limit_s:g} s, which is the request's limit to "
+                f"be started; retry later, or raise queue_timeout or timeout",
+                code="queue_timeout",
+                status=503,
+            ) from None
+
+    def _start_limit_s(self, request: RendersChat) -> float | None:
+        """How long the request may wait to be started; None: for ever."""
+        scheduler = self.config.scheduler
+        limits = [scheduler.queue_timeout, scheduler.request_timeout]
+        if isinstance(request, GenerationFields):
+            limits += [
+                checked_timeout(request.queue_timeout, "queue_timeout"),
+                checked_timeout(request.timeout, "timeout"),
+            ]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _as_it_is(body: Body) -> Body:
+    return body
 
 
 def unknown_model(model: str, served: str) -> RequestError:

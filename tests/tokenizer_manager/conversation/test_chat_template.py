@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from types import SimpleNamespace
+from typing import Any
 
 import jinja2.sandbox
 import pytest
@@ -11,9 +12,22 @@ import pytest
 from engine.runtime.errors import ConfigError, RequestError
 from engine.tokenizer_manager.conversation import chat_template, template_sandbox
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate, load_chat_template
+from engine.tokenizer_manager.conversation.template_sandbox import AbandonedError, RenderBudget
 from tests.tokenizer_manager.fake_engine import TEMPLATE, TOKENIZER, make_tokenizer
 
 USER = {"role": "user", "content": "hi"}
+
+
+class LeavingMessage(dict[str, Any]):
+    """A message that is the last to be wanted: its request is cancelled when it is rendered."""
+
+    def __init__(self, budget: RenderBudget) -> None:
+        super().__init__(USER)
+        self._budget = budget
+
+    def __getitem__(self, key: str) -> Any:
+        self._budget.wanted = False
+        return super().__getitem__(key)
 
 
 def render(source: str, messages: list[dict[str, str]] | None = None, **options: object) -> str:
@@ -85,17 +99,72 @@ def test_output_is_limited(monkeypatch):
         "{% for i in [[0]] recursive %}{{ loop([[0], [0]]) }}{% endfor %}",
     ],
 )
-def test_time_is_limited_also_where_nothing_is_put_out(monkeypatch, source):
-    """A second goes by from one look at the clock to the next: two looks are enough, and come soon.
+def test_cpu_time_is_limited_also_where_nothing_is_put_out(source):
+    """A second of CPU time goes by from one look at a clock to the next: a few looks are enough, and come soon.
 
-    Whoever never looks takes years, and is ended by this test's own time limit.
+    A template that is never checked takes years, and is ended by this test's own time limit.
     """
-    seconds = itertools.count(1000)
-    monkeypatch.setattr(template_sandbox, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-    monkeypatch.setattr(template_sandbox, "MAX_RENDER_S", 1.5)
+    seconds = itertools.count(1000.0)
+    budget = RenderBudget(cpu_clock=lambda: next(seconds), wall_clock=lambda: next(seconds))
 
-    with pytest.raises(RequestError, match=r"longer than 1\.5 s"):
-        render(source)
+    with pytest.raises(RequestError) as caught:
+        render(source, [USER] * 2001, budget=budget)
+    assert caught.value.message == (
+        "the model's chat template took more than 2 s of CPU time for 2,001 messages; send fewer or shorter messages, "
+        "or give the server a template that does less for each with --chat-template"
+    )
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_a_rendering_that_waits_for_a_core_is_not_refused():
+    """An hour of wall time between two checks, and a millisecond of CPU time."""
+    wall_s, cpu_s = itertools.count(1000.0, 3600.0), itertools.count(5.0, 0.001)
+    budget = RenderBudget(cpu_clock=lambda: next(cpu_s), wall_clock=lambda: next(wall_s))
+
+    assert render(TEMPLATE, [USER] * 100, budget=budget) == render(TEMPLATE, [USER] * 100)
+
+
+def test_the_cpu_clock_is_read_only_when_the_limit_may_be_exceeded():
+    num_reads = 0
+
+    def cpu_clock() -> float:
+        nonlocal num_reads
+        num_reads += 1
+        return 0.0
+
+    wall_s = itertools.count(1000.0, 0.01)
+    budget = RenderBudget(cpu_clock=cpu_clock, wall_clock=lambda: next(wall_s))
+    render("{% for i in range(1000) %}{{ i }}{% endfor %}", budget=budget)
+
+    assert next(wall_s) > 1020  # 10 ms for each of more than 2,000 checks
+    assert num_reads <= (next(wall_s) - 1000) / template_sandbox.MAX_RENDER_CPU_S + 1
+
+
+def test_a_rendering_that_is_not_wanted_any_more_ends():
+    budget = RenderBudget()
+    messages = [USER, LeavingMessage(budget)]
+
+    with pytest.raises(AbandonedError):
+        render(
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% for i in range(1000000000) %}{% endfor %}",
+            messages,
+            budget=budget,
+        )
+
+
+def test_threads_render_with_one_template_under_budgets_of_their_own():
+    template = ChatTemplate(TEMPLATE, {})
+    spent, fresh = (
+        RenderBudget(
+            cpu_clock=itertools.count(0.0, 9.0).__next__, wall_clock=itertools.count(0.0, 9.0).__next__
+        ),
+        RenderBudget(),
+    )
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(RequestError, match="CPU time"):
+            thread.submit(template.render, [USER] * 2, budget=spent).result()
+        assert template.render([USER], budget=fresh) == template.render([USER])
+        assert thread.submit(template.render, [USER]).result() == template.render([USER])
 
 
 DOUBLE = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(27) %}@{% endfor %}x"
@@ -132,7 +201,7 @@ DOUBLE = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(27) %}@{% endfo
     ],
 )
 def test_values_that_grow_without_bound_are_refused_before_they_exist(monkeypatch, source):
-    monkeypatch.setattr(template_sandbox, "MAX_RENDER_S", 3600.0)  # it is their size that is refused
+    monkeypatch.setattr(template_sandbox, "MAX_RENDER_CPU_S", 3600.0)  # it is their size that is refused
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match="cannot render these messages: it (uses|makes)"):

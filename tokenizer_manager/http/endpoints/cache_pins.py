@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import UNSET
 
@@ -15,8 +15,8 @@ from ..schema.answers import PinnedBody
 from ..schema.chat_messages import template_messages
 from ..schema.field_policy import FieldPolicy, first_warnings
 from ..schema.field_types import MAX_TTL_S
-from ..schema.json_body import convert
-from ..schema.protocol import PinRequest, checked_template_variables, prompts_of
+from ..schema.json_body import Body, convert
+from ..schema.protocol import PinRequest, prompts_of
 from ..services import Services
 
 _POLICY: Final = FieldPolicy(PinRequest, {})
@@ -24,7 +24,44 @@ _POLICY: Final = FieldPolicy(PinRequest, {})
 
 async def pin_prefix(exchange: Exchange, services: Services) -> None:
     """Pin the cached part of a prefix; says how many tokens are pinned, of how many, and why not all."""
-    body = await services.read_object(exchange)
+    made = await services.read(exchange, lambda body: _read(body, services))
+    request, prompt, warnings = made.request, made.prompt, made.warnings
+    async with exchange.abort_on_disconnect():
+        if made.messages is not None:
+            # Without a generation prompt by default: later requests go on with more messages.
+            prompt = await services.render_chat(
+                request, made.messages, add_generation_prompt=bool(request.add_generation_prompt)
+            )
+            add_special_tokens, param = bool(request.add_special_tokens), "messages"
+        else:
+            add_special_tokens, param = request.add_special_tokens is not False, "prompt"
+        done = await services.manager.control.pin(
+            prompt,
+            ttl_s=request.ttl,
+            extra_key=exchange.caller.namespace(checked_salt(request.cache_salt)),
+            add_special_tokens=add_special_tokens,
+            param=param,
+        )
+        await exchange.send_json(
+            PinnedBody(
+                pinned_tokens=done.pinned_tokens,
+                asked_tokens=done.asked_tokens,
+                reason=done.reason,
+                warnings=warnings or UNSET,
+            )
+        )
+
+
+class _Made(NamedTuple):
+    """What is made of a body; `messages` is None for a prompt."""
+
+    request: PinRequest
+    prompt: Prompt
+    messages: list[dict[str, str]] | None
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services) -> _Made:
     strict = services.config.server.strict
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, PinRequest)
@@ -41,43 +78,16 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
             param="prompt",
             code="invalid_value",
         )
-    prompt: Prompt
     if request.messages is not None:
         messages, more_warnings = template_messages(
             request.messages, strict=strict, limits=services.config.limits
         )
-        warnings = first_warnings(warnings + more_warnings)
-        prompt = services.require_chat_template().render(
-            messages,
-            add_generation_prompt=bool(
-                request.add_generation_prompt
-            ),  # later requests go on with more messages
-            variables=checked_template_variables(request.chat_template_kwargs),
+        return _Made(request, "", messages, first_warnings(warnings + more_warnings))
+    prompts = prompts_of(request.prompt, "prompt", max_prompt_len=services.manager.capacity.max_model_len)
+    if len(prompts) > 1:
+        raise RequestError(
+            f"prompt has {len(prompts)} prompts, but one prefix is pinned at a time; send several requests",
+            param="prompt",
+            code="invalid_value",
         )
-        add_special_tokens, param = bool(request.add_special_tokens), "messages"
-    else:
-        prompts = prompts_of(request.prompt, "prompt")
-        if len(prompts) > 1:
-            raise RequestError(
-                f"prompt has {len(prompts)} prompts, but one prefix is pinned at a time; send several requests",
-                param="prompt",
-                code="invalid_value",
-            )
-        [prompt] = prompts
-        add_special_tokens, param = request.add_special_tokens is not False, "prompt"
-    async with exchange.abort_on_disconnect():
-        done = await services.manager.control.pin(
-            prompt,
-            ttl_s=request.ttl,
-            extra_key=exchange.caller.namespace(checked_salt(request.cache_salt)),
-            add_special_tokens=add_special_tokens,
-            param=param,
-        )
-        await exchange.send_json(
-            PinnedBody(
-                pinned_tokens=done.pinned_tokens,
-                asked_tokens=done.asked_tokens,
-                reason=done.reason,
-                warnings=warnings or UNSET,
-            )
-        )
+    return _Made(request, prompts[0], None, warnings)

@@ -6,7 +6,7 @@ all text so far. With `incremental` they hold what is new, which does not grow w
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,7 +20,7 @@ from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.caller import Caller
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
-from ..schema.json_body import convert
+from ..schema.json_body import Body, convert
 from ..schema.logprobs import TokenLogprob
 from ..schema.protocol import (
     NativeRequest,
@@ -91,7 +91,44 @@ class GenerateBody(msgspec.Struct):
 
 async def generate(exchange: Exchange, services: Services) -> None:
     """Generate from texts or token ids."""
-    body = await services.read_object(exchange)
+    made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    request, warnings = made.request, made.warnings
+    async with exchange.abort_on_disconnect():
+        with renamed_fields(_OUR_NAMES):
+            generation = await services.start(exchange, made.generation)
+        with generation:
+            if request.stream:
+                writer = _NativeStream(
+                    services, generation, incremental=bool(request.incremental), warnings=warnings
+                )
+                await stream(exchange, generation, writer)
+                return
+            answers = []
+            for choice, answer in best_answers(generation, await collect(generation), made.wanted):
+                if not request.return_logprob:
+                    answer.logprobs = []  # were for ranking
+                answers.append(_body(services, generation, choice, answer))
+            answers[0].warnings = warnings or UNSET
+            await exchange.send_json(answers if made.is_batch or len(answers) > 1 else answers[0])
+
+
+class _Made(NamedTuple):
+    """What is made of a body.
+
+    Attributes:
+        generation: what shall be generated.
+        wanted: what of it is returned.
+        is_batch: the client sent a list of prompts.
+    """
+
+    request: NativeRequest
+    generation: GenerationRequest
+    wanted: Wanted
+    is_batch: bool
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services, caller: Caller) -> _Made:
     warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, NativeRequest)
     if request.rid is not None:
@@ -106,29 +143,13 @@ async def generate(exchange: Exchange, services: Services) -> None:
             code="unsupported_value",
         )
     generation_request, wanted, is_batch = _generation_request(
-        request, exchange.caller, services.config.limits
+        request, caller, services.config.limits, services.manager.capacity.max_model_len
     )
-    async with exchange.abort_on_disconnect():
-        with renamed_fields(_OUR_NAMES):
-            generation = await services.start(exchange, generation_request)
-        with generation:
-            if request.stream:
-                writer = _NativeStream(
-                    services, generation, incremental=bool(request.incremental), warnings=warnings
-                )
-                await stream(exchange, generation, writer)
-                return
-            answers = []
-            for choice, answer in best_answers(generation, await collect(generation), wanted):
-                if not request.return_logprob:
-                    answer.logprobs = []  # were for ranking
-                answers.append(_body(services, generation, choice, answer))
-            answers[0].warnings = warnings or UNSET
-            await exchange.send_json(answers if is_batch or len(answers) > 1 else answers[0])
+    return _Made(request, generation_request, wanted, is_batch, warnings)
 
 
 def _generation_request(
-    request: NativeRequest, caller: Caller, limits: RequestLimits
+    request: NativeRequest, caller: Caller, limits: RequestLimits, max_prompt_len: int
 ) -> tuple[GenerationRequest, Wanted, bool]:
     """What shall be generated, what of it is returned, and whether the client sent a list of prompts.
 
@@ -144,7 +165,7 @@ def _generation_request(
         )
     param = "text" if request.input_ids is None else "input_ids"
     value = request.text if request.input_ids is None else request.input_ids
-    prompts = prompts_of(value, param, limits)
+    prompts = prompts_of(value, param, limits, max_prompt_len=max_prompt_len)
     top = (request.top_logprobs_num or 0) if request.return_logprob else None
     wants_prompt = request.logprob_start_len is not None and request.logprob_start_len >= 0
     if wants_prompt and request.logprob_start_len != 0:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....runtime.sampling_params import SamplingParams
+from ...admission.scheduling_options import Scheduling
 from ...generation import Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, finish_reason, stream
 from ..exchange import Exchange
+from ..guards.caller import Caller
 from ..schema.accounting import Timings, UsageBody, timings_of, usage_of
 from ..schema.chat_messages import template_messages
 from ..schema.field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
-from ..schema.json_body import convert
+from ..schema.json_body import Body, convert
 from ..schema.logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
-from ..schema.protocol import ChatRequest, StreamOptions, checked_template_variables, scheduling_of
+from ..schema.protocol import ChatRequest, StreamOptions, scheduling_of
 from ..schema.renaming import OPENAI_NAMES, renamed_fields
 from ..services import Services
 
@@ -81,7 +84,55 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer a chat."""
-    body = await services.read_object(exchange)
+    chat = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    arrival_s = services.manager.now_s()
+    async with exchange.abort_on_disconnect():
+        prompt = await services.render_chat(
+            chat.request, chat.messages, add_generation_prompt=chat.request.add_generation_prompt is not False
+        )
+        generation_request = GenerationRequest(
+            prompts=[prompt],
+            sampling=chat.sampling,
+            n=chat.num_choices,
+            id_prefix="chatcmpl",
+            scheduling=chat.scheduling,
+            add_special_tokens=False,
+            prompt_param="messages",
+            length_param=chat.length_param,
+            arrival_s=arrival_s,
+        )
+        with renamed_fields(OPENAI_NAMES | {"max_new_tokens": chat.length_param}):
+            generation = await services.start(exchange, generation_request)
+        with generation:
+            if chat.options is not None:
+                await stream(
+                    exchange, generation, _ChatStream(services, generation, chat.options, chat.warnings)
+                )
+            else:
+                answers = await collect(generation)
+                await exchange.send_json(_completion(services, generation, answers, chat.warnings))
+
+
+class _Chat(NamedTuple):
+    """A chat request, checked.
+
+    Attributes:
+        messages: for the template.
+        length_param: the field that bounds the answer.
+        options: of a stream; None: an answer in one piece.
+    """
+
+    request: ChatRequest
+    messages: list[dict[str, str]]
+    sampling: SamplingParams
+    num_choices: int
+    scheduling: Scheduling
+    length_param: str
+    options: StreamOptions | None
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services, caller: Caller) -> _Chat:
     strict = services.config.server.strict
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, ChatRequest)
@@ -91,8 +142,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
     warnings = first_warnings(warnings + more_warnings)
     max_new_tokens, length_param = request.max_new_tokens()
-    names = OPENAI_NAMES | {"max_new_tokens": length_param}
-    with renamed_fields(names):
+    with renamed_fields(OPENAI_NAMES | {"max_new_tokens": length_param}):
         sampling = request.sampling(
             limits,
             max_new_tokens=max_new_tokens,
@@ -100,30 +150,16 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
             keep_stop=request.include_stop_str_in_output,
             logprobs=request.num_top_logprobs(limits),
         )
-    prompt = services.require_chat_template().render(
+    return _Chat(
+        request,
         messages,
-        add_generation_prompt=request.add_generation_prompt is not False,
-        variables=checked_template_variables(request.chat_template_kwargs),
+        sampling,
+        request.num_choices(limits),
+        scheduling_of(request, caller),
+        length_param,
+        options,
+        warnings,
     )
-    generation_request = GenerationRequest(
-        prompts=[prompt],
-        sampling=sampling,
-        n=request.num_choices(limits),
-        id_prefix="chatcmpl",
-        scheduling=scheduling_of(request, exchange.caller),
-        add_special_tokens=False,
-        prompt_param="messages",
-        length_param=length_param,
-    )
-    async with exchange.abort_on_disconnect():
-        with renamed_fields(names):
-            generation = await services.start(exchange, generation_request)
-        with generation:
-            if options is not None:
-                await stream(exchange, generation, _ChatStream(services, generation, options, warnings))
-            else:
-                answers = await collect(generation)
-                await exchange.send_json(_completion(services, generation, answers, warnings))
 
 
 def _completion(

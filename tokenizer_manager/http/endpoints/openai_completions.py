@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,14 +12,15 @@ from ....runtime.messages import TextOutput
 from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
 from ..delivery import Collected, collect, event, finish_reason, stream
 from ..exchange import Exchange
+from ..guards.caller import Caller
 from ..schema.accounting import Timings, UsageBody, timings_of, usage_of
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
-from ..schema.json_body import convert
+from ..schema.json_body import Body, convert
 from ..schema.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, TokenLogprob, int32s, unpack
 from ..schema.protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of, scheduling_of
 from ..schema.renaming import OPENAI_NAMES, renamed_fields
 from ..services import Services
-from .best_of import best_answers, wanted_answers
+from .best_of import Wanted, best_answers, wanted_answers
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 _POLICY: Final = FieldPolicy(
@@ -54,17 +55,50 @@ class Completion(msgspec.Struct, kw_only=True):
 
 async def completions(exchange: Exchange, services: Services) -> None:
     """Continue prompts."""
-    body = await services.read_object(exchange)
+    made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    wanted = made.wanted
+    async with exchange.abort_on_disconnect():
+        with renamed_fields(_names(wanted)):
+            generation = await services.start(exchange, made.generation)
+        with generation:
+            writer = _CompletionWriter(services, generation, made.request, made.prompts, made.warnings)
+            if made.options is not None:
+                await stream(exchange, generation, _CompletionStream(writer, generation, made.options))
+            else:
+                answers = best_answers(generation, await collect(generation), wanted)
+                await exchange.send_json(writer.completion(answers))
+
+
+class _Made(NamedTuple):
+    """What is made of a body.
+
+    Attributes:
+        prompts: of it.
+        generation: what shall be generated.
+        wanted: what of it is returned.
+        options: of a stream; None: an answer in one piece.
+    """
+
+    request: CompletionRequest
+    prompts: list[Prompt]
+    generation: GenerationRequest
+    wanted: Wanted
+    options: StreamOptions | None
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services, caller: Caller) -> _Made:
     warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, CompletionRequest)
     services.check_model(request.model)
     options = request.events()
     limits = services.config.limits
-    prompts = prompts_of(request.prompt, "prompt", limits)
+    prompts = prompts_of(
+        request.prompt, "prompt", limits, max_prompt_len=services.manager.capacity.max_model_len
+    )
     max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
     wanted = wanted_answers(request.num_choices(limits), request.best_of, limits, stream=options is not None)
-    names = OPENAI_NAMES | ({"n": "best_of"} if wanted.ranked else {})
-    with renamed_fields(names):
+    with renamed_fields(_names(wanted)):
         sampling = request.sampling(
             limits,
             max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
@@ -78,19 +112,15 @@ async def completions(exchange: Exchange, services: Services) -> None:
         sampling=sampling,
         n=wanted.generated,
         id_prefix="cmpl",
-        scheduling=scheduling_of(request, exchange.caller),
+        scheduling=scheduling_of(request, caller),
         add_special_tokens=request.add_special_tokens is not False,
     )
-    async with exchange.abort_on_disconnect():
-        with renamed_fields(names):
-            generation = await services.start(exchange, generation_request)
-        with generation:
-            writer = _CompletionWriter(services, generation, request, prompts, warnings)
-            if options is not None:
-                await stream(exchange, generation, _CompletionStream(writer, generation, options))
-            else:
-                answers = best_answers(generation, await collect(generation), wanted)
-                await exchange.send_json(writer.completion(answers))
+    return _Made(request, prompts, generation_request, wanted, options, warnings)
+
+
+def _names(wanted: Wanted) -> dict[str, str]:
+    """Names of fields in this API, for errors."""
+    return OPENAI_NAMES | ({"n": "best_of"} if wanted.ranked else {})
 
 
 class _CompletionWriter:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from ....runtime.errors import RequestError
 from ..exchange import Exchange
 from ..schema.answers import TextBody, TokensBody
 from ..schema.chat_messages import template_messages
 from ..schema.field_policy import FieldPolicy
-from ..schema.json_body import convert
-from ..schema.protocol import DetokenizeRequest, TokenizeRequest, checked_template_variables
+from ..schema.json_body import Body, convert
+from ..schema.protocol import DetokenizeRequest, TokenizeRequest
 from ..services import Services
 
 _TOKENIZE_POLICY: Final = FieldPolicy(TokenizeRequest, {})
@@ -21,7 +22,51 @@ _DETOKENIZE_POLICY: Final = FieldPolicy(DetokenizeRequest, {})
 
 async def tokenize(exchange: Exchange, services: Services) -> None:
     """Token ids of a prompt or of a rendered chat, with the text that was tokenised."""
-    body = await services.read_object(exchange)
+    made = await services.read(exchange, lambda body: _read(body, services))
+    request = made.request
+    async with exchange.abort_on_disconnect():
+        if made.messages is not None:
+            text = await services.render_chat(
+                request, made.messages, add_generation_prompt=request.add_generation_prompt is not False
+            )
+            add_special_tokens, param = bool(request.add_special_tokens), "messages"
+        else:
+            text = request.prompt or ""
+            add_special_tokens, param = request.add_special_tokens is not False, "prompt"
+        [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
+        await exchange.send_json(
+            _EncodedTokensBody(
+                tokens=msgspec.Raw(await services.encoder.json_of(ids)),
+                count=len(ids),
+                max_model_len=services.manager.capacity.max_model_len,
+                prompt=text,
+                warnings=made.warnings or UNSET,
+            )
+        )
+
+
+class _EncodedTokensBody(msgspec.Struct, kw_only=True):
+    """`TokensBody` with ids that are JSON already: millions of them are encoded off the event loop."""
+
+    tokens: msgspec.Raw
+    count: int
+    max_model_len: int
+    prompt: str
+    warnings: list[str] | UnsetType = UNSET
+
+
+assert _EncodedTokensBody.__struct_fields__ == TokensBody.__struct_fields__
+
+
+class _Made(NamedTuple):
+    """What is made of a body; `messages` is None for a prompt."""
+
+    request: TokenizeRequest
+    messages: list[dict[str, str]] | None
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services) -> _Made:
     strict = services.config.server.strict
     warnings = _TOKENIZE_POLICY.check(body, strict=strict)
     request = convert(body, TokenizeRequest)
@@ -32,31 +77,12 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
             param="prompt",
             code="invalid_value",
         )
-    if request.messages is not None:
-        messages, more_warnings = template_messages(
-            request.messages, strict=strict, limits=services.config.limits
-        )
-        warnings += more_warnings
-        text = services.require_chat_template().render(
-            messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            variables=checked_template_variables(request.chat_template_kwargs),
-        )
-        add_special_tokens, param = bool(request.add_special_tokens), "messages"
-    else:
-        text = request.prompt or ""
-        add_special_tokens, param = request.add_special_tokens is not False, "prompt"
-    async with exchange.abort_on_disconnect():
-        [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
-        await exchange.send_json(
-            TokensBody(
-                tokens=ids.tolist(),
-                count=len(ids),
-                max_model_len=services.manager.capacity.max_model_len,
-                prompt=text,
-                warnings=warnings or UNSET,
-            )
-        )
+    if request.messages is None:
+        return _Made(request, None, warnings)
+    messages, more_warnings = template_messages(
+        request.messages, strict=strict, limits=services.config.limits
+    )
+    return _Made(request, messages, warnings + more_warnings)
 
 
 async def detokenize(exchange: Exchange, services: Services) -> None:

@@ -1,9 +1,9 @@
 """From body bytes to typed structs, with errors that name field, value and rule.
 
 The standard library's parser is used and not msgspec's, because it alone can refuse duplicate keys and NaN by name;
-it costs 10 us more for a chat and 0.5 ms more for 8,192 token ids. The event loop waits meanwhile, 0.3 s for the 16 MB
-that `--max-body-mb` lets in, as `--max-json-items` bounds what is slow to parse; a thread would not help, since parsing
-holds the GIL.
+it costs 10 us more for a chat and 0.5 ms more for 8,192 token ids. Large bodies are parsed on a thread (`body_reader`);
+the parser is written in C and gives up the GIL only where it calls Python. In a large body it does that for each number
+and object, and `--max-json-items` bounds the strings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..guards.limits import DEFAULT_LIMITS
 
 Body = dict[str, Any]
 
-_ITEM_MARKS: Final = ("[", "{", ":")
+_ITEM_MARKS: Final = ("[", "{")
 _STRINGS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """Also one without an end, which is found once: to look for its end from each quote inside would take days."""
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -32,6 +32,7 @@ _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _STEP: Final = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[\.\.\.\]")
 _MAX_EXACT_FLOAT: Final = 2.0**53
 _MAX_SHOWN_CHARS: Final = 60
+_SMALL_CHARS: Final = 64 << 10  # parsed in a few milliseconds
 _WORDS: Final = {
     "int": "an integer",
     "float": "a number",
@@ -80,15 +81,20 @@ def parse_object(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Body:
 
 
 def _check_items(text: str, max_items: int) -> None:
-    """Refuse a body that would take long to parse: objects and keys, not lists of numbers."""
-    if sum(map(text.count, _ITEM_MARKS)) <= max_items:
+    """Refuse a body that would take long to parse: objects, keys and strings, not lists of numbers."""
+    if text.count('"') // 2 + sum(map(text.count, _ITEM_MARKS)) <= max_items:
         return
-    structure = _STRINGS.sub('""', text)  # the same marks may stand in strings: prompts with code in them
-    count = sum(map(structure.count, _ITEM_MARKS))
+    count = end = 0
+    for string in _STRINGS.finditer(text):  # the same marks may stand in strings: prompts with code in them
+        count += 1 + sum(text.count(mark, end, string.start()) for mark in _ITEM_MARKS)
+        end = string.end()
+        if count > max_items:
+            break
+    count += sum(text.count(mark, end) for mark in _ITEM_MARKS) if count <= max_items else 0
     if count > max_items:
         raise RequestError(
-            f"the body has {count} keys, lists and objects, the limit is {max_items}; send less, or raise "
-            f"--max-json-items",
+            f"the body has more than {max_items} keys, strings, lists and objects, which is the limit; send less, or "
+            f"raise --max-json-items",
             code="invalid_json",
         )
 
@@ -110,8 +116,9 @@ def _items(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def _decoded(text: str) -> object:
+    decoder = _DECODER if len(text) <= _SMALL_CHARS else _YIELDING_DECODER
     try:
-        return _DECODER.decode(text)
+        return decoder.decode(text)
     except _Flawed:
         raise _describe_flaw(text) from None
 
@@ -142,10 +149,22 @@ def convert(value: object, target: type[T], at: str = "") -> T:
 def show(value: object) -> str:
     """A value for an error message or the log, as JSON and short; half of a surrogate pair is escaped."""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = _beginning(value)
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
     return shortened(text, _MAX_SHOWN_CHARS).encode("utf-8", "backslashreplace").decode()
+
+
+def _beginning(value: object) -> str:
+    """The beginning of a value as JSON: of millions of items, a few are written."""
+    if isinstance(value, str):
+        value = value[: _MAX_SHOWN_CHARS + 1]
+    text = ""
+    for part in _SHOWING_ENCODER.iterencode(value):
+        text += part
+        if len(text) > _MAX_SHOWN_CHARS:
+            break
+    return text
 
 
 def shortened(text: str, max_chars: int) -> str:
@@ -218,9 +237,20 @@ def _whole(text: str) -> int | float:
     return int(value) if value.is_integer() and abs(value) <= _MAX_EXACT_FLOAT else value
 
 
+def _integer(text: str) -> int:
+    """As `int`, which is no Python code, so that the parser would not give up the GIL between two numbers."""
+    return int(text)
+
+
+_SHOWING_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 _NOT_A_NUMBER: Final = float("nan")  # known by identity
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_whole, parse_constant=_flawed)
-_MARKING_DECODER: Final = json.JSONDecoder(object_pairs_hook=_marked, parse_constant=lambda _: _NOT_A_NUMBER)
+_YIELDING_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_whole, parse_int=_integer, parse_constant=_flawed
+)
+_MARKING_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_marked, parse_float=_whole, parse_int=_integer, parse_constant=lambda _: _NOT_A_NUMBER
+)
 
 
 def _invalid(why: str) -> RequestError:

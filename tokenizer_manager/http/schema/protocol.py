@@ -318,8 +318,18 @@ def scheduling_of(request: GenerationFields | NativeRequest, caller: Caller) -> 
     )
 
 
-def prompts_of(value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS) -> list[str | list[int]]:
+def prompts_of(
+    value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS, *, max_prompt_len: int
+) -> list[str | list[int]]:
     """The prompts in a field that is a string, a list of strings, token ids, or a list of token ids.
+
+    Counts and lengths are checked before values are looked at.
+
+    Args:
+        value: the field.
+        param: its name.
+        limits: on how many prompts there may be.
+        max_prompt_len: token ids that the context holds.
 
     Raises:
         RequestError: anything else, or nothing in it.
@@ -336,11 +346,13 @@ def prompts_of(value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS
         case str():
             return [value]
         case [str(), *_]:
+            check_limit(param, len(value), "prompts", limits.max_prompts, "max_prompts")
             prompts: list[str | list[int]] = [*convert(value, list[str], param)]
         case [list(), *_]:
-            prompts = [*convert(value, list[list[Int]], param)]
+            check_limit(param, len(value), "prompts", limits.max_prompts, "max_prompts")
+            prompts = [_ids(ids, f"{param}[{i}]", max_prompt_len) for i, ids in enumerate(value)]
         case list():
-            return [convert(value, list[Int], param)]
+            return [_ids(value, param, max_prompt_len)]
         case _:
             raise RequestError(
                 f"{param} is {show(value)}, but it must be a string, a list of strings, a list of token ids or a list "
@@ -348,7 +360,6 @@ def prompts_of(value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS
                 param=param,
                 code="invalid_type",
             )
-    check_limit(param, len(prompts), "prompts", limits.max_prompts, "max_prompts")
     for i, prompt in enumerate(prompts):
         if not prompt:
             at = f"{param}[{i}]"
@@ -356,6 +367,17 @@ def prompts_of(value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS
                 f"{at} is empty; a prompt has at least one token", param=at, code="empty_prompt"
             )
     return prompts
+
+
+def _ids(value: object, param: str, max_prompt_len: int) -> list[int]:
+    if isinstance(value, list) and len(value) > max_prompt_len:
+        raise RequestError(
+            f"{param} has {len(value)} token ids, but the context holds {max_prompt_len}; send fewer, or raise "
+            f"--max-model-len",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return convert(value, list[Int], param)
 
 
 def at_least_one(value: int | None, param: str) -> int | None:

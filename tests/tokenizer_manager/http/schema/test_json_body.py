@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -148,7 +149,7 @@ def test_a_missing_field_is_named():
     ],
 )
 def test_a_prompt_has_four_forms(value, prompts):
-    assert prompts_of(value, "prompt") == prompts
+    assert prompts_of(value, "prompt", max_prompt_len=2) == prompts
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_a_prompt_has_four_forms(value, prompts):
 )
 def test_anything_else_is_no_prompt(value):
     with pytest.raises(RequestError) as caught:
-        prompts_of(value, "prompt")
+        prompts_of(value, "prompt", max_prompt_len=2)
 
     assert (caught.value.param or "").startswith("prompt")
 
@@ -203,14 +204,34 @@ def test_many_flat_values_are_not_deep():
     assert parse_object(b'{"x": [' + b"[1], " * 1000 + b"[]]}", RequestLimits(max_json_depth=3))
 
 
-def test_keys_lists_and_objects_are_counted_and_what_looks_like_them_in_strings_is_not():
+@pytest.mark.parametrize("value", [[1, 2, 3], [[1], [1, 2, 3]]])
+def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at(value):
+    name = "prompt" if value[0] == 1 else "prompt[1]"
+    with pytest.raises(
+        RequestError, match=rf"^{re.escape(name)} has 3 token ids, but the context holds 2"
+    ) as caught:
+        prompts_of(value, "prompt", max_prompt_len=2)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_the_beginning_of_a_value_is_shown_as_json():
+    assert show({"a": [1, "é"], "b": None}) == '{"a": [1, "é"], "b": null}'
+    assert show("x" * 1_000_000) == '"' + "x" * 59 + "…"
+    assert show([1] * 1_000_000) == ("[" + "1, " * 20)[:60] + "…"
+
+
+def test_keys_strings_lists_and_objects_are_counted_and_what_looks_like_them_in_strings_is_not():
     limits = RequestLimits(max_json_items=10)
     code = '{"a": [1, "b"], "c": {"d": "\\\\"}}' * 50
     text = json.dumps({"prompt": [code, 'x"', "[{:"], "ids": [0] * 1000}).encode()
     assert len(parse_object(text, limits)["ids"]) == 1000
-    for body in (b'{"x": [[], [], [], [], [], [], [], []]}', b'{"x": {"a": {}, "b": {}, "c": {}, "d": {}}}'):
+    for body in (
+        b'{"x": [[], [], [], [], [], [], [], []]}',
+        b'{"x": ["", "", "", "", "", "", "", ""]}',
+        b'{"x": {"a": {}, "b": {}, "c": {}, "d": {}}}',
+    ):
         with pytest.raises(
-            RequestError, match=r"11 keys, lists and objects, the limit is 10; .* --max-json-items"
+            RequestError, match=r"more than 10 keys, strings, lists and objects, .* --max-json-items"
         ):
             parse_object(body, limits)
 

@@ -1,0 +1,124 @@
+"""`TemplateRenderer`: chat templates off the event loop, for chats, `/tokenize` and cache pins alike.
+
+A template that looks at all earlier messages for each message is quadratic, and public ones are: 2,000 short messages
+take seconds. On the event loop, all other requests would wait for that.
+
+Renderings run on threads and not in a process. A thread needs no second interpreter in memory, no encoding of messages,
+and no supervision (only `runtime/supervisor.py` starts processes); the sandbox counts its CPU time and ends it at any
+check. A thread that renders holds the GIL, though, and gives it up after one switch interval, for which the event loop
+waits each time that it wakes up: 5 ms by default, for each token of each stream. `share_the_gil` sets the interval to
+`SWITCH_INTERVAL_S` in the tokenizer manager's process. One step of C code (`tojson` of a long list, sorting) is not
+interrupted, and the event loop waits for it; `--max-body-mb` bounds what it works on.
+
+There are two lanes of one thread each, so that at most two renderings share the GIL with the event loop: chats of up to
+`_MAX_SMALL_COST` do not wait for longer ones. In a lane the order is that of arrival. How much waits is bounded, and a
+rendering whose request is cancelled (its client is gone, its time is over) leaves the queue, or ends at its next check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from ..admission.queue_limiter import QueueFullError
+from .chat_template import ChatTemplate
+from .template_sandbox import RenderBudget
+
+SWITCH_INTERVAL_S: Final = 0.0005
+_CHARS_PER_MESSAGE: Final = 1024  # that cost as much as a message
+_MAX_SMALL_COST: Final = 64
+_MAX_WAITING_COST: Final = 64 << 10
+_RETRY_AFTER_S: Final = 5
+
+
+def share_the_gil() -> None:
+    """Have busy threads of this process leave the GIL to the event loop sooner than Python does by default."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+class TemplateRenderer:
+    """Renders with one template.
+
+    Attributes:
+        template: the chat template.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self._small = _Lane("render-small")
+        self._large = _Lane("render-large")
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """As `ChatTemplate.render`; when the task is cancelled, the rendering ends, too.
+
+        Raises:
+            RequestError: the template refuses these messages, fails, or goes beyond a limit.
+            QueueFullError: too many renderings wait.
+        """
+        cost = _cost_of(messages, variables)
+        lane = self._small if cost <= _MAX_SMALL_COST else self._large
+        budget = RenderBudget()
+
+        def render() -> str:
+            return self.template.render(
+                messages, add_generation_prompt=add_generation_prompt, variables=variables, budget=budget
+            )
+
+        with lane.place(cost):
+            try:
+                return await asyncio.get_running_loop().run_in_executor(lane.thread, render)
+            finally:
+                # One that has not begun is taken off the thread's queue by the cancellation itself.
+                budget.wanted = False
+
+    def close(self) -> None:
+        """Let the threads end; what they have begun is ended by the cancellation of its request."""
+        for lane in (self._small, self._large):
+            lane.thread.shutdown(wait=False, cancel_futures=True)
+
+
+class _Lane:
+    """One thread and what waits for it."""
+
+    def __init__(self, name: str) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._waiting_cost = 0
+
+    @contextlib.contextmanager
+    def place(self, cost: int) -> Iterator[None]:
+        """A place in the queue and on the thread. Alone, a chat of any size has one.
+
+        Raises:
+            QueueFullError: others take the room.
+        """
+        if self._waiting_cost and self._waiting_cost + cost > _MAX_WAITING_COST:
+            raise QueueFullError(
+                f"chats of about {self._waiting_cost:,} messages wait to be rendered by the chat template, the limit "
+                f"is {_MAX_WAITING_COST:,}; retry later, or send fewer messages at once",
+                _RETRY_AFTER_S,
+            )
+        self._waiting_cost += cost
+        try:
+            yield
+        finally:
+            self._waiting_cost -= cost
+
+
+def _cost_of(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> int:
+    """What a chat may cost to render, as a number of short messages."""
+    values = [*(value for message in messages for value in message.values()), *variables.values()]
+    num_chars = sum(len(value) for value in values if isinstance(value, str))
+    cost = len(messages) + num_chars // _CHARS_PER_MESSAGE
+    if any(isinstance(value, list | dict) for value in values):  # over which a template may loop
+        return max(cost, _MAX_SMALL_COST + 1)
+    return cost
