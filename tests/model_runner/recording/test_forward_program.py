@@ -382,7 +382,7 @@ def test_where_there_can_be_none_nothing_is_tried(kernels, num_ranks, reason, ca
             KernelConfig(**kernels),
             model=model,  # type: ignore[arg-type]
             kv_pool=pool,  # type: ignore[arg-type]
-            attention=attention,  # type: ignore[arg-type]
+            attention=attention,
             num_ranks=num_ranks,
         )
     assert forward == model.forward
