@@ -34,6 +34,15 @@ class LinearWithRows(LinearWeight, Protocol):
 
 
 @runtime_checkable
+class LinearToFloat32(LinearWeight, Protocol):
+    """A `LinearWeight` whose kernel has the sums in float32 and need not round them."""
+
+    def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product before it is rounded: [T, K] -> [T, N] float32, as the sampler wants its logits."""
+        ...
+
+
+@runtime_checkable
 class GateableWeight(LinearWeight, Protocol):
     """A `LinearWeight` that may compute a gated layer's activation with its product, before anything is written."""
 

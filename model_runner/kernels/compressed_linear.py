@@ -52,12 +52,7 @@ class CompressedLinear(NativeProduct):
             packed: the weight [N, K] as a `NativeLinear` has it; not kept.
             num_bytes: what the library's `compressed_linear_bytes` says of it; not 0.
         """
-        super().__init__(library, outputs, inputs)
-        self._compress(packed, num_bytes)
-
-    def _compress(self, packed: Tensor, num_bytes: int) -> None:
-        self._allocate(num_bytes)
-        self._library.compress_linear(packed.data_ptr(), self._outputs, self._inputs, self._address)
+        super().__init__(library, outputs, inputs, _compressed(library, packed, (outputs, inputs), num_bytes))
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         self._library.compressed_linear_to(*self._arguments(x, bias, out))
@@ -68,9 +63,17 @@ class CompressedLinear(NativeProduct):
         packed = torch.empty(self._library.packed_linear_bytes(*shape), dtype=torch.uint8)
         self._library.decompress_linear(self._address, *shape, packed.data_ptr())
         self._library.pair_linear(packed.data_ptr(), *shape)
-        self._compress(packed, self._library.compressed_linear_bytes(packed.data_ptr(), *shape))
+        num_bytes = self._library.compressed_linear_bytes(packed.data_ptr(), *shape)
+        self._keep(_compressed(self._library, packed, shape, num_bytes))
 
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:
         self._library.compressed_linear_rows(
             self._address, ids.data_ptr(), out.data_ptr(), len(ids), self._inputs, self._outputs
         )
+
+
+def _compressed(library: ctypes.CDLL, packed: Tensor, shape: tuple[int, int], num_bytes: int) -> Tensor:
+    """The numbers of a packed weight, (N, K), in so many bytes."""
+    compressed = torch.empty(num_bytes, dtype=torch.uint8)
+    library.compress_linear(packed.data_ptr(), *shape, compressed.data_ptr())
+    return compressed

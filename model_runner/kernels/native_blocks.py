@@ -65,8 +65,8 @@ class NativeBlockLinear(NativeProduct):
         self._has_minima = weight.minima is not None
         self._has_paired_scales = weight.bits == 8 and not self._has_minima and weight.has_paired_scales
         outputs, inputs = weight.shape
-        super().__init__(library, outputs, inputs)
-        self._allocate(library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima))
+        num_bytes = library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima)
+        packed = torch.empty(num_bytes, dtype=torch.uint8)
         exponent = _HALF_EXPONENT - _exponent(weight)
         self._factor = 2.0**-exponent
         numbers = weight.numbers.contiguous()
@@ -79,8 +79,9 @@ class NativeBlockLinear(NativeProduct):
             outputs,
             inputs,
             self._bits,
-            self._address,
+            packed.data_ptr(),
         )
+        super().__init__(library, outputs, inputs, packed)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         num_tokens = x.shape[0]

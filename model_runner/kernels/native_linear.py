@@ -52,10 +52,10 @@ class NativeLinear(NativeProduct):
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         assert weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0, (weight.dtype, weight.shape)
         outputs, inputs = weight.shape
-        super().__init__(library, outputs, inputs)
-        self._allocate(library.packed_linear_bytes(outputs, inputs))
+        packed = torch.empty(library.packed_linear_bytes(outputs, inputs), dtype=torch.uint8)
         weight = weight.contiguous()
-        library.pack_linear(weight.data_ptr(), outputs, inputs, self._address)
+        library.pack_linear(weight.data_ptr(), outputs, inputs, packed.data_ptr())
+        super().__init__(library, outputs, inputs, packed)
 
     def compressed(self) -> CompressedLinear | None:
         """The same numbers in fewer bytes; None where they would be hardly fewer, or nothing here multiplies them."""

@@ -31,12 +31,11 @@ class NativeProduct(ABC):
     BLOCKS: ClassVar = 2
     kind: ClassVar[int]
     """Of the weight's form; `Kind` of `kernels/cpu/experts.cpp`."""
-    _packed: Tensor
-    _address: int
 
-    def __init__(self, library: ctypes.CDLL, outputs: int, inputs: int) -> None:
-        """The subclass allocates its memory and fills it."""
+    def __init__(self, library: ctypes.CDLL, outputs: int, inputs: int, packed: Tensor) -> None:
+        """`packed`: the weight as the subclass's kernels read it, in bytes; it is kept."""
         self._library = library
+        self._keep(packed)
         self._outputs, self._inputs = outputs, inputs
         self._form = _BF16
         self._width = outputs
@@ -56,7 +55,7 @@ class NativeProduct(ABC):
         return True
 
     def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same product before it is rounded: [T, N] float32, as whoever samples wants his logits."""
+        """See `LinearToFloat32`."""
         assert self._form == _BF16, "a gated product is rounded"
         return self._checked(x, bias, torch.float32)
 
@@ -120,9 +119,10 @@ class NativeProduct(ABC):
         self._multiply(x, bias, out)
         return out
 
-    def _allocate(self, num_bytes: int) -> None:
-        self._packed = torch.empty(num_bytes, dtype=torch.uint8)
-        self._address = self._packed.data_ptr()
+    def _keep(self, packed: Tensor) -> None:
+        """From now on this is the weight."""
+        self._packed = packed
+        self._address = packed.data_ptr()
 
     def _arguments(self, x: Tensor, bias: Tensor | None, out: Tensor) -> tuple[int | None, ...]:
         """Of `_multiply`, as the library's products of panels take them."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import LinearWithRows
+from ..ops import LinearToFloat32, LinearWithRows
 from ..weights.reader import Slice
 from .spans import padded_span
 
@@ -70,8 +70,8 @@ class OutputHead:
         self._vocab_size = context.spec.vocab_size
         self._to_float32 = context.ops.to_float32
         self._float32_product: Callable[[Tensor], Tensor] | None = None
-        if context.group.size == 1:  # some kernels have the sums in float32 and need not round them
-            self._float32_product = getattr(weight, "to_float32", None)
+        if context.group.size == 1 and isinstance(weight, LinearToFloat32):
+            self._float32_product = weight.to_float32
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[n, size] -> [n, vocab] float32."""
