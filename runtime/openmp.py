@@ -9,7 +9,7 @@ kernels. One decode step of SmolLM2-135M on two cores, in milliseconds:
     default          12.0             40-630
     20000            12.9             140-170
     5000             13               63-66
-    1500 (ours)      14               27-30 (at 1000)
+    1500 (chosen)    14               27-30 (at 1000)
     0 (passive)      20-24            16-26
 """
 
@@ -21,7 +21,7 @@ from collections.abc import MutableMapping
 from typing import Final
 
 SPIN_COUNT: Final = 1500  # turns of libgomp's loop, some 10 ns each
-_USER_KNOWS_BETTER: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_USER_VARIABLES: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def shorten_spinning(environ: MutableMapping[str, str] | None = None) -> bool:
@@ -31,7 +31,7 @@ def shorten_spinning(environ: MutableMapping[str, str] | None = None) -> bool:
     the user has set is kept.
     """
     environ = os.environ if environ is None else environ
-    if "torch" in sys.modules or any(name in environ for name in _USER_KNOWS_BETTER):
+    if "torch" in sys.modules or any(name in environ for name in _USER_VARIABLES):
         return False
     environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     return True

@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         max_new_tokens: most tokens to generate; None: as many as fit into the context.
-        min_new_tokens: end-of-sequence and stop tokens are masked until so many tokens exist. Stop strings are not
+        min_new_tokens: end-of-sequence and stop tokens are masked until this many tokens exist. Stop strings are not
             delayed: one that appears earlier ends the output.
         temperature: 0 is greedy (exact argmax, first of equals); in [0, 100].
         top_k: keep the k most likely tokens; -1 or 0 keeps all.

@@ -89,7 +89,7 @@ class StepPlan(Record, frozen=True):
         step_id: counts up from 1.
         mode: see `ForwardMode`.
         rows: [B] pool row of each request, extends first, then decodes.
-        num_computed_tokens: [B] tokens whose KV exists already: position of the first new token.
+        num_computed_tokens: [B] tokens with KV already in the pool: position of the first new token.
         num_scheduled_tokens: [B] new tokens: 1 for a decode, 1 + k for one with k drafts, more for a prefill chunk.
         out_cache_loc: [T] KV slot of each new token, in batch order; no repeats. For a burst [num_rounds, T].
         samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt.

@@ -17,7 +17,7 @@ class ChaosSpec(NamedTuple):
         oom_probability: probability that a step is treated as out of device memory.
         max_ooms: most such steps.
         min_step_s: least duration of a step.
-        kill_token: a step that starts a request whose prompt contains this token kills its process.
+        kill_token: a step that starts a request with this token in its prompt kills its process.
     """
 
     retract_probability: float = 0.0

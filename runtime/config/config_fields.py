@@ -103,7 +103,7 @@ class ConfigField:
             return tuple(one.check(item) for item in values)
         if value is None and self.optional:
             return None
-        if isinstance(value, bool):  # before int, whose subclass it is
+        if isinstance(value, bool):  # before int: bool is a subclass of int
             if self.kind is bool:
                 return value
         elif isinstance(value, str):

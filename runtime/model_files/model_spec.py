@@ -22,7 +22,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 class RopeScaling(msgspec.Struct, frozen=True):
     """How rotary frequencies are scaled for longer contexts.
 
-    `linear` divides all frequencies by `factor`. `llama3` divides those whose wavelength is above
+    `linear` divides all frequencies by `factor`. `llama3` divides those with a wavelength above
     original_max_position / low_freq_factor, keeps those below original_max_position / high_freq_factor, and
     blends between. `yarn` (Peng et al. 2023) keeps those that turn more than `beta_fast` times within the original
     context, divides those that turn less than `beta_slow` times, and blends between by dimension. `longrope` (Ding et

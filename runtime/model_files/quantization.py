@@ -221,7 +221,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantisationSpec:
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise fields.error("config_groups", groups, "expected a group with `weights`")
     if group.get("targets") != ["Linear"]:
-        raise fields.error("config_groups", groups, "only a group whose targets are ['Linear'] is supported")
+        raise fields.error("config_groups", groups, "only a group with the targets ['Linear'] is supported")
     weights = Fields(fields.path, group["weights"], f"quantization_config.config_groups.{name}.weights.")
     if weights.integer("num_bits", 1, 64) != 8 or weights.text("type") != "float":
         raise weights.error("num_bits", weights.get("num_bits"), "only 8-bit float weights are supported")

@@ -32,10 +32,12 @@ def check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:
         return
     model, found = config.model, []
     if model.device != "cpu":
-        found.append(f"device is {model.device}, whose kernels have no fixed order of sums; use --device cpu")
+        found.append(
+            f"device is {model.device}, and its kernels have no fixed order of sums; use --device cpu"
+        )
     if model.dtype != "bfloat16":
         found.append(
-            f"dtype is {model.dtype}, whose matmuls oneDNN splits by the number of tokens; use --dtype bfloat16"
+            f"dtype is {model.dtype}, and oneDNN splits its matmuls by the number of tokens; use --dtype bfloat16"
         )
     if model.model_impl == "transformers":
         found.append(

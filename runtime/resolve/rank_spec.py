@@ -50,7 +50,7 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
 
 
 def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
-    """Why so many ranks cannot share the model; None: they can."""
+    """Why `tp` ranks cannot share the model; None: they can."""
     if spec.num_heads % tp:
         return f"the model's {spec.num_heads} attention heads cannot be divided by it"
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:

@@ -261,8 +261,8 @@ class _Resolver:
         asked, theirs = self.config.kernels.cuda_graph, model_impl == "transformers"
         if asked is True and theirs:
             raise ConfigError(
-                f"cuda_graph is on, but {self.spec.model_type} is computed by transformers, whose models may wait for "
-                "the device within a step; use --no-cuda-graph"
+                f"cuda_graph is on, but {self.spec.model_type} is computed by transformers, and its models may wait "
+                "for the device within a step; use --no-cuda-graph"
             )
         if asked != "auto":
             return asked

@@ -31,7 +31,7 @@ def unpack_blocks(raw: Bytes, ggml_type: GGMLType) -> UnpackedBlocks:
 
     Args:
         raw: [N, row_bytes] uint8.
-        ggml_type: a format whose `BlockForm` is exact.
+        ggml_type: a format with an exact `BlockForm`.
     """
     form, unpack = GGUF_FORMS[ggml_type.name], _UNPACKERS[ggml_type.name]
     blocks = np.ascontiguousarray(raw).reshape(-1, ggml_type.block_bytes)

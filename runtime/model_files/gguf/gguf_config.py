@@ -21,7 +21,7 @@ from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
 
 _MODEL_TYPES: Final = {  # GGUF architecture -> Hugging Face model_type
-    "llama": "llama",  # and Mistral, whose files do not mention a window
+    "llama": "llama",  # and Mistral; its files do not mention a window
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",

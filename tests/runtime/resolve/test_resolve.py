@@ -916,9 +916,7 @@ class TestDeterministic:
         ],
     )
     def test_what_cannot_be_is_refused(self, settings, spec, word):
-        with pytest.raises(
-            ConfigError, match=f"deterministic is on, but .*{word}.*omit --deterministic"
-        ):
+        with pytest.raises(ConfigError, match=f"deterministic is on, but .*{word}.*omit --deterministic"):
             resolve(config(deterministic=True, **settings), spec, HOST)
         resolve(config(**settings), spec, HOST)
 
