@@ -12,7 +12,7 @@ _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalQueue:
-    """Catches the signals that mean "stop", and wakes whoever selects on it.
+    """Catches the signals that mean "stop", and wakes a selector that watches it.
 
     Attributes:
         received: the signals so far, in order.
@@ -38,7 +38,7 @@ class SignalQueue:
         self._old_handlers = {
             signum: signal.signal(signum, self._on_signal)
             for signum in _STOP_SIGNALS
-            # `nohup` has SIGHUP ignored, and means it.
+            # `nohup` ignores SIGHUP on purpose.
             if not (signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN)
         }
         return self
