@@ -1,4 +1,4 @@
-"""The engine: an inference engine for large language models, from `engine serve` down to the kernels.
+"""The engine: an inference engine for large language models, with API, scheduler, models and kernels.
 
 The repository root is this package. Public names are imported on first use, so that `import engine` and the command
 line cost milliseconds, not the seconds that torch takes.

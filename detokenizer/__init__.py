@@ -1,1 +1,1 @@
-"""Token ids to printable text: streaming boundaries, UTF-8, stop strings. One process."""
+"""Token ids to text: streaming boundaries, UTF-8, stop strings. One process."""

@@ -1,12 +1,10 @@
 """`IncrementalDecoder`: the text of one request, as its tokens arrive.
 
-Works on the exact bytes of tokens, so it never decodes anything twice, and the joined pieces are the
-decoded whole, whatever the pieces. A character whose bytes are spread over several tokens appears with the
-last of them.
+It works on the exact bytes of tokens, so it decodes each byte once, and the joined pieces equal the decoded whole for
+any split into pieces. A character with bytes in several tokens appears with the last of them.
 
-A generated text continues its prompt: the space with which SentencePiece models begin a word is part of the
-first token's bytes and stays. (Decoding the output on its own would drop it and glue the first word to the
-prompt.)
+A generated text continues its prompt: the space with which SentencePiece models begin a word is part of the first
+token's bytes and stays. (Decoding the output on its own would drop it and join the first word to the prompt.)
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTable(Protocol):
-    """What must be known of each token; `runtime.model_files.tokenizer.Tokenizer` is one."""
+    """The facts about each token; `runtime.model_files.tokenizer.Tokenizer` implements it."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of a token; empty for an id without one."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Whether it is a control token, which is no part of the visible text."""
+        """Whether it is a control token, which is not part of the visible text."""
         ...
 
 
 class IncrementalDecoder:
-    """Turns token ids into text whose characters are complete."""
+    """Turns token ids into text with complete characters."""
 
     __slots__ = ("_skip_special_tokens", "_table", "_utf8")
 
@@ -40,15 +38,15 @@ class IncrementalDecoder:
 
         Args:
             table: of the model's tokens.
-            skip_special_tokens: control tokens give no text.
+            skip_special_tokens: control tokens produce no text.
         """
         self._table = table
         self._skip_special_tokens = skip_special_tokens
-        # Bytes that can never become a character turn into U+FFFD; a beginning that still can is kept back.
+        # Bytes that can never become a character turn into U+FFFD; an incomplete character is held back.
         self._utf8 = _Utf8Decoder("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that is certain now and was not before these tokens."""
+        """The text that became final with these tokens."""
         table = self._table
         if self._skip_special_tokens:
             data = b"".join([table.token_bytes(i) for i in token_ids if not table.is_special(i)])
@@ -57,5 +55,5 @@ class IncrementalDecoder:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is left when no more tokens come: U+FFFD for a character that was cut, usually nothing."""
+        """The remaining text when no more tokens come: U+FFFD for an incomplete character, usually empty."""
         return self._utf8.decode(b"", final=True)

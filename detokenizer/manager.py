@@ -1,8 +1,8 @@
 """`Detokenizer`: rows of token ids to rows of text, with the text state of every live request.
 
-Pure: messages in, messages out; `process.py` and `LLM` wire it to sockets or to a thread. A request's state
-is made by its first row and dropped with its last. The scheduler sends a finished row for every request, so
-nothing stays.
+Pure: messages in, messages out; `process.py` and `LLM` connect it to sockets or to a thread. A request's state is
+created by its first row and dropped with its last. The scheduler sends a finished row for every request, so no state
+remains.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Detokenizer:
 
         Args:
             table: of the model's tokens.
-            joins_late: it replaces one that was lost. Rows of requests whose first row went to that one are dropped:
-                the tokenizer manager submits those requests again, under other ids.
+            joins_late: it replaces one that was lost. Rows of requests with a first row sent to the lost one are
+                dropped: the tokenizer manager resubmits those requests under other ids.
         """
         self._table = table
         self._joins_late = joins_late
         self._texts: dict[str, _RequestText] = {}
-        self._answered: set[str] = set()  # finished here; the scheduler's finished row is still to come
+        self._answered: set[str] = set()  # finished here; the scheduler's finished row has not arrived yet
 
     @property
     def num_live_reqs(self) -> int:
@@ -64,7 +64,7 @@ class Detokenizer:
         return len(self._texts) + len(self._answered)
 
     def handle(self, message: DetokenizerInput) -> ManagerInput | None:
-        """What to send on for a message from the scheduler, if anything; all but rows and reports pass unchanged."""
+        """The answer to a message from the scheduler, if any; all but rows and reports pass unchanged."""
         match message:
             case BatchTokenOutput():
                 batch = self.process(message)
@@ -77,7 +77,7 @@ class Detokenizer:
                 assert_never(message)
 
     def process(self, batch: BatchTokenOutput) -> BatchTextOutput:
-        """One step's rows as text, in order, without those of requests already answered here."""
+        """One step's rows as text, in order, without those of requests already finished here."""
         rows = [self._process_row(row) for row in batch.outputs]
         return BatchTextOutput([row for row in rows if row is not None])
 
@@ -90,8 +90,8 @@ class Detokenizer:
             return None
         try:
             printed = self._text_of(row).print_row(row)
-        except Exception:  # one request's trouble must not end everyone's
-            logger.error("printing failed rid=%s", row.rid, exc_info=True)
+        except Exception:  # an error in one request must not end the others
+            logger.error("detokenizing failed rid=%s", row.rid, exc_info=True)
             printed = _failed_row(row)
         if printed.finish is not None:
             self._texts.pop(row.rid, None)
@@ -105,13 +105,13 @@ class Detokenizer:
         if text is None:
             if row.options is None and row.finish is None:
                 raise LookupError("a row came for a request without a first row")
-            # A request that ends before its first token may be told of in a finished row without options.
+            # A request that ends before its first token may have only a finished row without options.
             text = self._texts[row.rid] = _RequestText(self._table, row.options or TextOptions())
         return text
 
 
 class _RequestText:
-    """The text of one request: decoder and stop strings with what they hold back."""
+    """The text of one request: decoder and stop strings with the text they hold back."""
 
     __slots__ = ("_decoder", "_stops")
 
@@ -124,16 +124,16 @@ class _RequestText:
             self._catch_up(options.delivered_ids)
 
     def _catch_up(self, delivered_ids: bytes) -> None:
-        """Come to hold back what was held back behind these tokens; all other text of them has been sent."""
+        """Restore the text that was held back after these tokens; the rest of their text has been sent."""
         text = self._decoder.push(_ids_of(delivered_ids))
         if self._stops is not None:
             self._stops.push(text)
 
     def print_row(self, row: TokenOutput) -> TextOutput:
-        """One row as text. It is a finished one if the scheduler's is, or if a stop string is complete."""
+        """One row as text. It is finished if the scheduler's row is, or if a stop string is complete."""
         token_ids = _ids_of(row.token_ids)
         if _ends_with_stop_token(row.finish, token_ids):
-            token_ids = token_ids[:-1]  # it ends the text and is no part of it
+            token_ids = token_ids[:-1]  # it ends the text and is not part of it
         if self._stops is None:
             text = self._decoder.push(token_ids)
             if row.finish is not None:
@@ -181,7 +181,7 @@ def _text_row(row: TokenOutput, text: str) -> TextOutput:
 
 
 def _stopped_row(row: TokenOutput, text: str, matched: str, num_tokens: int) -> TextOutput:
-    """The row cut behind its first `num_tokens` tokens, the last of which completed a stop string."""
+    """The row cut after its first `num_tokens` tokens, the last of which completed a stop string."""
     num_surplus = len(row.token_ids) // _INT32_BYTES - num_tokens
     return TextOutput(
         rid=row.rid,
@@ -195,7 +195,7 @@ def _stopped_row(row: TokenOutput, text: str, matched: str, num_tokens: int) -> 
 
 
 def _failed_row(row: TokenOutput) -> TextOutput:
-    message = "the text of this request could not be made; see the server's log"
+    message = "the text of this request could not be decoded; see the server's log"
     finish = Finish(FinishKind.ERROR, message=message)
     return TextOutput(rid=row.rid, text="", token_ids=b"", usage=row.usage, finish=finish)
 

@@ -1,7 +1,7 @@
-"""`StopMatcher`: finds stop strings in text that arrives in pieces, and holds back what may become one.
+"""`StopMatcher`: finds stop strings in text that arrives in pieces, and holds back text that may become one.
 
-The match that is complete first wins, and of those that end at the same character the longest: a rule that
-does not depend on how the text is cut into pieces, nor on the order of the stop strings.
+The match that is complete first wins, and among matches that end at the same character the longest. This rule depends
+neither on the split into pieces nor on the order of the stop strings.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Released(NamedTuple):
-    """What a piece of text brought.
+    """The result of a piece of text.
 
     Attributes:
-        text: certain text: no part of a possible stop string; with a match, all of the text up to it.
+        text: final text, without a part of a possible stop string; with a match, all of the text up to it.
         matched: the stop string that is now complete.
     """
 
@@ -25,9 +25,9 @@ class Released(NamedTuple):
 class StopMatcher:
     """The stop strings of one request.
 
-    Each string is followed with the algorithm of Knuth, Morris and Pratt, so that a character costs the same
-    however long and self-similar the strings are: a client chooses them, and must not be able to slow
-    others down.
+    Each string is followed with the algorithm of Knuth, Morris and Pratt, so that the cost per character does not
+    depend on the length or self-similarity of the strings: clients choose them, and must not be able to slow down
+    other requests.
     """
 
     __slots__ = ("_first_chars", "_held", "_include_match", "_strings")
@@ -45,7 +45,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> Released:
-        """Take the next piece of text. After a match the matcher is spent."""
+        """Process the next piece of text. After a match the matcher must not be used again."""
         if not self._held and self._first_chars.isdisjoint(text):
             return Released(text)
         text, start = self._held + text, len(self._held)
@@ -60,12 +60,12 @@ class StopMatcher:
         return Released(text[: len(text) - held_len])
 
     def flush(self) -> str:
-        """The text held back; no more will come."""
+        """The text held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Follow all strings by one character; the longest that is complete."""
+        """Advance all strings by one character; returns the longest that is complete."""
         longest: str | None = None
         for follower in self._strings:
             if follower.advance(char) and (longest is None or len(follower.string) > len(longest)):
@@ -74,7 +74,7 @@ class StopMatcher:
 
 
 class _Follower:
-    """How much of one string the text ends with."""
+    """How many characters of one string the text ends with."""
 
     __slots__ = ("_borders", "num_matched", "string")
 
@@ -84,7 +84,7 @@ class _Follower:
         self._borders = _borders(string)
 
     def advance(self, char: str) -> bool:
-        """Take one character; whether the string is complete."""
+        """Process one character; whether the string is complete."""
         num_matched = self.num_matched
         while num_matched and self.string[num_matched] != char:
             num_matched = self._borders[num_matched - 1]

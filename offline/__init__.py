@@ -1,1 +1,1 @@
-"""The engine inside the caller's process: `LLM`, and the engine thread behind it. No sockets, same parts."""
+"""The engine inside the caller's process: `LLM`, and its engine thread. No sockets, same components."""

@@ -1,4 +1,4 @@
-"""`Batch`: requests that one call submits together, and the rows that answer them."""
+"""`Batch`: requests that one call submits together, and the rows of their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .outputs import GenerationChunk, GenerationOutput, OutputBuilder, encode_to
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A prompt that fits, with parameters that are verified; `max_new_tokens` and `seed` are set.
+    """A prompt that fits, with verified parameters; `max_new_tokens` and `seed` are set.
 
     Attributes:
         group: as in `GenerateRequest`.
@@ -32,7 +32,7 @@ class CheckedRequest:
 
 
 class Batch:
-    """Runs once, by `run` or by `chunks`; ended early (Ctrl-C, a closed iterator), it aborts what is not finished."""
+    """Runs once, by `run` or by `chunks`; if ended early (Ctrl-C, a closed iterator), it aborts unfinished requests."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Batch:
             )
 
     def run(self, *, progress_bar: bool) -> list[GenerationOutput]:
-        """Generate everything; outputs in the order of the requests."""
+        """Generate all outputs, in the order of the requests."""
         with _progress(len(self._requests)) if progress_bar else contextlib.nullcontext(_ignore) as show:
             for chunk in self.chunks():
                 show(chunk)
         return [builder.build() for builder in self._builders]
 
     def chunks(self) -> Iterator[GenerationChunk]:
-        """Generate, giving each row as it comes; requests start with the first `next`."""
+        """Generate, and yield each row as it arrives; the requests are submitted by the first `next`."""
         rows: RowQueue = queue.SimpleQueue()
         try:
             self._engine.submit_all([self._message(request) for request in self._requests], rows)
@@ -76,7 +76,7 @@ class Batch:
         finally:
             for request, builder in zip(self._requests, self._builders, strict=True):
                 if not builder.finished:
-                    self._engine.abort(request.rid, "the caller left")
+                    self._engine.abort(request.rid, "the caller ended the call")
 
     def _message(self, request: CheckedRequest) -> GenerateRequest:
         wishes = self._scheduling

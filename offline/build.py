@@ -1,4 +1,4 @@
-"""`start_engine`: put scheduler, model runner and detokenizer together on an `EngineThread`."""
+"""`start_engine`: assembles scheduler, model runner and detokenizer on an `EngineThread`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
     Args:
         prepared: the resolved configuration and the model's files.
         tokenizer: of the model; shared with the engine thread.
-        on_step: told the name of each step, on the engine thread.
+        on_step: called with the name of each step, on the engine thread.
 
     Raises:
         ConfigError: the weights are incomplete, damaged, or of another architecture, or the decision log cannot be
-            written; or the model is to be shared by ranks, which are processes.
+            written; or the configuration has several ranks, which need processes.
     """
     config, spec = prepared.config, prepared.spec
     if config.parallel.tp > 1:
@@ -51,7 +51,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         runner = load_model_runner(config, prepared.source, spec, capacity_of(config, spec))
         capacity, eos_token_ids = runner.capacity, frozenset(spec.eos_token_ids)
         scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
-        gc.collect()  # loading leaves garbage in cycles; not in the middle of an answer
+        gc.collect()  # loading leaves garbage in cycles; collect it before the first request
         recorder = make_recorder(
             config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
         )

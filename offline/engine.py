@@ -1,9 +1,8 @@
 """`EngineThread`: scheduler, model runner and detokenizer on one thread of the caller's process, without sockets.
 
-The caller's side (`submit`, `abort`, `close`) may be used from any thread. Everything that belongs to the engine is
-made, used and dropped on its own thread: torch keeps its number of OpenMP threads per thread, and the scheduler has one
-writer. Whatever ends the thread reaches every open request as `EngineDeadError`: nobody waits for an answer that will
-not come.
+The caller's side (`submit`, `abort`, `close`) may be used from any thread. All objects of the engine are created, used
+and dropped on its own thread: torch keeps its number of OpenMP threads per thread, and the scheduler has one writer. If
+the thread ends for any reason, every open request gets an `EngineDeadError`, so that no caller waits forever.
 """
 
 from __future__ import annotations
@@ -43,21 +42,19 @@ if TYPE_CHECKING:
     from ..scheduler.pipeline import Pipeline
     from ..scheduler.scheduler import Scheduler
 
-_CLOSE_TIMEOUT_S: Final = 30.0  # one step at most runs on after `close`
-_MIN_WAIT_S: Final = (
-    1e-3  # should the scheduler want to be asked at a time that has passed, and still do nothing
-)
+_CLOSE_TIMEOUT_S: Final = 30.0  # after `close` at most one step still runs
+_MIN_WAIT_S: Final = 1e-3  # if the scheduler's wake-up time has passed and it still has nothing to do
 
 Answer = FlushCacheDone | PinDone | Explanation
 A = TypeVar("A", FlushCacheDone, PinDone, Explanation)
 
 RowQueue = queue.SimpleQueue[TextOutput | EngineDeadError]
-"""Where rows of one or more requests arrive, in order; a dead engine puts its error there once per open request."""
+"""The queue of the rows of one or more requests, in order; a dead engine puts its error there once per open request."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of; pipeline and recorder are the scheduler's."""
+    """The components of an engine; pipeline and recorder belong to the scheduler."""
 
     scheduler: Scheduler
     pipeline: Pipeline
@@ -70,19 +67,19 @@ class EngineThread:
     """An engine in this process.
 
     Attributes:
-        capacity: what it can hold.
+        capacity: of its scheduler.
     """
 
     def __init__(self, build: Callable[[], EngineParts]) -> None:
         """Start the thread and wait until `build`, which runs on it, is done.
 
         Raises:
-            ConfigError: from `build`; other errors of it come out unchanged, too.
+            ConfigError: from `build`; its other errors are raised unchanged, too.
         """
         self._loop = _Loop()
         self._thread = threading.Thread(target=self._loop.run, args=(build,), name="engine", daemon=True)
         self._thread.start()
-        # Runs on garbage collection and at interpreter exit, so that torch is not pulled away under a running step.
+        # Runs on garbage collection and at interpreter exit, so that torch is not unloaded during a step.
         self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread)
         try:
             self.capacity = self._loop.wait_until_built()
@@ -99,7 +96,7 @@ class EngineThread:
         self._loop.add([request], rows)
 
     def submit_all(self, requests: Sequence[GenerateRequest], rows: RowQueue) -> None:
-        """As `submit`; no step comes between these requests, so that the same batch is scheduled alike every time.
+        """As `submit`; no step runs between these requests, so that the same batch is always scheduled alike.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -107,11 +104,11 @@ class EngineThread:
         self._loop.add(requests, rows)
 
     def abort(self, rid: str, reason: str) -> None:
-        """End a request; unknown and finished ones are ignored. It still gets its finished row."""
+        """End a request; unknown and finished ones are ignored. A finished row still arrives for it."""
         self._loop.send(AbortRequest(rid, reason))
 
     def flush_cache(self) -> FlushCacheDone:
-        """Drop the prefix cache, as far as no running request uses it.
+        """Drop every page of the prefix cache that no running request uses.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -119,7 +116,7 @@ class EngineThread:
         return self._loop.ask(FlushCache, FlushCacheDone)
 
     def pin(self, input_ids: bytes, ttl_s: float, extra_key: str) -> PinDone:
-        """Keep what is cached of a prompt ([n] int32) for so many seconds; 0 unpins.
+        """Keep the cached part of a prompt ([n] int32) for `ttl_s` seconds; 0 unpins.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -127,7 +124,7 @@ class EngineThread:
         return self._loop.ask(lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone)
 
     def explain(self, rid: str) -> Explanation:
-        """Why a request fared as it did, also one that has ended, as far as the scheduler remembers.
+        """The scheduling history of a request, running or finished, if the scheduler still has it.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -135,20 +132,20 @@ class EngineThread:
         return self._loop.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
 
     def close(self) -> None:
-        """End the thread; open requests get an `EngineDeadError`. Closing twice is fine."""
+        """End the thread; open requests get an `EngineDeadError`. Closing twice is allowed."""
         self._finalizer()
 
 
 class _Loop:
-    """The thread's side. Holds no reference to `EngineThread`, so that one can be collected while this runs."""
+    """The thread's side. Holds no reference to `EngineThread`, so that it can be collected while this runs."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Sequence[SchedulerInput]] = (
             queue.SimpleQueue()
-        )  # no message: just wake up
+        )  # an empty sequence only wakes the thread
         self._lock = threading.Lock()  # guards the three below
         self._rows_of: dict[str, RowQueue] = {}  # open requests
-        self._answers: dict[int, queue.SimpleQueue[Answer | EngineDeadError]] = {}  # to open questions
+        self._answers: dict[int, queue.SimpleQueue[Answer | EngineDeadError]] = {}  # of pending calls
         self._death: EngineDeadError | None = None
         self._question_ids = itertools.count()
         self._closing = False
@@ -172,7 +169,7 @@ class _Loop:
         self._inbox.put((message,))
 
     def ask(self, question: Callable[[int], SchedulerInput], kind: type[A]) -> A:
-        """Send the question made for an id, and wait for its answer, which is of this kind."""
+        """Send the message made for a new id, and wait for its answer, which has this type."""
         answers: queue.SimpleQueue[Answer | EngineDeadError] = queue.SimpleQueue()
         question_id = next(self._question_ids)
         with self._lock:
@@ -196,7 +193,7 @@ class _Loop:
     # ------------------------------------------------------------ on the engine's thread
 
     def run(self, build: Callable[[], EngineParts]) -> None:
-        """The thread's life; leaves nobody waiting, whatever happens."""
+        """The thread's main function; whatever happens, every waiting caller gets an answer."""
         death = EngineDeadError("the engine has been closed")
         try:
             parts = build()
@@ -204,7 +201,7 @@ class _Loop:
                 self._built.put(parts.capacity)
                 while not self._closing:
                     self._step(parts)
-        except BaseException as error:  # also SystemExit: nothing but this hands it to the callers
+        except BaseException as error:  # also SystemExit: only this passes it to the callers
             self._built.put(error)  # read only by a constructor that still waits
             death = EngineDeadError(f"the engine stopped because of an error: {_one_line(error)}")
             death.__cause__ = error
@@ -212,7 +209,7 @@ class _Loop:
             self._die(death)
 
     def _step(self, parts: EngineParts) -> None:
-        """Take in messages, advance the steps, deliver what came out; sleeps while there is nothing to do."""
+        """Handle messages, advance the steps, deliver their outputs; sleeps while there is nothing to do."""
         for message in self._take_messages(0.0):
             parts.pipeline.handle(message)
         advanced = parts.pipeline.advance(self._has_messages)
@@ -226,7 +223,7 @@ class _Loop:
         return not self._inbox.empty()
 
     def _take_messages(self, wait_s: float | None) -> Iterator[SchedulerInput]:
-        """What has arrived; waits so many seconds for the first one, None: as long as it takes."""
+        """Messages that have arrived; waits `wait_s` seconds for the first one, None: without limit."""
         with contextlib.suppress(queue.Empty):
             messages = self._inbox.get(timeout=wait_s) if wait_s != 0 else self._inbox.get_nowait()
             while True:
@@ -245,7 +242,7 @@ class _Loop:
                     self._answer(done.pin_id, done)
                 case Explanation() as explanation:
                     self._answer(explanation.explain_id, explanation)
-                case SchedulerReport() | RequestList() | None:  # nobody asks for a list in process
+                case SchedulerReport() | RequestList() | None:  # there are no list requests in process
                     pass
 
     def _answer(self, question_id: int, answer: Answer) -> None:
@@ -255,7 +252,7 @@ class _Loop:
 
     def _deliver_row(self, parts: EngineParts, row: TextOutput) -> None:
         finish = row.finish
-        if row.ended_by_detokenizer:  # the scheduler would go on
+        if row.ended_by_detokenizer:  # the scheduler would continue the request
             parts.pipeline.handle(AbortRequest(row.rid, "ended by the detokenizer"))
         with self._lock:
             rows = self._rows_of.get(row.rid) if finish is None else self._rows_of.pop(row.rid, None)
@@ -274,7 +271,7 @@ class _Loop:
 
 
 class Wakeful(Protocol):
-    """What `wait_s` asks: a `Scheduler`."""
+    """The part of `Scheduler` that `wait_s` uses."""
 
     @property
     def num_unfinished(self) -> int:
@@ -282,15 +279,15 @@ class Wakeful(Protocol):
         ...
 
     def wake_s(self) -> float | None:
-        """When it may decide something though no message comes."""
+        """The time at which it may act without a message."""
         ...
 
 
 def wait_s(scheduler: Wakeful, now_s: float) -> float | None:
-    """How long to wait for messages after a pass that had nothing to do; None: as long as it takes.
+    """How long to wait for messages after a pass that had nothing to do; None: without limit.
 
-    While requests wait, not beyond the time at which the scheduler may decide something by itself, and no longer than
-    a server's scheduler would: it counts fruitless passes to notice that it is stuck.
+    While requests wait, it ends at the time when the scheduler may act by itself, and after the heartbeat interval at
+    most, as in a server: the scheduler counts fruitless passes to detect a stall.
     """
     if not scheduler.num_unfinished:
         return None
@@ -303,7 +300,7 @@ def _stop(loop: _Loop, thread: threading.Thread) -> None:
     loop.close()
     if (
         thread is not threading.current_thread()
-    ):  # garbage may be collected on any thread, also on the engine's
+    ):  # garbage may be collected on any thread, including the engine's
         thread.join(_CLOSE_TIMEOUT_S)
 
 

@@ -3,7 +3,7 @@
     with LLM() as llm:
         print(llm.generate("The sky is", SamplingParams(max_new_tokens=16)).text)
 
-Everything is checked before anything runs: one bad prompt or parameter in a batch raises `RequestError`, and no request
+All prompts and parameters are checked before anything runs: one that is invalid raises `RequestError`, and no request
 of the batch has started.
 """
 
@@ -34,7 +34,7 @@ from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
 from .prompts import as_params, as_prompts, checked_token_ids
 
 Prompt = str | list[int]
-"""A text to tokenise, or token ids."""
+"""A text to tokenize, or token ids."""
 ChatMessage = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`."""
 MAX_TTL_S: Final = 1e9
@@ -46,7 +46,7 @@ class LLM:
 
     Attributes:
         config: the effective configuration, no "auto" left.
-        model_name: what the model calls itself.
+        model_name: the model's name in the API.
         max_model_len: tokens of prompt and answer together.
         tokenizer: of the model.
     """
@@ -63,8 +63,8 @@ class LLM:
 
         Args:
             model: folder in Hugging Face layout, .gguf file, hub name, or 'default'.
-            on_step: called with the name of each step of the start, on whatever thread does it.
-            on_download: called with (bytes so far, bytes in all) while model files are fetched.
+            on_step: called with the name of each step of the start, on the thread that runs it.
+            on_download: called with (bytes so far, bytes in all) while model files are downloaded.
             settings: any setting of the command line, with underscores: `max_model_len=4096`, `preset="batch"`.
 
         Raises:
@@ -80,7 +80,7 @@ class LLM:
         on_step: Callable[[str], None] | None = None,
         on_download: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """Load a model with a configuration from elsewhere (the command line)."""
+        """Load a model with a configuration from another source (the command line)."""
         llm = cls.__new__(cls)
         llm._start(merged, on_step, on_download)
         return llm
@@ -148,22 +148,22 @@ class LLM:
         progress_bar: bool = False,
         **options: Unpack[CallOptions],
     ) -> GenerationOutput | list[GenerationOutput] | Iterator[GenerationChunk]:
-        """Continue one or many prompts; many run together.
+        """Continue one or many prompts; many run in one batch.
 
         Args:
             prompts: one prompt or a list of prompts, each a text or a list of token ids. Arrays and tensors of integers
                 are lists of token ids; one of two dimensions has a prompt in each row.
             params: for all prompts, or one per prompt; None: the defaults.
-            stream: return an iterator of chunks instead; closing it ends what still runs.
+            stream: return an iterator of chunks instead; closing it aborts unfinished requests.
             progress_bar: show finished prompts and tokens per second on standard error.
             options: how the requests are scheduled, see `CallOptions`.
 
         Returns:
-            One output for one prompt, a list in the order of the prompts for a list. A request that failed on its own,
-            while others went on, has the finish reason `error` and the reason in `error`.
+            One output for one prompt, a list in the order of the prompts for a list. A request that failed on its own
+            has the finish reason `error` and the reason in `error`; the others continue.
 
         Raises:
-            RequestError: a prompt or parameter that cannot run; nothing has started then.
+            RequestError: a prompt or parameter is invalid; no request has started.
             EngineDeadError: the engine has ended.
         """
         items, is_single = as_prompts(prompts)
@@ -176,7 +176,7 @@ class LLM:
     def sample(
         self, prompt: Prompt, n: int, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> list[GenerationOutput]:
-        """n answers to one prompt, which is computed once; answer i has the seed of the first plus i.
+        """n answers to one prompt, which is computed once; answer i has the seed of the first one plus i.
 
         Raises:
             RequestError: n is below 1, or as for `generate`.
@@ -235,7 +235,7 @@ class LLM:
         return batch.chunks() if stream else batch.run(progress_bar=False)[0]
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins.
+        """The token ids of a conversation, up to the beginning of the answer.
 
         Raises:
             RequestError: a message the template refuses.
@@ -254,14 +254,14 @@ class LLM:
         return self.tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False)
 
     def flush_cache(self) -> FlushCacheDone:
-        """Forget cached prefixes; for measurements."""
+        """Drop cached prefixes; for measurements."""
         return self._engine.flush_cache()
 
     def pin(self, prompt: Prompt, *, ttl: float, cache_salt: str = "") -> PinDone:
-        """Keep what is cached of a prompt for `ttl` seconds, as far as the quota goes; 0 unpins.
+        """Keep the cached part of a prompt for `ttl` seconds, within the quota; 0 unpins.
 
         Returns:
-            How many tokens are pinned, of how many, and why not all.
+            Tokens that are pinned, tokens of the prompt, and the reason if not all are pinned.
 
         Raises:
             RequestError: the prompt is empty or no prompt, or `ttl` is no number, negative or not finite.
@@ -282,10 +282,10 @@ class LLM:
         check_text("request_id", request_id)
         return self._engine.explain(request_id)
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ end
 
     def close(self) -> None:
-        """End the engine and free its memory; what still runs raises `EngineDeadError`. Closing twice is fine."""
+        """End the engine and free its memory; running calls raise `EngineDeadError`. Closing twice is allowed."""
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -296,7 +296,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def _prepare(
         self,
@@ -306,7 +306,7 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> Batch:
-        """Tokenise and check everything; starts nothing."""
+        """Tokenize and check everything; starts nothing."""
         scheduling = checked_options(options)
         requests: list[CheckedRequest] = []
         for index, (prompt, own) in enumerate(zip(prompts, as_params(params, len(prompts)), strict=True)):

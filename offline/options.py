@@ -1,4 +1,4 @@
-"""`CallOptions`: keyword arguments of one call that say how its requests are scheduled."""
+"""`CallOptions`: keyword arguments of one call that control how its requests are scheduled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..tokenizer_manager.admission.scheduling_options import Scheduling, checked
 
 
 class CallOptions(TypedDict, total=False):
-    """As the HTTP fields of these names; `tenant` is `user` there.
+    """The HTTP fields of the same names; `tenant` is `user` there.
 
     Attributes:
-        priority: larger goes first where the policy looks at it; "high", "normal" and "low" are 20, 0 and -20.
-        tenant: whom to account the requests to, for policies that share out between tenants.
-        cache_salt: requests share cached prefixes only with those of the same salt.
-        queue_timeout: seconds within which a request must be started; later it ends with an error.
-        timeout: seconds within which a request must have ended.
+        priority: larger goes first, under policies that use it; "high", "normal" and "low" are 20, 0 and -20.
+        tenant: the requests are accounted to it, for policies that share capacity between tenants.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+        queue_timeout: seconds within which a request must be started; after that it ends with an error.
+        timeout: seconds within which a request must be finished.
     """
 
     priority: int | str

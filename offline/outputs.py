@@ -15,7 +15,7 @@ TOKEN_DTYPE: Final = np.dtype("<i4")
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probability of one token, and of the likeliest tokens at its place (token id -> logprob)."""
+    """Natural log-probability of one token, and of the likeliest tokens at its position (token id -> logprob)."""
 
     token_id: int
     token: str
@@ -25,15 +25,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """News of one prompt while streaming.
+    """New text of one prompt while streaming.
 
     Attributes:
-        index: place of the prompt in the list that was passed; 0 for a single one.
-        text: new text, certain: whole characters, no beginning of a stop string held back.
-        token_ids: new tokens; the text may lag behind them.
+        index: position of the prompt in the list that was passed; 0 for a single one.
+        text: new text that is final: whole characters, without a possible beginning of a stop string.
+        token_ids: new tokens; their text may come in a later chunk.
         usage: totals so far.
         finish_reason: set in the last chunk of a prompt: `stop`, `length`, `abort` or `error`.
-        error: what went wrong, for `abort` and `error`.
+        error: the reason, for `abort` and `error`.
         logprobs: of `token_ids`, when asked for.
     """
 
@@ -53,12 +53,12 @@ class GenerationOutput:
     Attributes:
         text: the generated text.
         token_ids: the generated tokens.
-        prompt_token_ids: the prompt, as the model saw it.
+        prompt_token_ids: the prompt's tokens, as the model received them.
         finish_reason: `stop`, `length`, `abort` or `error`.
         stop: the stop string or token id that ended it, or None.
         usage: prompt, cached and generated tokens; queueing time.
-        error: what went wrong, for `abort` and `error`.
-        seed: with which the answer can be had again.
+        error: the reason, for `abort` and `error`.
+        seed: the seed that reproduces the answer.
         logprobs: of the generated tokens, when asked for.
         prompt_logprobs: of the prompt's tokens from the second on, when asked for.
         request_id: for `LLM.why`.
@@ -78,7 +78,7 @@ class GenerationOutput:
 
 
 class OutputBuilder:
-    """Gathers the rows of one prompt."""
+    """Collects the rows of one prompt."""
 
     def __init__(self, rid: str, prompt_token_ids: list[int], seed: int, tokenizer: Tokenizer) -> None:
         self._rid = rid
@@ -94,11 +94,11 @@ class OutputBuilder:
 
     @property
     def finished(self) -> bool:
-        """Whether the last row has come."""
+        """Whether the last row has arrived."""
         return self._finish is not None
 
     def add(self, row: TextOutput, index: int) -> GenerationChunk:
-        """Take in a row; returns it as a chunk."""
+        """Add a row; returns it as a chunk."""
         token_ids = decode_token_ids(row.token_ids)
         logprobs = _decode_logprobs(row.logprobs, token_ids, self._tokenizer)
         self._texts.append(row.text)
@@ -121,7 +121,7 @@ class OutputBuilder:
         )
 
     def build(self) -> GenerationOutput:
-        """The whole answer, once `finished`."""
+        """The complete answer, once `finished`."""
         assert self._finish is not None and self._usage is not None
         return GenerationOutput(
             text="".join(self._texts),
@@ -139,12 +139,12 @@ class OutputBuilder:
 
 
 def encode_token_ids(token_ids: list[int]) -> bytes:
-    """Token ids as messages carry them."""
+    """Token ids in the encoding of messages."""
     return np.array(token_ids, dtype=TOKEN_DTYPE).tobytes()
 
 
 def decode_token_ids(data: bytes) -> list[int]:
-    """The reverse."""
+    """The inverse of `encode_token_ids`."""
     token_ids: list[int] = np.frombuffer(data, dtype=TOKEN_DTYPE).tolist()
     return token_ids
 

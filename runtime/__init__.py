@@ -1,1 +1,1 @@
-"""What every process shares: messages, configuration, errors, sockets, supervision, logs, metrics. No torch."""
+"""What every process shares: messages, configuration, errors, sockets, logs, child processes. No torch."""

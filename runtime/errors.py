@@ -1,8 +1,8 @@
-"""The engine's errors: who is at fault, and what each audience is told.
+"""The engine's errors: one class per cause, which decides the HTTP status or the exit code.
 
-A message names the value, the rule and the way out: `prompt has 9000 tokens, the limit is 8192; shorten it or raise
---max-model-len`. The front ends (HTTP, command line, `LLM`) turn these classes into a status, an exit code or an
-exception; nobody else catches them.
+A message names the value, the rule and a fix: `prompt has 9000 tokens, the limit is 8192; shorten it or raise
+--max-model-len`. Only the front ends (HTTP, command line, `LLM`) catch these classes: they turn them into a status, an
+exit code or an exception.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class ConfigError(EngineError):
 
 
 class RequestError(EngineError):
-    """One request is refused; the engine goes on. The client gets `status` and an OpenAI error object.
+    """One request is refused; the engine keeps running. The client gets `status` and an OpenAI error object.
 
     Attributes:
         status: HTTP status, 4xx.
-        param: the request field at fault, or None where the request as a whole is.
+        param: the request field with the invalid value, or None if the error is about the request as a whole.
         code: short machine-readable cause, as in OpenAI's error objects (`context_length_exceeded`, ...).
     """
 
@@ -41,8 +41,8 @@ class RequestError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """A process of the engine died or stopped answering: 503 for everyone, with the root cause in the message."""
+    """A process of the engine died or stopped answering: every request gets 503 with the root cause in the message."""
 
 
 class RankLostError(EngineError):
-    """A rank has lost the others of its group: what happened, happened elsewhere, and this message is no cause."""
+    """A rank lost its connection to the group. The root cause is the failure of another rank, not this error."""

@@ -1,8 +1,8 @@
-"""`fits`: the one place that says whether a request can ever run here.
+"""`fits`: the only function that decides whether a request can ever run.
 
-Asked at the door (tokenizer manager, `LLM`), by the scheduler when a request arrives, and relied on by the
-PrefillAdder, which must admit whatever fits once nothing else runs. Two answers with different arithmetic would mean a
-request that is accepted and then waits for ever.
+The tokenizer manager and `LLM` call it before they submit a request, the scheduler when a request arrives. The
+PrefillAdder relies on it: it admits every request that fits once no other request runs. Two checks with different
+arithmetic could accept a request that then waits forever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Capacity(Record, frozen=True):
         vocab_size: token ids are below it.
         num_host_pages: pages of the host's KV pool, ids 0..num_host_pages-1; 0 without swapping.
         kv_token_bytes: keys and values of one token, all layers; 0 if unknown.
-        reads_in_order: whether pages are read faster behind each other than from anywhere: a CPU's are.
+        reads_in_order: whether adjacent pages are read faster than scattered ones, as on a CPU.
     """
 
     max_model_len: int
@@ -84,7 +84,7 @@ def max_new_tokens_for(prompt_len: int, capacity: Capacity) -> int:
 
 
 def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> str | None:
-    """Why such a request can never run, with the sums and the way out; None if it can."""
+    """Why such a request can never run, with the arithmetic and a fix; None if it can."""
     most = max_new_tokens_for(prompt_len, capacity)
     if max_new_tokens <= most:
         return None

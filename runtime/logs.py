@@ -5,8 +5,8 @@ Two forms, `--log-format`:
     2026-01-31T12:00:00.123Z level=info process=scheduler logger=scheduler.event_loop step running=3 queue=0
     {"time":"2026-01-31T12:00:00.123Z","level":"info","process":"scheduler",...,"running":3,"queue":0}
 
-All processes write to the same standard error; a line is one `write`, so lines do not mix. What a record is about
-stands in its format string as `rid=%s`: that is where the second form has its keys from, so nothing is parsed.
+All processes write to the same standard error; a line is one `write`, so lines do not mix. Format strings name their
+arguments as `rid=%s`; the JSON form takes its keys from these names, so no message is parsed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNSAFE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class KeyValueFormatter(logging.Formatter):
-    """Time (UTC), level, process and logger as keys, then the message with what a terminal would obey escaped.
+    """Time (UTC), level, process and logger as keys, then the message with control characters escaped.
 
     A traceback follows its line as it is.
     """
@@ -58,9 +58,9 @@ class KeyValueFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: `time`, `level`, `process`, `logger`, `message`, then what the message is about.
+    """One JSON object per record: `time`, `level`, `process`, `logger`, `message`, then the named arguments.
 
-    A message `failed rid=%s status=%d` has the keys `rid` and `status` besides. A traceback is the key `traceback`, so
+    A message `failed rid=%s status=%d` adds the keys `rid` and `status`. A traceback is the key `traceback`, so
     that it stays with its record.
     """
 
@@ -87,7 +87,7 @@ def configure_logging(config: LogConfig, process: str) -> None:
     """Send the engine's records, and warnings of libraries, to standard error.
 
     Args:
-        config: the form, and the least severity of our own records; libraries are heard from WARNING up.
+        config: the form, and the least severity of the engine's own records; libraries are logged from WARNING up.
         process: name of this process, in every line.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -99,12 +99,12 @@ def configure_logging(config: LogConfig, process: str) -> None:
 
 
 def set_log_level(level: LogLevel) -> None:
-    """Log our own records from this severity on, from now on."""
+    """Log the engine's own records from this severity up."""
     logging.getLogger(_PACKAGE).setLevel(_LEVELS[level])
 
 
 def with_log_level(config: EngineConfig, level: LogLevel) -> EngineConfig:
-    """The same settings, but for the least severity that is logged."""
+    """The same settings with another least severity to log."""
     return replace(config, log=replace(config.log, log_level=level))
 
 
@@ -118,23 +118,23 @@ def _logger_name(record: logging.LogRecord) -> str:
 
 
 def _named_values(record: logging.LogRecord) -> dict[str, object]:
-    """The arguments that stand behind a `name=` in the format string; numbers stay numbers."""
+    """The arguments that follow a `name=` in the format string; numbers stay numbers."""
     if not isinstance(record.args, tuple):
         return {}
     names = _names_of(str(record.msg))
-    if len(names) != len(record.args):  # `%*d` takes two: rare, and the message has it in words
+    if len(names) != len(record.args):  # `%*d` takes two: rare, and the message text has the values
         return {}
     return {name: _plain(value) for name, value in zip(names, record.args, strict=True) if name}
 
 
 @functools.lru_cache(maxsize=512)
 def _names_of(template: str) -> tuple[str, ...]:
-    """For each place of a format string the name before it, or ""."""
+    """For each placeholder of a format string the name before it, or ""."""
     return tuple(name or "" for name, place in _PLACE.findall(template) if place != "%")
 
 
 def _plain(value: object) -> object:
-    """A value as JSON has it: a float that it has not, such as NaN, becomes text like everything else."""
+    """A value as JSON has it: a float that JSON lacks, such as NaN, becomes text like every other type."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and value - value == 0:

@@ -4,7 +4,7 @@
     tokenizer_manager
 
 Token ids travel as bytes (int32, little-endian): 8,192 of them decode in microseconds where a list takes most of a
-millisecond. What a process only hands on (`Usage`, `Logprobs`, `SchedulerReport`) is nested and passed untouched.
+millisecond. What a process only forwards (`Usage`, `Logprobs`, `SchedulerReport`) is nested and passed untouched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .sampling_params import SamplingParams
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
-    """Base of all that crosses a process border; the tag is the class name. New fields go last, with a default."""
+    """Base of all messages between processes; the tag is the class name. New fields go last, with a default."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -43,7 +43,7 @@ class Finish(Record, frozen=True):
     Attributes:
         kind: see `FinishKind`.
         matched: the stop token id or stop string that matched, for STOP.
-        message: what to tell the client, for ABORT and ERROR: value, rule, way out.
+        message: the text for the client, for ABORT and ERROR: value, rule, fix.
         status: the HTTP status for ERROR (and for ABORT by the server).
     """
 
@@ -54,10 +54,10 @@ class Finish(Record, frozen=True):
 
 
 class TextOptions(Record, frozen=True):
-    """How the detokenizer shall print one request; sent with the request's first row only.
+    """How the detokenizer turns one request's tokens into text; sent with the request's first row only.
 
     Attributes:
-        delivered_ids: [n] int32, the beginning of the answer, which the client has already: its text is not sent again.
+        delivered_ids: [n] int32, the beginning of the answer that the client already has: its text is not sent again.
     """
 
     stop: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Usage(Record, frozen=True):
         completion_tokens: tokens generated so far, this row's included.
         cached_tokens: prompt tokens that were not computed because the prefix cache had them, at first admission.
         queue_s: seconds between arrival at the scheduler and first admission.
-        num_retractions: how often the request lost its KV memory and was computed again.
+        num_retractions: how often the request lost its KV memory and was recomputed.
     """
 
     prompt_tokens: int
@@ -85,7 +85,7 @@ class Usage(Record, frozen=True):
 
 
 class Logprobs(Record, frozen=True):
-    """Log-probabilities of n consecutive tokens, natural logarithm, after no temperature (the model's own).
+    """Log-probabilities of n consecutive tokens, natural logarithm, before temperature (the model's own).
 
     Attributes:
         token_logprobs: [n] float32, each token's own.
@@ -104,12 +104,12 @@ _LIFE: Final = "+"
 
 
 def rid_of_life(rid: str, life: int) -> str:
-    """The id under which a request is submitted for the (life + 1)-th time, after a process was lost with it."""
+    """The rid of a request that is submitted for the (life + 1)-th time, after a crash lost the earlier attempts."""
     return f"{first_rid(rid)}{_LIFE}{life}"
 
 
 def first_rid(rid: str) -> str:
-    """The id under which a request was submitted first, which is how its client knows it."""
+    """The rid of the first attempt, which is the one that the client knows."""
     return rid.partition(_LIFE)[0]
 
 
@@ -117,11 +117,11 @@ def first_rid(rid: str) -> str:
 
 
 class Delivered(Record, frozen=True):
-    """What the client of a request has already, when the request is submitted again because a process was lost.
+    """What the client already has of a request that is submitted again after a process was lost.
 
     Attributes:
         output_ids: [n] int32, not empty: the generated tokens that were delivered, in order.
-        usage: as of the last of them.
+        usage: as of the last of these tokens.
     """
 
     output_ids: bytes
@@ -132,20 +132,20 @@ class GenerateRequest(Message, frozen=True):
     """Start one generation; exactly one finished row answers it.
 
     Attributes:
-        rid: made by the server, unique for its life; matched exactly.
+        rid: made by the server, unique among its requests; matched exactly.
         input_ids: [prompt_len] int32, not empty, each below the vocabulary size.
         sampling: verified; `max_new_tokens` and `seed` are set.
         arrival_s: CLOCK_MONOTONIC when the request reached the tokenizer manager.
-        priority: larger is scheduled earlier where the policy looks at it.
+        priority: larger is scheduled earlier, under policies that use it.
         extra_key: namespace of the prefix cache (cache salt, adapter): equal tokens match only under equal keys.
-        tenant: whom to account the request to (API key or `user` field).
+        tenant: the request is accounted to it (API key or `user` field).
         lora_id: the adapter to run it with; "" for the model itself.
-        needs_grammar: it waits aside until `GrammarReady` comes.
-        group: siblings (n > 1) have the same one, not "", and the same prompt: one computes it, all share its pages.
+        needs_grammar: the request is not scheduled until `GrammarReady` arrives.
+        group: parallel samples (n > 1) share one group, not "", and one prompt: one computes it, all share its pages.
         queue_timeout_s: seconds from arrival within which it must be started; None: the server's limit.
-        timeout_s: seconds from arrival within which it must have ended; None: the server's limit.
-        delivered: set when the request goes on where one with another `rid` was lost: these tokens count as its output
-            (limits, penalties, positions of the noise, usage), and rows begin behind them.
+        timeout_s: seconds from arrival within which it must be finished; None: the server's limit.
+        delivered: set when the request continues one with another `rid` that was lost: these tokens count as its output
+            (limits, penalties, positions of the noise, usage), and rows begin after them.
     """
 
     rid: str
@@ -164,17 +164,17 @@ class GenerateRequest(Message, frozen=True):
 
 
 class GrammarReady(Message, frozen=True):
-    """The grammar that a request waits for is there, or, with an `error`, will never be. Unknown ids are ignored."""
+    """The grammar that a request waits for is compiled, or has failed with `error`. Unknown ids are ignored."""
 
     rid: str
     error: str = ""
 
 
 class PinPrefix(Message, frozen=True):
-    """Keep what is cached of a prefix for a time, as far as the quota goes; answered by `PinDone` with the same id.
+    """Keep the cached part of a prefix for a time, within the quota; answered by `PinDone` with the same id.
 
-    Pinning again sets a new end; `ttl_s` 0 unpins. Pinned pages are the last to go, but they go when running requests
-    need them: a pin can never block admission.
+    Pinning again sets a new end; `ttl_s` 0 unpins. Pinned pages are evicted last, but they are evicted when running
+    requests need them: a pin can never block admission.
     """
 
     pin_id: int
@@ -184,7 +184,7 @@ class PinPrefix(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """Ask why a request fared as it did; answered by `Explanation` with the same id."""
+    """Ask for the scheduling history of a request; answered by `Explanation` with the same id."""
 
     explain_id: int
     rid: str
@@ -194,7 +194,7 @@ class ListRequests(Message, frozen=True):
     """Ask for the requests that are not finished; answered by `RequestList` with the same id.
 
     Attributes:
-        limit: how many to tell of at most.
+        limit: most requests to list.
     """
 
     list_id: int
@@ -202,11 +202,11 @@ class ListRequests(Message, frozen=True):
 
 
 class AbortRequest(Message, frozen=True):
-    """End a request wherever it is; idempotent, unknown and finished ids are ignored.
+    """End a request in any state; idempotent, unknown and finished ids are ignored.
 
-    The client is gone, or asked for it, or the detokenizer has answered (a stop string, an error). The scheduler frees
-    everything and sends a finished row with ABORT, so that the detokenizer forgets the request too; who has answered
-    already drops that row.
+    Sent when the client has disconnected or aborts, or when the detokenizer has finished the request (a stop string, an
+    error). The scheduler frees everything and sends a finished row with ABORT, so that the detokenizer drops its state
+    too. If the request was answered already, that row is discarded.
     """
 
     rid: str
@@ -214,10 +214,10 @@ class AbortRequest(Message, frozen=True):
 
 
 class AbandonRequests(Message, frozen=True):
-    """A new tokenizer manager takes over: abort what arrived at the one before it, also what is still under way.
+    """A new tokenizer manager takes over: abort the requests of its predecessor, including those still on their way.
 
     Attributes:
-        before_s: CLOCK_MONOTONIC; requests with an earlier `arrival_s` have nobody who reads their rows.
+        before_s: CLOCK_MONOTONIC; requests with an earlier `arrival_s` have no reader of their rows.
     """
 
     before_s: float
@@ -245,7 +245,7 @@ SchedulerInput = (
 
 
 class TokenOutput(Record, frozen=True):
-    """News of one request.
+    """New tokens of one request.
 
     Attributes:
         rid: the request.
@@ -267,13 +267,13 @@ class TokenOutput(Record, frozen=True):
 
 
 class BatchTokenOutput(Message, frozen=True):
-    """What one scheduling step has to tell, at most one row per request."""
+    """The rows of one scheduling step, at most one per request."""
 
     outputs: list[TokenOutput]
 
 
 class SchedulerReport(Message, frozen=True):
-    """The scheduler's heartbeat and its numbers; sent at least every `HEARTBEAT_INTERVAL_S`, also while idle.
+    """The scheduler's heartbeat and metrics; sent at least every `HEARTBEAT_INTERVAL_S`, also while idle.
 
     Totals count from the start of the scheduler process. `*_tokens` of KV memory count slots.
     """
@@ -292,27 +292,27 @@ class SchedulerReport(Message, frozen=True):
     evicted_tokens_total: int = 0
     num_steps_total: int = 0  # each round of a burst is one
     step_s_total: float = 0.0
-    num_swapped_reqs: int = 0  # of num_queue_reqs, those whose KV is on the host
+    num_swapped_reqs: int = 0  # of num_queue_reqs, those with their KV on the host
     num_grammar_reqs: int = 0  # of num_queue_reqs, those that wait for a grammar
-    preempted_reqs_total: int = 0  # of retracted_reqs_total, those that made place for a more urgent request
+    preempted_reqs_total: int = 0  # of retracted_reqs_total, those preempted for a more urgent request
     swapped_out_tokens_total: int = 0
     swapped_in_tokens_total: int = 0
     host_used_tokens: int = 0
     host_total_tokens: int = 0
     pinned_tokens: int = 0
     timed_out_reqs_total: int = 0
-    policy: str = ""  # the one that orders the queue now
+    policy: str = ""  # the policy that orders the queue now
     waiting_by_reason: dict[str, int] = {}
-    stalled: str = ""  # why nothing moves although requests wait; "" if all is well
-    draft_tokens_total: int = 0  # guesses at next tokens that steps have checked, see --speculative
-    accepted_draft_tokens_total: int = 0  # of these, those that were right
+    stalled: str = ""  # why no request makes progress although requests wait; "" if there is no stall
+    draft_tokens_total: int = 0  # draft tokens that steps have verified, see --speculative
+    accepted_draft_tokens_total: int = 0  # of these, the accepted ones
     detokenizer_reqs: int = (
-        0  # requests that the detokenizer has a text state of; it says so as the report passes
+        0  # requests with a text state in the detokenizer, which fills this in when it forwards the report
     )
 
 
 class FlushCacheDone(Message, frozen=True):
-    """Answer to `FlushCache`: how many tokens were dropped, and how many stay because running requests use them."""
+    """Answer to `FlushCache`: tokens that were dropped, and tokens that stay because running requests use them."""
 
     flush_id: int
     flushed_tokens: int
@@ -320,7 +320,7 @@ class FlushCacheDone(Message, frozen=True):
 
 
 class PinDone(Message, frozen=True):
-    """Answer to `PinPrefix`: how many tokens are pinned, of how many asked; `reason` says why not all, if not all."""
+    """Answer to `PinPrefix`: tokens that are pinned, tokens that were asked for, and the `reason` for a difference."""
 
     pin_id: int
     pinned_tokens: int
@@ -329,7 +329,7 @@ class PinDone(Message, frozen=True):
 
 
 class Explanation(Message, frozen=True):
-    """Answer to `Explain`: one sentence and a table; not `found` when nothing is remembered of the request."""
+    """Answer to `Explain`: one sentence and a table; not `found` if the scheduler has no record of the request."""
 
     explain_id: int
     found: bool
@@ -343,11 +343,11 @@ class LiveRequest(Record, frozen=True):
 
     Attributes:
         rid: the request.
-        phase: where it is: waiting, waiting_grammar, prefill, decode, retracted or swapped.
-        prompt_len, output_len, max_new_tokens, cached_tokens, num_retractions, priority: as everywhere.
+        phase: waiting, waiting_grammar, prefill, decode, retracted or swapped.
+        prompt_len, output_len, max_new_tokens, cached_tokens, num_retractions, priority: as in the scheduler.
         age_s: seconds since it arrived.
-        reason: what the last pass decided about it, as the decision log names it (no_kv, ...); "" if no pass has come
-            to it, or if it decodes.
+        reason: the last pass's verdict on it, as the decision log names it (no_kv, ...); "" if no pass has reached it,
+            or if it decodes.
         why: the same in words.
         need, have: the arithmetic, in tokens; 0 and 0 if there is none.
     """
@@ -368,10 +368,10 @@ class LiveRequest(Record, frozen=True):
 
 
 class RequestList(Message, frozen=True):
-    """Answer to `ListRequests`: those with a row first, then those that wait, each in order of arrival.
+    """Answer to `ListRequests`: first the requests with a row, then the waiting ones, each in order of arrival.
 
     Attributes:
-        total: how many there are, told or not.
+        total: number of unfinished requests, listed or not.
         last_pass: figures of the last pass: step_id, decodes, and the budgets before and after it, in tokens.
     """
 
@@ -388,17 +388,17 @@ DetokenizerInput = BatchTokenOutput | SchedulerReport | FlushCacheDone | PinDone
 
 
 class TextOutput(Record, frozen=True):
-    """News of one request, printable.
+    """New text of one request.
 
     Attributes:
         rid: the request.
-        text: certain new text: whole characters, no beginning of a stop string held back.
-        token_ids: [n] int32, the tokens of this row (text may lag behind them).
+        text: new text that is final: whole characters, without a possible beginning of a stop string.
+        token_ids: [n] int32, the tokens of this row (text may come in a later row).
         usage: totals so far; `completion_tokens` ends at the token that completed a stop string.
         finish: set in the last row, and only there.
         logprobs, prompt_logprobs: as in `TokenOutput`.
-        ended_by_detokenizer: the detokenizer wrote `finish` (a stop string, or text that could not be made) while the
-            scheduler goes on; whoever reads this tells it with an `AbortRequest`.
+        ended_by_detokenizer: the detokenizer wrote `finish` (a stop string, or a decoding error) while the scheduler
+            still runs the request; the receiver sends it an `AbortRequest`.
     """
 
     rid: str
@@ -412,7 +412,7 @@ class TextOutput(Record, frozen=True):
 
 
 class BatchTextOutput(Message, frozen=True):
-    """The printable form of one `BatchTokenOutput`."""
+    """The text form of one `BatchTokenOutput`."""
 
     outputs: list[TextOutput]
 

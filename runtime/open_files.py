@@ -1,4 +1,4 @@
-"""How many files this process may open; each connection of a client is one."""
+"""The limit on open files of this process; each client connection is one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 OWN_FILES: Final = 128
-"""Beside connections: sockets between the processes, libraries, logs; some 40 in use."""
+"""Files besides connections: sockets between the processes, libraries, logs; about 40 are in use."""
 
 
 def make_room_for(num_connections: int) -> None:
-    """Raise the soft limit as far as so many connections need, and the hard limit allows.
+    """Raise the soft limit to what `num_connections` need, within the hard limit.
 
-    The soft limit is 1024 on most systems, for the sake of programs that use `select`; nothing here does.
+    The soft limit is 1024 on most systems for programs that use `select`; the engine does not use it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + OWN_FILES

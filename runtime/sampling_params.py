@@ -1,4 +1,4 @@
-"""`SamplingParams`: what one request asks of the sampler and of the stop conditions.
+"""`SamplingParams`: the sampling parameters and stop conditions of one request.
 
 Written by the front ends (HTTP, `LLM`), checked when it is constructed and again by `verify`, then frozen; it travels
 unchanged to the scheduler (stop conditions), the model runner (sampling) and the detokenizer (stop strings, text
@@ -28,14 +28,14 @@ from .request_checks import (
 
 MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
-"""Of tokens: no context is as long and no vocabulary as large; it fits into int32 and into every message."""
+"""Of tokens: above any context length and vocabulary size; fits into int32 and into every message."""
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 1024
 MAX_STOP_STRING_CHARS: Final = 65_536
 MAX_LOGIT_BIAS_ENTRIES: Final = 65_536
-"""These four are what the engine can take at all; `RequestLimits` is what a server lets its clients send."""
+"""These four bound what the engine supports; `RequestLimits` bounds what a server accepts from its clients."""
 GREEDY_TEMPERATURE: Final = (
-    1e-5  # below this, dividing logits by the temperature overflows bf16: exact argmax instead
+    1e-5  # below this, dividing logits by the temperature overflows bf16: use the exact argmax instead
 )
 
 
@@ -68,18 +68,18 @@ class SamplingParams(
     make needs `verify`.
 
     Attributes:
-        max_new_tokens: tokens to generate at most; None: as many as the context has room for.
-        min_new_tokens: end-of-sequence and stop tokens are masked until so many tokens exist. Stop strings are not
+        max_new_tokens: most tokens to generate; None: as many as fit into the context.
+        min_new_tokens: end-of-sequence and stop tokens are masked until this many tokens exist. Stop strings are not
             delayed: one that appears earlier ends the output.
         temperature: 0 is greedy (exact argmax, first of equals); in [0, 100].
         top_k: keep the k most likely tokens; -1 or 0 keeps all.
         top_p: keep the smallest set with at least this probability mass, in (0, 1].
         min_p: drop tokens below `min_p` times the largest probability, in [0, 1].
-        seed: start of the position-keyed noise; None: the front end draws one, so that it can be reported and replayed.
+        seed: start of the position-keyed noise; None: the front end draws one, so that it can be reported and reused.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; > 0.
         frequency_penalty: subtracted once per occurrence in the output; [-2, 2].
         presence_penalty: subtracted once if the token is in the output; [-2, 2].
-        logit_bias: token id -> added to its logit, [-100, 100].
+        logit_bias: token id -> value added to its logit, [-100, 100].
         stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
         ignore_eos: the model's end-of-sequence tokens do not end the output (benchmarks).
@@ -110,7 +110,7 @@ class SamplingParams(
 
     @property
     def greedy(self) -> bool:
-        """Whether the next token is the exact argmax of the (penalised, biased) logits."""
+        """Whether the next token is the exact argmax of the (penalized, biased) logits."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     def verify(self, vocab_size: int) -> None:

@@ -1,7 +1,7 @@
-"""`StepPlan` and `StepResult`: all that the scheduler tells a model runner for one step, and all it hears back.
+"""`StepPlan` and `StepResult`: the whole interface between the scheduler and a model runner, one of each per step.
 
-The runner decides nothing and the scheduler touches no device: this file is the whole border between them. A plan is a
-plain value that can be logged, replayed, or sent to the ranks of a tensor-parallel group, which need nothing else.
+The runner makes no scheduling decision and the scheduler touches no device. A plan is a plain value that can be
+logged, replayed, or sent to the ranks of a tensor-parallel group, which need no other input.
 
 Shapes: B requests in the batch, T new tokens in the batch, S requests of the batch that sample a token in this step.
 Arrays are bytes in C order, int32 unless said otherwise; `numpy.frombuffer` views them without a copy.
@@ -20,16 +20,16 @@ from .messages import Logprobs, Message, Record
 from .sampling_params import SamplingParams
 
 MAX_DRAFT_STEP_TOKENS: Final = 64
-"""No step that checks drafts has more tokens, so that a runner may compute larger ones in another way than decodes."""
+"""Most tokens in a step that verifies drafts. A runner may compute larger steps with other kernels than decodes."""
 
 _INT32_BYTES: Final = 4
 
 GoOn = Callable[[bytes], bool]
-"""Asked between the rounds of a burst, with the tokens of the last one ([B] int32): whether there is to be another."""
+"""Called between the rounds of a burst with the tokens of the last round ([B] int32): whether another round follows."""
 
 
 def to_the_end(next_token_ids: bytes) -> bool:
-    """A `GoOn`: nothing ends a burst before its last round."""
+    """A `GoOn` that runs every round of a burst."""
     return True
 
 
@@ -43,13 +43,13 @@ class ForwardMode(enum.IntEnum):
 
 
 class NewReq(Record, frozen=True):
-    """Everything a runner must know of a request, sent once, in the step of its first chunk (again after retraction).
+    """A request as the runner needs it, sent once, in the step of its first chunk (again after a retraction).
 
     Attributes:
         rid: for logs only; the runner knows requests by row.
-        row: index into the pool of rows; free until `finished_rows` of a later (or this) step releases it.
+        row: index into the pool of rows; in use until `finished_rows` of a later (or this) step releases it.
         input_ids: prompt, and after a retraction the output so far.
-        prompt_len: how many of `input_ids` are prompt; the rest counts as output for penalties and `min_new_tokens`.
+        prompt_len: number of prompt tokens in `input_ids`; the rest is output for penalties and `min_new_tokens`.
         prefix_loc: [prefix_len] the KV slots of the cached prefix, positions 0..prefix_len-1.
         sampling: verified parameters; seed and max_new_tokens are set.
     """
@@ -63,9 +63,9 @@ class NewReq(Record, frozen=True):
 
 
 class RowUpdate(Record, frozen=True):
-    """Overwrite the slots of one row: positions start..start+len(loc)-1 now live in `loc`.
+    """Overwrite the slots of one row: positions start..start+len(loc)-1 are now stored in `loc`.
 
-    Needed where the scheduler found the same pages in the prefix cache and dropped the request's own copies.
+    Sent when the scheduler found the same pages in the prefix cache and freed the request's own copies.
     """
 
     row: int
@@ -74,34 +74,34 @@ class RowUpdate(Record, frozen=True):
 
 
 class StepPlan(Record, frozen=True):
-    """One step: a flat list of new tokens and the KV slots they go to. No padding, no longest sequence.
+    """One step: a flat list of new tokens and the KV slots they go to, without padding.
 
     The runner applies the fields in this order: `swap_outs`, `page_copies`, `swap_ins`, `finished_rows`, `new_reqs`,
-    `row_updates`, then the batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or,
-    beyond its end, the token sampled for that row in its last step, which need not have reached the host yet. Behind
-    that one come the request's drafts, guesses at the next tokens: the runner samples after each of them, too, and
-    keeps what is sampled as far as the drafts say the same, and the first token that they do not.
+    `row_updates`, then the batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or, beyond
+    its end, the token sampled for that row in its last step, which need not have reached the host yet. The request's
+    draft tokens follow it. The runner samples after each draft as well. It keeps the sampled tokens that equal the
+    drafts, up to and including the first one that differs.
 
-    A burst is a step of decodes alone that is made several times in a row: its rounds, each with the tokens that the
-    one before has sampled. The host has nothing to do between two of them but to be asked whether it goes on.
+    A burst is a step of decodes only that runs several rounds; each round takes the tokens that the round before
+    sampled. Between two rounds the host only decides whether another one follows.
 
     Attributes:
         step_id: counts up from 1.
         mode: see `ForwardMode`.
         rows: [B] pool row of each request, extends first, then decodes.
-        num_computed_tokens: [B] tokens whose KV exists already: position of the first new token.
+        num_computed_tokens: [B] tokens with KV already in the pool: position of the first new token.
         num_scheduled_tokens: [B] new tokens: 1 for a decode, 1 + k for one with k drafts, more for a prefill chunk.
-        out_cache_loc: [T] KV slot of each new token, in batch order; none twice. Of a burst [num_rounds, T].
+        out_cache_loc: [T] KV slot of each new token, in batch order; no repeats. For a burst [num_rounds, T].
         samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt.
         total_num_scheduled_tokens: T.
         new_reqs, row_updates: see their classes.
-        page_copies: [C, 2] (source page, destination page); no destination twice, and none of them is a source.
-        finished_rows: rows whose requests left (finished, aborted, retracted) since the last plan.
-        swap_outs: [O, 2] (page, host page): KV that goes to the host; the pages may be written again in this step.
-        swap_ins: [I, 2] (host page, page): KV that comes back. Never both in one step; see `Capacity.num_host_pages`.
-        num_drafts: [B] drafts of each request, only of decodes; empty if nobody has any.
+        page_copies: [C, 2] (source page, destination page); destinations are distinct, and none of them is a source.
+        finished_rows: rows of requests that ended (finished, aborted, retracted) since the last plan.
+        swap_outs: [O, 2] (page, host page): KV that moves to the host; the pages may be written again in this step.
+        swap_ins: [I, 2] (host page, page): KV that returns. Never both in one step; see `Capacity.num_host_pages`.
+        num_drafts: [B] drafts of each request, only for decodes; empty if no request has drafts.
         draft_ids: [sum of num_drafts] the drafts, request after request.
-        num_rounds: 1, or how often a burst is made at most; the arrays tell of its first round.
+        num_rounds: 1, or the most rounds of a burst; the arrays describe its first round.
     """
 
     step_id: int
@@ -128,7 +128,7 @@ class StepPlan(Record, frozen=True):
         return self.out_cache_loc[number * num_bytes : (number + 1) * num_bytes]
 
     def round(self, number: int) -> StepPlan:
-        """A round, 0 <= number < num_rounds, as the plan of a step."""
+        """One round, 0 <= number < num_rounds, as the plan of a single step."""
         loc = self.round_loc(number)
         if not number:
             return msgspec.structs.replace(self, out_cache_loc=loc, num_rounds=1)
@@ -150,20 +150,20 @@ class StepResult(Record, frozen=True):
 
     Attributes:
         step_id: of the plan.
-        next_token_ids: [S] the sampled tokens, in batch order of the requests with `samples` = 1; in a step with drafts
-            as many of each request as `num_next_tokens` says, one after the other; so, too, after a burst.
-        logprobs: one entry per sampled request (each of n = 1 token), or empty when nobody in the batch asked.
+        next_token_ids: [S] the sampled tokens, in batch order of the requests with `samples` = 1; after a step with
+            drafts or a burst, `num_next_tokens` of each request, consecutively.
+        logprobs: one entry per sampled request (each of n = 1 token), or empty if no request in the batch needs them.
         prompt_logprobs: batch index -> log-probabilities of the prompt tokens *predicted by* this chunk: the tokens at
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
-        errors: batch index -> message, for requests that failed on their own (numbers not finite, also in a chunk
-            that samples nothing); who samples has an arbitrary entry in `next_token_ids`. The others are not affected.
-        forward_s: seconds that the device spent on it, the way of the tokens to the host included; a step that was
+        errors: batch index -> message, for requests that failed on their own (values not finite, also in a chunk that
+            samples nothing). Their entries in `next_token_ids` are arbitrary; other requests are not affected.
+        forward_s: seconds that the device spent on the step, including the copy of the tokens to the host; a step
             launched while the one before ran counts from that one's end. The CPU is a device that starts at once.
         swap_s: of these, seconds that the device was busy swapping; 0 without swaps.
-        out_of_memory: why the step has computed nothing: the device had no memory for it. Everything of the plan before
-            the batch has been done; the KV of the batch's new tokens is arbitrary. Empty for a step that has.
-        num_next_tokens: [S] tokens of each request: 1 and one more for each draft that was right, or one of each round
-            that was made of a burst; empty for a step without drafts or further rounds.
+        out_of_memory: why the step has computed nothing: the device ran out of memory. Every part of the plan before
+            the batch has been applied; the KV of the batch's new tokens is arbitrary. Empty if the step succeeded.
+        num_next_tokens: [S] tokens of each request: 1 plus one per accepted draft, or one per completed round of a
+            burst; empty for a step without drafts or further rounds.
     """
 
     step_id: int
@@ -178,7 +178,7 @@ class StepResult(Record, frozen=True):
 
 
 class Pending(Protocol):
-    """A step under way on the device."""
+    """A launched step on the device."""
 
     def wait(self) -> StepResult:
         """Block until the tokens are on the host. Called once per step, in launch order."""
@@ -186,20 +186,20 @@ class Pending(Protocol):
 
 
 class Runner(Protocol):
-    """What the scheduler needs of a model runner; the product's is `model_runner.ModelRunner`."""
+    """The interface of a model runner; the product's is `model_runner.ModelRunner`."""
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
-        """Start a step. May return before the device is done; nothing until `Pending.wait` may block on the device.
+        """Start a step. May return before the device is done; only `Pending.wait` may block on the device.
 
         Args:
-            go_on: asked between the rounds of a burst, if there are any; when it says no, the burst has ended. Only
-                devices that are done with a round when its launch returns can make one.
+            go_on: called between the rounds of a burst; the burst ends when it returns False. Only devices that have
+                finished a round when its launch returns can run a burst.
         """
         ...
 
 
 class LaunchStep(Message, frozen=True):
-    """Execute this step, after all that were sent before; rank 0 does the same. Nothing is answered."""
+    """Execute this step, after all steps sent before; rank 0 does the same. There is no answer."""
 
     plan: StepPlan
 

@@ -1,1 +1,1 @@
-"""The scheduler without a model: a virtual clock, a cost model for each step, and as many replicas as are asked for."""
+"""The scheduler without a model: a virtual clock, a cost model for each step, and any number of replicas."""

@@ -1,4 +1,4 @@
-"""When requests arrive, and random lengths: streams of seeded draws, made in blocks because single ones are slow."""
+"""Arrival times and random lengths: streams of seeded draws, made in blocks because single draws are slow."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def popularity(rng: np.random.Generator, count: int, exponent: float) -> Iterato
 
 
 def arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
-    """An endless stream of moments, the first at 0: gaps are gamma-distributed around 1 / rate.
+    """An endless stream of arrival times, the first at 0: gaps are gamma-distributed around 1 / rate.
 
     Args:
         rate: mean arrivals per second; infinity: all at 0.

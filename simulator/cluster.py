@@ -1,8 +1,8 @@
-"""`Cluster`: replicas on one virtual clock: who gets which request, and prefill/decode splits.
+"""`Cluster`: replicas on one virtual clock: dispatch of requests, and prefill/decode disaggregation.
 
-Split on paper: a prefill replica computes the prompt and the first token; the KV goes over its network card, one
-request after the other; a decode replica goes on from there, and the prompt costs it memory but no arithmetic. What a
-real one adds (layer-wise transfer, retries, back pressure of the receiver) is left out.
+A simple model of disaggregation: a prefill replica computes the prompt and the first token; it sends the KV over its
+network card, one request at a time; a decode replica continues, and the prompt costs it memory but no computation.
+Layer-wise transfer, retries and back pressure of a real system are not modeled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _Event = tuple[float, int, SimulatedEngine, LiveRequest | None]
 
 
 class ClusterSettings(NamedTuple):
-    """How many replicas, and how they work together.
+    """The number of replicas and their roles.
 
     Attributes:
-        num_replicas: all of them.
-        num_prefill: of them, those that only compute prompts; 0: every replica does everything.
-        dispatch: name of the rule for requests that arrive.
+        num_replicas: all replicas.
+        num_prefill: replicas that only compute prompts; 0: no disaggregation.
+        dispatch: name of the rule for arriving requests.
         transfer_token_s: seconds to send one token's KV to another replica.
     """
 
@@ -43,14 +43,14 @@ class ClusterSettings(NamedTuple):
 
     def check(self) -> None:
         """Raises:
-        ConfigError: no replicas, or a split that leaves no one to decode.
+        ConfigError: no replicas, or no replica that decodes.
         """
         if self.num_replicas < 1:
             raise ConfigError(f"--replicas is {self.num_replicas}, but it must be at least 1")
         if self.num_prefill and not 0 < self.num_prefill < self.num_replicas:
             raise ConfigError(
                 f"--prefill-replicas is {self.num_prefill}, but it must lie in [1, {self.num_replicas - 1}]: of "
-                f"{self.num_replicas} replicas one at least must decode; raise --replicas"
+                f"{self.num_replicas} replicas at least one must decode; raise --replicas"
             )
         make_dispatch_rule(self.dispatch)
 
@@ -58,8 +58,8 @@ class ClusterSettings(NamedTuple):
 class Cluster:
     """See the module.
 
-    Arrivals beyond `max_queued_requests` per replica wait at the door, as clients do that are told 429 and try
-    again; so memory is bounded also where a million requests come at once.
+    Arrivals beyond `max_queued_requests` per replica wait outside the queue, like clients that get 429 and retry; this
+    bounds the memory even if a million requests arrive at once.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Cluster:
 
     @property
     def replicas(self) -> list[SimulatedEngine]:
-        """All of them, those that compute prompts first."""
+        """All replicas, the prefill replicas first."""
         return self._entry + self._decoders
 
     def run(self, workload: Workload) -> None:
-        """Simulate until every request is answered."""
+        """Simulate until every request is finished."""
         with _no_garbage_collection():
             self._run(workload)
 
@@ -102,7 +102,7 @@ class Cluster:
         upcoming = next(workload, None)
         now_s = 0.0
         while True:
-            # At equal times arrivals go first: a step begins with all who are there.
+            # At equal times arrivals go first: a step includes every request that has arrived.
             while upcoming is not None and (not events or upcoming.arrival_s <= events[0][0]):
                 if not self._has_room():
                     break
@@ -110,7 +110,7 @@ class Cluster:
                 self._dispatch(upcoming, now_s)
                 upcoming = next(workload, None)
             if not events:
-                assert upcoming is None, "requests wait at the door of idle replicas"
+                assert upcoming is None, "requests wait although the replicas are idle"
                 return
             at_s, number, engine, live = heapq.heappop(events)
             if live is not None:
@@ -144,7 +144,7 @@ class Cluster:
             self._wake(engine, now_s)
 
     def _hand_over(self, idx: int, live: LiveRequest, now_s: float) -> None:
-        """A prefill replica is done with a request: its KV is sent when the link is free."""
+        """A prefill replica has finished a request: its KV is sent when the link is free."""
         start_s = max(now_s, self._link_free_s.get(idx, 0.0))
         arrives_s = start_s + live.request.prompt_len * self._settings.transfer_token_s
         self._link_free_s[idx] = arrives_s
@@ -166,7 +166,7 @@ class Cluster:
 
 
 def _decode_settings(replica: ReplicaSettings) -> ReplicaSettings:
-    """Those of a decode replica: prompts come computed, so the limits on computing them do not apply."""
+    """The settings of a decode replica: prompts arrive computed, so the limits on prefill do not apply."""
     scheduler = replace(
         replica.scheduler,
         chunked_prefill_size=-1,
@@ -179,7 +179,7 @@ def _decode_settings(replica: ReplicaSettings) -> ReplicaSettings:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Millions of live objects and no cycles among them: the collector would cost a third of the time."""
+    """Millions of live objects without cycles: the collector would take a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

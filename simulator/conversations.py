@@ -1,4 +1,4 @@
-"""Conversations: turns that share a growing history, as chat clients send it."""
+"""Conversations: turns that share a growing history, as chat clients send them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .sim_request import Segment, SimRequest, Workload, answer_ids, segment_ids
 
 
 class Turn(NamedTuple):
-    """One question and the answer the model would give to it, in tokens."""
+    """One question and the model's answer, as token counts."""
 
     question_len: int
     answer_len: int
 
 
 class Script(NamedTuple):
-    """How a conversation will go.
+    """The course of a conversation.
 
     Attributes:
-        system: what it begins with; shared with other conversations.
+        system: its first segment; shared with other conversations.
         turns: at least one.
         max_new_tokens: the client's limit; longer answers are cut there.
-        tenant: whose it is.
+        tenant: the tenant that sends it.
     """
 
     system: Segment
@@ -33,7 +33,7 @@ class Script(NamedTuple):
 
 
 class _Conversation:
-    """One that goes on; its history is kept as segments, since thousands are open at a time."""
+    """An open conversation; its history is stored as segments, since thousands are open at a time."""
 
     __slots__ = ("history", "next_turn", "script")
 
@@ -70,15 +70,15 @@ def interleave(
 ) -> Workload:
     """The requests of many conversations, by arrival.
 
-    The client is open-loop: a turn comes its thinking time after the one before, whether that has been answered or not.
-    A closed loop would slow down with the engine and hide how bad it is.
+    The client is open-loop: a turn arrives its thinking time after the turn before, answered or not. A closed loop
+    would slow down with the engine and hide its delays.
 
     Args:
-        scripts: conversations in the order in which they start; may be endless.
-        starts_s: when they start, ascending.
+        scripts: conversations in the order of their start; may be endless.
+        starts_s: their start times, ascending.
         think_s: seconds between a turn and the next one.
-        num_requests: when to stop.
-        first_segment_id: ids from here on are free for questions.
+        num_requests: the number of requests.
+        first_segment_id: ids from here on are used for questions.
     """
     opened = zip(scripts, starts_s, strict=False)
     upcoming = next(opened, None)

@@ -1,4 +1,4 @@
-"""How long a step takes: the `CostModel`s that turn a `StepWork` into seconds."""
+"""The duration of a step: `CostModel`s turn a `StepWork` into seconds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .model_facts import ModelFacts
 
 
 class CostModel(Protocol):
-    """Time of steps."""
+    """Computes the duration of steps."""
 
     def step_s(self, work: StepWork) -> float:
-        """Seconds of a step; more work never takes less."""
+        """Seconds of a step; more work never takes less time."""
         ...
 
 
 class Roofline:
-    """Every part of a step takes as long as its arithmetic or its memory traffic, whichever is longer.
+    """Every part of a step takes the longer of its computation and its memory traffic.
 
         matrices   max(2 · (layer parameters · tokens + head parameters · sampled) / FLOP/s, weight bytes / bandwidth)
         prefill    4 · layers · heads · head_dim · pairs / FLOP/s
@@ -26,8 +26,8 @@ class Roofline:
         swap       KV bytes / bandwidth to the host
         + a fixed overhead
 
-    (Williams, Waterman, Patterson: Roofline, CACM 2009; the split into matrices, which share their weights over the
-    batch, and attention, which does not, is why batching pays.)
+    (Williams, Waterman, Patterson: Roofline, CACM 2009. Batching pays because the matrices share their weights over the
+    batch; attention, the other part, does not.)
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ class Roofline:
 
 
 class LinearCost:
-    """A constant and so much per unit of work. With round figures, results can be checked by hand."""
+    """A constant plus a fixed time per unit of work. With round figures, results can be checked by hand."""
 
     __slots__ = ("_decode_row_s", "_kv_token_s", "_pair_s", "_prefill_token_s", "_step_s", "_swapped_token_s")
 

@@ -1,9 +1,9 @@
-"""`DeviceFacts`: what of a device decides how long a step takes.
+"""`DeviceFacts`: the properties of a device that determine the duration of a step.
 
-Peaks are from the makers' public data sheets (NVIDIA H200, H100 SXM5 and A100 80GB SXM tensor core GPUs: dense BF16
-without sparsity, memory bandwidth, PCIe per direction; network cards of the DGX systems of each generation). The
-shares of the peaks that a step reaches, and the fixed time of a step, are assumptions, good to a factor of about 1.5; a
-decision log of the real machine gives better ones (`fitted.py`).
+Peaks are from the vendors' public data sheets (NVIDIA H200, H100 SXM5 and A100 80GB SXM tensor core GPUs: dense BF16
+without sparsity, memory bandwidth, PCIe per direction; network cards of the DGX systems of each generation). The share
+of the peaks that a step reaches, and the fixed time of a step, are assumptions with an error of up to a factor of about
+1.5; a decision log of the real machine gives better ones (`fitted.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class DeviceFacts:
     """One device.
 
     Attributes:
-        flops: peak of dense BF16 matrix products, per second.
+        flops: peak of dense BF16 matmuls, per second.
         memory_bytes: of the device, GB of the data sheet.
         memory_bandwidth: bytes per second, peak.
         host_bandwidth: bytes per second between the device and host memory, one direction; for swaps.
         network_bandwidth: bytes per second between machines, per device; for prefill/decode splits.
-        compute_share, bandwidth_share: of the peaks that large steps reach.
+        compute_share, bandwidth_share: of the peaks, as reached by large steps.
         step_overhead_s: fixed time of a step: planning, launching, sampling, copying tokens back.
-        is_gpu: its sort.
+        is_gpu: whether it is a GPU.
     """
 
     name: str
@@ -42,7 +42,7 @@ class DeviceFacts:
     is_gpu: bool = True
 
     def times(self, num_devices: int) -> DeviceFacts:
-        """Several of them as one, by tensor parallelism: their sums, and 0.5 ms more per doubling for all-reduces."""
+        """Several devices as one, by tensor parallelism: their sums, plus 0.5 ms per doubling for all-reduces."""
         if num_devices == 1:
             return self
         return replace(
@@ -82,7 +82,7 @@ DEVICES: Final = {
             host_bandwidth=32 * GB,  # PCIe 4.0 x16
             network_bandwidth=25 * GB,  # 200 Gbit/s
         ),
-        DeviceFacts(  # two cores of a cloud server with AVX-512 and AMX; two DDR5-4800 channels' worth of bandwidth
+        DeviceFacts(  # two cores of a cloud server with AVX-512 and AMX; the bandwidth of two DDR5-4800 channels
             name="cpu-2",
             flops=1.0 * TERA,
             memory_bytes=16 * GB,

@@ -1,4 +1,4 @@
-"""Which replica takes a request: round-robin, least-loaded, prefix-affinity."""
+"""Choice of the replica for a request: round-robin, least-loaded, prefix-affinity."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .sim_request import TOKEN_ID_BYTES, SimRequest
 from .simulated_engine import SimulatedEngine
 
 BLOCK_TOKENS: Final = 256
-"""Prefixes are remembered in blocks of so many tokens."""
+"""Prefixes are recorded in blocks of this many tokens."""
 MAX_BLOCKS: Final = 1 << 18
-"""Blocks that are remembered; the least recently used ones go first."""
+"""Recorded blocks; the least recently used ones are dropped first."""
 MAX_RATIO: Final = 1.5
 MAX_EXCESS: Final = 32
-"""Affinity gives way where a replica has this times, and so many requests more than, the least loaded one."""
+"""Affinity does not apply if a replica has this many times, and this many requests more than, the least loaded one."""
 
 
 class DispatchRule(Protocol):
-    """Chooses among replicas that still take requests."""
+    """Chooses among replicas that still accept requests."""
 
     def choose(self, request: SimRequest, replicas: Sequence[SimulatedEngine]) -> int:
         """Index of the replica."""
@@ -29,7 +29,7 @@ class DispatchRule(Protocol):
 
 
 class RoundRobin:
-    """One after the other."""
+    """The replicas in turn."""
 
     def __init__(self) -> None:
         self._next = -1
@@ -40,7 +40,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Whoever has the fewest requests, queued or running."""
+    """The replica with the fewest requests, queued or running."""
 
     def choose(self, request: SimRequest, replicas: Sequence[SimulatedEngine]) -> int:
         loads = [replica.num_outstanding for replica in replicas]
@@ -48,9 +48,9 @@ class LeastLoaded:
 
 
 class PrefixAffinity:
-    """Whoever was sent the longest beginning of the prompt last, unless it has much more to do than others.
+    """The replica that last received the longest prefix of the prompt, unless its load is much higher than the least.
 
-    Cache-aware routing as in SGLang's router, with a table of hashed blocks in place of a tree per replica.
+    Cache-aware routing as in SGLang's router, with a table of hashed blocks instead of a tree per replica.
     """
 
     def __init__(self) -> None:
@@ -91,9 +91,9 @@ def make_dispatch_rule(name: str) -> DispatchRule:
 
 
 def _prefix_hashes(request: SimRequest) -> list[int]:
-    """One hash per prefix of whole blocks, each made of the one before.
+    """One hash per prefix of whole blocks, each computed from the one before.
 
-    crc32 and not `hash`: Python's own is salted per process, and equal runs shall give equal reports.
+    It uses crc32 because `hash` is salted per process, and equal runs must give equal reports.
     """
     value = 0
     view = memoryview(request.input_ids)

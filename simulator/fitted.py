@@ -1,4 +1,4 @@
-"""`Fitted`: a cost model learnt from the steps of a real run, and how well it explains them."""
+"""`Fitted`: a cost model fitted to the steps of a real run, and the quality of the fit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..runtime.errors import ConfigError
 from ..scheduler.step_size.step_work import StepWork
 
 MIN_STEPS: Final = 12
-"""Fewer say nothing about five coefficients."""
+"""Fewer steps do not determine five coefficients."""
 MIN_R_SQUARED: Final = 0.3
-"""A model that explains less is no better than saying that each step takes as long as the mean."""
+"""A model that explains less is no better than the mean step time."""
 _LEAST_S: Final = 1e-6  # of a measured step; relative errors need a divisor
 
 
 class MeasuredStep(NamedTuple):
-    """A step of a real run: what it did, and how long it took."""
+    """A step of a real run: its work and its duration."""
 
     work: StepWork
     step_s: float
@@ -29,7 +29,7 @@ class FitQuality(NamedTuple):
     """How well a fitted model explains the steps it was fitted to.
 
     Attributes:
-        num_steps: of them.
+        num_steps: number of these steps.
         r_squared: share of the variance of step times that the model explains; 1 is all.
         median_error, p90_error: of |predicted - measured| / measured.
     """
@@ -41,11 +41,11 @@ class FitQuality(NamedTuple):
 
     @property
     def is_useless(self) -> bool:
-        """Whether the steps took as long as they did for reasons that the model does not know."""
+        """Whether the step times depend mainly on causes outside the model."""
         return not self.r_squared >= MIN_R_SQUARED
 
     def warning(self) -> str:
-        """What to say loudly; "" if there is nothing."""
+        """A prominent warning; "" if there is none."""
         if not self.is_useless:
             return ""
         return (
@@ -55,7 +55,7 @@ class FitQuality(NamedTuple):
         )
 
     def text(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         return (
             f"fitted to {self.num_steps:,} steps: R² {self.r_squared:.3f}, error of a step {self.median_error:.1%} "
             f"(median), {self.p90_error:.1%} (P90)"
@@ -63,11 +63,11 @@ class FitQuality(NamedTuple):
 
 
 class Fitted:
-    """step_s = a + b·prefill tokens + c·pairs + d·decode rows + e·KV tokens read, and so much per swapped token.
+    """step_s = a + b·prefill tokens + c·pairs + d·decode rows + e·KV tokens read, plus a time per swapped token.
 
     Least squares of the *relative* error: a prefill step takes a hundred times as long as a decode step, and with
-    absolute errors the many short steps, which decide TPOT, would not count. No coefficient may be negative, so that
-    more work never takes less time: the most negative one is set to 0 and the rest fitted again until none is.
+    absolute errors the many short steps, which determine TPOT, would have no weight. No coefficient may be negative, so
+    that more work never takes less time: the most negative one is set to 0 and the rest fitted again until none is.
     """
 
     __slots__ = ("_coefficients", "_swapped_token_s", "quality")
@@ -81,15 +81,15 @@ class Fitted:
     def to(
         cls, steps: Sequence[MeasuredStep], *, overhead_s: float = 0.0, swapped_token_s: float = 0.0
     ) -> Fitted:
-        """Learn from steps.
+        """Fit to measured steps.
 
         Args:
-            steps: with the time of swaps taken out.
-            overhead_s: what passes between two steps: planning, settling, sending.
-            swapped_token_s: measured apart, since few steps swap.
+            steps: without the time of swaps.
+            overhead_s: the time between two steps: planning, settling, sending.
+            swapped_token_s: measured separately, since few steps swap.
 
         Raises:
-            ConfigError: there are too few.
+            ConfigError: there are too few steps.
         """
         if len(steps) < MIN_STEPS:
             raise ConfigError(
@@ -130,7 +130,7 @@ def _features(work: StepWork) -> tuple[float, ...]:
 def _non_negative(
     features: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Least squares with coefficients of 0 or more; columns are scaled, because pairs go into the millions."""
+    """Least squares with coefficients of 0 or more; columns are scaled, because pair counts reach millions."""
     scale = np.abs(features).max(axis=0)
     kept = np.flatnonzero(scale > 0)
     result = np.zeros(features.shape[1])

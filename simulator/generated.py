@@ -1,14 +1,14 @@
-"""Generated workloads: chat, rag, batch, and requests of given lengths. Everything is a function of the seed.
+"""Generated workloads: chat, rag, batch, and requests of given lengths. Every workload is a function of the seed.
 
     chat   16 system prompts of 400 tokens, then 1 to 12 turns (3 in the mean) with questions of 60 tokens (sigma 1) and
-           answers of 150 (sigma 0.8); each turn brings the history of its conversation along
+           answers of 150 (sigma 0.8); each turn contains the history of its conversation
     rag    instructions of 200 tokens, one of 2,000 documents of 3,000 tokens (sigma 0.6) by popularity (Zipf 1.0), a
            question of 30; answers of 80 (sigma 0.6)
     batch  instructions of 100 tokens and an item of 500 (sigma 0.8), all at once; answers of 150 (sigma 0.7)
 
 Lengths are medians of log-normal distributions; they are chosen, not measured, and the options of `engine simulate`
-change them. Clients limit answers to 512, 1,024 or 2,048 tokens, whatever they get in the end; it is all that the
-scheduler knows beforehand.
+change them. Clients limit answers to 512, 1,024 or 2,048 tokens, independent of the answer's length; the scheduler
+knows only this limit in advance.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _LIMIT_WEIGHTS: Final = [0.3, 0.5, 0.2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """How many requests, and when.
+    """The number of requests and their arrival times.
 
     Attributes:
         num_requests: of the run.
         rate: mean requests per second, all replicas together; infinity: all at once.
         burstiness: see `arrivals`.
-        seed: of everything random.
+        seed: of all random draws.
     """
 
     num_requests: int = 1000
@@ -74,7 +74,7 @@ class Chat:
     def requests(self, arrival: Arrival) -> Workload:
         """The requests; tenants are the owners of the system prompts."""
         rng = np.random.default_rng(arrival.seed)
-        # Each conversation brings several requests, so fewer of them start than requests come.
+        # Each conversation has several requests, so fewer conversations start than requests arrive.
         starts_s = arrivals(arrival.rate / self.mean_turns, arrival.burstiness, rng)
         think_s = self.think.draws(rng)
         return interleave(self._scripts(rng), starts_s, think_s, arrival.num_requests, self.num_systems)
@@ -132,7 +132,7 @@ class Batch:
     instructions_len: int = 100
 
     def requests(self, arrival: Arrival) -> Workload:
-        """The requests; all come at once, whatever the rate."""
+        """The requests; all arrive at once, for any rate."""
         rng = np.random.default_rng(arrival.seed)
         items, answers = self.item.draws(rng), self.answer.draws(rng)
         limits = choices(rng, _LIMITS, _LIMIT_WEIGHTS)
@@ -146,9 +146,9 @@ GENERATED: Final[dict[str, Chat | Rag | Batch]] = {"chat": Chat(), "rag": Rag(),
 
 
 def given_lengths(prompt_lens: Sequence[int], output_lens: Sequence[int], arrival: Arrival) -> Workload:
-    """Requests of exactly these lengths, nothing shared, again from the start as often as needed.
+    """Requests of exactly these lengths without shared prefixes; the lists repeat as often as needed.
 
-    The limits are the lengths, as in a benchmark: a text book's exercise knows them, too.
+    The client's limits equal the lengths, as in a benchmark, so the scheduler knows the lengths.
 
     Raises:
         ConfigError: no lengths, or one below 1.
@@ -172,7 +172,7 @@ def given_lengths(prompt_lens: Sequence[int], output_lens: Sequence[int], arriva
 def with_medians(
     workload: Chat | Rag | Batch, prompt_len: int | None, output_len: int | None
 ) -> Chat | Rag | Batch:
-    """The same workload with other median lengths of what differs between prompts, and of answers.
+    """The same workload with other median lengths of the variable part of prompts, and of answers.
 
     Raises:
         ConfigError: a length below 1.

@@ -1,4 +1,4 @@
-"""`Measurements`: what a simulation keeps of each request and each step; 60 bytes per request."""
+"""`Measurements`: a simulation's data about each request and each step; 60 bytes per request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class GapHistogram:
-    """Gaps between tokens by size, in buckets 1 % wide: percentiles of a billion of them cost no memory."""
+    """Gaps between tokens by size, in buckets 1 % wide: percentiles of a billion gaps need constant memory."""
 
     LEAST_S: Final = 1e-6
     GROWTH: Final = 0.01
@@ -32,7 +32,7 @@ class GapHistogram:
         self._sum_s = 0.0
 
     def add(self, gaps_s: FloatArray) -> None:
-        """Count gaps; the array is kept for a while and must not change."""
+        """Count gaps; the array is kept temporarily and must not change."""
         self._pending.append(gaps_s)
         self._num_pending += len(gaps_s)
         if self._num_pending > self._FLUSH_AT:
@@ -50,17 +50,17 @@ class GapHistogram:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of gaps."""
         self._flush()
         return int(self._counts.sum())
 
     @property
     def mean_s(self) -> float:
-        """Their mean, exactly."""
+        """Their exact mean."""
         return self._sum_s / self.count if self.count else 0.0
 
     def percentile_s(self, percent: float) -> float:
-        """The middle of the bucket in which the percentile lies."""
+        """The middle of the bucket that contains the percentile."""
         total = self.count
         if not total:
             return 0.0
@@ -72,15 +72,16 @@ class Measurements:
     """Figures of one simulation, all replicas together.
 
     Attributes:
-        ttft_s, tpot_s, e2e_s, queue_s: of answered requests, in the order of their ends. TPOT is NaN for one token.
+        ttft_s, tpot_s, e2e_s, queue_s: of answered requests, in the order in which they finish. TPOT is NaN for one
+            token.
         prompt_tokens, cached_tokens, output_tokens: sums over answered requests.
-        retractions: how often requests lost their memory.
-        num_failed: requests that were refused or ended with an error, by what they were told, numbers left out.
+        retractions: how often requests lost their KV memory.
+        num_failed: requests that were refused or ended with an error, by message without its numbers.
         gaps: between tokens of one request.
         first_arrival_s, last_end_s: of the run.
         num_steps, busy_s: of all replicas.
-        step_tokens, padded_tokens: that steps computed, padding included; of them, padding.
-        kv_use_s: share of KV memory that requests used, times the seconds it was so.
+        step_tokens, padded_tokens: tokens computed in steps, padding included; the padding among them.
+        kv_use_s: share of KV memory that requests used, integrated over the time of steps.
         peak_kv_use: the largest share.
     """
 
@@ -102,11 +103,11 @@ class Measurements:
 
     @property
     def num_answered(self) -> int:
-        """Requests that got all their tokens."""
+        """Requests that received all their tokens."""
         return len(self.e2e_s)
 
     def step(self, step_s: float, tokens: int, padded_tokens: int, kv_use: float) -> None:
-        """A step was planned."""
+        """Record a planned step."""
         self.num_steps += 1
         self.busy_s += step_s
         self.step_tokens += tokens
@@ -117,7 +118,7 @@ class Measurements:
     def answered(
         self, *, arrival_s: float, start_s: float, first_s: float, end_s: float, output_len: int
     ) -> None:
-        """A request got its last token."""
+        """Record a request that received its last token."""
         self.ttft_s.append(first_s - arrival_s)
         self.tpot_s.append((end_s - first_s) / (output_len - 1) if output_len > 1 else math.nan)
         self.e2e_s.append(end_s - arrival_s)
@@ -126,6 +127,6 @@ class Measurements:
         self.last_end_s = max(self.last_end_s, end_s)
 
     def failed(self, message: str, now_s: float) -> None:
-        """A request ended otherwise."""
+        """Record a request that ended in another way."""
         self.num_failed[_NUMBER.sub("n", message.partition(":")[0])] += 1
         self.last_end_s = max(self.last_end_s, now_s)

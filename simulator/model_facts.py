@@ -1,4 +1,4 @@
-"""`ModelFacts`: what of a model decides how long a step takes and how much memory a token needs."""
+"""`ModelFacts`: the properties of a model that determine the duration of a step and the memory of a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Sizes of a dense decoder-only model. Parameters count matrices; norms and biases are too small to matter."""
+    """Sizes of a dense decoder-only model. Parameters count matrices; norms and biases are negligible."""
 
     name: str
     num_layers: int
@@ -27,7 +27,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec, dtype_bytes: float = 2.0) -> ModelFacts:
-        """Those of a model whose files are here."""
+        """The facts of a model in local files."""
         return cls(
             name=name,
             num_layers=spec.num_layers,
@@ -44,31 +44,31 @@ class ModelFacts:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters that every token is multiplied with."""
+        """Parameters that are multiplied with every token."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def head_parameters(self) -> int:
-        """Parameters that only tokens which are sampled from are multiplied with."""
+        """Parameters that are multiplied only with sampled positions."""
         return self.hidden_size * self.vocab_size
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights; an embedding that is not tied to the head counts on its own."""
+        """Memory of all weights; an embedding that is not tied to the head counts separately."""
         embeddings = self.head_parameters * (1 if self.tie_word_embeddings else 2)
         return int((self.layer_parameters + embeddings) * self.dtype_bytes)
 
     @property
     def kv_token_bytes(self) -> int:
-        """Memory of one token's keys and values, all layers; KV is kept in 16 bits or wider."""
+        """Memory of one token's keys and values, all layers; KV has 16 bits or more per element."""
         return int(2 * self.num_layers * self.num_kv_heads * self.head_dim * max(self.dtype_bytes, 2.0))
 
 
 DEFAULT_MODEL: Final = "llama-3.1-8b"
 MODELS: Final = {
     facts.name: facts
-    for facts in (  # from the config.json files that their makers published
+    for facts in (  # from the published config.json files
         ModelFacts(
             name="smollm2-135m",
             num_layers=30,
@@ -128,4 +128,4 @@ MODELS: Final = {
         ),
     )
 }
-"""Models whose facts need no files."""
+"""Models with built-in facts, which need no files."""

@@ -1,4 +1,4 @@
-"""What a policy that pads makes of a step: `NoPadding` for ours, `StaticPadding` for the text books' static batches."""
+"""The padding of a step: `NoPadding` for the engine, `StaticPadding` for static batching."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..scheduler.step_size.step_work import StepWork
 
 
 class PaddedWork(NamedTuple):
-    """What the device has to do for a step.
+    """The device's work for a step.
 
     Attributes:
         work: padding included.
-        padded_tokens: of them, tokens that are nobody's: of the prompts' padding, and of rows that have ended.
+        padded_tokens: the padding in it: of prompts, and of rows that have finished.
     """
 
     work: StepWork
@@ -23,7 +23,7 @@ class PaddedWork(NamedTuple):
 
 
 class Padding(Protocol):
-    """From the scheduler's flat batch to the device's work."""
+    """Turns the scheduler's flat batch into the device's work."""
 
     def pad(self, batch: ScheduleBatch, work: StepWork) -> PaddedWork:
         """Called once per step, in order."""
@@ -40,10 +40,10 @@ class NoPadding:
 
 
 class StaticPadding:
-    """A batch is a rectangle: prompts are as long as the longest, and rows that have ended are computed to the end.
+    """A batch is a rectangle: prompts are padded to the longest, and finished rows are computed until the batch ends.
 
     Prefill: n · max(length) tokens instead of their sum. Decode: as many rows as the batch began with, each reading as
-    much KV as the longest. (What Orca, OSDI 2022, calls request-level scheduling.)
+    much KV as the longest. (Request-level scheduling in Orca, OSDI 2022.)
     """
 
     __slots__ = ("_num_rows",)
@@ -55,7 +55,7 @@ class StaticPadding:
         num_extends = batch.num_extends
         if num_extends:
             if not work.decode_rows:
-                self._num_rows = 0  # nobody runs: a new batch begins
+                self._num_rows = 0  # no request runs: a new batch begins
             self._num_rows += num_extends
             ends = batch.end[:num_extends]
             starts = np.frombuffer(batch.plan.num_computed_tokens, dtype=np.int32)[:num_extends]

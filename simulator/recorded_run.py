@@ -1,8 +1,8 @@
-"""`RecordedRun`: what a decision log says about a run, as a simulation needs it: requests, step times, latencies.
+"""`RecordedRun`: a run from a decision log in the form that a simulation needs: requests, step times, latencies.
 
-The log holds the calls and not the requests' lives, so its calls are made again on a scheduler of the same settings
-(as `engine replay` does): each settled step then has its batch, which knows the work that was done and whose the
-tokens are.
+The log holds the scheduler's calls, not the requests' histories. The calls are therefore replayed on a scheduler with
+the same settings (as `engine replay` does). Each settled step then has its batch, which gives the work that was done
+and the request of each token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .fitted import Fitted, MeasuredStep
 from .measurements import Measurements
 from .sim_request import SimRequest
 
-_HOST_COPY_BANDWIDTH: Final = 10e9  # bytes per second; for swaps where the log has none
+_HOST_COPY_BANDWIDTH: Final = 10e9  # bytes per second; for swaps if the log has none
 
 _CUT_SHORT: Final = frozenset({FinishKind.ABORT, FinishKind.ERROR})
 
@@ -37,14 +37,14 @@ class RecordedRun(NamedTuple):
 
     Attributes:
         header: the run's settings.
-        requests: those that got tokens, by arrival; the first one arrives at 0.
-        outcome: the latencies that were.
+        requests: those that received tokens, by arrival; the first one arrives at 0.
+        outcome: the recorded latencies.
         steps: the work and the time of each step.
         overhead_s: median time between two steps.
-        swapped_token_s: seconds per token that was swapped.
+        swapped_token_s: seconds per swapped token.
         num_left_out: requests without a token: refused, timed out, aborted early.
-        num_cut_short: requests that ended after some tokens by an error, a deadline, or because nobody wanted more.
-        damage: what could not be read; "" if nothing.
+        num_cut_short: requests that ended after some tokens by an error, a deadline, or an abort.
+        damage: the part of the log that could not be read; "" if there is none.
     """
 
     header: Header
@@ -58,20 +58,20 @@ class RecordedRun(NamedTuple):
     damage: str
 
     def cost_model(self) -> Fitted:
-        """The cost model that explains the steps best.
+        """The cost model that fits the steps best.
 
         Raises:
-            ConfigError: the run has too few of them.
+            ConfigError: the run has too few steps.
         """
         return Fitted.to(self.steps, overhead_s=self.overhead_s, swapped_token_s=self.swapped_token_s)
 
 
 def read_recorded_run(path: str | Path) -> RecordedRun:
-    """The last run in a decision log that generated something.
+    """The last run in a decision log that generated tokens.
 
     Raises:
         LogFileError: it cannot be read.
-        ConfigError: nothing was generated, or this engine decides otherwise than the one that wrote it.
+        ConfigError: no tokens were generated, or this engine decides differently from the one that wrote the log.
     """
     found: RecordedRun | None = None
     for run in read_runs(path):
@@ -96,7 +96,7 @@ class _Life:
 
 
 class _Reader:
-    """Makes the calls of one run again and notes what comes of them."""
+    """Replays the calls of one run and records their results."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._run = run
@@ -108,7 +108,7 @@ class _Reader:
         self._swapped_tokens = 0
         self._swap_s = 0.0
         self._overheads_s: list[float] = []
-        # When it was planned, its seconds, its rounds; None after a rest.
+        # The last step's planning time, its seconds, its rounds; None after an idle period.
         self._last_step: tuple[float, float, int] | None = None
 
     def read(self) -> RecordedRun:
@@ -130,7 +130,7 @@ class _Reader:
                     for left in record.left:
                         if (life := self._lives.get(left.rid)) is not None:
                             life.kind, life.end_s = left.kind, record.now_s
-                            del life.tokens[left.output_len :]  # right drafts behind the end
+                            del life.tokens[left.output_len :]  # accepted drafts after the end
                 case Idle():
                     scheduler.on_idle()
                     self._last_step = None
@@ -175,12 +175,12 @@ class _Reader:
 
     def _decides_otherwise(self, step_id: int) -> ConfigError:
         return ConfigError(
-            f"step {step_id} of the log is none that this engine plans; `engine replay` shows where its decisions "
+            f"step {step_id} of the log is not one that this engine plans; `engine replay` shows where its decisions "
             f"differ from those of engine {self._run.header.engine_version}"
         )
 
     def _measure(self, batch: ScheduleBatch, record: Settled) -> None:
-        """Each round of a burst is a step: a simulation has no bursts."""
+        """Record the work of a step; each round of a burst is a step, since a simulation has no bursts."""
         work = work_of(batch, self._run.header.capacity.page_size)
         self._swapped_tokens += work.swapped_tokens
         self._swap_s += record.swap_s
@@ -191,7 +191,7 @@ class _Reader:
             self._steps.append(MeasuredStep(work._replace(swapped_tokens=0, kv_tokens=kv_tokens), step_s))
 
     def _note_tokens(self, batch: ScheduleBatch, record: Settled) -> None:
-        """Whose tokens they are; those of requests that lost their place meanwhile are nobody's, they come again."""
+        """Assign the tokens to requests; tokens of requests preempted meanwhile are dropped, they are sampled again."""
         tokens = np.frombuffer(record.next_token_ids, dtype=np.int32).tolist()
         is_here = self._scheduler.rows_still_here(batch).tolist()
         sampled = batch.sampled.tolist()
@@ -211,7 +211,7 @@ class _Reader:
             life.last_s = record.now_s
             life.tokens += tokens[start:end]
 
-    # ------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------ the result
 
     def _result(self) -> RecordedRun:
         lives = sorted(
@@ -231,13 +231,13 @@ class _Reader:
         )
 
     def _request(self, life: _Life, origin_s: float) -> SimRequest:
-        """The request, with an answer that ends where it ended, whatever ended it (a stop string, the client)."""
+        """The request, with an answer that ends where it ended for any reason (a stop string, an abort)."""
         sampling, output_len = life.message.sampling, len(life.tokens)
         limit = sampling.max_new_tokens or output_len
         eos = self._run.header.eos_token_ids
         if output_len < limit:
             if sampling.ignore_eos or not eos:
-                limit = output_len  # nothing else ends it in time
+                limit = output_len  # only the limit can end it there
             elif life.tokens[-1] not in eos:
                 life.tokens[-1] = eos[0]
         return SimRequest(
@@ -277,10 +277,10 @@ class _Reader:
 
 
 def _as_asked(message: GenerateRequest) -> GenerateRequest:
-    """The message as a simulation sends it.
+    """The message for a simulation.
 
-    Nobody compiles grammars there, filler is no stop token, and no deadline ends an answer: in every run it ends with
-    the token with which it ended in the log, or the runs would not have answered the same.
+    A simulation compiles no grammar, its filler token must not be a stop token, and no deadline ends an answer: in
+    every run the answer ends with the same token as in the log, so that the runs are comparable.
     """
     sampling = msgspec.structs.replace(
         message.sampling,

@@ -1,8 +1,8 @@
 """`Report`: the figures of one simulation.
 
-TTFT is arrival to first token, queue time arrival to the start of the prompt, E2E arrival to last token; TPOT is
-(E2E - TTFT) / (tokens - 1) of one request; ITL are the single gaps between tokens of all requests. Goodput counts the
-requests per second that kept every objective.
+TTFT is arrival to first token, queue time is arrival to the start of the prompt, E2E is arrival to last token; TPOT is
+(E2E - TTFT) / (tokens - 1) of one request; ITL are the gaps between consecutive tokens of all requests. Goodput counts
+the requests per second that meet every objective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SLO_METRICS = ("ttft", "tpot", "e2el")
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of one latency, in milliseconds; 0 where nothing was measured."""
+    """Of one latency, in milliseconds; 0 without measurements."""
 
     mean: float
     p50: float
@@ -28,7 +28,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values_s: FloatArray) -> Percentiles:
-        """Those of values in seconds; NaN is left out."""
+        """Percentiles of values in seconds; NaN is ignored."""
         values_s = values_s[~np.isnan(values_s)]
         if not values_s.size:
             return cls(0.0, 0.0, 0.0, 0.0)
@@ -37,7 +37,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_gaps(cls, gaps: GapHistogram) -> Percentiles:
-        """Those of the gaps between tokens, good to 1 %."""
+        """Percentiles of the gaps between tokens, accurate to 1 %."""
         p50, p95, p99 = (gaps.percentile_s(percent) * 1e3 for percent in (50, 95, 99))
         return cls(gaps.mean_s * 1e3, p50, p95, p99)
 
@@ -46,16 +46,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """See the module. Rates are per second of virtual time, from the first arrival to the last token.
 
     Attributes:
-        name: what was simulated, for tables.
-        num_requests: that were answered.
-        failures: what others were told, and how many.
-        goodput: answered requests per second that kept all objectives; `request_rate` where there are none.
-        slo_share: of all requests, those that kept all objectives.
-        busy_share: of the replicas' time, that steps took.
+        name: of the simulation, for tables.
+        num_requests: answered requests.
+        failures: message -> number of the other requests.
+        goodput: answered requests per second that meet all objectives; `request_rate` without objectives.
+        slo_share: share of all requests that meet all objectives.
+        busy_share: share of the replicas' time spent in steps.
         mean_kv_use: share of KV memory that requests used, over the time of steps; `peak_kv_use` the largest.
-        cache_hit_share: of the prompts' tokens, those that the prefix cache had.
-        retractions: how often running requests lost their memory.
-        padding_share: of the tokens that steps computed, those that were padding.
+        cache_hit_share: share of the prompts' tokens that were in the prefix cache.
+        retractions: how often running requests lost their KV memory.
+        padding_share: share of padding in the tokens that steps computed.
     """
 
     name: str
@@ -90,14 +90,14 @@ def make_report(
     """All figures of a finished simulation.
 
     Args:
-        slo_ms: objectives in milliseconds by metric of `SLO_METRICS`; a request of one token keeps any TPOT.
+        slo_ms: objectives in milliseconds by metric of `SLO_METRICS`; a request of one token meets any TPOT.
     """
     num_answered, num_failed = measurements.num_answered, measurements.num_failed.total()
     duration_s = max(measurements.last_end_s - measurements.first_arrival_s, 1e-9) if num_answered else 1e-9
     columns = {"ttft": measurements.ttft_s, "tpot": measurements.tpot_s, "e2el": measurements.e2e_s}
     kept = np.ones(num_answered, dtype=np.bool_)
     for metric, limit_ms in (slo_ms or {}).items():
-        kept &= ~(_array(columns[metric]) * 1e3 > limit_ms)  # NaN is not above anything
+        kept &= ~(_array(columns[metric]) * 1e3 > limit_ms)  # a comparison with NaN is false
     num_kept = int(kept.sum())
     return Report(
         name=name,

@@ -1,4 +1,4 @@
-"""What a replica on a given device would be: the settings of `engine serve` with every "auto" filled in on paper."""
+"""The settings of a replica on a given device: those of `engine serve`, every "auto" replaced by an estimate."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .simulated_engine import ReplicaSettings
 GIB: Final = 1 << 30
 WORKSPACE_BYTES: Final = 4 * GIB
 """Of a GPU: activations, logits, graphs, libraries."""
-MAX_CPU_RUNNING: Final = 64  # as `resolve` has it for up to four threads
+MAX_CPU_RUNNING: Final = 64  # the value of `resolve` for up to four threads
 SWAP_SPACE_GIB: Final = 4.0  # of host memory, per GPU replica
 MAX_AUTO_LEN: Final = 32_768
-"""Longer contexts take host memory for each row of each simulated replica; --max-model-len raises it."""
+"""Longer contexts need host memory for each row of each simulated replica; --max-model-len raises it."""
 
 
 def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> ReplicaSettings:
-    """Fill in what is "auto" as `serve` would on that device, with rounder sums for its memory.
+    """Replace every "auto" as `serve` would on that device, with a coarser estimate of its memory.
 
     Raises:
         ConfigError: the model does not fit on the device.
@@ -86,7 +86,7 @@ def _kv_tokens(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> 
         raise ConfigError(
             f"{model.name} does not fit on {device.name}: {device.memory_bytes / GIB:.0f} GiB less "
             f"{model.weight_bytes / GIB:.0f} GiB of weights and {workspace / GIB:.0f} GiB of workspace leave no KV "
-            f"memory; raise --tp, or take a larger --device or a smaller model"
+            f"memory; raise --tp, or use a larger --device or a smaller model"
         )
     return tokens
 

@@ -1,8 +1,8 @@
-"""`SimRequest`: one request of a simulated workload; and how its token ids are made up.
+"""`SimRequest`: one request of a simulated workload, and the construction of its token ids.
 
-Nobody reads the tokens of a simulation but the prefix cache, so prompts are *segments*: equal segments are equal
-tokens, different ones differ in their first two tokens and are filled up with one and the same token behind those. A
-radix tree over such prompts has the shape it would have over real text, and a prompt of 1,000 tokens is made in 2 us.
+In a simulation only the prefix cache reads prompt tokens, so prompts consist of *segments*: equal segments have equal
+tokens, different ones differ in their first two tokens and are filled with the same token after those. A radix tree
+over such prompts has the same shape as over real text, and a prompt of 1,000 tokens is made in 2 us.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _EOS: Final = struct.pack("<i", EOS_TOKEN)
 
 
 class SimRequest(NamedTuple):
-    """What a client asks for, and what the model would answer.
+    """A client's request, and the model's answer.
 
     Attributes:
         rid: unique.
         arrival_s: on the virtual clock.
         input_ids: int32 bytes.
-        output_len: tokens until the model ends by itself. The scheduler learns it when the last one is sampled.
-        max_new_tokens: the client's limit, `output_len` or more; this the scheduler knows.
+        output_len: tokens of the answer. The scheduler learns it when the last token is sampled.
+        max_new_tokens: the client's limit, `output_len` or more; the scheduler knows it.
         tenant, priority: as in `GenerateRequest`.
-        output_ids: [output_len] int32 bytes, where they are known (a recorded run); b"": filler, then EOS.
-        template: the recorded message, sent with this request's limit and arrival; None: one is made up.
+        output_ids: [output_len] int32 bytes, if they are known (a recorded run); b"": filler, then EOS.
+        template: the recorded message, sent with this request's limit and arrival; None: a new message is made.
     """
 
     rid: str
@@ -54,11 +54,11 @@ class SimRequest(NamedTuple):
 
 
 Workload = Iterator[SimRequest]
-"""Requests by arrival; lazily made, so that a million of them need no memory."""
+"""Requests by arrival; generated lazily, so that a million of them need no memory."""
 
 
 class Segment(NamedTuple):
-    """A run of prompt tokens. Equal ids and lengths are equal tokens; equal ids share the shorter one's tokens."""
+    """A run of prompt tokens. Equal ids and lengths mean equal tokens; with equal ids the shorter is a prefix."""
 
     segment_id: int
     length: int
@@ -67,8 +67,8 @@ class Segment(NamedTuple):
 def segment_ids(segment: Segment) -> bytes:
     """The tokens of a segment, int32 bytes.
 
-    The low part of the id goes first, so that two segments which begin with the same token, and could so share one more
-    page than they should, are one pair in 32,766.
+    The low part of the id goes first. Two segments that begin with the same token, and could share one page too many,
+    are therefore one pair in 32,766.
     """
     segment_id, length = segment
     high, low = divmod(segment_id, _NUM_IDS)
@@ -79,7 +79,7 @@ def segment_ids(segment: Segment) -> bytes:
 
 
 def answer_ids(output_len: int) -> bytes:
-    """The tokens of an answer, as they stand in the history of a later turn."""
+    """The tokens of an answer in the history of a later turn."""
     return _FILLER * (output_len - 1) + _EOS
 
 

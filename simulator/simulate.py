@@ -1,4 +1,4 @@
-"""`simulate`: one workload through one cluster."""
+"""`simulate`: runs one workload on one cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def simulate(
     slo_ms: Mapping[str, float] | None = None,
     name: str = "",
 ) -> Report:
-    """Run a workload to its end and report; the same arguments give the same report.
+    """Run a workload to its end and report; equal arguments give equal reports.
 
     Raises:
         ConfigError: the cluster's settings contradict each other, or the workload's file is broken.

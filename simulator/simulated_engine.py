@@ -1,8 +1,9 @@
 """`SimulatedEngine`: one replica: the product's `Scheduler`, a cost model instead of a device, a virtual clock.
 
-It does what the event loop of the server does: take messages, plan, run the step, settle. A step's tokens are made up:
-filler, and the end-of-sequence token when a request has as many as the workload says; so the scheduler knows no more
-about lengths than in a server. What is per request costs Python; what is per token is done in arrays by pool row.
+It does the same as the server's event loop: handle messages, plan, run the step, settle. The tokens of a step are
+synthetic: filler, and the end-of-sequence token when a request has reached its length in the workload. The scheduler
+therefore knows no more about lengths than in a server. Work per request is done in Python, work per token in arrays by
+pool row.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from .padding import NoPadding, Padding, StaticPadding
 from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES, SimRequest
 
 KEPT_RECORDS: Final = 64
-"""Of the decision log: nobody asks a simulated server why."""
+"""Records of the decision log to keep: a simulated server is not asked for explanations."""
 
 _TOKEN: Final = struct.Struct("<i")
 _MAX_IDLE_PASSES: Final = 100
 
 
 class SimulationError(EngineError):
-    """The scheduler has work and makes no progress; a bug, with what it says about itself."""
+    """The scheduler has work and makes no progress; a bug. The message has the scheduler's last decisions."""
 
 
 class ReplicaSettings(NamedTuple):
-    """What a replica is made of.
+    """The settings of a replica.
 
     Attributes:
         scheduler, cache: resolved.
         capacity: of its device.
         eos_token_ids: tokens that end an output.
-        kept_records: of the decision log; few, since nobody asks a simulated server why.
+        kept_records: of the decision log; few, since a simulated server is not asked for explanations.
     """
 
     scheduler: SchedulerConfig
@@ -63,14 +64,14 @@ class ReplicaSettings(NamedTuple):
 
 
 class LiveRequest:
-    """A request on its way.
+    """An unfinished request.
 
     Attributes:
-        request: what was asked.
-        start_s: when its prompt was begun for the first time; NaN before.
-        first_s: when its first token came; NaN before.
-        last_s: when its newest token came, while it has no row.
-        row: its row, or the one it had last; -1 before.
+        request: the request of the workload.
+        start_s: when its prompt was started for the first time; NaN before.
+        first_s: when its first token was sampled; NaN before.
+        last_s: when its newest token was sampled, while it has no row.
+        row: its row, or its last one; -1 before.
         prefilled: its KV came from another replica, with the first token.
     """
 
@@ -87,7 +88,7 @@ class SimulatedEngine:
     """One replica. See the module.
 
     Attributes:
-        num_outstanding: requests that are queued or run here.
+        num_outstanding: requests that are queued or running here.
         scheduler: the product's.
     """
 
@@ -99,10 +100,10 @@ class SimulatedEngine:
         *,
         hand_over: Callable[[LiveRequest, float], None] | None = None,
     ) -> None:
-        """Make an idle replica.
+        """Create an idle replica.
 
         Args:
-            hand_over: takes each request once it has its first token, and another replica goes on with it.
+            hand_over: called with each request that has its first token; another replica continues it.
         """
         self._settings = settings
         self._cost = cost
@@ -112,8 +113,8 @@ class SimulatedEngine:
             StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
         )
         self.scheduler = Scheduler(
-            # Its tokens are filler, all alike: every guess at them would be right. Its host costs a step nothing that
-            # a burst could save.
+            # Its tokens are all filler, so every draft would be accepted. Its host time is zero, so a burst saves
+            # nothing.
             dataclasses.replace(settings.scheduler, speculative="off", decode_burst_ms=0.0),
             settings.cache,
             settings.capacity,
@@ -137,7 +138,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------ input
 
     def submit(self, live: LiveRequest) -> None:
-        """A request has come; the scheduler hears of it at the next `advance`."""
+        """Add a request; the scheduler receives it at the next `advance`."""
         request = live.request
         input_ids, limit = request.input_ids, request.max_new_tokens
         if live.prefilled:
@@ -172,10 +173,10 @@ class SimulatedEngine:
     # ------------------------------------------------------------ the loop
 
     def advance(self, now_s: float) -> float | None:
-        """Settle the step that ends now, take messages, plan the next step.
+        """Settle the step that ends now, handle messages, plan the next step.
 
         Returns:
-            When to call again; None: not before there is a new request.
+            When to call again; None: after the next request.
         """
         scheduler = self.scheduler
         if self._in_flight is not None:
@@ -200,7 +201,7 @@ class SimulatedEngine:
         return now_s + step_s
 
     def _idle(self, now_s: float) -> float | None:
-        """Nothing to run now; returns when there may be, None if a message must come first."""
+        """A pass without work; returns the time of the next one, None if a message must come first."""
         scheduler = self.scheduler
         scheduler.on_idle()
         if not scheduler.num_unfinished:
@@ -208,10 +209,10 @@ class SimulatedEngine:
         wake_s = scheduler.wake_s()
         if wake_s is not None and wake_s > now_s:
             return wake_s
-        self._num_idle += 1  # `on_idle` repairs what it can after some passes
+        self._num_idle += 1  # `on_idle` recovers from some stalls after several passes
         if self._num_idle > _MAX_IDLE_PASSES:
             raise SimulationError(
-                f"{scheduler.num_unfinished} requests wait at {now_s:.3f} s and no step comes of it; "
+                f"{scheduler.num_unfinished} requests wait at {now_s:.3f} s and no step is planned; "
                 f"last decisions: {' | '.join(scheduler.decisions.last.lines())}"
             )
         return now_s
@@ -219,10 +220,10 @@ class SimulatedEngine:
     # ------------------------------------------------------------ a step
 
     def _launch(self, batch: ScheduleBatch) -> float:
-        """Note who got a row, and what the step costs; returns its seconds."""
+        """Record the owners of rows and the cost of the step; returns its seconds."""
         plan = batch.plan
         owners = self._owners
-        for new in plan.new_reqs:  # a row may have been taken from one that comes back later
+        for new in plan.new_reqs:  # the row's former owner may be a preempted request that returns later
             if (owner := owners[new.row]) is not None:
                 owner.last_s = float(self._last_s[new.row])
                 owners[new.row] = None
@@ -230,7 +231,7 @@ class SimulatedEngine:
         for new in plan.new_reqs:
             live = self._live[new.rid]
             done = len(new.input_ids) // TOKEN_ID_BYTES - new.prompt_len
-            if live.row >= 0 and owners[live.row] is live:  # its old row is still its own
+            if live.row >= 0 and owners[live.row] is live:  # its old row has no other owner yet
                 live.last_s = float(self._last_s[live.row])
                 owners[live.row] = None
             live.row = new.row
@@ -251,7 +252,7 @@ class SimulatedEngine:
         return step_s
 
     def _transferred(self, batch: ScheduleBatch) -> npt.NDArray[np.bool_]:
-        """[num_extends] whose KV came from another replica, and is not computed for the second time."""
+        """[num_extends] whether the KV came from another replica and is not recomputed here."""
         owners = [self._owners[row] for row in batch.rows[: batch.num_extends]]
         return np.array(
             [
@@ -261,7 +262,7 @@ class SimulatedEngine:
         )
 
     def _settle(self, batch: ScheduleBatch, now_s: float) -> None:
-        """Make up the tokens of a step, and note who got the first and who the last."""
+        """Create the tokens of a step, and record the requests with their first and their last token."""
         rows = batch.rows[batch.sampled] if batch.num_extends else batch.rows
         remaining = self._remaining[rows] - np.int32(1)
         self._remaining[rows] = remaining
@@ -279,17 +280,15 @@ class SimulatedEngine:
         owners = [self._owners[req.row] for req in leaving]
         result = StepResult(batch.plan.step_id, token_ids.tobytes(), forward_s=self._in_flight_s)
         self.scheduler.settle(batch, result, now_s)
-        self.scheduler.take_outputs()  # what they say is known here already
+        self.scheduler.take_outputs()  # their contents are already known here
         self._note_gaps(batch, rows, now_s)
         for req, owner in zip(leaving, owners, strict=True):
             assert owner is not None
             self._leave(req, owner, now_s)
-        assert self.scheduler.num_unfinished + len(self._inbox) == self.num_outstanding, (
-            "somebody was forgotten"
-        )
+        assert self.scheduler.num_unfinished + len(self._inbox) == self.num_outstanding, "a request was lost"
 
     def _known_tokens(self, batch: ScheduleBatch, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The tokens of requests whose answers were recorded, filler for the others."""
+        """The tokens of requests with recorded answers, filler for the others."""
         token_ids = np.full(len(rows), FILLER_TOKEN, dtype=np.int32)
         for idx, (row, left) in enumerate(zip(rows.tolist(), self._remaining[rows].tolist(), strict=True)):
             owner = self._owners[row]
@@ -314,7 +313,7 @@ class SimulatedEngine:
                     owner.first_s = now_s
                     last_s[rows[idx]] = now_s
                     continue
-                self._measurements.gaps.add(np.array([now_s - last_s[rows[idx]]]))  # again after a retraction
+                self._measurements.gaps.add(np.array([now_s - last_s[rows[idx]]]))  # after a retraction
                 last_s[rows[idx]] = now_s
             rows = rows[num_finished_prompts:]
         if len(rows):
@@ -324,8 +323,8 @@ class SimulatedEngine:
     # ------------------------------------------------------------ ends
 
     def _leave(self, req: Req, live: LiveRequest, now_s: float) -> None:
-        """A request got the last token that it gets here."""
-        assert req.status is ReqStatus.FINISHED, f"{req} should have ended with its last token"
+        """Finish a request that received its last token on this replica."""
+        assert req.status is ReqStatus.FINISHED, f"{req} should have finished with its last token"
         request, measurements = live.request, self._measurements
         del self._live[request.rid]
         self._owners[live.row] = None

@@ -4,11 +4,11 @@ Mooncake (JSON Lines; FAST 2025, "Mooncake: Trading More Storage for Less Comput
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-`timestamp` in ms, ascending; `hash_ids`, one per 512 prompt tokens, are equal where two prompts are equal up to the end
-of the block. Without them nothing is shared.
+`timestamp` in ms, ascending; `hash_ids`, one per 512 prompt tokens, are equal if two prompts are equal up to the end of
+the block. Without them no prefix is shared.
 
 ShareGPT (one JSON array): `[{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}]`.
-Texts are not tokenised, so that no model is needed: `CHARS_PER_TOKEN` characters count as a token, which holds for
+Texts are not tokenized, so that no model is needed: `CHARS_PER_TOKEN` characters count as a token, which holds for
 English and vocabularies of 32k to 128k within 20 %.
 """
 
@@ -30,10 +30,10 @@ from .sim_request import Segment, SimRequest, Workload, prompt_ids
 BLOCK_TOKENS: Final = 512
 CHARS_PER_TOKEN: Final = 4.0
 DEFAULT_LIMIT: Final = 2048
-"""What clients limit answers to where the file does not say it; answers that were longer have their length as limit."""
+"""The client's limit if the file has none; a longer answer has its own length as limit."""
 MAX_HISTORY_TOKENS: Final = 8192
 """A conversation ends before its history gets longer."""
-_UNIQUE_IDS: Final = 1 << 28  # segment ids from here on are of requests without hash ids
+_UNIQUE_IDS: Final = 1 << 28  # segment ids from here on are for requests without hash ids
 _QUESTIONERS: Final = frozenset({"human", "user"})
 _ANSWERERS: Final = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
 
@@ -55,11 +55,11 @@ class _Recorded(msgspec.Struct):
 
 
 def file_requests(path: Path, arrival: Arrival, *, time_scale: float = 1.0) -> Workload:
-    """The requests of a file of either style, told apart by its first character.
+    """The requests of a file of either style, detected by its first character.
 
     Args:
-        arrival: for conversations: how many requests and when. Of a trace, `num_requests` bounds the number.
-        time_scale: a trace's times are divided by it: 2 makes it twice as dense.
+        arrival: for conversations: number and times of requests. For a trace, `num_requests` bounds the number.
+        time_scale: a trace's times are divided by it: 2 doubles the rate.
 
     Raises:
         ConfigError: no such file, neither style, or a line that cannot be read, with its number.
@@ -160,7 +160,7 @@ def _conversations(path: Path, arrival: Arrival) -> Workload:
 
 
 def _shuffled(scripts: list[tuple[Turn, ...]], rng: np.random.Generator) -> Iterator[Script]:
-    """All of them in random order, again and again; the system prompt is empty."""
+    """All conversations in random order, repeated without end; the system prompt is empty."""
     while True:
         for idx in rng.permutation(len(scripts)).tolist():
             yield Script(
@@ -169,7 +169,7 @@ def _shuffled(scripts: list[tuple[Turn, ...]], rng: np.random.Generator) -> Iter
 
 
 def _turns(recorded: _Recorded) -> tuple[Turn, ...]:
-    """Questions and answers in turn, as far as they alternate and the history is not too long."""
+    """Pairs of question and answer, until the history is too long; messages out of turn are skipped."""
     turns: list[Turn] = []
     history = 0
     question_len: int | None = None

@@ -1,8 +1,8 @@
-"""`what_if`: the workload of a decision log, run again with other settings.
+"""`what_if`: the workload of a decision log, simulated with other settings.
 
-Three runs stand side by side: the recorded one; its settings with a cost model fitted to its steps, which shows how far
-the simulation is from the truth; and the changed settings under the same cost model. Changes are told between
-the last two, so that the error of the model cancels as far as it can.
+Three runs are compared: the recorded one; a simulation of its settings with a cost model fitted to its steps, which
+shows the error of the simulation; and a simulation of the changed settings with the same cost model. Changes are
+reported between the last two, so that most of the model's error cancels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 GIB: Final = 1 << 30
 _ALL_RECORDS: Final = 1 << 22
 _NO_DEADLINES: Final[dict[str, Any]] = {"queue_timeout": None, "request_timeout": None}
-"""Answers end where they ended in the log, which may have been a deadline; only one that is asked for ends more."""
+"""Answers end where they ended in the log, perhaps at a deadline; only a deadline among the changes ends more."""
 _SHOWN_RIDS: Final = 4
 
 
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     Attributes:
         figure: its name and unit.
         recorded, baseline, changed: its values.
-        higher_is_better: for colours.
+        higher_is_better: for colors.
     """
 
     figure: str
@@ -54,17 +54,17 @@ class Row(NamedTuple):
 
     @property
     def change(self) -> float | None:
-        """Share by which the changed settings differ from the baseline; None where that is 0."""
+        """Relative difference of the changed settings to the baseline; None if the baseline is 0."""
         return self.changed / self.baseline - 1 if self.baseline else None
 
 
 class PassDifference(NamedTuple):
-    """The first pass in which the changed settings decided otherwise.
+    """The first pass in which the changed settings decided differently.
 
     Attributes:
         number: passes before it were equal.
         at_s: virtual time since the first arrival.
-        baseline, changed: what each decided, in words; "nothing more" where its run was over.
+        baseline, changed: the decisions of each, in words; "nothing more" if its run was over.
     """
 
     number: int
@@ -75,15 +75,15 @@ class PassDifference(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """The answer; `rich` prints it as a table.
+    """The result; `rich` prints it as a table.
 
     Attributes:
         changes: setting -> value.
         recorded, baseline, changed: see the module.
-        has_slo: whether there are objectives, so that goodput is not just the rate.
+        has_slo: whether there are objectives; without them goodput equals the rate.
         quality: of the cost model.
         difference: None if all passes are equal.
-        notes: what limits the answer.
+        notes: limitations of the result.
     """
 
     changes: Mapping[str, object]
@@ -125,7 +125,7 @@ class WhatIf:
         return rows
 
     def lines(self) -> list[str]:
-        """What stands below the table."""
+        """The lines below the table."""
         error = self.baseline.e2e_ms.p50 / self.recorded.e2e_ms.p50 - 1 if self.recorded.e2e_ms.p50 else 0.0
         lines = [self.quality.warning()] if self.quality.is_useless else []
         lines += [
@@ -142,7 +142,7 @@ class WhatIf:
         return lines + [f"note: {note}" for note in self.notes]
 
     def __rich__(self) -> RenderableType:
-        """As a table with its notes."""
+        """The table with its notes."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -166,12 +166,12 @@ def what_if(
     """Run the workload of a decision log with other settings.
 
     Args:
-        overrides: setting -> value or its text, of the groups scheduler and cache; by any name a setting goes by.
+        overrides: setting -> value or its text, of the groups scheduler and cache; by any name of the setting.
         slo_ms: objectives for goodput; without them every answered request counts.
 
     Raises:
         LogFileError: the log cannot be read.
-        ConfigError: a setting that does not exist or cannot be changed here, or too few steps to learn from.
+        ConfigError: a setting that does not exist or cannot be changed here, or too few steps for a fit.
     """
     changes = _checked(overrides)
     run = read_recorded_run(path)
@@ -233,8 +233,8 @@ def _checked(overrides: Mapping[str, object]) -> dict[str, object]:
         setting = find_setting(key)
         if setting.field.group not in ("scheduler", "cache"):
             raise ConfigError(
-                f"{setting.name} is a setting of the group {setting.field.group}; a log answers for scheduler "
-                f"and cache only"
+                f"{setting.name} is a setting of the group {setting.field.group}; with a log only scheduler and "
+                f"cache can be changed"
             )
         changes[setting.field.name] = setting.check(value)
     return changes
@@ -245,7 +245,7 @@ def _of_group(changes: Mapping[str, object], group: str) -> dict[str, Any]:
 
 
 def _capacity(header: Header, changes: Mapping[str, Any]) -> Capacity:
-    """What the runner could hold with the changes; memory stays as large as it was."""
+    """The runner's capacity with the changes; the amount of memory stays the same."""
     old = header.capacity
     page_size = changes.get("page_size", old.page_size)
     num_pages = changes.get("max_total_tokens", old.max_total_tokens) // page_size
@@ -254,7 +254,7 @@ def _capacity(header: Header, changes: Mapping[str, Any]) -> Capacity:
     host_tokens = old.num_host_pages * old.page_size
     if "swap_space" in changes:
         if not old.kv_token_bytes:
-            raise ConfigError("the log does not say how large a token's KV is, so swap_space means nothing")
+            raise ConfigError("the log does not have the KV size of a token, so swap_space cannot be changed")
         host_tokens = int(changes["swap_space"] * GIB) // old.kv_token_bytes
     return msgspec.structs.replace(
         old,
@@ -273,8 +273,8 @@ def _notes(run: RecordedRun) -> tuple[str, ...]:
         )
     if run.num_cut_short:
         notes.append(
-            f"{run.num_cut_short:,} requests ended early (a stop string, a deadline, an error, a client that left); in "
-            "all three runs they count as answered with their last token, and deadlines end nobody"
+            f"{run.num_cut_short:,} requests ended early (a stop string, a deadline, an error, an abort); in all three "
+            "runs they count as answered with their last token, and deadlines end no request"
         )
     if run.damage:
         notes.append(run.damage)
@@ -300,7 +300,7 @@ def _first_difference(before: list[PassRecord], after: list[PassRecord]) -> Pass
 
 
 def _decisions(record: PassRecord) -> _Decisions:
-    """What a pass decided, without its arithmetic: who decodes, whose prompts go on, who loses the place."""
+    """A pass's decisions without its arithmetic: decodes, prompt chunks, retractions."""
     chunks = tuple(
         (verdict.rid, verdict.extend_len)
         for verdict in (*record.continued, *record.verdicts)
@@ -321,7 +321,7 @@ def _words(decisions: _Decisions) -> str:
     if len(chunks) > _SHOWN_RIDS:
         parts.append(f"and {len(chunks) - _SHOWN_RIDS} more prompts")
     for rid, mode in retractions[:_SHOWN_RIDS]:
-        parts.append(f"{rid} loses its place ({mode})")
+        parts.append(f"{rid} is retracted ({mode})")
     return ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""`ChildProcess`: a process as seen from the supervisor: start it, talk to it, say how it ended, kill it."""
+"""`ChildProcess`: the supervisor's side of one child: start it, exchange messages, describe its end, kill it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TRACEBACKS_S: Final = 1.0
 
 
 def start_module(module: str, role: str, fd: int) -> subprocess.Popen[bytes]:
-    """Start `python -m module role fd pid`, with a process group of its own; `pid` is that of this process."""
-    # The same import path as ours, and with -P no current directory before it: the child imports the very package that
-    # runs here, installed or not, and no file that happens to lie where the user stands.
+    """Start `python -m module role fd pid` in a process group of its own; `pid` is that of this process."""
+    # The same import path as this process, and with -P no current directory before it: the child imports the package
+    # that runs here, installed or not, and no file from the user's working directory.
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, role, str(fd), str(os.getpid())],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -45,18 +45,18 @@ def start_module(module: str, role: str, fd: int) -> subprocess.Popen[bytes]:
 class ChildProcess:
     """One started child.
 
-    The child leads a process group of its own. A terminal's Ctrl-C then reaches the supervisor alone, which
-    decides about order and drain; and whatever the child starts (a compiler) can be killed with it, as one
-    group, without touching the group of the shell or script that runs the supervisor.
+    The child leads a process group of its own. A terminal's Ctrl-C then reaches only the supervisor, which decides
+    about order and drain; and processes that the child starts (a compiler) can be killed with it as one group, without
+    affecting the group of the shell or script that runs the supervisor.
 
     Attributes:
         role, rank: which process it is.
-        name: for people: `scheduler`, `model_runner of rank 1`.
-        label: in logs, one word.
-        ready: what it said when it became ready; None before.
-        stopping: it was told to end, so its end is no accident.
-        lost_others: what it said when it lost the other ranks of its group; "" if it has not.
-        traceback: of the error that ended it, if it could say so.
+        name: for messages: `scheduler`, `model_runner of rank 1`.
+        label: for logs, one word.
+        ready: its `Ready` message; None before.
+        stopping: it was told to end, so its end is not a failure.
+        lost_others: its message when it lost the other ranks of its group; "" if it has not.
+        traceback: of the error that ended it, if it could report one.
         silent_s: seconds without a frame from it, as the supervisor's watchdog counts them.
     """
 
@@ -64,7 +64,7 @@ class ChildProcess:
         """Start `python -m module`. The calling thread must live as long as the child, which dies with it.
 
         Args:
-            black_box: where it leaves its stacks, see `black_box`; "" for nowhere.
+            black_box: the folder for its stacks, see `black_box`; "" for none.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -89,41 +89,41 @@ class ChildProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when the child said something or died."""
+        """Readable when the child has sent a message or died."""
         return self._channel.fileno()
 
     @property
     def closed(self) -> bool:
-        """Whether the child has closed its end of the channel, as death does."""
+        """Whether the child has closed its end of the channel, as the kernel does when it dies."""
         return self._channel.closed
 
     def send(self, message: Message) -> None:
-        """Tell the child something; lost if it is dead or stuck, which `has_ended` or the watchdog show."""
+        """Send the child a message; lost if the child is dead or stuck, which `has_ended` or the watchdog show."""
         self._channel.send(message)
 
     def pass_on(self, order: ForAll) -> None:
-        """Tell the child what all are told; lost if it is stuck, so that one that is cannot hold up the others."""
+        """Send an order for all processes; it is lost if the child is stuck, so that it cannot delay the others."""
         self._channel.send_if_room(order)
 
     def tell_to_stop(self, message: Stop | PeerDied) -> None:
-        """Tell the child to end; from now on an end with exit code 0 is no accident."""
+        """Tell the child to end; from now on an exit with code 0 is not a failure."""
         self.stopping = True
         self._channel.send(message)
 
     def receive(self) -> list[ToSupervisor]:
-        """What the child said since the last call; resets `silent_s` if it said anything."""
+        """The child's messages since the last call; resets `silent_s` if there are any."""
         messages = self._channel.receive()
         if messages:
             self.silent_s = 0.0
         return messages
 
     def has_ended(self) -> bool:
-        """Whether the process is gone, or has closed its channel before it was told to stop and lives: no use either.
+        """Whether the process has ended, or has closed its channel without having been told to stop.
 
         Does not block for longer than a dying process needs.
         """
         if self._channel.closed and not self._is_deaf and self.exit_code is None:
-            # The kernel closes the channel shortly before the exit status can be had.
+            # The kernel closes the channel shortly before the exit status is available.
             try:
                 self._process.wait(_EXIT_AFTER_EOF_S)
             except subprocess.TimeoutExpired:
@@ -132,7 +132,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs. Once it is known, the process' group is gone, too."""
+        """Exit code, negative for a signal; None while it runs. Once it is known, the process group is killed, too."""
         code = self._process.poll()
         if code is not None:
             self._kill_group()
@@ -144,38 +144,42 @@ class ChildProcess:
         if code is None:
             return f"{self.name} closed its control channel and lives on; it is killed"
         if code >= 0:
-            return f"{self.name} exited with code {code} without saying why; its last lines are above"
+            return f"{self.name} exited with code {code} without giving a reason; its last lines are above"
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        hint = " (by somebody, or by the kernel because memory ran out)" if -code == signal.SIGKILL else ""
+        hint = (
+            " (by another process, or by the kernel because memory ran out)"
+            if -code == signal.SIGKILL
+            else ""
+        )
         return f"{self.name} was killed by {name}{hint}"
 
     def is_suspended(self) -> bool:
-        """Whether somebody has stopped the process with a signal, so that nothing in it runs (Linux; else unknown)."""
+        """Whether the process was stopped by a signal, so that none of its threads runs (Linux; else unknown)."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return False
-        return state == "T"  # "t" is a debugger at work
+        return state == "T"  # "t": stopped by a debugger
 
     def abort(self) -> None:
-        """Ask for the tracebacks of all its threads (faulthandler prints them) and its end."""
-        self._is_aborted = not self.is_suspended()  # such a one can show nothing
+        """Make the process print the tracebacks of all its threads (faulthandler) and end."""
+        self._is_aborted = not self.is_suspended()  # a suspended process cannot print any
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGABRT)
 
     def show_stacks(self) -> None:
-        """Have it write the stacks of its threads into the black box; it goes on. Nothing where it cannot know how."""
+        """Have it write the stacks of its threads into the black box and continue. No effect before it is ready."""
         if self._black_box and self.ready is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(SHOW_STACKS)
 
     def kill(self) -> None:
-        """Kill the process and all it has started; collect its exit status. After `abort` it may show its stacks first.
+        """Kill the process and all it has started, and collect its exit status. After `abort` it may print its stacks.
 
-        What a fatal signal made it write is copied to standard error.
+        The stacks that it wrote on a fatal signal are copied to standard error.
         """
         if self._is_aborted:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -188,7 +192,7 @@ class ChildProcess:
             sys.stderr.flush()
 
     def _kill_group(self) -> None:
-        """Kill what the process has started, and it, if it lives; once, before the kernel may give its id to others."""
+        """Kill the process group; once, before the kernel may reuse its id."""
         if not self._group_is_gone:
             self._group_is_gone = True
             with contextlib.suppress(ProcessLookupError):

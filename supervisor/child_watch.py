@@ -1,12 +1,12 @@
-"""`ChildWatch`: the started processes of one machine: waits for what they say, and finds out which of them failed.
+"""`ChildWatch`: the started processes of one machine: reads their messages, and determines which of them failed.
 
-What it finds ends in one `ChildFailure` with one root cause. Ranks of a tensor-parallel group make that harder: when
-one dies or freezes, all others are stuck in the middle of a step, and complain or fall silent too. So whoever says that
-it lost the others is not the cause; the others get a few seconds to show what happened. Ranks that wait for others go
-on sending heartbeats (`Child.beat_while`), so silence still means the one that is silent.
+A failure becomes one `ChildFailure` with one root cause. Ranks of a tensor-parallel group make that harder: when one
+dies or freezes, all others are stuck in the middle of a step, and fail or fall silent too. A rank that reports that it
+lost the others is therefore not the cause; the others get a few seconds to show what happened. Ranks that wait for
+others keep sending heartbeats (`Child.beat_while`), so a silent rank is the cause.
 
-The watchdog counts the seconds in which a child said nothing *while the supervisor was awake*. A machine that was
-suspended, a terminal's Ctrl-Z, or a load that starved everybody must not look like a hang.
+The watchdog counts the seconds in which a child sent nothing *while the supervisor was awake*. A suspended machine, a
+terminal's Ctrl-Z, or a load that starves all processes must not look like a hang.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from .signal_queue import SignalQueue
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S: Final = 3.0  # from "stop" to SIGKILL
-_TICK_S: Final = 0.5  # the watchdog looks at least this often
-_CAUSE_GRACE_S: Final = 3.0  # from "I lost the others" to the verdict
-NODES_GRACE_S: Final = 12.0  # the same where the cause may be that another machine fell silent
+_TICK_S: Final = 0.5  # the watchdog checks at least this often
+_CAUSE_GRACE_S: Final = 3.0  # from the first `lost_others` to the failure
+NODES_GRACE_S: Final = 12.0  # the same if the cause may be that another machine fell silent
 _SUSPENDED_S: Final = 4.0
-"""A process that was stopped by a signal is no victim of a busy machine: the group does not wait the whole time of the
-watchdog for it."""
+"""After this time without a heartbeat a process that was stopped by a signal counts as failed: a busy machine cannot be
+the reason, so the group does not wait for the whole watchdog timeout."""
 
 
 class ChildFailure(Exception):
-    """A child failed, died or hangs: it is started again, or everything stops.
+    """A child failed, died or hangs: it is restarted, or the engine stops.
 
     Attributes:
         message: one line.
-        exit_code: 2 for what the user can mend.
-        child: which one; None where nobody can say, or it is on another machine.
+        exit_code: 2 if the user can fix it.
+        child: the one that failed; None if it is unknown, or on another machine.
     """
 
     def __init__(self, message: str, exit_code: int = 1, child: ChildProcess | None = None) -> None:
@@ -67,7 +67,7 @@ class ChildFailure(Exception):
 
 
 class Interrupted(Exception):
-    """The user wants the end now."""
+    """The user wants the engine to end now."""
 
     def __init__(self, signum: signal.Signals) -> None:
         super().__init__(signum.name)
@@ -78,8 +78,8 @@ class Nodes(Protocol):
     """The other machines of an engine; see `node_link.NodeHub`.
 
     Attributes:
-        remedy: what the user can do about one that is late.
-        restart: what the user has to do after any loss.
+        remedy: what the user can do about a machine that is late.
+        restart: what the user must do after a loss.
     """
 
     remedy: str
@@ -96,7 +96,7 @@ class Nodes(Protocol):
 
 
 class ChildWatch:
-    """See the module. A context manager that leaves no child alive.
+    """See the module. A context manager that kills every child at its end.
 
     Attributes:
         children: in the order of their start.
@@ -106,11 +106,11 @@ class ChildWatch:
     def __init__(
         self, config: ServerConfig, signals: SignalQueue, cause_grace_s: float = _CAUSE_GRACE_S
     ) -> None:
-        """Start nothing yet.
+        """No child is started yet.
 
         Args:
-            signals: end every wait; the caller looks at them.
-            cause_grace_s: how long to look for a better cause when a rank says that it lost the others.
+            signals: a signal ends every wait; the caller handles it.
+            cause_grace_s: how long to wait for a better cause after a rank reported that it lost the others.
         """
         self.children: list[ChildProcess] = []
         self._config = config
@@ -141,7 +141,7 @@ class ChildWatch:
         return child
 
     def pass_on(self, order: ForAll) -> None:
-        """Tell all processes, those of other machines and those that will be started included."""
+        """Send to all processes, including those of other machines and those that are started later."""
         self._standing.take(order)
         if isinstance(order, SetLogLevel):
             set_log_level(order.level)  # this process's own
@@ -152,9 +152,9 @@ class ChildWatch:
             self.nodes.pass_on(order)
 
     def remove(self, child: ChildProcess) -> None:
-        """Kill a child and watch it no more."""
+        """Kill a child and stop watching it."""
         self.children.remove(child)
-        with contextlib.suppress(KeyError):  # it has closed its end before
+        with contextlib.suppress(KeyError):  # it has already closed its end
             self._selector.unregister(child)
         child.kill()
         self._lost_since_s = None
@@ -206,14 +206,14 @@ class ChildWatch:
             raise Interrupted(self._signals.received[0])
 
     def look(self) -> None:
-        """Wait for news, but no longer than a tick; read it, look after everyone.
+        """Wait for messages, but no longer than a tick; read them, check every child.
 
         Raises:
             ChildFailure: a child failed, died or hangs.
         """
         self._wait_for_news()
         now_s = time.monotonic()
-        # Longer gaps between two passes are our own sleep, in which nobody was listening for heartbeats.
+        # A longer gap between two passes means that this process did not run, so heartbeats could not be read.
         elapsed_s = min(now_s - self._last_pass_s, 2 * _TICK_S)
         self._last_pass_s = now_s
         for child in self.children:
@@ -228,20 +228,20 @@ class ChildWatch:
         self._check_heartbeats()
 
     def check_ends(self) -> None:
-        """Raise `ChildFailure` for a child that has ended though nobody told it to."""
+        """Raise `ChildFailure` for a child that has ended without having been told to."""
         for child in self.children:
             if not child.has_ended() or (child.stopping and child.exit_code == 0):
                 continue
-            for message in child.receive():  # what it said last, while others were being looked after
+            for message in child.receive():  # its last messages
                 self._note(child, message)
             if not child.lost_others:
                 raise ChildFailure(child.describe_end(), child=child)
 
     def _note(self, child: ChildProcess, message: ToSupervisor) -> None:
-        """Take in what a child said.
+        """Handle a child's message.
 
         Raises:
-            ChildFailure: it failed.
+            ChildFailure: the child failed.
         """
         match message:
             case Ready():
@@ -263,21 +263,21 @@ class ChildWatch:
                 assert_never(message)
 
     def show_stacks(self) -> None:
-        """Have every child that still can write its stacks into the black box, before anything is changed."""
+        """Have every child that is able to write its stacks into the black box, before anything is changed."""
         for child in self.children:
             child.show_stacks()
 
     def stop(self, cause: str | None = None) -> list[ChildProcess]:
-        """Tell the children that work to end, and give them a few seconds; `cause` is for the clients.
+        """Tell the ready children to end, and give them a few seconds; `cause` is for the clients.
 
-        What happens to them now is no cause of anything any more. Another signal ends the waiting.
+        Their failures are no longer root causes. Another signal ends the wait.
 
         Returns:
-            those that have not ended and must be killed.
+            the children that have not ended and must be killed.
         """
         num_signals = len(self._signals.received)
         at_work = [child for child in self.children if child.ready and not child.has_ended()]
-        # Model runners last: the scheduler may be in the middle of a step, which it cannot end without them.
+        # Model runners last: the scheduler may be in the middle of a step, which it cannot finish without them.
         runners = [child for child in at_work if child.role is Role.MODEL_RUNNER]
         others = [child for child in at_work if child.role is not Role.MODEL_RUNNER]
         deadline_s = time.monotonic() + STOP_GRACE_S
@@ -294,15 +294,15 @@ class ChildWatch:
                     child.receive()
         return [child for child in at_work if not child.has_ended()]
 
-    # ------------------------------------------------------------ what may be wrong
+    # ------------------------------------------------------------ checks
 
     def _wait_for_news(self) -> None:
-        """Block until a child says something or dies, a signal comes, or a tick is over."""
+        """Block until a child sends a message or dies, a signal comes, or a tick is over."""
         for key, _events in self._selector.select(_TICK_S):
             if key.fileobj is self._signals:
                 self._signals.clear_wakeup()
             elif isinstance(key.fileobj, ChildProcess) and key.fileobj.closed:
-                self._selector.unregister(key.fileobj)  # it would be readable for ever
+                self._selector.unregister(key.fileobj)  # it would stay readable
 
     def _check_heartbeats(self) -> None:
         timeout_s = self._config.watchdog_timeout
@@ -320,12 +320,12 @@ class ChildWatch:
             if child.silent_s > _SUSPENDED_S and child.is_suspended():
                 raise ChildFailure(
                     f"{_with_rank(child)} was stopped by a signal (SIGSTOP or SIGTSTP) and has not been continued; "
-                    "the other ranks cannot go on without it",
+                    "the other ranks cannot continue without it",
                     child=child,
                 )
 
     def _check_lost(self, now_s: float) -> None:
-        """Once the others have had the time to show a better cause, blame those that did not lose anybody."""
+        """After the grace period without a better cause, report the ranks that did not lose the others as failed."""
         lost = [child for child in self.children if child.lost_others]
         if not lost:
             return
@@ -347,7 +347,7 @@ class ChildWatch:
         raise ChildFailure(f"the ranks lost each other: {says}", child=lost[0])
 
     def _ranks(self) -> list[ChildProcess]:
-        """Those that share a model; none if there is one rank only."""
+        """The processes that share a model; empty if there is only one rank."""
         runners = [child for child in self.children if child.role is Role.MODEL_RUNNER]
         if not runners and self.nodes is None:
             return []

@@ -1,14 +1,14 @@
-"""The supervisors of several machines: what they tell each other, and how each notices that another one is gone.
+"""The supervisors of several machines: their messages, and how each notices that another one is gone.
 
     machine 1.. --NodeHello, NodeReady, NodeFailed, NodeBeat--> machine 0
     machine 0 --NodeSettings, NodeBeat, NodeOrder, NodeStop--> machine 1..
 
-Machine 0 decides: it has the server, and its configuration is that of all. `NodeHub` is its side, `NodeLink` that of
-each other one. Both send a beat in every pass of their supervisor's loop, but at most one a second, and give up after
-`SILENCE_S` without any. A pass that took long was their own sleep and counts as one beat.
+Machine 0 decides: it runs the server, and its configuration applies to all. `NodeHub` is its side, `NodeLink` that of
+each other machine. Both send a beat in every pass of their supervisor's loop, at most one a second, and fail after
+`SILENCE_S` without any. A longer pass means that this process did not run; it counts as one beat.
 
-On the connection a machine is called by its rank and a number of this start, so that a second process that claims the
-same rank is not taken for the first: it is told to end, and the engine that serves goes on.
+On the connection a machine is identified by its rank and a random number of this start, so that a second process that
+claims the same rank is not mistaken for the first: it is told to end, and the running engine continues.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SILENCE_S: Final = 8.0
 RESTART: Final = "start the engine again on all machines"
 _BEAT_INTERVAL_S: Final = 1.0
 _MAX_LATE_BEATS: Final = 2
-_STOP_LINGER_S: Final = 1.0  # for the last word on its way
+_STOP_LINGER_S: Final = 1.0  # to send the last message
 
 
 class NodeHello(Message, frozen=True):
-    """This machine is there, with this release of the engine and this model."""
+    """First message of a machine, with its release of the engine and its model."""
 
     version: str
     node_rank: int
@@ -61,23 +61,23 @@ class NodeFailed(Message, frozen=True):
 
 
 class NodeBeat(Message, frozen=True):
-    """The supervisor's loop goes round."""
+    """The supervisor's loop is running."""
 
 
 class NodeSettings(Message, frozen=True):
-    """Start your ranks with this resolved configuration; what concerns the machine itself is its own matter."""
+    """Start your ranks with this resolved configuration; settings of the machine itself (paths, threads) are kept."""
 
     config: EngineConfig
 
 
 class NodeOrder(Message, frozen=True):
-    """Pass this on to your ranks."""
+    """Forward this to your ranks."""
 
     order: ForAll
 
 
 class NodeStop(Message, frozen=True):
-    """End; `cause`: why, or "" when the user wanted it."""
+    """End; `cause` is the reason, or "" if the user stopped the engine."""
 
     cause: str
 
@@ -87,10 +87,10 @@ ToNode = NodeSettings | NodeBeat | NodeOrder | NodeStop
 
 
 class _Silence:
-    """Seconds in which nothing came from somebody while we were listening.
+    """Seconds without a message from a peer, counted while this process was running.
 
     Attributes:
-        silent_s: how many, as of the last look.
+        silent_s: seconds as of the last call of `look`.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class _Silence:
 
 
 class _Peer(NamedTuple):
-    """A machine that belongs to the engine: its rank's name, and when it was heard."""
+    """A machine that belongs to the engine: its name, and the time since its last message."""
 
     name: str
     silence: _Silence
@@ -124,7 +124,7 @@ class NodeHub:
         """Listen for the others.
 
         Raises:
-            ConfigError: nobody can listen there, at one of the three ports, or there is no key.
+            ConfigError: one of the three ports cannot be listened at, or there is no key.
         """
         parallel = config.parallel
         assert parallel.dist_init_addr is not None
@@ -144,15 +144,15 @@ class NodeHub:
         return sorted(self._starting)
 
     def look(self) -> None:
-        """Take in what the others say, and say that this machine lives.
+        """Read the others' messages, and send a beat.
 
         Raises:
-            ChildFailure: one of them failed, fell silent, or serves something else.
+            ChildFailure: one of them failed, fell silent, or has another configuration.
         """
         for sender, message in self._server.receive():
             if isinstance(message, NodeHello):
                 self._welcome(sender, message)
-            elif sender in self._peers:  # nobody asked those who were refused
+            elif sender in self._peers:  # messages of refused machines are ignored
                 self._hear(self._peers[sender], message)
         now_s = time.monotonic()
         if now_s >= self._next_beat_s:
@@ -165,7 +165,7 @@ class NodeHub:
                 )
 
     def pass_on(self, order: ForAll) -> None:
-        """Have all others tell their ranks."""
+        """Forward an order to all other machines."""
         self._send(NodeOrder(order))
 
     def stop(self, cause: str) -> None:
@@ -183,10 +183,10 @@ class NodeHub:
                 raise ChildFailure(f"{peer.name}: {message.message}")
 
     def _welcome(self, sender: str, hello: NodeHello) -> None:
-        """Let a machine in, or tell it why not.
+        """Accept a machine, or refuse it with a reason.
 
         Raises:
-            ChildFailure: the engine cannot begin with it, or cannot go on because it is one that was lost.
+            ChildFailure: the engine cannot start with it, or it is a lost machine that came back.
         """
         name = node_name(hello.node_rank)
         first = next((identity for identity, peer in self._peers.items() if peer.name == name), None)
@@ -204,7 +204,7 @@ class NodeHub:
                 raise ChildFailure(cause, exit_code=2)
             logger.warning(
                 "refused %s: %s", name, cause
-            )  # all are there: what comes late is no part of the engine
+            )  # all machines have joined: a late one does not affect the engine
             return
         logger.info("joined %s missing=%d", name, len(self._missing) - 1)
         self._missing.discard(name)
@@ -212,7 +212,7 @@ class NodeHub:
         self._send_to(sender, name, NodeSettings(self._config))
 
     def _is_lost(self, identity: str) -> bool:
-        """Whether a machine has missed its beats, or broken its connection, as its end does."""
+        """Whether a machine has missed its beats, or its connection is broken because it ended."""
         peer = self._peers[identity]
         late = peer.silence.silent_s > _MAX_LATE_BEATS * _BEAT_INTERVAL_S
         return late or not self._send_to(identity, peer.name, NodeBeat())
@@ -238,10 +238,10 @@ class NodeHub:
             self._send_to(identity, peer.name, message)
 
     def _send_to(self, identity: str, name: str, message: ToNode) -> bool:
-        """Whether there is a connection to send it on."""
+        """Send, and return whether there is a connection."""
         try:
             self._server.send_all([identity], message)
-        except zmq.ZMQError:  # its connection is broken; if it stays so, it is silent, too
+        except zmq.ZMQError:  # the connection is broken; if it stays so, the peer counts as silent
             logger.warning("no connection to %s", name)
             return False
         return True
@@ -251,7 +251,7 @@ class NodeLink:
     """Another machine's side; a context manager.
 
     Attributes:
-        orders: that came and are to be passed on; whoever does that removes them.
+        orders: received orders to forward; the caller removes them.
     """
 
     def __init__(self, parallel: ParallelConfig, spec: ModelSpec) -> None:
@@ -271,16 +271,16 @@ class NodeLink:
             decoder,
         )
         self._client.send(NodeHello(__version__, parallel.node_rank, parallel.tp, parallel.nnodes, spec))
-        self._silence: _Silence | None = None  # until machine 0 has said something
+        self._silence: _Silence | None = None  # until machine 0 has sent a message
         self.orders: list[ForAll] = []
         self._next_beat_s = 0.0
 
     def look(self, timeout_s: float = 0.0) -> NodeSettings | None:
-        """Take in what machine 0 says, which is its settings once, and say that this machine lives.
+        """Read machine 0's messages, and send a beat; returns the settings when they arrive.
 
         Raises:
-            ChildFailure: it refuses us, or fell silent.
-            NodeStopped: it wants us to end.
+            ChildFailure: machine 0 refuses this machine, or fell silent.
+            NodeStopped: machine 0 tells this machine to end.
         """
         settings = None
         for message in self._client.poll(timeout_s):
@@ -313,7 +313,7 @@ class NodeLink:
         return settings
 
     def send(self, message: NodeReady | NodeFailed) -> None:
-        """Tell machine 0."""
+        """Send a message to machine 0."""
         self._client.send(message)
 
     def __enter__(self) -> NodeLink:
@@ -324,7 +324,7 @@ class NodeLink:
 
 
 class NodeStopped(Exception):
-    """Machine 0 wants this one to end."""
+    """Machine 0 tells this machine to end."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -332,5 +332,5 @@ class NodeStopped(Exception):
 
 
 def node_name(node_rank: int) -> str:
-    """How a machine is called, in messages too."""
+    """The name of a machine, in messages too."""
     return f"machine {node_rank}"

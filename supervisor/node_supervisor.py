@@ -1,4 +1,4 @@
-"""`NodeSupervisor`: `engine serve` on a machine other than 0: starts its ranks when 0 says so, ends with it."""
+"""`NodeSupervisor`: `engine serve` on a machine other than 0: starts and ends its ranks on machine 0's orders."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class NodeSupervisor:
     """The ranks of one machine.
 
     Args:
-        config: resolved for this machine; replaced by that of machine 0, but for what concerns this machine only.
-        source: where the model's files lie here.
+        config: resolved for this machine; replaced by that of machine 0, except for settings of this machine.
+        source: the model's files on this machine.
         spec: the model's architecture facts.
         rooms: the module of each process.
         crash_reports: writes a report when a failure here ends the ranks.
@@ -53,7 +53,7 @@ class NodeSupervisor:
         """Run the ranks until machine 0, a signal or a failure ends them. Main thread only, once.
 
         Returns:
-            Exit code 0 when machine 0 was stopped; 2 for what the user can mend; 1 for a failure, here or there;
+            Exit code 0 when machine 0 was stopped; 2 if the user can fix it; 1 for a failure, on any machine;
             128 + signal number for a signal, after which the whole engine ends.
 
         Raises:
@@ -99,7 +99,7 @@ class NodeSupervisor:
                 raise Interrupted(self._signals.received[0])
             if time.monotonic() - started_s > self._config.server.startup_timeout:
                 raise ChildFailure(
-                    f"nobody answers at {self._config.parallel.dist_init_addr}; start machine 0 with the same "
+                    f"no answer from {self._config.parallel.dist_init_addr}; start machine 0 with the same "
                     "--dist-init-addr, or raise --startup-timeout"
                 )
         config = self._own(settings.config)
@@ -119,7 +119,7 @@ class NodeSupervisor:
         logger.info("ready ranks=%d startup_s=%.2f", len(watch.children), time.monotonic() - started_s)
 
     def _own(self, config: EngineConfig) -> EngineConfig:
-        """Machine 0's configuration, with this machine's own paths, threads and place."""
+        """Machine 0's configuration, with this machine's own paths, threads and rank."""
         own = self._config
         model = dataclasses.replace(
             config.model,

@@ -1,18 +1,19 @@
-"""`Recovery`: restarts what was lost while the engine serves, and says so to the tokenizer manager.
+"""`Recovery`: restarts processes that were lost while the engine serves, and informs the tokenizer manager.
 
-| lost | started again | what becomes of requests |
+| lost | restarted | requests |
 |---|---|---|
-| scheduler, or a rank of its group | all ranks, and the detokenizer | submitted again by the tokenizer manager |
-| detokenizer | the detokenizer | submitted again by the tokenizer manager |
-| tokenizer manager | the tokenizer manager, on the same port | connections break, the scheduler aborts them |
+| scheduler, or a rank of its group | all ranks, and the detokenizer | resubmitted by the tokenizer manager |
+| detokenizer | the detokenizer | resubmitted by the tokenizer manager |
+| tokenizer manager | the tokenizer manager, on the same port | connections break, the scheduler aborts the requests |
 
-The detokenizer goes with the scheduler because rows of the lost one may still be on their way to it: so nothing of the
-former life can reach the new one. Every new process binds the address of the one before, whose peers reconnect by
-themselves. What they had queued for it arrives at the new one, and harms nobody: it is about ids that are used no more.
+The detokenizer is restarted with the scheduler because rows of the lost scheduler may still be on their way to it: this
+way no row of the lost one can reach the new one. Every new process binds the address of its predecessor, and its peers
+reconnect automatically. Messages that they had queued arrive at the new process and have no effect, because they name
+request ids that are no longer in use.
 
-Restarts end with the engine if there are more than `max_restarts` within `WINDOW_S`. They are for lost processes alone:
-what the user must mend ends the engine at once, as does anything that happens before all processes were ready, and with
-several machines any loss does.
+More than `max_restarts` restarts within `WINDOW_S` end the engine. Only lost processes are restarted: an error that the
+user must fix ends the engine at once, as does any failure before all processes were ready, and with several machines
+any loss does.
 """
 
 from __future__ import annotations
@@ -46,30 +47,30 @@ _GOES_WITH: Final[Mapping[Role, Sequence[Role]]] = {
 
 
 class RestartBudget:
-    """So many restarts within `WINDOW_S`; knows the first of their causes.
+    """At most `max_restarts` within `WINDOW_S`; remembers the first of their causes.
 
-    The time in which a restart has not come to its end does not count: a start may take longer than the window
-    (`--startup-timeout`), and one that never succeeds would be tried for ever.
+    The window of a restart begins when it has succeeded: a start may take longer than the window
+    (`--startup-timeout`), and one that never succeeds would otherwise be retried forever.
     """
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
-        self._restarts: deque[tuple[float, str]] = deque()  # when it had succeeded, or inf; why it was made
+        self._restarts: deque[tuple[float, str]] = deque()  # when it succeeded, or inf; its cause
 
     def succeeded(self, now_s: float) -> None:
-        """All processes can work: the window of the restarts that led to it begins."""
+        """All processes can work: the window of the pending restarts begins."""
         self._restarts = deque([(min(at_s, now_s), cause) for at_s, cause in self._restarts])
 
     @property
     def num_left(self) -> int:
-        """How many more there may be within the window of those that were."""
+        """Restarts that are still allowed, given the recent ones."""
         return self._max_restarts - len(self._restarts)
 
     def take(self, now_s: float, cause: str) -> str | None:
-        """One more restart.
+        """Count one more restart.
 
         Returns:
-            None if there may be one, else why the engine ends: the first cause of those that were too many.
+            None if it is allowed, else why the engine ends: the first cause of the restarts that were too many.
         """
         restarts = self._restarts
         while restarts and now_s - restarts[0][0] > WINDOW_S:
@@ -86,7 +87,7 @@ class RestartBudget:
 
 
 class Recovery:
-    """See the module. Made when all processes are ready."""
+    """See the module. Created when all processes are ready."""
 
     def __init__(
         self,
@@ -99,13 +100,13 @@ class Recovery:
         started_requests: Callable[[], Collection[str] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take over from the start.
+        """Begin with the processes as they were started.
 
         Args:
             settings: of all processes, in the order of their start.
-            forget_ranks: removes what the ranks of a group left for each other.
-            report: writes about a cause and the processes that it cost; what to add to the line that tells of it.
-            started_requests: which ones the scheduler that lives, or lived last, has begun to work on; None: unknown.
+            forget_ranks: removes the files through which the ranks of a group find each other.
+            report: writes a crash report about a cause and the lost processes; returns the suffix for the log line.
+            started_requests: requests that the current or last scheduler has started; None: unknown.
         """
         server = settings[0].config.server
         self._watch = watch
@@ -119,18 +120,18 @@ class Recovery:
         self._num_restarts = 0
         self._started_s = 0.0
         self._is_whole = True
-        self._manager_knows = True  # that the others can work
+        self._manager_knows = True  # whether the manager was told that the others can work
 
     @property
     def manager(self) -> ChildProcess:
-        """The tokenizer manager at present."""
+        """The current tokenizer manager."""
         return next(child for child in self._watch.children if child.role is Role.TOKENIZER_MANAGER)
 
     def look(self) -> None:
-        """A pass of `ChildWatch.look`, after which what it found lost is being started again.
+        """A pass of `ChildWatch.look`; restarts what it found lost.
 
         Raises:
-            ChildFailure: it cannot be, or was too often.
+            ChildFailure: a restart is not possible, or there were too many.
         """
         try:
             self._watch.look()
@@ -155,7 +156,7 @@ class Recovery:
             started = self._started_requests()
             self.manager.send(
                 PeersLost(
-                    f"{failure.message}; it is being restarted, and requests go on then",
+                    f"{failure.message}; it is being restarted, and requests continue then",
                     None if started is None else tuple(started),
                 )
             )
@@ -180,7 +181,7 @@ class Recovery:
                 self._watch.start(self._rooms[settings.role], replace(settings, life=self._num_restarts))
 
     def _keep_port(self) -> None:
-        """The next tokenizer manager listens where this one did, also if that was a free port."""
+        """Make the next tokenizer manager listen on the same port, also if it was a free port."""
         ready = self.manager.ready
         if ready is None or ready.url is None or (port := urlsplit(ready.url).port) is None:
             return
@@ -190,7 +191,7 @@ class Recovery:
             self._settings[idx] = replace(settings, config=config)
 
     def _go_on(self) -> None:
-        """Once all others can work, the tokenizer manager gets to know it."""
+        """Once all other processes can work, inform the tokenizer manager."""
         children = self._watch.children
         others = [child for child in children if child.role is not Role.TOKENIZER_MANAGER]
         if not self._manager_knows and all(child.ready for child in others):
@@ -205,12 +206,12 @@ class Recovery:
 
 
 def capacity_of_scheduler(children: Sequence[ChildProcess]) -> Capacity:
-    """What the scheduler can hold, as it said when it became ready.
+    """The scheduler's capacity, from its `Ready` message.
 
     Raises:
-        ChildFailure: it has not said it.
+        ChildFailure: it has not sent it.
     """
     scheduler = next(child for child in children if child.role is Role.SCHEDULER)
     if scheduler.ready is None or scheduler.ready.capacity is None:
-        raise ChildFailure("scheduler is ready and has not said what it can hold")
+        raise ChildFailure("scheduler is ready but has not sent its capacity")
     return scheduler.ready.capacity

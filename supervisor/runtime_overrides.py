@@ -1,4 +1,4 @@
-"""`StandingOrders`: what all processes have been told while they run, for those that are started later."""
+"""`StandingOrders`: orders that all processes received at run time, for processes that are started later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..runtime.logs import with_log_level
 
 
 class StandingOrders:
-    """The supervisor's memory of them."""
+    """The supervisor's record of these orders."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,7 +23,7 @@ class StandingOrders:
         self._profile_end_s = 0.0
 
     def take(self, order: ForAll) -> None:
-        """Remember an order."""
+        """Record an order."""
         match order:
             case SetLogLevel(level=level):
                 self._log_level = level
@@ -36,7 +36,7 @@ class StandingOrders:
                 assert_never(order)
 
     def applied_to(self, settings: Settings) -> Settings:
-        """The settings of a process that starts now."""
+        """The settings of a process that starts now, with the recorded orders applied."""
         if self._log_level is not None:
             settings = replace(settings, config=with_log_level(settings.config, self._log_level))
         left_s = self._profile_end_s - self._clock()

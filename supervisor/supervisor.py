@@ -1,9 +1,8 @@
-"""`Supervisor`: starts, watches and stops the processes of the engine; itself the `engine serve` process.
+"""`Supervisor`: starts, watches and stops the processes of the engine; it runs in the `engine serve` process.
 
-It knows no model and no HTTP. Its life: start all children, wait until they are ready, serve, drain, stop.
-A process that is lost while the engine serves is started again (`Recovery`). Whatever else goes wrong at any point
-ends in one `Outcome` with one root cause, and nothing is left behind: no process, no socket directory, no port.
-`ChildWatch` finds out what went wrong.
+It has no model and no HTTP. Its phases: start all children, wait until they are ready, serve, drain, stop. A process
+that is lost while the engine serves is restarted (`Recovery`). Every other failure ends in one `Outcome` with one root
+cause, and leaves no process, no socket directory and no open port. `ChildWatch` determines the cause.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE: Final = __package__.rsplit(".", 1)[0]
 ROOMS: Final[Mapping[Role, str]] = {role: f"{_PACKAGE}.{role}" for role in Role}
-"""The module that each process runs; tests run others."""
+"""The module that each process runs; tests use others."""
 
 
 class EngineReady(NamedTuple):
-    """What is known once every process can work."""
+    """Facts that are known once every process can work."""
 
     url: str
     capacity: Capacity
-    details: dict[str, str]  # what the processes want the user to know
+    details: dict[str, str]  # further information of the processes for the user
     startup_s: float
 
 
@@ -53,15 +52,15 @@ class Supervisor:
     """One engine's processes.
 
     Args:
-        config: resolved: no value is "auto" any more.
-        source: where the model's files lie.
+        config: resolved: no value is "auto".
+        source: the model's files.
         spec: the model's architecture facts.
         on_ready: called once, when clients can connect.
         rooms: the module of each process.
         make_nodes: listens for the other machines, if there are any; default: `NodeHub`.
         crash_reports: writes a report when a failure ends the engine.
-        started_requests: which requests a scheduler has begun to work on, by what it left in the engine's private
-            directory; None where that does not tell.
+        started_requests: requests that a scheduler has started, from the files in the engine's private directory; None
+            if unknown.
     """
 
     def __init__(
@@ -89,19 +88,19 @@ class Supervisor:
         """Run the engine until a signal or a failure ends it. Main thread only, once.
 
         Returns:
-            Exit code 0 after SIGINT, SIGTERM or SIGHUP and a drain; 2 for what the user can mend; 1 for a
-            process that failed, died or hung, also in the drain; 128 + signal number when a signal during the
-            start, or a second one, cut it short.
+            Exit code 0 after SIGINT, SIGTERM or SIGHUP and a drain; 2 if the user can fix it; 1 for a process that
+            failed, died or hung, also in the drain; 128 + signal number if a signal during the start, or a second
+            one, ended it early.
 
         Raises:
-            ConfigError: no directory for the sockets, or no way to the other machines.
+            ConfigError: no directory for the sockets, or no connection to the other machines.
         """
         with (
             self._signals,
             SocketDir() as socket_dir,
             self._watch() as watch,
         ):
-            outcome = Outcome(1, "failed")  # for the other machines, should this one have a bug
+            outcome = Outcome(1, "failed")  # for the other machines, if an unexpected error is raised
             try:
                 outcome = self._run(watch, socket_dir)
             finally:
@@ -128,7 +127,7 @@ class Supervisor:
             return Outcome(128 + interrupt.signum, f"stopped at once by {interrupt.signum.name}")
 
     def _report(self, failure: ChildFailure, watch: ChildWatch, socket_dir: SocketDir) -> str:
-        """Where a report of the failure is, for the last line; "" for what the user can mend."""
+        """The suffix with the path of a crash report, for the last line; "" if the user can fix the failure."""
         if failure.exit_code != 1:
             return ""
         return self._note(failure.message, watch.children, socket_dir, "ended by a failure")
@@ -145,7 +144,7 @@ class Supervisor:
         started_s = time.monotonic()
         if self._config.parallel.nnodes > 1:
             watch.nodes = self._make_nodes(self._config, self._spec)
-        ranks = self._config.parallel.local_ranks[1:]  # the scheduler's process has the first one
+        ranks = self._config.parallel.local_ranks[1:]  # the first one is in the scheduler's process
         endpoints = socket_dir.endpoints(ranks)
         processes = [(role, 0) for role in (Role.SCHEDULER, Role.DETOKENIZER, Role.TOKENIZER_MANAGER)]
         processes += [(Role.MODEL_RUNNER, rank) for rank in ranks]
@@ -164,7 +163,7 @@ class Supervisor:
         details = {k: v for child in watch.children if child.ready for k, v in child.ready.details.items()}
         url = manager.ready.url if manager.ready else None
         if url is None:
-            raise ChildFailure("tokenizer_manager is ready and has not said where it listens")
+            raise ChildFailure("tokenizer_manager is ready but has not sent its address")
         logger.info("ready url=%s startup_s=%.2f", url, startup_s)
         self._on_ready(EngineReady(url, capacity, details, startup_s))
         return Recovery(
@@ -177,12 +176,12 @@ class Supervisor:
         )
 
     def _drain(self, watch: ChildWatch, recovery: Recovery) -> Outcome:
-        """Let the tokenizer manager finish what runs, for which the others must live; then stop them."""
+        """Let the tokenizer manager finish running requests while the other processes run; then stop them."""
         timeout_s = self._config.server.drain_timeout
         manager = recovery.manager
         logger.info("draining signal=%s timeout_s=%g", self._signals.received[0].name, timeout_s)
         manager.tell_to_stop(Stop(drain=True))
-        # The manager keeps the time-out, and answers whom it cuts off; ours is for a manager that does not.
+        # The manager enforces the timeout and answers the requests that it cuts off; this one is for a hung manager.
         deadline_s = time.monotonic() + timeout_s + STOP_GRACE_S
         while not manager.has_ended() and time.monotonic() < deadline_s:
             recovery.look()
@@ -202,6 +201,6 @@ class Supervisor:
 
 
 def _listen_for_nodes(config: EngineConfig, spec: ModelSpec) -> Nodes:
-    from .node_link import NodeHub  # most engines have one machine and need no sockets between several
+    from .node_link import NodeHub  # imported here: engines on one machine do not need it
 
     return NodeHub(config, spec)

@@ -1,11 +1,11 @@
-"""The black box: what the processes leave in the engine's private directory for the case that one of them crashes.
+"""The black box: files in the engine's private directory that explain a crash of one of its processes.
 
     fatal_<process>      the stacks of its threads at a fatal signal (SIGSEGV, SIGABRT, ...)
-    stacks_<process>     the same when the engine gave up, of those that lived then
+    stacks_<process>     the same when the engine ended because of a failure, for the processes that were alive
     decisions_0, _1      the scheduler's last decisions; see `scheduler.flight_recorder`
 
-It is written while all goes well, or by a signal handler, because a process that is killed can write nothing any more.
-It goes with the directory; `crash_report` reads it before.
+The files are written during normal operation or by a signal handler, because a killed process cannot write anything.
+They are removed with the directory; `crash_report` reads them before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 DECISION_NAMES: Final = ("decisions_0", "decisions_1")
 SHOW_STACKS: Final = signal.SIGUSR1
-"""A child that gets it writes the stacks of its threads, and goes on."""
+"""A child that receives it writes the stacks of its threads and continues."""
 MAX_STACKS_BYTES: Final = 256 << 10
 _STACKS_NAME: Final = re.compile(r"(?:fatal|stacks)_\w{1,64}")
 
@@ -31,9 +31,9 @@ def is_black_box(name: str) -> bool:
 
 
 def keep_stacks(folder: Path, label: str) -> None:
-    """Have the stacks of this process written to the black box, by a fatal signal and by `SHOW_STACKS`.
+    """Write the stacks of this process to the black box on a fatal signal and on `SHOW_STACKS`.
 
-    Without a place for them those of a fatal signal go to standard error.
+    If the files cannot be created, the stacks of a fatal signal go to standard error.
     """
     with contextlib.suppress(OSError):  # the descriptors stay open as long as the process lives
         faulthandler.enable(_create(folder / f"fatal_{label}"))
@@ -41,12 +41,12 @@ def keep_stacks(folder: Path, label: str) -> None:
 
 
 def read_fatal_stacks(folder: Path, label: str) -> str:
-    """What a fatal signal made the process write; "" if there was none."""
+    """The stacks that the process wrote on a fatal signal; "" if there was none."""
     return _read(folder / f"fatal_{label}")
 
 
 def read_stacks(folder: Path, label: str) -> str:
-    """What `SHOW_STACKS` made the process write; "" if nothing."""
+    """The stacks that the process wrote on `SHOW_STACKS`; "" if there are none."""
     return _read(folder / f"stacks_{label}")
 
 

@@ -1,7 +1,6 @@
-"""`Child`: a process as seen from inside: what the supervisor sent, and how to answer it.
+"""`Child`: the child's side of the supervision: receives the supervisor's messages and answers them.
 
-Every room that is a process has `process.py` with `main(child: Child) -> None`, and as its
-`__main__.py`:
+Every package that is a process has `process.py` with `main(child: Child) -> None`, and as its `__main__.py`:
 
     from ..runtime.child import run_child
 
@@ -9,17 +8,15 @@ Every room that is a process has `process.py` with `main(child: Child) -> None`,
 
 Rules for a `main`:
 
-- `ready(...)` once, when the process can work. The tokenizer manager first calls `wait_for_peers()`, which
-  returns once the others can work; then it opens its port and is `ready(url=...)`.
-- `heartbeat()` in every pass of its loop, also when there is nothing to do (`keep_beating` in asyncio).
-  Silence for `watchdog_timeout` counts as hung. There is no watchdog before `ready`, only
-  `startup_timeout`.
-- Do what the supervisor says: a plain loop polls `fileno()` beside its sockets (`ipc.Inbox` does) and asks
+- Call `ready(...)` once, when the process can work. The tokenizer manager first calls `wait_for_peers()`, which
+  returns once the other processes can work; then it opens its port and calls `ready(url=...)`.
+- Call `heartbeat()` in every pass of its loop, also when there is nothing to do (`keep_beating` in asyncio). A process
+  that is silent for `watchdog_timeout` counts as hung. Before `ready` there is no watchdog, only `startup_timeout`.
+- Follow the supervisor's orders: a plain loop polls `fileno()` together with its sockets (`ipc.Inbox` does) and calls
   `stop_requested()` in every pass; an asyncio process awaits `next_order()`. Then return from `main`.
-- Leave signals alone: SIGINT, SIGTERM and SIGHUP are ignored, because a terminal or a service manager sends
-  them to all processes at once, and only the supervisor knows in what order to stop. It passes them on as
-  `Stop`.
-- Let errors fly: `run_child` reports them. `ConfigError` is the user's to mend, anything else is a bug.
+- Do not handle signals: SIGINT, SIGTERM and SIGHUP are ignored, because a terminal or a service manager sends them to
+  all processes at once, and only the supervisor knows the order in which to stop. It forwards them as `Stop`.
+- Do not catch errors: `run_child` reports them. A `ConfigError` is for the user to fix, any other error is a bug.
 """
 
 from __future__ import annotations
@@ -81,23 +78,22 @@ _PROFILE_WRITTEN_S: Final = 1.0
 
 
 class StopRequested(Exception):
-    """The supervisor stops the child instead of answering, or is gone; `run_child` ends quietly."""
+    """The supervisor stops the child instead of answering, or is gone; `run_child` exits without an error."""
 
 
 class Child:
-    """The child's side of the control channel. Used by one thread, but for the one that it starts itself.
+    """The child's side of the control channel. Used by one thread, except for the heartbeat thread it starts itself.
 
     Attributes:
         role: which process this is.
-        settings: what the supervisor sent: role, config, source, spec, endpoints, rank. The level of the log is that of
-            today.
+        settings: from the supervisor: role, config, source, spec, endpoints, rank; with the current log level.
     """
 
     def __init__(self, channel: ControlChannel[ToChild]) -> None:
         """Wait for the settings.
 
         Raises:
-            StopRequested: the supervisor stops us instead, or is gone.
+            StopRequested: the supervisor stops the child instead, or is gone.
         """
         settings, *others = _wait_for_settings(channel)
         self.role = settings.role
@@ -115,37 +111,37 @@ class Child:
     # ------------------------------------------------------------ to the supervisor
 
     def ready(self, capacity: Capacity | None = None, url: str | None = None, **details: str) -> None:
-        """Say that this process can work; from now on it must send heartbeats.
+        """Tell the supervisor that this process can work; from now on it must send heartbeats.
 
         Args:
             capacity: from the scheduler.
-            url: from the tokenizer manager, which listens there.
-            details: what else is worth a word to the user.
+            url: from the tokenizer manager, the address where it listens.
+            details: further information for the user.
         """
         self._channel.send(Ready(capacity=capacity, url=url, details=details))
 
     def heartbeat(self) -> None:
-        """Say that the loop goes round. Cheap: sends at most once per `HEARTBEAT_INTERVAL_S`."""
+        """Report that the loop is running. Cheap: sends at most once per `HEARTBEAT_INTERVAL_S`."""
         now_s = time.monotonic()
         if now_s - self._last_heartbeat_s >= HEARTBEAT_INTERVAL_S:
             self._last_heartbeat_s = now_s
             self._channel.send_if_room(Heartbeat())
 
     def tell_all(self, order: ForAll) -> bool:
-        """Have the supervisor pass an order on to all processes, this one included; False if it does not listen."""
+        """Have the supervisor forward an order to all processes, including this one; False if it does not read."""
         return self._channel.send_if_room(order)
 
     async def keep_beating(self) -> None:
-        """Heartbeats of the running asyncio loop, until cancelled: a blocked loop falls silent."""
+        """Send heartbeats from the running asyncio loop until cancelled: a blocked loop falls silent."""
         while True:
             self.heartbeat()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     def beat_while(self, waiting: Callable[[], bool]) -> None:
-        """Heartbeats from a thread of its own while the loop waits for other ranks; asked twice a second.
+        """Send heartbeats from a thread of its own while `waiting()` is true; it is called twice a second.
 
-        A rank that does not answer blocks all others in their operations. They are healthy, and must be heard, so that
-        the silent one is known.
+        A rank that does not answer blocks all others in their collectives. The blocked ranks are healthy and keep
+        sending heartbeats, so that the silent rank can be identified.
         """
         threading.Thread(target=self._beat_while, args=(waiting,), name="heartbeat", daemon=True).start()
 
@@ -158,14 +154,14 @@ class Child:
     # ------------------------------------------------------------ from the supervisor
 
     def fileno(self) -> int:
-        """Readable when the supervisor has said something, or is gone: for a poller to watch."""
+        """Readable when the supervisor has sent a message or is gone; for a poller."""
         return self._channel.fileno()
 
     def wait_for_peers(self) -> Capacity:
         """Block until scheduler and detokenizer are ready (tokenizer manager only).
 
         Raises:
-            StopRequested: the supervisor stops us instead, or is gone.
+            StopRequested: the supervisor stops the child instead, or is gone.
         """
         while self._capacity is None:
             self._channel.wait(None)
@@ -174,15 +170,15 @@ class Child:
         return self._capacity
 
     def stop_requested(self) -> bool:
-        """Whether to stop now: the supervisor said so, with or without drain, or it is gone. Never blocks."""
+        """Whether to stop now: the supervisor sent `Stop`, with or without drain, or it is gone. Never blocks."""
         self._read()
         return self._stop is not None
 
     async def next_order(self) -> Order:
-        """What the supervisor says next (tokenizer manager), after the `PeersReady` that `wait_for_peers` has taken.
+        """The supervisor's next order (tokenizer manager), after the `PeersReady` that `wait_for_peers` consumed.
 
-        `Stop(drain=True)` may be followed by `Stop(drain=False)`, when the time is up, and by `PeerDied`:
-        keep listening while draining. A supervisor that is gone reads as `Stop(drain=False)`.
+        `Stop(drain=True)` may be followed by `Stop(drain=False)`, when the time is up, and by `PeerDied`: keep
+        listening while draining. A supervisor that is gone reads as `Stop(drain=False)`.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -233,7 +229,7 @@ class Child:
         name = f"{label}-{self.settings.life}" if self.settings.life else label
         try:
             folder = crash_dir(self.settings.config.log.crash_dir) / order.folder
-        except ConfigError as error:  # of another machine than the one that was asked
+        except ConfigError as error:  # of this machine; the profile was requested on another one
             logger.warning("no profile: %s", error)
             return
         self._sampler = StackSampler(
@@ -245,23 +241,23 @@ class Child:
             self._sampler.stop()
 
     def end_profile(self) -> None:
-        """Before the process ends: wait a moment until a profile that goes on is written."""
+        """Before the process ends: wait briefly until a running profile is written."""
         if self._sampler is not None:
             self._sampler.stop()
             self._sampler.wait(_PROFILE_WRITTEN_S)
 
 
 def run_child(room: str) -> NoReturn:
-    """Be a child process: set it up, run `main` of `<room>.process`, report how it ended, exit.
+    """Run a child process: set it up, run `main` of `<room>.process`, report how it ended, exit.
 
-    `main` is imported here and not by the caller, so that an import that fails (no torch) is reported too,
-    and the process can already not outlive its supervisor while the imports take their seconds.
+    `main` is imported here and not by the caller, so that a failed import (no torch) is reported too. While the imports
+    take seconds, the process already ends with its supervisor.
 
     Args:
-        room: package name, for example "engine.scheduler".
+        room: package of the process, for example "engine.scheduler".
     """
     faulthandler.enable()
-    # The last one: a background process group must be able to write to its terminal.
+    # SIGTTOU: a background process group must be able to write to its terminal.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(signum, signal.SIG_IGN)
     role, control_fd, supervisor_pid = _parse_argv(room)
@@ -272,7 +268,7 @@ def run_child(room: str) -> NoReturn:
 
 
 def _run(room: str, channel: ControlChannel[ToChild]) -> int:
-    """Run the room's `main`; the exit code of the process."""
+    """Run the package's `main`; returns the exit code of the process."""
     try:
         child = Child(channel)
         label = process_label(child.role, child.settings.rank)
@@ -290,11 +286,11 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
         channel.send(Failed(kind="config", message=str(error)))
         return 2
     except RankLostError as error:
-        # No cause, see the class. An engine that is told to end at once may end like this, too.
+        # Not the root cause, see the class. An engine that is told to end at once may also end like this.
         logger.warning("%s", error)
         channel.send(Failed(kind="rank_lost", message=str(error)))
         return 1
-    except Exception as error:  # whatever it is, the supervisor has to hear of it
+    except Exception as error:  # every error must reach the supervisor
         logger.error("unexpected error, the process ends", exc_info=True)
         first_line = next(iter(str(error).splitlines()), "")
         what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
@@ -315,11 +311,11 @@ def _where(error: Exception) -> str:
 
 
 def _out_of_memory(error: Exception) -> str:
-    """What to do if the error is that the process got no memory."""
+    """A hint if the error is that the process got no memory."""
     is_it = (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        # What the loader of libraries and torch's allocator say.
+        # Messages of the dynamic loader and of torch's allocator.
         or any(
             text in str(error)
             for text in ("failed to map segment", "annot allocate memory", "not enough memory")
@@ -333,7 +329,7 @@ def _out_of_memory(error: Exception) -> str:
 
 
 def _parse_argv(room: str) -> tuple[Role, int, int]:
-    """Role, descriptor of the control channel and process id of the supervisor, as it passes them."""
+    """Role, descriptor of the control channel and process id of the supervisor, from the command line."""
     with contextlib.suppress(ValueError):
         role, control_fd, supervisor_pid = sys.argv[1:]
         return Role(role), int(control_fd), int(supervisor_pid)
@@ -341,7 +337,7 @@ def _parse_argv(room: str) -> tuple[Role, int, int]:
 
 
 def _wait_for_settings(channel: ControlChannel[ToChild]) -> tuple[Settings, *tuple[ToChild, ...]]:
-    """The settings, and what else has arrived: a quick supervisor may have said more by now."""
+    """The settings, and further messages that have arrived with them."""
     while not channel.closed:
         channel.wait(None)
         match channel.receive():
@@ -351,13 +347,13 @@ def _wait_for_settings(channel: ControlChannel[ToChild]) -> tuple[Settings, *tup
 
 
 def die_with(supervisor_pid: int) -> None:
-    """Have the kernel kill this process when the supervisor ends, however it ends (Linux).
+    """Have the kernel kill this process when the supervisor ends in any way (Linux).
 
-    A closed control channel says the same, but only to a loop that comes round to read it.
+    A closed control channel reports the same, but only to a loop that still reads it.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != supervisor_pid:  # it died before the call above
+    if os.getppid() != supervisor_pid:  # the supervisor died before the call above
         os._exit(1)

@@ -1,11 +1,10 @@
-"""The control channel: what supervisor and child tell each other, over one inherited socket pair per child.
+"""The control channel: the messages between supervisor and child, over one inherited socket pair per child.
 
     supervisor --Settings, PeersReady, PeersLost, PeerDied, Stop--> child --Ready, Failed, Heartbeat--> supervisor
     tokenizer manager --SetLogLevel, StartProfile, StopProfile--> supervisor --the same--> all children
 
-It is apart from the ZMQ sockets so that it works before those exist and after they are stuck, and because
-the kernel closes it with the process: end of file means that the other side is dead, at once and without a
-time-out.
+It is separate from the ZMQ sockets so that it works before they exist and while they are stuck. The kernel closes it
+with the process: end of file means that the other side is dead, immediately and without a timeout.
 
 A frame is a length (uint32, little-endian) and a msgpack message. Both ends are non-blocking.
 """
@@ -31,13 +30,13 @@ from ..model_files.source import ModelSource
 
 MAX_FRAME_BYTES: Final = 16 << 20
 MAX_TRACEBACK_CHARS: Final = 32 << 10
-"""So much fits into the socket's buffer: sending `Failed` does not block."""
+"""This many characters fit into the socket's buffer: sending `Failed` does not block."""
 _SEND_TIMEOUT_S: Final = 5.0
 _LENGTH: Final = struct.Struct("<I")
 
 
 class Role(enum.StrEnum):
-    """The processes that the supervisor starts; the value is the name of the room's folder."""
+    """The processes that the supervisor starts; the value is the name of the process's package."""
 
     SCHEDULER = "scheduler"
     DETOKENIZER = "detokenizer"
@@ -46,17 +45,17 @@ class Role(enum.StrEnum):
 
 
 def process_label(role: Role, rank: int) -> str:
-    """One word for a process, in logs and titles: `scheduler`, `model_runner_1`."""
+    """One word for a process, in logs and process titles: `scheduler`, `model_runner_1`."""
     return f"{role}_{rank}" if role is Role.MODEL_RUNNER else role.value
 
 
 class Endpoints(Record, frozen=True):
-    """Where each room receives, as ZMQ addresses. The receiver binds, the sender connects.
+    """The ZMQ addresses at which the processes receive. The receiver binds, the sender connects.
 
     Attributes:
         model_runners: of the ranks 1, 2, ... on this machine; rank 0 is in the scheduler's process.
         rank_store: the file through which the ranks find each other.
-        black_box: the folder for what a crash report needs (see `black_box`); "" for none.
+        black_box: the folder for the files of a crash report (see `black_box`); "" for none.
     """
 
     scheduler: str
@@ -71,18 +70,18 @@ class Endpoints(Record, frozen=True):
 
 
 class SetLogLevel(Message, frozen=True):
-    """Log from this severity on."""
+    """Log from this severity up."""
 
     level: LogLevel
 
 
 class StartProfile(Message, frozen=True):
-    """Look where the threads are, again and again, and write it down at the end; see `stack_sampler`.
+    """Sample the stacks of all threads for a time and write them at the end; see `stack_sampler`.
 
     Attributes:
-        folder: name of a folder within that of the crash reports, which each machine has for itself.
-        rate_hz: looks per second.
-        duration_s: from now to the end.
+        folder: name of a folder inside the folder of the crash reports; each machine has its own.
+        rate_hz: samples per second.
+        duration_s: from the receipt of the message.
     """
 
     folder: str
@@ -91,7 +90,7 @@ class StartProfile(Message, frozen=True):
 
 
 class StopProfile(Message, frozen=True):
-    """End what `StartProfile` has begun, and write it down."""
+    """End the profile that `StartProfile` began, and write it."""
 
 
 ForAll = SetLogLevel | StartProfile | StopProfile
@@ -104,13 +103,13 @@ class Settings(Message, frozen=True):
 
     Attributes:
         role: which process the child is.
-        config: resolved: no value is "auto" any more.
-        source: where the model's files lie.
+        config: resolved: no value is "auto".
+        source: the model's files.
         spec: the model's architecture facts.
-        endpoints: where each room receives.
+        endpoints: the addresses of all processes.
         rank: of a model runner, in its tensor-parallel group; the scheduler has 0.
-        life: 0 for those that start with the engine, more for one that takes the place of a process that was lost.
-        profile: what goes on while the process starts.
+        life: 0 for processes that start with the engine, above 0 for one that replaces a lost process.
+        profile: a profile that is running when the process starts.
     """
 
     role: Role
@@ -124,11 +123,11 @@ class Settings(Message, frozen=True):
 
 
 class PeersReady(Message, frozen=True):
-    """To the tokenizer manager: scheduler and detokenizer are ready (again), and this much fits; open the port.
+    """To the tokenizer manager: scheduler and detokenizer are ready (again); open the port.
 
     Attributes:
         capacity: of the scheduler.
-        restarts_left: how many more losses the engine survives as things are.
+        restarts_left: restarts that remain before the next failure ends the engine.
     """
 
     capacity: Capacity
@@ -136,12 +135,12 @@ class PeersReady(Message, frozen=True):
 
 
 class PeersLost(Message, frozen=True):
-    """To the tokenizer manager: another process is gone, and `PeersReady` will follow.
+    """To the tokenizer manager: another process is lost, and `PeersReady` will follow.
 
     Attributes:
-        message: why.
-        started: the ids of requests that the scheduler had begun to work on lately, also of some that have ended; None
-            where that is not known.
+        message: the reason.
+        started: ids of requests that the scheduler started recently, including some that are finished; None if
+            unknown.
     """
 
     message: str
@@ -149,13 +148,13 @@ class PeersLost(Message, frozen=True):
 
 
 class PeerDied(Message, frozen=True):
-    """To the tokenizer manager: another process is gone; tell the clients `message`, exit within seconds."""
+    """To the tokenizer manager: another process is lost; send `message` to the clients, then exit within seconds."""
 
     message: str
 
 
 class Stop(Message, frozen=True):
-    """Exit; with `drain`, finish what runs first (tokenizer manager only, for at most `drain_timeout`)."""
+    """Exit; with `drain`, finish running requests first (tokenizer manager only, for at most `drain_timeout`)."""
 
     drain: bool
 
@@ -171,9 +170,9 @@ class Ready(Message, frozen=True):
     """The child can work.
 
     Attributes:
-        capacity: what the scheduler can hold; None from the others.
-        url: where the tokenizer manager listens; None from the others.
-        details: what else is worth a word in the line that says "ready".
+        capacity: of the scheduler; None from the others.
+        url: the address where the tokenizer manager listens; None from the others.
+        details: further information for the line that says "ready".
     """
 
     capacity: Capacity | None = None
@@ -185,10 +184,10 @@ class Failed(Message, frozen=True):
     """The child ends because of an error.
 
     Attributes:
-        kind: "config": the user can mend it, `message` says how; "bug": ours; "rank_lost": the others of its group are
-            gone or silent, so the cause is elsewhere.
+        kind: "config": the user can fix it, `message` says how; "bug": an error in the engine; "rank_lost": the other
+            ranks of the group are gone or silent, so the cause is elsewhere.
         message: one line.
-        traceback: of a bug, at most `MAX_TRACEBACK_CHARS` from its end.
+        traceback: of a bug, at most the last `MAX_TRACEBACK_CHARS`.
     """
 
     kind: Literal["config", "bug", "rank_lost"]
@@ -197,7 +196,7 @@ class Failed(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """The child's loop goes round. Any other frame counts as one too."""
+    """The child's loop is running. Any other frame counts as a heartbeat too."""
 
 
 ToSupervisor = Ready | Failed | Heartbeat | ForAll
@@ -212,31 +211,31 @@ class ControlChannel(Generic[Incoming]):
     """One end of a socket pair. Used by one thread; only `send` and `send_if_room` may be called from others, too.
 
     Attributes:
-        closed: the other side is gone; what it said before has been, or is being, returned by `receive`.
+        closed: the other side is gone; `receive` still returns the messages it sent before.
     """
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Incoming]) -> None:
         sock.setblocking(False)
-        sock.set_inheritable(False)  # a grandchild that held it would hide our death
+        sock.set_inheritable(False)  # a grandchild that held it would hide this process's death
         self.closed = False
         self._socket = sock
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
         self._sending = threading.Lock()  # frames of two threads must not mix
-        # Loops ask in every pass: 0.4 us, and 1.7 for a `recv` that raises; with cold caches several times that.
+        # Loops poll in every pass: 0.4 us, against 1.7 us for a `recv` that raises; more with cold caches.
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
     def fileno(self) -> int:
-        """The descriptor to poll: readable when `receive` has something to say."""
+        """The descriptor to poll: readable when `receive` returns messages or sets `closed`."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> bool:
-        """Send one message, waiting a little for room in the socket's buffer.
+        """Send one message; waits a few seconds for space in the socket's buffer.
 
         Returns:
-            False: the other side is gone, or has read nothing for seconds with a full buffer.
+            False: the other side is gone, or has not read for seconds while the buffer was full.
         """
         deadline_s = time.monotonic() + _SEND_TIMEOUT_S
         with self._sending:
@@ -252,9 +251,9 @@ class ControlChannel(Generic[Incoming]):
         return True
 
     def send_if_room(self, message: Message) -> bool:
-        """Send one small message, or drop it when the buffer is full, as of who is stopped; whether it was sent."""
+        """Send one small message, or drop it if the buffer is full, as for a stopped process; whether it was sent."""
         with self._sending, contextlib.suppress(OSError):
-            # The kernel takes so few bytes whole or not at all, so no half frame stays behind.
+            # The kernel accepts this few bytes completely or not at all, so no partial frame is sent.
             self._socket.send(self._frame(message))
             return True
         return False
@@ -266,7 +265,7 @@ class ControlChannel(Generic[Incoming]):
                 data = self._socket.recv(1 << 16)
             except BlockingIOError:
                 break
-            except OSError:  # ECONNRESET: the peer died with our bytes unread
+            except OSError:  # ECONNRESET: the peer died before it read everything
                 data = b""
             if not data:
                 self.closed = True
@@ -274,7 +273,7 @@ class ControlChannel(Generic[Incoming]):
         return self._take_messages()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until `receive` has something to say; False after `timeout_s` (None: no limit)."""
+        """Block until `receive` has messages or the other side is gone; False after `timeout_s` (None: no limit)."""
         return self.closed or self._wait(select.POLLIN, timeout_s)
 
     def close(self) -> None:

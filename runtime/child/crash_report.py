@@ -1,8 +1,8 @@
-"""`CrashReports`: a file about a failure that ended the server or a process of it, for whoever has to find out why.
+"""`CrashReports`: a file about a failure that ended the server or one of its processes.
 
-It has the cause, the settings (no secrets), what became of each process with its traceback or stacks, and the
-scheduler's last decisions; no prompts and no answers. The supervisor writes it when the processes have been told to
-end and their private directory is still there; the last line that the command prints has its path.
+It has the cause, the settings (no secrets), the end of each process with its traceback or stacks, and the scheduler's
+last decisions; no prompts and no answers. The supervisor writes it when the processes have been told to end and their
+private directory still exists; the last line that the command prints has its path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RULE: Final = "-" * 100
 
 
 class Crashed(Protocol):
-    """One process of the engine, as `ChildProcess` is."""
+    """One process of the engine; `ChildProcess` implements it."""
 
     label: str
     traceback: str
@@ -56,7 +56,7 @@ class CrashReports:
         decision_lines: Callable[[Path], Sequence[str]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Write nothing yet.
+        """Nothing is written yet.
 
         Args:
             config: of the engine; `log.crash_dir` is the folder.
@@ -70,13 +70,13 @@ class CrashReports:
     def note(
         self, cause: str, children: Sequence[Crashed], folder: Path, what: str = "ended by a failure"
     ) -> str:
-        """Write a report; what to add to the last line: `; report: PATH`. A report that cannot be written is no error.
+        """Write a report; returns the suffix for the last line: `; report: PATH`. A failure to write it is only logged.
 
         Args:
             cause: why the engine ends.
             children: its processes, in the order of their start.
-            folder: its private directory, with what they have left there.
-            what: has become of the engine.
+            folder: its private directory, with the files of the black box.
+            what: the consequence for the engine.
         """
         try:
             return f"; report: {self._write(cause, children, folder, what)}"
@@ -119,7 +119,7 @@ class CrashReports:
     def _decisions(self, folder: Path) -> Sequence[str]:
         try:
             return self._decision_lines(folder) or ["none"]
-        except Exception as error:  # a reader that fails must not cost the rest of the report
+        except Exception as error:  # a reader that fails must not prevent the rest of the report
             return [f"cannot be read: {type(error).__name__}: {error}"]
 
 
@@ -140,7 +140,7 @@ def _end_of(child: Crashed) -> str:
 
 
 def _create(stem: Path) -> tuple[Path, int]:
-    """A new file, open for writing: two reports of one second are two files."""
+    """A new file, open for writing: two reports within one second are two files."""
     for count in itertools.count(1):
         path = stem.with_name(f"{stem.name}{f'-{count}' if count > 1 else ''}.txt")
         with contextlib.suppress(FileExistsError):

@@ -1,9 +1,9 @@
-"""`SocketDir`: the private directory of one engine's sockets, gone when the engine is.
+"""`SocketDir`: the private directory of one engine's sockets, removed when the engine ends.
 
-The directory has mode 0700, so that only this user's processes reach the sockets. The supervisor removes it
-at the end. One that was killed with SIGKILL cannot: the kernel drops its lock, and the next engine to start
-sweeps up. It does so in a directory it shares with everybody, so it takes away only what it knows: a directory is ours
-if its lock file says so, and the names of the lock and the sockets are all that is ever removed.
+The directory has mode 0700, so that only this user's processes reach the sockets. The supervisor removes it at the end.
+A supervisor that is killed with SIGKILL cannot: the kernel drops its lock, and the next engine to start removes the
+directory. The parent directory is shared with other users, so only known files are removed: a directory belongs to an
+engine if its lock file says so, and only files with the names of the lock, the sockets and the black box are deleted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SocketDir:
         """
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            # Locked before it gets its name, so that no other engine ever sees it unlocked while we live.
+            # The lock is taken before the file gets its name, so that no other engine sees it unlocked.
             new = self.path / "new"
             self._lock_fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
@@ -71,10 +71,10 @@ class SocketDir:
             _remove(path)
 
     def endpoints(self, ranks: Iterable[int] = ()) -> Endpoints:
-        """Where each room receives.
+        """The addresses of all processes.
 
         Args:
-            ranks: of the model runners that are processes of their own here.
+            ranks: of the model runners that are separate processes on this machine.
         """
         return Endpoints(
             **{role.value: f"ipc://{self.path / name}" for role, name in _SOCKET_NAMES.items()},
@@ -84,7 +84,7 @@ class SocketDir:
         )
 
     def forget_ranks(self) -> None:
-        """Remove the file of a group of ranks that is gone, so that the next group does not find its addresses."""
+        """Remove the file of a lost group of ranks, so that the next group does not read its addresses."""
         (self.path / _RANK_STORE_NAME).unlink(missing_ok=True)
 
     def remove(self) -> None:
@@ -100,11 +100,11 @@ class SocketDir:
 
 
 def abandoned_dirs(parent: Path) -> Iterator[Path]:
-    """The directories in `parent` whose engine died without removing them: their lock can be had, and is held
-    until the next one is asked for.
+    """The directories in `parent` of engines that died without removing them. Their lock is free; it is held until the
+    next directory is requested.
     """
     for path in _own_dirs(parent):
-        # One without a lock file is being made at this moment, or is not ours: leave it.
+        # A directory without a lock file is being created right now, or is not an engine's: skip it.
         with contextlib.suppress(OSError):
             lock_fd = os.open(path / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
@@ -116,7 +116,7 @@ def abandoned_dirs(parent: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove one of our directories. What else somebody has put into it stays, and so does the directory then."""
+    """Remove one of the engine's directories. If it holds other files, they and the directory stay."""
     with contextlib.suppress(OSError):
         for name in os.listdir(path):
             if _is_ours(name):
@@ -126,7 +126,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether this is the name of a socket, of the file of the ranks, or of one of the black box."""
+    """Whether this is the name of a socket, of the file of the ranks, or of a file of the black box."""
     known = name == _RANK_STORE_NAME or name in _SOCKET_NAMES.values() or is_black_box(name)
     return known or _RANK_SOCKET_PATTERN.fullmatch(name) is not None
 

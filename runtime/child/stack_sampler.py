@@ -1,14 +1,14 @@
-"""`StackSampler`: where the threads of this process spend their time, seen from a thread that looks again and again.
+"""`StackSampler`: a sampling profiler for the threads of this process; it runs on a thread of its own.
 
-What it writes is the format that flame graphs are made from ("folded" or "collapsed" stacks): a line per distinct
-stack, its frames from the outermost on, and how often it was seen.
+It writes the format of flame graphs ("folded" or "collapsed" stacks): a line per distinct stack with its frames, the
+outermost first, and its number of samples.
 
     scheduler;MainThread;runpy:_run_module_as_main;...;engine.scheduler.event_loop:EventLoop.step 412
 
-The first two are process and thread, so that the files of several processes make one graph. A frame is a module and a
-function: names of code alone, never a value. Native code shows as the Python function that called it. The thread that
-looks needs the interpreter's lock like any other, so a look may come up to 5 ms late, and finds the others where they
-last let go of the lock.
+The first two frames are process and thread, so that the files of several processes make one graph. A frame is a module
+and a function: names of code only, never a value. Native code appears as the Python function that called it. The
+sampling thread needs the GIL like any other, so a sample may be up to 5 ms late, and finds the other threads where they
+last released the GIL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIX: Final = ".folded"
 MAX_STACKS: Final = 10_000
-"""So many distinct ones are told apart; what comes later counts as `OTHER_STACKS`."""
+"""Distinct stacks that are counted separately; further ones count as `OTHER_STACKS`."""
 MAX_DEPTH: Final = 128
 OTHER_STACKS: Final = "(other_stacks)"
 _UNSAFE: Final = re.compile(r"[;\s]|[^\x20-\x7e]")
@@ -39,7 +39,7 @@ Stack = tuple[str, ...]
 
 
 class StackSampler:
-    """Looks `rate_hz` times a second for `duration_s` seconds, or until it is stopped, and writes `path` then."""
+    """Samples `rate_hz` times a second for `duration_s` seconds, or until it is stopped, then writes `path`."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class StackSampler:
         duration_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin.
+        """Start sampling.
 
         Args:
-            path: does not exist; its folder may not either. It appears in one piece, and only its owner can read it.
+            path: must not exist; its folder is created. It is renamed into place, readable by its owner only.
             process: name of this process, the first frame of every stack.
         """
         self._path = path
@@ -63,16 +63,16 @@ class StackSampler:
         self._end_s = clock() + duration_s
         self._stopping = threading.Event()
         self._counts: Counter[Stack] = Counter()
-        self._labels: dict[int, tuple[CodeType, str]] = {}  # by the id of the code, which is kept for that
+        self._labels: dict[int, tuple[CodeType, str]] = {}  # by the id of the code, kept alive here
         self._thread = threading.Thread(target=self._run, name="stack_sampler", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Have it end now, and write; does not wait for that."""
+        """End sampling now and write the file; does not wait for it."""
         self._stopping.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it has ended and written."""
+        """Wait until the file is written."""
         self._thread.join(timeout_s)
 
     # ------------------------------------------------------------ its thread
@@ -80,7 +80,7 @@ class StackSampler:
     def _run(self) -> None:
         next_s = self._clock()
         while True:
-            # After a time without the lock, or asleep, it does not make up for what it has missed.
+            # Samples that were missed without the GIL, or during a suspend, are not made up for.
             next_s = max(next_s + self._interval_s, self._clock())
             wait_s = min(next_s, self._end_s) - self._clock()
             if self._stopping.wait(max(0.0, wait_s)) or self._clock() >= self._end_s:
@@ -92,7 +92,7 @@ class StackSampler:
             logger.warning("no profile in %s: %s", self._path, error)
 
     def _look(self) -> None:
-        """Count the stack of every other thread. No frame is held when it returns, nor what its function works with."""
+        """Count the stack of every other thread. It keeps no reference to a frame or its variables."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             if ident == self._thread.ident:
@@ -103,7 +103,7 @@ class StackSampler:
             self._counts[stack] += 1
 
     def _labels_of(self, innermost: FrameType) -> list[str]:
-        """A thread's frames, the outermost first; of very many the innermost."""
+        """A thread's frames, the outermost first; of a deep stack only the innermost."""
         labels: list[str] = []
         frame: FrameType | None = innermost
         while frame is not None and len(labels) < MAX_DEPTH:
@@ -139,5 +139,5 @@ def _label(frame: FrameType) -> str:
 
 
 def _clean(name: str) -> str:
-    """A name without what means something in the format."""
+    """A name without characters that have a meaning in the format."""
     return _UNSAFE.sub("_", name)

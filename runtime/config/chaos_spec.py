@@ -1,4 +1,4 @@
-"""`ChaosSpec`: faults on purpose, as `--chaos` asks for them."""
+"""`ChaosSpec`: injected faults, parsed from `--chaos`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..errors import ConfigError
 
 
 class ChaosSpec(NamedTuple):
-    """Faults on purpose.
+    """Injected faults.
 
     Attributes:
-        retract_probability: that a pass retracts a random running request.
-        max_retractions: how often at most.
-        oom_probability: that a step is treated as one for which the device had no memory.
-        max_ooms: how often at most.
-        min_step_s: that a step takes.
-        kill_token: a step that begins a request with this token kills its process.
+        retract_probability: probability that a pass retracts a random running request.
+        max_retractions: most such retractions.
+        oom_probability: probability that a step is treated as out of device memory.
+        max_ooms: most such steps.
+        min_step_s: least duration of a step.
+        kill_token: a step that starts a request with this token in its prompt kills its process.
     """
 
     retract_probability: float = 0.0
@@ -34,7 +34,7 @@ _CHAOS: Final = re.compile(
 
 
 def parse_chaos(text: str | None) -> ChaosSpec | None:
-    """What `--chaos` asks for; None for nothing.
+    """Parse `--chaos`; None if it is not set.
 
     Raises:
         ConfigError: it is not `retract=PROBABILITY:COUNT`, `oom=PROBABILITY:COUNT`, `slow=SECONDS`, `kill=TOKEN_ID`, or
@@ -61,7 +61,7 @@ def parse_chaos(text: str | None) -> ChaosSpec | None:
 
 
 def _fault(match: re.Match[str]) -> tuple[str, tuple[float, int] | None]:
-    """Its name and numbers; None for those that have the form of a number and are none, such as 1.2.3."""
+    """The fault's name and numbers; None for text that is no number, such as 1.2.3."""
     name = match["fault"] or ("slow" if match["seconds"] else "kill")
     try:
         return name, (

@@ -1,8 +1,8 @@
 """`ConfigField`: one setting of `EngineConfig` as the command line, the YAML file and `LLM(...)` need it.
 
-Read from the dataclasses once; nothing about a setting is written twice. A value arrives either as text (flag,
-environment: `parse`) or as a typed value (YAML, Python: `check`); both end in the type that the field declares. A
-setting has a name of its own and may have aliases; `find_setting` knows all of them.
+The fields are read from the dataclasses once, so each setting is declared in one place. A value arrives either as text
+(flag, environment: `parse`) or as a typed value (YAML, Python: `check`); both return the type that the field declares.
+A setting has one name and may have aliases; `find_setting` knows all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .engine_config import DERIVED, EngineConfig
 from .setting_declaration import Alias
 
 AUTO = "auto"
-SECRETS = frozenset({"api_key", "admin_api_key"})  # never printed, never logged
+SECRETS = frozenset({"api_key", "admin_api_key"})  # neither printed nor logged
 _TRUE, _FALSE = frozenset({"true", "yes", "on", "1"}), frozenset({"false", "no", "off", "0"})
 _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -34,10 +34,10 @@ class ConfigField:
         help: one sentence for `--help`.
         default: as in the dataclass.
         kind: int, float, bool or str.
-        choices: the allowed words of a `Literal`; empty where any value of `kind` goes.
+        choices: the allowed words of a `Literal`; empty if any value of `kind` is allowed.
         auto: the word "auto" is allowed besides values of `kind`.
         optional: None is allowed.
-        aliases: other names for it.
+        aliases: other names of the setting.
         many: it holds any number of values of `kind`: a repeated flag, a list in YAML.
     """
 
@@ -64,16 +64,16 @@ class ConfigField:
 
     @property
     def wants(self) -> str:
-        """What a value must be, in words."""
+        """The rule for a value, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         return _KIND_WORDS[self.kind] + (" or 'auto'" if self.auto else "")
 
     def parse(self, text: str) -> object:
-        """The value that `text` stands for.
+        """The value for `text`.
 
         Raises:
-            ConfigError: it stands for none; the message names value and rule, not where the text came from.
+            ConfigError: the text is invalid; the message names value and rule, not the origin of the text.
         """
         word = text.strip()
         if self.auto and word == AUTO:
@@ -92,7 +92,7 @@ class ConfigField:
         )
 
     def check(self, value: object) -> object:
-        """`value` in the field's type, where it is of that type or loses nothing by becoming it.
+        """`value` in the field's type, if it has that type or converts to it without loss.
 
         Raises:
             ConfigError: as for `parse`.
@@ -103,7 +103,7 @@ class ConfigField:
             return tuple(one.check(item) for item in values)
         if value is None and self.optional:
             return None
-        if isinstance(value, bool):  # before int, whose subclass it is
+        if isinstance(value, bool):  # before int: bool is a subclass of int
             if self.kind is bool:
                 return value
         elif isinstance(value, str):
@@ -122,9 +122,9 @@ class Setting:
     """A field under one of its names.
 
     Attributes:
-        name: the one the user wrote, with underscores.
-        field: what it sets.
-        alias: set where `name` is not the field's own.
+        name: the name that the user wrote, with underscores.
+        field: the field that it sets.
+        alias: the alias, if `name` is not the field's own name.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Setting:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it takes true or false: a field of that kind, or an alias that stands for values of another."""
+        """Whether it takes true or false: a boolean field, or an alias that maps true and false to other values."""
         return self.field.kind is bool or self.switch is not None
 
     @property
@@ -147,7 +147,7 @@ class Setting:
         return None if self.alias is None else self.alias.switch
 
     def check(self, value: object) -> object:
-        """The field's value that `value` under this name stands for; errors call the setting by this name.
+        """The field's value for `value` under this name; errors call the setting by this name.
 
         Raises:
             ConfigError: as for `ConfigField.check`.
@@ -196,16 +196,16 @@ def setting_names() -> dict[str, Setting]:
 
 
 def find_setting(key: str) -> Setting:
-    """The setting called `key`, by its own name or another one, with dashes or underscores.
+    """The setting called `key`, by its own name or an alias, with dashes or underscores.
 
     Raises:
-        ConfigError: there is none; the message suggests the nearest name, or where the names are.
+        ConfigError: there is none; the message suggests the nearest name, or how to list them.
     """
     names = setting_names()
     name = key.replace("-", "_")
     if name not in names:
-        way_out = _suggestion(name, names) or "; `engine serve --help` lists them all"
-        raise ConfigError(f"unknown setting {key!r}{way_out}")
+        hint = _suggestion(name, names) or "; `engine serve --help` lists them all"
+        raise ConfigError(f"unknown setting {key!r}{hint}")
     return names[name]
 
 

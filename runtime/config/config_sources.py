@@ -1,7 +1,7 @@
-"""From where a setting has its value: defaults < preset < YAML file < environment < flags (or arguments of `LLM`).
+"""The sources of a setting's value: defaults < preset < YAML file < environment < flags (or arguments of `LLM`).
 
-`merge` lays the layers over each other and keeps the origin of every value, so that `--print-config` can say it and an
-error can name the line or flag to change. The environment sets only secrets, which do not belong into a process list.
+`merge` combines the layers and keeps the origin of every value: `--print-config` shows it, and an error names the line
+or flag to change. The environment sets only secrets, which must not appear in a process list.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .presets import PRESETS, preset_origin
 ENV_VARS: Final = {"ENGINE_API_KEY": "api_key", "ENGINE_ADMIN_API_KEY": "admin_api_key"}
 DEFAULT_ORIGIN: Final = "default"
 _GUARDS: Final = {
-    "api_key": "everybody would get in",
-    "api_key_file": "everybody would get in",
-    "admin_api_key": "whoever can connect to a loopback address would be the admin",
-    "ssl_certfile": "nothing would be encrypted",
+    "api_key": "every client would have access",
+    "api_key_file": "every client would have access",
+    "admin_api_key": "every client on a loopback address would be an admin",
+    "ssl_certfile": "connections would not be encrypted",
 }
-"""Settings that nobody means to leave out who writes their names into a file, and what would come of it."""
+"""Settings that must not be empty by accident: a key in the file without a value is an error, with this consequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ Layer = Mapping[str, Value]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MergedConfig:
-    """A whole configuration, "auto" values not yet resolved.
+    """A complete configuration, "auto" values not yet resolved.
 
     Attributes:
         config: the values.
-        origins: setting -> where its value was written; `default` for untouched ones.
+        origins: setting -> where its value was written; `default` if it was not set.
     """
 
     config: EngineConfig
@@ -53,7 +53,7 @@ class MergedConfig:
 
 
 def merge(*layers: Layer) -> MergedConfig:
-    """Build the configuration; later layers win, and all of them over the preset that they choose.
+    """Build the configuration; later layers override earlier ones, and all of them override the chosen preset.
 
     Raises:
         ConfigError: a value out of range; the message ends with its origin.
@@ -76,11 +76,11 @@ def merge(*layers: Layer) -> MergedConfig:
 
 
 def from_flags(given: Mapping[str, object]) -> dict[str, Value]:
-    """The layer of command line options: name of a setting -> text or truth value, None where it was not given."""
+    """The layer of command line options: name of a setting -> text or boolean, None if it was not given."""
     layer: dict[str, Value] = {}
     for name, value in given.items():
         setting = setting_names()[name]
-        if value is not None and value != []:  # what typer says of a repeatable option that is not given
+        if value is not None and value != []:  # typer's value for a repeatable option that is not given
             try:
                 checked = setting.check(value)
             except ConfigError as error:
@@ -99,7 +99,7 @@ def from_arguments(arguments: Mapping[str, object]) -> dict[str, Value]:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Value]:
-    """The layer of environment variables; an empty one counts as not set."""
+    """The layer of environment variables; an empty variable counts as not set."""
     environ = os.environ if environ is None else environ
     return {
         name: Value(config_fields()[name].check(environ[variable]), f"${variable}")
@@ -143,7 +143,7 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
             if first is not None:
                 name = "" if setting.alias is None else f", another name of {setting.field.name},"
                 raise ConfigError(f"{key}{name} is set a second time (first at {first.origin})")
-            if setting.field.name in _GUARDS and node.value == "":  # an explicit null or [] is meant
+            if setting.field.name in _GUARDS and node.value == "":  # an explicit null or [] is intended
                 raise ConfigError(
                     f"{key} has no value, and without one {_GUARDS[setting.field.name]}; write one, or null"
                 )
@@ -158,7 +158,7 @@ def _put(layer: dict[str, Value], setting: Setting, value: Value) -> None:
     """Add a value to a layer where each setting is given once.
 
     Raises:
-        ConfigError: it has been given under another name.
+        ConfigError: it has already been given under another name.
     """
     first = layer.get(setting.field.name)
     if first is not None:
@@ -174,7 +174,7 @@ def _preset_layer(preset: Value | None) -> dict[str, Value]:
 
 
 def _settings(loader: Any, root: Any, path: Path) -> Iterator[tuple[str, Any, int]]:
-    """(key, value node, line) of every setting; a group's mapping is opened, and its settings must belong to it."""
+    """(key, value node, line) of every setting; a group's mapping is flattened, and its settings must belong to it."""
     import yaml
 
     groups = get_type_hints(EngineConfig)
@@ -195,7 +195,7 @@ def _settings(loader: Any, root: Any, path: Path) -> Iterator[tuple[str, Any, in
 
 
 def _scalar(loader: Any, node: Any, field: ConfigField) -> object:
-    """The node's value; plain scalars for text settings stay text where YAML would see a number or a truth value."""
+    """The node's value; plain scalars for text settings stay text where YAML would read a number or a boolean."""
     import yaml
 
     if field.many and isinstance(node, yaml.SequenceNode):
@@ -213,7 +213,7 @@ def _scalar(loader: Any, node: Any, field: ConfigField) -> object:
 
 
 def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Range errors start with the setting's name; say where the value was written, too."""
+    """A range error with the value's origin added; range errors start with the setting's name."""
     message = str(error)
     origin = origins.get(message.split(" ", 1)[0], DEFAULT_ORIGIN)
     return ConfigError(message if origin == DEFAULT_ORIGIN else f"{message} (set by {origin})")

@@ -1,4 +1,4 @@
-"""`KernelConfig` and `ParallelConfig`, groups of `EngineConfig`: who computes, and on how many devices."""
+"""`KernelConfig` and `ParallelConfig`, groups of `EngineConfig`: the kernels, and the devices and machines."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class ParallelConfig:
             raise ConfigError(f"tp is {self.tp}, but it must be a multiple of nnodes ({self.nnodes})")
         if self.nnodes > 1 and self.dist_init_addr is None:
             raise ConfigError(
-                f"nnodes is {self.nnodes}, but nobody says where machine 0 is; set --dist-init-addr HOST:PORT"
+                f"nnodes is {self.nnodes}, but the address of machine 0 is not set; set --dist-init-addr HOST:PORT"
             )
         if self.nnodes > 1 and self.tp == 1:
             raise ConfigError(
-                f"nnodes is {self.nnodes}, but tp is 1, so there is nothing to share; raise --tp"
+                f"nnodes is {self.nnodes}, but tp is 1, so there is no rank for another machine; raise --tp"
             )
 
     @property
@@ -100,7 +100,7 @@ class ParallelConfig:
 
     @property
     def ranks_on_one_host(self) -> int:
-        """Ranks that may have to share one machine's cores and memory: with Ray, all, as it places them."""
+        """Ranks that may share one machine's cores and memory; with Ray all of them, because Ray places them."""
         return self.tp if self.executor == "ray" else self.ranks_per_node
 
     @property
@@ -110,7 +110,7 @@ class ParallelConfig:
 
 
 def parse_attention_backend(text: str | None) -> tuple[AttentionBackendName, AttentionBackendName] | None:
-    """What `--attention-backend` asks for: the names for prompts and for decodes; None: nothing.
+    """Parse `--attention-backend`: the names for prefill and for decode; None if it is not set.
 
     Raises:
         ConfigError: not one or two known names.
@@ -122,6 +122,6 @@ def parse_attention_backend(text: str | None) -> tuple[AttentionBackendName, Att
     if len(names) != len(parts) or len(names) > 2:
         raise ConfigError(
             f"attention_backend is {text!r}, but it must be one or two of {', '.join(ATTENTION_BACKENDS)}; two are for "
-            "prompts and for decodes: --attention-backend fa3,triton"
+            "prefill and decode: --attention-backend fa3,triton"
         )
     return names[0], names[-1]

@@ -1,9 +1,9 @@
 """`EngineConfig`: every setting of the engine, in frozen groups by concern.
 
-Field, type, default and help stand on one line; the command line, the YAML file and `--print-config` are made from
-these fields, so a new setting is one new line here. Flag names are the field names with dashes; they are unique across
-groups, and an `Alias` behind the help is another engine's name for the same thing. `"auto"` is replaced once, at start,
-by `resolve` (see `resolve.py`); components take their group, never the whole.
+Field, type, default and help are one line; the command line, the YAML file and `--print-config` are made from these
+fields, so a new setting is one new line here. Flag names are the field names with dashes; they are unique across
+groups, and an `Alias` after the help is another engine's name for the same setting. `"auto"` is replaced once, at
+start, by `resolve` (see `resolve.py`); a component takes its group, not the whole configuration.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 DERIVED: Final = {"derived": True}
-"""Metadata of a field that `resolve` fills in and nobody can set."""
+"""Metadata of a field that `resolve` fills in and that is not a setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which weights, in what precision, on what device."""
+    """Weights, precision and device."""
 
     model: Annotated[
         str, "Folder in Hugging Face layout, .gguf file, hub name, or 'default' (SmolLM2-135M)."
@@ -70,7 +70,7 @@ class ModelConfig:
         int | Auto, "Longest sequence in tokens, prompt and output together.", Alias("context_length")
     ] = "auto"
     len_is_estimate: bool = field(default=False, metadata=DERIVED)
-    """Whether `max_model_len` was made for "auto", so that a device that is measured may choose a smaller one."""
+    """Whether `max_model_len` was computed for "auto", so that a measured device may choose a smaller value."""
     dtype: Annotated[DType, "Data type of weights and activations."] = "auto"
     load_format: Annotated[LoadFormat, "Format of the weight files; 'dummy' makes random weights."] = "auto"
     model_impl: Annotated[
@@ -100,7 +100,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """KV memory: how much there is, in what pieces, and what outlives a request."""
+    """KV memory: its size, its page size, and what stays cached after a request has finished."""
 
     page_size: Annotated[
         int, "Tokens per KV page; a prefix is shared in whole pages.", Alias("block_size")
@@ -110,7 +110,7 @@ class CacheConfig:
         float | Auto, "Share of the memory that remains after the weights to use for the KV pool."
     ] = "auto"
     pool_is_estimate: bool = field(default=False, metadata=DERIVED)
-    """Whether `max_total_tokens` was made for "auto", so that a device that is measured may choose another."""
+    """Whether `max_total_tokens` was computed for "auto", so that a measured device may choose another value."""
     kv_cache_dtype: Annotated[KVCacheDType, "Data type of the KV pool; auto: that of the model."] = "auto"
     radix_cache: Annotated[
         bool,
@@ -147,7 +147,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What runs next, how much of it in one step, and how cautiously memory is promised."""
+    """What runs next, how much of it in one step, and how cautiously KV memory is reserved."""
 
     preset: Annotated[
         PresetName | None,
@@ -329,7 +329,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What the engine says while it runs; never prompt text."""
+    """What the engine logs; never prompt text."""
 
     log_level: Annotated[LogLevel, "Lowest severity that is logged."] = "info"
     log_format: Annotated[

@@ -1,7 +1,7 @@
-"""`RequestLimits`, a group of `EngineConfig`: how much one request may ask for.
+"""`RequestLimits`, a group of `EngineConfig`: limits on the contents of one request.
 
-They are checked before anything is tokenised and shown in `/server_info`. The defaults are far above what clients send,
-and so low that a request at all of them at once costs the server little.
+They are checked before anything is tokenized and shown in `/server_info`. The defaults are far above what clients send,
+and low enough that a request that reaches all of them costs the server little.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MOST: Final = {
     "max_stop_chars": MAX_STOP_STRING_CHARS,
     "max_logit_bias": MAX_LOGIT_BIAS_ENTRIES,
     "max_logprobs": MAX_TOP_LOGPROBS,
-    "max_json_depth": 256,  # what the parser, and the stack of everything behind it, take in any case
+    "max_json_depth": 256,  # what the parser, and the stack of the code after it, can handle
 }
-"""What the engine can take at all."""
+"""The largest values that the engine supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """How much one request may ask for."""
+    """Limits on the contents of one request."""
 
     max_n: Annotated[int, "Outputs per prompt: n, and best_of."] = 128
     max_prompts: Annotated[int, "Prompts in one request."] = 2048

@@ -1,4 +1,4 @@
-"""`ServerConfig`, a group of `EngineConfig`: who may connect and how, and how long anybody may be silent."""
+"""`ServerConfig`, a group of `EngineConfig`: connections, access and timeouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POSITIVE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP side, and how long processes may be silent."""
+    """The HTTP server and the timeouts of processes."""
 
     host: Annotated[str, "Address to listen on."] = "127.0.0.1"
     port: Annotated[int, "Port to listen on; 0 takes a free one."] = 30000
@@ -91,7 +91,7 @@ class ServerConfig:
         check_at_least("max_restarts", self.max_restarts, 0)
         if self.isolate_tenants and not self.needs_key:
             raise ConfigError(
-                "isolate_tenants is True, but tenants are told apart by their API keys; set api_key"
+                "isolate_tenants is True, but it distinguishes tenants by their API keys; set api_key"
             )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is set, but there is no certificate; set ssl_certfile too")

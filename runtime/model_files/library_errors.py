@@ -1,4 +1,4 @@
-"""`library_errors`: what a library says of a damaged file, as our own error."""
+"""`library_errors`: turns a library's exceptions about a damaged file into `ConfigError`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 from ..errors import ConfigError
 
 _MAX_QUOTED_CHARS: Final = 300
-"""Of its words, which may quote the file."""
+"""Of the library's message, which may quote the file."""
 
 
 @contextlib.contextmanager
 def library_errors(before: str, behind: str = "") -> Iterator[None]:
-    """Turn whatever is raised inside into an error with these words around the library's own.
+    """Turn any exception raised inside into a ConfigError: `before`, the library's message, `behind`.
 
-    The tokenizers library raises plain `Exception`, and where its Rust code panics (a merge that is shorter than the
-    prefix it must have) a `PanicException`, which cannot be imported and is no `Exception`.
+    The tokenizers library raises plain `Exception`. If its Rust code panics (for example on a merge that is shorter
+    than its required prefix) it raises `PanicException`, which cannot be imported and is not an `Exception`.
 
     Raises:
-        ConfigError: something was.
+        ConfigError: an exception was raised inside.
     """
     try:
         yield

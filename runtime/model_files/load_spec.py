@@ -1,4 +1,4 @@
-"""`load_spec`: from a model's files to its `ModelSpec`, with the reader of their kind."""
+"""`load_spec`: reads a model's `ModelSpec` with the reader for its kind of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load_spec(source: ModelSource) -> ModelSpec:
     Raises:
         ConfigError: the files are broken, or the model needs something that is not implemented.
     """
-    if source.kind == "gguf":  # imported here: GGUF brings numpy, which a folder does not need
+    if source.kind == "gguf":  # imported here: GGUF needs numpy, a folder does not
         from .gguf.gguf_config import read_gguf_spec
         from .gguf.gguf_file import GGUFFile
 

@@ -1,8 +1,7 @@
 """ModelSpec: the facts about a model's architecture that the rest of the engine computes with.
 
-Read from a model's files by `hf_config` and `gguf_config` (see `load_spec`); carried to every process inside
-messages. It holds no tensors and no paths, and says nothing about devices: memory planning and model building take it
-from here.
+Read from a model's files by `hf_config` and `gguf_config` (see `load_spec`); sent to every process inside messages. It
+holds no tensors, no paths and no facts about devices: memory planning and model building derive those from it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
-    """How rotary frequencies are stretched for longer contexts.
+    """How rotary frequencies are scaled for longer contexts.
 
-    `linear` divides all frequencies by `factor`. `llama3` divides those whose wavelength is above
+    `linear` divides all frequencies by `factor`. `llama3` divides those with a wavelength above
     original_max_position / low_freq_factor, keeps those below original_max_position / high_freq_factor, and
     blends between. `yarn` (Peng et al. 2023) keeps those that turn more than `beta_fast` times within the original
     context, divides those that turn less than `beta_slow` times, and blends between by dimension. `longrope` (Ding et
-    al. 2024) divides each by a number of its own: `long_factor` where the engine serves more positions than the
-    original context, else `short_factor`.
+    al. 2024) divides each frequency by its own factor: from `long_factor` if the engine serves more positions than the
+    original context, else from `short_factor`.
 
     `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
     """
@@ -51,13 +50,13 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: int
     num_active: int  # experts that compute for a token
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # of each expert
     normalise: bool  # the weights of a token's active experts add up to 1
-    dense_layers: tuple[int, ...] = ()  # layers with an ordinary MLP instead
+    dense_layers: tuple[int, ...] = ()  # layers with a dense MLP instead
 
 
 class _Linear(NamedTuple):
-    """A linear layer, of which a layer of the model has `num`: the outputs of its modules, by name, and its inputs."""
+    """A linear layer that occurs `num` times in a layer of the model: outputs per module name, and number of inputs."""
 
     rows: dict[str, int]
     columns: int
@@ -65,7 +64,7 @@ class _Linear(NamedTuple):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture of one decoder-only model; names follow Hugging Face's config.json where they are good."""
+    """Architecture of one decoder-only model; names follow Hugging Face's config.json where possible."""
 
     model_type: str  # of Hugging Face; names the module in model_runner/models
     vocab_size: int  # rows of the embedding: the width of the logits
@@ -83,27 +82,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False  # of the q, k and v projections
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    torch_dtype: DTypeName  # what the weights were saved in, or the best choice for a quantised file
+    torch_dtype: DTypeName  # dtype of the saved weights, or the best choice for a quantized file
     eos_token_ids: tuple[int, ...] = ()  # sampling one of them ends a text
     bos_token_id: int | None = None
-    rotary_dim: int | None = None  # leading numbers of a head that rotate; None: all
-    qk_norm: bool = False  # each head of q and k is normalised before rotary
+    rotary_dim: int | None = None  # leading elements of a head that rotate; None: all
+    qk_norm: bool = False  # each head of q and k is normalized before rotary
     query_scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    sliding_window: int | None = None  # tokens that a windowed layer sees, the query's own among them
+    sliding_window: int | None = None  # tokens that a windowed layer attends to, including the query's own
     windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
-    local_rope_theta: float | None = None  # of the windowed layers, without scaling; None: as the others
+    local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
     experts: ExpertsSpec | None = None
     norms_per_layer: int = 2
-    float32_norms: bool = False  # norm weights are kept in float32, whatever the serving dtype
-    quantisation: QuantisationSpec | None = None  # of the weights of linear layers; None: plain
+    float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
+    quantisation: QuantisationSpec | None = None  # of the weights of linear layers; None: not quantized
 
     def window_of(self, layer_id: int) -> int | None:
-        """Tokens that this layer sees, the query's own among them; None: all before it."""
+        """Tokens that this layer attends to, including the query's own; None: all before it."""
         return self.sliding_window if self.windowed_layers and self.windowed_layers[layer_id] else None
 
     @property
     def known_positions(self) -> int:
-        """Positions that the model can use: yarn is often added to a file that still names the length before it."""
+        """Positions that the model can use: files with yarn added often still name the length before it."""
         scaling = self.rope_scaling
         if scaling.kind != "yarn":
             return self.max_position_embeddings
@@ -131,7 +130,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return self.num_layers * dense
         num_dense = len(self.experts.dense_layers)
         one = 3 * self.hidden_size * self.experts.intermediate_size
-        sparse = self.experts.num_experts * (one + self.hidden_size)  # and the router's row for it
+        sparse = self.experts.num_experts * (one + self.hidden_size)  # plus the expert's row in the router
         return num_dense * dense + (self.num_layers - num_dense) * sparse
 
     @property
@@ -141,23 +140,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mlp_width(self) -> int:
-        """Numbers that the widest MLP holds for one token at a time."""
+        """Activation elements of the widest MLP per token."""
         if self.experts is None:
             return 3 * self.intermediate_size
         sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
         return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
 
     def weight_bytes(self, dtype_bytes: int, *, dequantised: bool = False) -> int:
-        """Memory of the weights, those that are not quantised in `dtype_bytes` each.
+        """Memory of the weights; those that are not quantized take `dtype_bytes` each.
 
-        `dequantised`: quantised ones as well, which is how they are kept where no kernel can compute with them.
+        `dequantised`: counts quantized weights in `dtype_bytes` too, as they are stored if no kernel supports them.
         """
         wider = (4 - dtype_bytes) * self._norm_parameters if self.float32_norms else 0
         saved = 0 if dequantised else self._saved_by_quantisation(dtype_bytes)
         return self.num_parameters * dtype_bytes + wider - saved
 
     def _saved_by_quantisation(self, dtype_bytes: int) -> int:
-        """Bytes, of linear layers, of experts in blocks, and of an output head of its own."""
+        """Bytes saved by linear layers, by experts in blocks, and by an output head that is not tied."""
         if self.quantisation is None:
             return 0
         saved = 0
@@ -176,7 +175,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return saved
 
     def tied_head_bytes(self, dtype_bytes: int, *, dequantised: bool = False) -> int:
-        """Memory of a head that is tied to the embedding, but packed for its kernel and thereby a copy; see above."""
+        """Memory of a head that is tied to the embedding but packed for its kernel, which makes it a copy."""
         if not self.tie_word_embeddings:
             return 0
         if self.quantisation is None or dequantised:
@@ -189,7 +188,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.vocab_size * self.hidden_size * dtype_bytes if held is None else held
 
     def _linears(self, layer: int) -> list[_Linear]:
-        """A layer's linear layers; without experts where their numbers become wider: of other forms than blocks."""
+        """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
         size, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -206,26 +205,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
-        """Memory of one token's keys and values over all layers: each number's, and for each head a scale's.
+        """Memory of one token's keys and values over all layers: each element, and one scale per head.
 
-        Windowed layers count like the others: they keep what has left their window, so that prefixes can be shared.
+        Windowed layers count like the others: they keep tokens that left their window, so that prefixes can be shared.
         """
         return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * dtype_bytes + scale_bytes)
 
     def contradiction(self) -> str | None:
-        """What in these facts cannot be true together, or None; the readers put the file's name before it."""
+        """The first contradiction between these facts, or None; the readers put the file's name before it."""
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
         if self.head_dim % 2:
             return f"head_dim is {self.head_dim}, rotary position embedding needs an even number"
         rotary_dim = self.rotary_dim or self.head_dim
         if rotary_dim % 2:
-            return f"{rotary_dim} numbers of a head rotate, rotary position embedding needs an even number"
+            return f"{rotary_dim} elements of a head rotate, rotary position embedding needs an even number"
         if self.windowed_layers and len(self.windowed_layers) != self.num_layers:
             return f"{len(self.windowed_layers)} layer types for {self.num_layers} layers"
         experts = self.experts
         if experts is not None and experts.num_active > experts.num_experts:
-            return f"{experts.num_active} experts for each token, but there are {experts.num_experts} only"
+            return f"{experts.num_active} experts for each token, but there are only {experts.num_experts}"
         return self._rope_contradiction(rotary_dim // 2)
 
     def _rope_contradiction(self, num_frequencies: int) -> str | None:

@@ -1,16 +1,16 @@
-"""`QuantisationSpec`: in what form a checkpoint holds the weights of its linear layers, or is to be brought at load.
+"""`QuantisationSpec`: the form of a checkpoint's linear weights, or the form to convert them to while loading.
 
-Read from `quantization_config` of config.json, or from the file of its own that older exports have. What is not
-implemented is refused by name: numbers read in the wrong form are still numbers, and the model talks nonsense.
+Read from `quantization_config` of config.json, or from the separate file of older exports. A form that is not
+implemented is refused by name: weights read in the wrong form load without an error and produce wrong output.
 
 How each method stores a weight [out, in], by the names of its tensors:
 
     fp8    weight [out, in] e4m3; weight_scale or weight_scale_inv: one number, one per output, or one per block
     awq    qweight int32 [in, out/8], qzeros int32 [in/group, out/8], scales [in/group, out]
     gptq   qweight int32 [in/8, out], qzeros int32 [in/group, out/8], scales [in/group, out], g_idx int32 [in]
-    gguf   a GGUF file's own formats, those that `block_forms` knows
+    gguf   a GGUF file's own formats, those in `block_forms`
 
-`int8` and `int4` are no checkpoint's: plain weights are brought into blocks while they are loaded.
+`int8` and `int4` are not checkpoint forms: plain weights are quantized to blocks while they are loaded.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from .json_file import read_json
 
 QuantMethod = Literal["fp8", "awq", "gptq", "gguf", "int8", "int4"]
 Quantization = Literal[QuantMethod, "none"]
-"""What `--quantization` may ask for."""
+"""The values of `--quantization`."""
 
 MADE: Final[tuple[QuantMethod, ...]] = ("fp8", "int8", "int4")
-"""Made of plain weights while loading."""
+"""Made from plain weights while loading."""
 BLOCK_METHODS: Final[tuple[QuantMethod, ...]] = ("gguf", "int8", "int4")
-"""Held as whole numbers in blocks of 32 inputs, which the CPU multiplies with."""
+"""Stored as integers in blocks of 32 inputs, which the CPU kernels multiply directly."""
 
 SUPPORTED: Final = (
     "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8 and as compressed-tensors in float-quantized form), "
     "awq (4 bits, gemm) and gptq (4 bits)"
 )
 _OWN_FILES: Final = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
-"""Where exports older than `quantization_config` say how they were made, and what they are if they do not say that."""
+"""Files that describe the quantization in exports older than `quantization_config`, with the method they imply."""
 _GROUP_SIZES: Final = (32, 64, 128, 256, 512, 1024)
 _ROUTER: Final = re.compile(r"\.mlp\.gate$")
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 _IN_8_BITS: Final = (".q_proj", ".k_proj", ".v_proj", ".qkv_proj", ".down_proj")
-"""What int4 makes 8 bits wide, beside the head: two fifths of SmolLM2-135M's linear layers. 4 bits everywhere would
-cost 20 % in perplexity, with down_proj in 4 bits it is 11 %, and 7.5 % so."""
+"""Modules that int4 keeps in 8 bits, besides the head: two fifths of SmolLM2-135M's linear layers. Perplexity rises by
+20 % with 4 bits everywhere, by 11 % if down_proj has 4 bits too, and by 7.5 % with this choice."""
 HEADS: Final = ("lm_head", "model.embed_tokens")
-"""The output head's module, or the embedding's, where the head is tied to it."""
+"""The output head's module, or the embedding's if the head is tied to it."""
 
 
 class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the weights.
 
     Attributes:
-        stored: the checkpoint is in this form; else its weights are brought into it while loading.
-        kept: they stay in it where the device can compute with them; else they are dequantised while loading.
+        stored: the checkpoint is in this form; if False, its weights are converted to it while loading.
+        kept: the weights stay in it if the device supports it; if False, they are dequantized while loading.
         group_size: awq, gptq: inputs that share a scale and a zero; 0: all of them.
-        reordered: gptq: `g_idx` says which group an input belongs to; else groups are of neighbours.
-        zeros_less_one: gptq: stored zeros are one less than meant, as the first version of the format has them.
-        block: fp8: (outputs, inputs) that share a scale; None: all inputs of an output do.
-        activation_bound: fp8: larger inputs count as this large; None: no bound.
-        weights_only: fp8: activations keep their type.
-        types: gguf: the file's format of each module that is stored in blocks; experts are named without their numbers.
-        plain_modules: linear layers that are not quantised: names or parts of names in whole components
-            ("mlp.gate"), or regular expressions for the beginning of a name behind "re:".
+        reordered: gptq: `g_idx` maps each input to its group; if False, groups are neighboring inputs.
+        zeros_less_one: gptq: stored zeros are one less than their value, as in the first version of the format.
+        block: fp8: (outputs, inputs) that share a scale; None: all inputs of an output share one.
+        activation_bound: fp8: larger inputs are clamped to this value; None: no bound.
+        weights_only: fp8: activations keep their dtype.
+        types: gguf: the file's format of each module stored in blocks; names of experts omit the expert's number.
+        plain_modules: linear layers that are not quantized: names or parts of names in whole components
+            ("mlp.gate"), or after "re:" regular expressions for the beginning of a name.
     """
 
     method: QuantMethod
@@ -82,17 +82,17 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
     plain_modules: tuple[str, ...] = ()
 
     def is_kept(self, *, on_cpu: bool) -> bool:
-        """Whether weights stay in this form on the device, as far as that can be said before it is tried."""
+        """Whether weights stay in this form on the device, according to what is known before loading."""
         return self.kept and (not on_cpu or self.method in BLOCK_METHODS)
 
     def is_plain(self, name: str) -> bool:
-        """Whether this linear layer keeps floating-point weights. The routers of experts do in every checkpoint."""
+        """Whether this linear layer keeps floating-point weights. Routers of experts do in every checkpoint."""
         if _ROUTER.search(name) or (self.method == "gguf" and unnumbered(name) not in self.types):
             return True
         return any(pattern.search(name) for pattern in _compiled(self.plain_modules))
 
     def form_of(self, name: str, columns: int) -> BlockForm | None:
-        """In what kind of blocks a module with so many inputs is held; None: in none."""
+        """The block form of a module with this many inputs; None: it is not stored in blocks."""
         if self.method not in BLOCK_METHODS or self.is_plain(name) or columns % BLOCK_LEN:
             return None
         if self.method == "gguf":
@@ -101,7 +101,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
         return INT8 if in_8_bits else INT4
 
     def bytes_of(self, name: str, rows: int, columns: int) -> int | None:
-        """Memory of one module's weight [rows, columns] with its scales, as kernels want it; None: it is plain."""
+        """Memory of one module's weight [rows, columns] with its scales, in the kernels' layout; None: it is plain."""
         if self.method in BLOCK_METHODS:
             form = self.form_of(name, columns)
             return None if form is None else form.num_bytes(rows, columns)
@@ -114,7 +114,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
         return rows * columns // 2 + 3 * rows * groups  # a scale in float16 and a zero in a byte
 
     def bytes_together(self, modules: Sequence[tuple[str, int]], columns: int) -> list[int | None]:
-        """The same of modules, with so many rows each, whose outputs are one weight."""
+        """The same for modules that are fused into one weight, each with its number of rows."""
         forms = [self.form_of(name, columns) for name, _ in modules]
         held = [form for form in forms if form is not None]
         if all(form.is_held_like(held[0]) for form in held):
@@ -126,7 +126,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_quantisation(folder: Path, config: Fields) -> QuantisationSpec | None:
-    """What the files of a model folder say; None: the weights are plain.
+    """The quantization that the files of a model folder declare; None: the weights are plain.
 
     Raises:
         ConfigError: the form is not supported, or the description is damaged.
@@ -183,7 +183,7 @@ def _read_gptq(fields: Fields) -> QuantisationSpec:
     if fields.boolean("is_marlin_format", default=False):
         raise fields.error("is_marlin_format", True, "only gptq and gptq_v2 are supported")
     if fields.boolean("lm_head", default=False):
-        raise fields.error("lm_head", True, "a quantised output head is not supported")
+        raise fields.error("lm_head", True, "a quantized output head is not supported")
     for name in ("dynamic", "modules_in_block_to_quantize"):
         if fields.get(name):
             raise fields.error(name, fields.get(name), "only one setting for all layers is supported")
@@ -221,7 +221,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantisationSpec:
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise fields.error("config_groups", groups, "expected a group with `weights`")
     if group.get("targets") != ["Linear"]:
-        raise fields.error("config_groups", groups, "only a group whose targets are ['Linear'] is supported")
+        raise fields.error("config_groups", groups, "only a group with the targets ['Linear'] is supported")
     weights = Fields(fields.path, group["weights"], f"quantization_config.config_groups.{name}.weights.")
     if weights.integer("num_bits", 1, 64) != 8 or weights.text("type") != "float":
         raise weights.error("num_bits", weights.get("num_bits"), "only 8-bit float weights are supported")
@@ -239,7 +239,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantisationSpec:
 
 
 def _group_size(fields: Fields, *names: str) -> int:
-    """Inputs of a group, 0 for all; and the check that there are 4 bits, whose field older exports named otherwise."""
+    """Inputs of a group, 0 for all; checks that weights have 4 bits (older exports use another field for it)."""
     bits = "bits" if fields.get("w_bit") is None else "w_bit"
     if fields.integer(bits, 1, 32) != 4:
         raise fields.error(bits, fields.get(bits), "only 4 bits are supported")
@@ -268,7 +268,7 @@ def _must_be(fields: Fields, name: str, only: str, default: str) -> None:
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...]:
-    """A list of modules; missing is empty."""
+    """A list of modules; empty if missing."""
     value = fields.get(name)
     if value is None:
         return ()
@@ -282,7 +282,7 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def unnumbered(name: str) -> str:
-    """The name of a module; experts of a layer, which are one tensor of the file, share one."""
+    """The name of a module without the expert's number: the experts of a layer are one tensor of the file."""
     return _EXPERT.sub(".experts.", name)
 
 

@@ -1,4 +1,4 @@
-"""`with_quantisation`: a model in the form that `--quantization` wants its weights in."""
+"""`with_quantisation`: a model with the quantization that `--quantization` selects."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 def with_quantisation(spec: ModelSpec, asked: Quantization | None) -> ModelSpec:
-    """The model as `--quantization` wants it; None: as its files say.
+    """The model with this quantization; None: as in its files.
 
     Raises:
-        ConfigError: the files say something else, or hold no weights of that kind.
+        ConfigError: the files have another quantization, or none that can be used.
     """
     found = spec.quantisation
     if asked is None or (found is not None and found.method == asked):
         return spec
     if asked == "none":
-        # What GGUF calls a tensor is read as plain numbers by whoever does not ask for its blocks.
+        # GGUF tensors in blocks are read as plain values unless blocks are requested.
         if found is None or found.method == "gguf" or not found.stored:
             return structs.replace(spec, quantisation=None)
         return structs.replace(spec, quantisation=structs.replace(found, kept=False))
     if found is not None and (found.method != "gguf" or asked not in MADE):
         raise ConfigError(
-            f"quantization is {asked}, but the checkpoint's weights are {found.method}; leave --quantization out"
+            f"quantization is {asked}, but the checkpoint's weights are {found.method}; omit --quantization"
         )
     if asked not in MADE:
         raise ConfigError(
-            f"quantization is {asked}, but the checkpoint's weights are not quantised, and only {', '.join(MADE)} can "
-            f"be made while loading; name a checkpoint in {asked}, use one of those, or leave --quantization out"
+            f"quantization is {asked}, but the checkpoint's weights are not quantized, and only {', '.join(MADE)} can "
+            f"be made while loading; name a checkpoint in {asked}, use one of those, or omit --quantization"
         )
     return structs.replace(spec, quantisation=QuantisationSpec(method=asked, stored=False))

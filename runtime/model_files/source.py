@@ -1,8 +1,7 @@
-"""ModelSource: the local files behind what a user gives as `--model`.
+"""ModelSource: the local files of the model that a user gives as `--model`.
 
-Resolved once, by the command line or `LLM`, and carried to every process inside the launch settings. Here it
-is decided that the files are there and of a kind the engine reads; what is in them is read by `model_spec`,
-`tokenizer` and weight loading.
+Resolved once, by the command line or `LLM`, and sent to every process inside the launch settings. This module checks
+that the files exist and are of a supported kind; `model_spec`, `tokenizer` and weight loading read their contents.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ModelSource(msgspec.Struct, frozen=True):
 
     kind: Literal["hf", "gguf"]  # a folder in Hugging Face layout, or one GGUF file
     path: str  # absolute
-    name: str  # the model's name for clients, unless --served-model-name gives another
+    name: str  # the model's name in the API, unless --served-model-name gives another
 
 
 def resolve_source(
@@ -38,23 +37,23 @@ def resolve_source(
     need_weights: bool = True,
     progress: Progress | None = None,
 ) -> ModelSource:
-    """Find, and fetch if need be, the files of a model.
+    """Find the files of a model, and download them if necessary.
 
     Args:
-        model: a folder, a .gguf file, a hub name "org/name", or None or "default" for the default model. What
-            exists locally wins over a hub name.
+        model: a folder, a .gguf file, a hub name "org/name", or None or "default" for the default model. A local path
+            takes precedence over a hub name.
         revision: branch, tag or commit of a hub name.
         need_weights: False for `--load-format dummy`, which needs the configuration only.
-        progress: told about the download of the default model.
+        progress: called during the download of the default model.
 
     Raises:
-        ConfigError: nothing there, or nothing the engine reads; the message says what to do.
+        ConfigError: no files, or none that the engine reads; the message says what to do.
     """
     if model is None or model == "default":
         return ModelSource("gguf", str(ensure_default_model(progress)), DEFAULT_MODEL_NAME)
     path = Path(
         os.path.expanduser(model)
-    ).absolute()  # leaves ~nobody as it is, and then there is no such folder
+    ).absolute()  # `~name` of an unknown user stays as it is, and no such folder exists
     try:
         if path.is_dir():
             return _folder_source(path, need_weights)
@@ -97,7 +96,7 @@ def _folder_source(folder: Path, need_weights: bool) -> ModelSource:
 
 
 def _check_weights(folder: Path) -> None:
-    """Find the weights complete by name; their contents are checked when they are loaded."""
+    """Check that all weight files exist; their contents are checked when they are loaded."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -120,7 +119,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _folder_name(folder: Path) -> str:
-    """The folder's name; inside the hub's cache, where folders are named by commits, the model's name."""
+    """The folder's name; in the hub's cache, where folders are named by commits, the model's name."""
     for parent in folder.parents:
         if match := _HUB_CACHE_FOLDER.fullmatch(parent.name):
             return f"{match[1]}/{match[2]}"

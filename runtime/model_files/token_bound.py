@@ -1,8 +1,8 @@
-"""`TokenBound`: how few tokens a text can have, known without tokenising it.
+"""`TokenBound`: a lower bound of a text's number of tokens, without tokenizing it.
 
-Used by the front ends to refuse texts that are far too long at once: tokenising 15 MB takes seconds. A token stands for
-at most as many bytes as the longest of the vocabulary, so a text has at least its bytes divided by that. This is true
-only of tokenizers that throw nothing away; for any other there is no bound.
+Used by the front ends to refuse texts that are far too long at once: tokenizing 15 MB takes seconds. A token covers at
+most as many bytes as the longest one in the vocabulary, so a text has at least its bytes divided by that. This holds
+only for tokenizers that drop no input; for any other there is no bound.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from tokenizers import Tokenizer as CoreTokenizer
 from tokenizers import models
 
 _MAX_NFC_SHRINK: Final = 4
-"""Bytes of a text per byte of its NFC form, at most: 3.5 over all of Unicode, see the test."""
+"""Most bytes of a text per byte of its NFC form: 3.5 over all of Unicode, see the test."""
 
 _NFC_INERT: Final = frozenset([*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)])
-"""Bytes of ASCII's control characters and of planes 4 to 16, which NFC neither makes nor changes, and of no UTF-8."""
+"""Bytes that NFC neither produces nor changes: ASCII control characters, planes 4 to 16, and bytes not in UTF-8."""
 
 _LOSSLESS_STEPS: Final = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
-_SPLITTING_STEPS: Final = frozenset({"Punctuation", "Split"})  # lossless unless told to remove
+_SPLITTING_STEPS: Final = frozenset({"Punctuation", "Split"})  # lossless unless they remove the separator
 
 
 class TokenBound(NamedTuple):
     """A lower bound of a text's number of tokens.
 
     Attributes:
-        bytes_per_token: of the text, at most.
-        counts_spaces: False where special tokens swallow the space around them, which then is not counted.
-        uncounted_bytes: which have no token and are dropped; published vocabularies lack some control characters.
+        bytes_per_token: most bytes of text per token.
+        counts_spaces: False if special tokens absorb the space around them, so that spaces are not counted.
+        uncounted_bytes: bytes without a token, which are dropped; published vocabularies lack some control characters.
     """
 
     bytes_per_token: int
@@ -38,7 +38,7 @@ class TokenBound(NamedTuple):
     uncounted_bytes: bytes = b""
 
     def min_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least."""
+        """A lower bound of the number of tokens of `text`."""
         if not self.counts_spaces:
             text = "".join(text.split())
         num_bytes = len(text.encode("utf-8", "surrogatepass").translate(None, self.uncounted_bytes))
@@ -46,7 +46,7 @@ class TokenBound(NamedTuple):
 
 
 def find_token_bound(core: CoreTokenizer, byte_of_char: Mapping[int, int]) -> TokenBound | None:
-    """The bound for a tokenizer, or None where none is certain. Takes 15 ms for 49,152 tokens.
+    """The bound for a tokenizer, or None if none is certain. Takes 15 ms for 49,152 tokens.
 
     Args:
         core: the tokenizer.
@@ -60,12 +60,12 @@ def find_token_bound(core: CoreTokenizer, byte_of_char: Mapping[int, int]) -> To
     if core.model.continuing_subword_prefix or core.model.end_of_word_suffix:
         return None
     vocab = core.get_vocab(with_added_tokens=False)
-    # What has no token is dropped, or much of it becomes one unknown token.
+    # Text without a token is dropped, or a long part of it becomes one unknown token.
     missing: frozenset[int] = frozenset()
     if "ByteLevel" in _kinds(pre_tokenizer):
         missing = frozenset(byte for char, byte in byte_of_char.items() if chr(char) not in vocab)
         if missing and not (normalizer is None or (normalizer["type"] == "NFC" and missing <= _NFC_INERT)):
-            return None  # the normalizer may make them of others
+            return None  # the normalizer may produce them from others
         longest = max(map(len, vocab))  # one character per byte
     elif core.model.byte_fallback:
         if not vocab.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}:
@@ -80,12 +80,12 @@ def find_token_bound(core: CoreTokenizer, byte_of_char: Mapping[int, int]) -> To
 
 
 def _state(step: Any) -> dict[str, Any] | None:
-    """The settings of a step; the library shows them only in its serialised form."""
+    """The settings of a step; the library exposes them only in serialized form."""
     return None if step is None else json.loads(step.__getstate__())
 
 
 def _normalizer_shrink(normalizer: dict[str, Any] | None) -> int | None:
-    """How many bytes of the text become one of the normalised, at most; None: there is no limit we know."""
+    """Most bytes of text that become one byte of normalized text; None: there is no known limit."""
     match normalizer:
         case None | {"type": "Prepend"}:
             return 1

@@ -1,8 +1,8 @@
 """Tokenizer: text to token ids and back, for one model.
 
 Used by the tokenizer manager (encode, chat template), the detokenizer (`token_bytes`) and `LLM`. Read from
-tokenizer.json in a model folder or from the vocabulary inside a GGUF file. An instance does not change after
-it is made, so threads may share it. Rendering chat templates is left to the tokenizer manager.
+tokenizer.json in a model folder or from the vocabulary inside a GGUF file. An instance is immutable, so threads may
+share it. The tokenizer manager renders chat templates.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .token_bound import TokenBound, find_token_bound
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _PROBE: Final = "Is 1 a word?"
-"""Files that make the library panic are read without a word; the first text shows them."""
+"""The library loads some damaged files without an error and panics at the first text; this text finds them."""
 _GGUF_EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """GPT-2's byte-level alphabet backwards, for `str.translate`: character -> character of the byte.
+    """The inverse of GPT-2's byte-level alphabet, for `str.translate`: character -> character of the byte.
 
-    Printable Latin-1 characters stand for themselves; the other 68 bytes are numbered from U+0100.
+    Printable Latin-1 characters map to themselves; the other 68 bytes are numbered from U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -49,10 +49,10 @@ class Tokenizer:
     """One model's tokenizer.
 
     Attributes:
-        special_tokens: the named tokens a chat template may use ("bos_token", "eos_token", ...) and their
-        text. bos_token_id: the token a text begins with, or None. eos_token_ids: tokens that end a text or a
-        turn, as the tokenizer's files say; the model's configuration may
-            know more (`ModelSpec.eos_token_ids`).
+        special_tokens: the named tokens for chat templates ("bos_token", "eos_token", ...) and their text.
+        bos_token_id: the token that begins a text, or None.
+        eos_token_ids: tokens that end a text or a turn, according to the tokenizer's files; the model's configuration
+            may name more (`ModelSpec.eos_token_ids`).
         chat_templates: Jinja sources by name; the usual one is "default".
     """
 
@@ -68,11 +68,10 @@ class Tokenizer:
         """Wrap a tokenizer of the `tokenizers` library.
 
         Raises:
-            ConfigError: its decoder is of a kind whose tokens have no bytes of their own (WordPiece and
-                others).
+            ConfigError: its decoder is of a kind that cannot map tokens to bytes (WordPiece and others).
         """
         self._core = core
-        # Files often carry the limits of the training script; here they would cut prompts silently.
+        # Files often contain the limits of the training script, which would truncate prompts silently.
         core.no_truncation()
         core.no_padding()
         self.special_tokens = dict(special_tokens)
@@ -94,8 +93,8 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face folder.
 
-        Whether BOS is added is what tokenizer.json says: transformers 5 ignores `add_bos_token` beside it,
-        too.
+        tokenizer.json decides whether BOS is added: like transformers 5, this ignores `add_bos_token` of the other
+        file.
 
         Raises:
             ConfigError: a file is missing or broken; the message says which and what to do.
@@ -158,12 +157,12 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens written in it are recognised.
+        """Token ids of `text`. Special tokens written in it are recognized.
 
         Args:
             text: any string that has a UTF-8 form.
-            add_special_tokens: put BOS before it (and EOS behind it) if this model wants that; False for a
-                rendered chat template, which has them in its text.
+            add_special_tokens: put BOS before it (and EOS after it) if the model requires it; False for a rendered
+                chat template, which contains them already.
 
         Raises:
             RequestError: the text has a lone surrogate.
@@ -171,14 +170,14 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts, in one go; see `encode`.
+        """Token ids of several texts in one call; see `encode`.
 
         Raises:
             RequestError: a text has a lone surrogate.
         """
         try:
-            # A batch, even of one, lets go of the GIL where `encode` holds it, 0.4 s for a MB of text; and without
-            # offsets ("fast") it takes four fifths of the time.
+            # A batch, even of one, releases the GIL; `encode` holds it for 0.4 s per MB of text. Without offsets
+            # ("fast") it takes four fifths of the time.
             encodings = self._core.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
             for text in texts:
@@ -192,27 +191,27 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def min_num_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, without tokenising it; 0 where nothing is certain."""
+        """A lower bound of the number of tokens of `text`, without tokenizing it; 0 if no bound is certain."""
         bound = self._token_bound
         return 0 if bound is None else bound.min_tokens(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no valid UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+        """Text of `ids`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary become empty.
 
         Raises:
             RequestError: an id is negative or beyond 32 bits.
         """
         try:
-            # A batch lets go of the GIL here, too.
+            # A batch releases the GIL here, too.
             return self._core.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError:
             raise RequestError("a token id is negative or beyond 32 bits") from None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of one token: joined, those of a text's tokens are the text's UTF-8.
+        """The exact bytes of one token: the bytes of a text's tokens, joined, are the text's UTF-8.
 
-        An id without a token (padding of the embedding) has none. The one exception is the space that
-        SentencePiece models put before a text: it is there, as the first byte of the first token.
+        An id without a token (padding of the embedding) has no bytes. One exception: SentencePiece models put a space
+        before a text, which is the first byte of the first token.
         """
         known = self._bytes_of.get(token_id)
         if known is None:
@@ -224,7 +223,7 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token given as the vocabulary writes it, or None."""
+        """The id of a token in the vocabulary's spelling, or None."""
         return self._core.token_to_id(token)
 
     @functools.cached_property
@@ -236,7 +235,7 @@ class Tokenizer:
             try:
                 return token.translate(_BYTE_OF_CHAR).encode("latin-1")
             except UnicodeEncodeError:
-                return token.encode()  # not written in the byte alphabet: plain text
+                return token.encode()  # not in the byte alphabet: plain text
         if "ByteFallback" in self._decoder_types and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return token.replace("▁", " ").encode()
@@ -263,7 +262,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _decoder_types(core: CoreTokenizer) -> Iterator[str]:
-    """The kinds of decoder this tokenizer chains; the library shows them only in its serialised form."""
+    """The kinds of decoder that this tokenizer chains; the library exposes them only in serialized form."""
     if core.decoder is None:
         return
     stack = [json.loads(core.decoder.__getstate__())]
@@ -274,7 +273,7 @@ def _decoder_types(core: CoreTokenizer) -> Iterator[str]:
 
 
 def _no_tokenizer(folder: Path) -> str:
-    """Why a folder has no tokenizer we can read, and the way out."""
+    """Why a folder has no supported tokenizer, with a fix."""
     for name in ("tokenizer.model", "vocab.json", "spiece.model"):
         if (folder / name).exists():
             return (
@@ -297,7 +296,7 @@ def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _folder_chat_templates(folder: Path, config: Fields) -> dict[str, str]:
-    """Templates of a model folder; chat_template.jinja, the newer place, wins over tokenizer_config.json."""
+    """Templates of a model folder; chat_template.jinja, the newer file, overrides tokenizer_config.json."""
     templates: dict[str, str] = {}
     value = config.get("chat_template")
     if isinstance(value, str):
@@ -323,7 +322,7 @@ def _folder_chat_templates(folder: Path, config: Fields) -> dict[str, str]:
 
 
 def _gguf_chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
-    """`tokenizer.chat_template` is the default one, `tokenizer.chat_template.NAME` the others."""
+    """`tokenizer.chat_template` is the default template, `tokenizer.chat_template.NAME` a named one."""
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
     templates = {name: value for name, value in named.items() if isinstance(value, str)}

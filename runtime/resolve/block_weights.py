@@ -1,4 +1,4 @@
-"""What our kernels need of a CPU, and where weights in blocks of 4 or 8 bits can be multiplied with as they are."""
+"""CPU features that the engine's kernels need, and when weights in blocks of 4 or 8 bits can stay quantized."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from .host_facts import HostFacts
 
 KERNEL_FLAGS: Final = frozenset(("avx2", "fma"))
-"""What our kernels are used with. They multiply bfloat16 in float32, and bytes in 16 bits, where the CPU has no better
-instruction."""
+"""CPU features that the engine's kernels need. Without better instructions they multiply bfloat16 in float32 and bytes
+in 16 bits."""
 
 
 def against_blocks(
     model: ModelConfig, host: HostFacts, device: str, dtype: str, model_impl: str
 ) -> tuple[str, str]:
-    """Why weights in blocks cannot be multiplied with here, and the way out; empty: they can.
+    """Why weights in blocks cannot be used without dequantizing, and a fix; empty strings if they can.
 
     Args:
-        host: its CPU, and whether there are kernels for it.
+        host: its CPU, and whether the engine's kernels are available on it.
         device, dtype, model_impl: without "auto".
     """
     if device != "cpu":
@@ -42,5 +42,5 @@ def against_blocks(
     if model_impl == "transformers":
         return "transformers computes with plain weights only", "use --model-impl engine"
     if model.load_format == "dummy" and model.quantization in (None, "gguf"):
-        return "random weights are in no file's blocks", "use int8, int4"
+        return "random weights have no blocks from a file", "use int8, int4"
     return "", ""

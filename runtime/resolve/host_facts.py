@@ -1,7 +1,8 @@
-"""`HostFacts`: what this process may use of the machine: CPUs, memory, GPUs. Read once at start, without torch.
+"""`HostFacts`: the CPUs, memory and GPUs that this process may use. Read once at start, without torch.
 
-"May use" is the point: a container with a limit of 2 GB on a machine with 64 GB has 2 GB, and a process pinned to two
-cores has two. Everything is read from files under `root`, so that tests can describe any machine.
+The limits of the process count, not the size of the machine: a container with a limit of 2 GB on a machine with 64 GB
+has 2 GB, and a process pinned to two cores has two. Everything is read from files under `root`, so that tests can
+describe any machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..errors import ConfigError
 from ..model_files.cache_dir import cache_dir
 
 COMPILERS: Final = ("g++", "c++", "clang++")
-"""What may compile the engine's own CPU kernels. GCC first: torch's runtime has what its code calls."""
+"""Compilers for the engine's own CPU kernels. GCC first: torch ships the runtime library that its code calls."""
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
 
 
@@ -36,17 +37,17 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What the engine may use here.
+    """What the engine may use on this machine.
 
     Attributes:
         num_cpus: logical CPUs in the affinity mask.
-        num_cores: physical cores those belong to.
-        cpu_quota: CPUs' worth of time that the cgroup grants; None: no quota.
+        num_cores: physical cores that these CPUs belong to.
+        cpu_quota: CPU time that the cgroup grants, in CPUs; None: no quota.
         cpu_flags: instruction set extensions, as Linux names them.
-        mem_available_bytes: what can be allocated without swapping, machine-wide.
-        cgroup_free_bytes: what the memory cgroup still grants; None: no limit.
+        mem_available_bytes: memory that can be allocated without swapping, machine-wide.
+        cgroup_free_bytes: memory that the cgroup still grants; None: no limit.
         gpus: the visible NVIDIA GPUs.
-        has_cpu_kernels: the engine's own are compiled, or there is a compiler.
+        has_cpu_kernels: whether the engine's own kernels are compiled, or there is a compiler.
         torch_version: with its local part (`2.9.0+cpu`); empty when torch is not installed.
     """
 
@@ -62,14 +63,14 @@ class HostFacts:
 
     @property
     def mem_usable_bytes(self) -> int:
-        """The tighter one of the machine's and the cgroup's free memory."""
+        """The smaller of the machine's and the cgroup's free memory."""
         if self.cgroup_free_bytes is None:
             return self.mem_available_bytes
         return min(self.mem_available_bytes, self.cgroup_free_bytes)
 
     @property
     def torch_has_cuda(self) -> bool:
-        """Whether the installed torch is a CUDA build, judged by its version (importing it takes seconds)."""
+        """Whether the installed torch is a CUDA build, according to its version (importing it takes seconds)."""
         return (
             bool(self.torch_version)
             and not self.torch_version.endswith(("+cpu", "+xpu"))
@@ -78,7 +79,7 @@ class HostFacts:
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
-    """Look at the machine; takes milliseconds."""
+    """Read the facts of the machine; takes milliseconds."""
     cpus = sorted(os.sched_getaffinity(0))
     return HostFacts(
         num_cpus=len(cpus),
@@ -97,7 +98,7 @@ def read_host_facts(root: Path = Path("/")) -> HostFacts:
 
 
 def _count_cores(root: Path, cpus: list[int]) -> int:
-    """Hyperthreads of one core count once: two of them do not multiply matrices faster than one."""
+    """Hyperthreads of one core count once: two of them multiply matrices no faster than one."""
     siblings = {
         _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
         for cpu in cpus
@@ -114,7 +115,7 @@ def _cpu_flags(root: Path) -> frozenset[str]:
 
 
 def _has_cpu_kernels() -> bool:
-    """Whether it seems so: a compiler may fail, and files may be those of another version."""
+    """An estimate: the compiler may fail, and the compiled files may belong to another version."""
     if any(shutil.which(name) for name in COMPILERS):
         return True
     try:
@@ -148,7 +149,7 @@ def _mem_available_bytes(root: Path) -> int:
 
 
 def _cgroup_free_bytes(root: Path) -> int | None:
-    """Limit less use, of the tightest cgroup. File pages that can be dropped at once do not count as used."""
+    """Limit minus use, of the tightest cgroup. File pages that can be dropped at once do not count as used."""
     free = []
     for folder in _cgroup_v2_folders(root):
         limit = _read(folder / "memory.max")
@@ -202,7 +203,7 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def _read_gpus(root: Path) -> tuple[GpuFacts, ...]:
-    """Ask the driver's management library; without a driver, or with a broken one, there are no GPUs."""
+    """Query the driver's management library; without a driver, or with a broken one, there are no GPUs."""
     if not (root / "dev/nvidiactl").exists():
         return ()
     try:
@@ -241,7 +242,7 @@ def _torch_version() -> str:
 
 
 def _read(path: Path) -> str:
-    """The file's text without surrounding space; empty where it cannot be read, which stands for "no such limit"."""
+    """The file's text without surrounding space; empty if it cannot be read, which means "no such limit"."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -253,7 +254,7 @@ def _int(text: str) -> int:
 
 
 def usable_threads(host: HostFacts) -> int:
-    """Threads that can compute at the same time: physical cores, less where a quota grants fewer."""
+    """Threads that can compute at the same time: physical cores, fewer if a quota grants less."""
     if host.cpu_quota is None:
         return max(1, host.num_cores)
     return max(1, min(host.num_cores, math.ceil(host.cpu_quota)))

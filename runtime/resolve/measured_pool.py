@@ -1,7 +1,8 @@
-"""`fit_pool`: how many KV pages a device holds, by what was measured on it; no longer by what was estimated.
+"""`fit_pool`: the number of KV pages on a device from measured memory, which replaces the estimate.
 
 Before the weights are loaded the pool is an estimate (`pool_size`), for any kernels. On a GPU, once they are loaded,
-the largest step is tried, and the pool takes its share of what is left. What the user has set stands, or is refused.
+the largest step runs once as a test, and the pool takes its share of the remaining memory. A value that the user has
+set is kept, or refused.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Measured:
     """Bytes, on one device.
 
     Attributes:
-        free_bytes: with nothing but the weights loaded.
-        step_bytes: what the largest step takes beside weights and KV pool, the tables of all requests included.
-        graph_bytes: what recorded decodes take.
-        gathered_token_bytes: what attention takes of each token in the pool, where all of them may be attended to in
-            one step; the step that was tried had prompts only.
+        free_bytes: with only the weights loaded.
+        step_bytes: what the largest step needs besides weights and KV pool, including the tables of all requests.
+        graph_bytes: what recorded decodes need.
+        gathered_token_bytes: what attention needs per token in the pool, if one step may attend to all of them; the
+            measured step had prompts only.
     """
 
     free_bytes: int
@@ -39,22 +40,22 @@ class Measured:
 
     @property
     def left_bytes(self) -> int:
-        """For the pool, and for what nobody has measured."""
+        """Memory for the pool and for everything that was not measured."""
         return self.free_bytes - self.step_bytes - self.graph_bytes
 
     @property
     def sums(self) -> str:
         """The arithmetic of `left_bytes`, in words."""
         return (
-            f"({size_text(self.free_bytes)} free beside the weights - {size_text(self.step_bytes)} largest step - "
+            f"({size_text(self.free_bytes)} free after the weights - {size_text(self.step_bytes)} largest step - "
             f"{size_text(self.graph_bytes)} decode graphs)"
         )
 
 
 def graphs_estimate(recorded_bytes: Sequence[int], num_graphs: int) -> int:
-    """What `num_graphs` recordings take together, by the largest and the one after it.
+    """Memory of `num_graphs` recordings together, estimated from the largest and the one after it.
 
-    The largest brings the memory that the others use too; what those add is their own.
+    The largest includes the memory that the recordings share; what each further one adds is its own.
 
     Args:
         recorded_bytes: of up to two recordings, the largest first.
@@ -74,17 +75,17 @@ def fit_pool(
     is_estimate: bool,
     len_is_estimate: bool = False,
 ) -> Capacity:
-    """The capacity with the pages that the device holds, and a context that fits into them.
+    """The capacity with the pages that the device holds, and a context length that fits into them.
 
     Args:
-        capacity: as planned before.
-        fraction: share of what is left that the pool may take.
+        capacity: as planned before the measurement.
+        fraction: share of the remaining memory that the pool may take.
         page_bytes: of one page, on this device.
-        is_estimate: the planned pool was not set by the user, so that it may become smaller or larger.
-        len_is_estimate: nor was the context's length, so that it may become smaller.
+        is_estimate: the planned pool was not set by the user, so it may become smaller or larger.
+        len_is_estimate: the context length was not set by the user either, so it may become smaller.
 
     Raises:
-        ConfigError: the pool that the user has set does not fit, or none that holds one context does.
+        ConfigError: the pool that the user has set does not fit, or the device cannot hold one context.
     """
     page_bytes += capacity.page_size * measured.gathered_token_bytes
     asked_bytes = (capacity.num_pages + 1) * page_bytes  # the dummy page is one more

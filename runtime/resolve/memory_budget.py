@@ -1,6 +1,6 @@
-"""`MemoryBudget`: the sums behind the size of the KV pool: what is free, less weights, less working memory of a step.
+"""`MemoryBudget`: the size of the KV pool: free memory, minus weights, minus working memory of a step.
 
-Computed from the model's shape alone, before anything is loaded, so that a start that cannot work fails in
+Computed from the model's shape alone, before anything is loaded, so that a start that cannot work fails within
 milliseconds and with its arithmetic in the message.
 """
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 RUNTIME_BYTES: Final = 512 * MIB
 """torch, four processes, allocator slack: 350 MiB measured on CPU after the first requests."""
 MOST_OF_LEFT: Final = 0.95
-"""Share that a pool of the user's own size may take: the allocator never finds every last byte."""
+"""Share that a pool size set by the user may take: the allocator cannot use every last byte."""
 _LOGITS_COPIES: Final = 3  # logits in float32, their sorted copy, probabilities
 _SCORES_COPIES: Final = 2  # scores, and their softmax
-_QUERY_BLOCK: Final = 256  # of `ExtendAttention`; where it multiplies bfloat16 on the CPU it takes 64
+_QUERY_BLOCK: Final = 256  # of `ExtendAttention`; for bfloat16 matmuls on the CPU it is 64
 _CPU_BF16_QUERY_BLOCK: Final = 64
 _MASK_HEADS: Final = 2  # a mask buffer is up to twice as wide as the context, and replaces one half as wide
-GATHERED_COPIES: Final = 2  # the rows that attention gathers from the pool, and what a kernel packs of them
+GATHERED_COPIES: Final = 2  # rows that attention gathers from the pool, and a kernel's packed copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Bytes, on the device the model runs on.
+    """Bytes, on the device that the model runs on.
 
     Attributes:
         usable_bytes: free now.
-        weights_bytes: all weights in the form that they are held in.
+        weights_bytes: all weights in the form in which they are stored.
         workspace_bytes: the largest step's activations, attention scores and logits, and the runtime itself.
         kv_token_bytes: keys and values of one token, all layers.
-        gather_token_bytes: what attention copies of a token at a time: its keys and values in one layer.
-        fraction: share of what is left that the KV pool and those copies may take.
-        swap_bytes: kept for swapped KV, where that is the same memory.
+        gather_token_bytes: what attention copies per token: its keys and values in one layer.
+        fraction: share of the remaining memory that the KV pool and those copies may take.
+        swap_bytes: reserved for swapped KV, if it uses the same memory.
     """
 
     usable_bytes: int
@@ -51,17 +51,17 @@ class MemoryBudget:
 
     @property
     def left_bytes(self) -> int:
-        """What remains beside weights, workspace and swapped KV; negative when those alone do not fit."""
+        """What remains after weights, workspace and swapped KV; negative if those alone do not fit."""
         return self.usable_bytes - self.weights_bytes - self.workspace_bytes - self.swap_bytes
 
     @property
     def token_bytes(self) -> int:
-        """What a slot of the pool costs: its KV, and its share of what attention copies, which grows with the pool."""
+        """The cost of one slot: its KV, and its share of attention's copies, which grow with the pool."""
         return self.kv_token_bytes + self.gather_token_bytes
 
     @property
     def tokens(self) -> int:
-        """KV slots that the fraction pays for."""
+        """KV slots that fit into the fraction."""
         return max(0, int(self.left_bytes * self.fraction)) // self.token_bytes
 
     @property
@@ -92,17 +92,17 @@ def plan_memory(
     tp: int = 1,
     kv_cache_dtype: str = "auto",
 ) -> MemoryBudget:
-    """The sums for one model, for attention in plain torch: other backends need less.
+    """The budget for one model, with attention in plain torch: other backends need less.
 
-    Attention computes the scores of a block of queries at a time. Fused kernels keep not even those, but which kernel
-    torch takes is known only when it runs, and too little memory ends the engine where too much costs a few tokens.
+    Attention computes the scores of a block of queries at a time. Fused kernels do not store even those, but torch
+    chooses its kernel only at run time. Too small an estimate ends the engine; too large a one costs a few tokens.
 
     Args:
         step_tokens: new tokens of the largest step.
-        max_model_len: positions that attention of one token may look back on.
+        max_model_len: positions that one token may attend to.
         max_running_requests: rows of logits that may be sampled in one step.
-        on_cpu: the output head is packed for its kernel, also where it is tied to the embedding.
-        tp: ranks that share the model; the sums are those of one of them, who has all of the logits.
+        on_cpu: the output head is packed for its kernel, even if it is tied to the embedding.
+        tp: ranks that share the model; the budget is that of one rank, which holds all of the logits.
         kv_cache_dtype: of the KV pool; "auto": as the model.
     """
     width, vocab_size = BYTES_OF_DTYPE[dtype], spec.vocab_size
@@ -127,7 +127,7 @@ def plan_memory(
 
 
 def size_text(num_bytes: int) -> str:
-    """For people: `1.5 GiB`."""
+    """A size for messages: `1.5 GiB`."""
     if abs(num_bytes) >= GIB:
         return f"{num_bytes / GIB:.1f} GiB"
     if abs(num_bytes) >= MIB:

@@ -1,7 +1,7 @@
-"""`PoolSize`: how many KV slots there are, how long a context may be, and how many requests may run: one decision.
+"""`PoolSize`: decides KV pool size, context length and number of running requests together.
 
-They hang together: a longer context needs more working memory in a step, which the pool then lacks; and a pool that is
-larger than all requests together could use is no use. What the user has set stands, or is refused with the sums.
+They depend on each other: a longer context needs more working memory in a step, which reduces the pool; a pool larger
+than all running requests can fill is wasted. A value that the user has set is kept, or refused with the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .swap_space import SwapSpace
 if TYPE_CHECKING:
     from ..model_files.model_spec import ModelSpec
 
-TOKENS_PER_REQUEST: Final = 256  # of a short one: how many run at once; longer ones wait for pages
+TOKENS_PER_REQUEST: Final = 256  # of a short request, to bound how many run at once
 MAX_AUTO_RUNNING: Final = 256
-MIN_USEFUL_LEN: Final = 256  # a context below it answers nothing
+MIN_USEFUL_LEN: Final = 256  # a shorter context is too short to be useful
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What was decided about the device before.
+    """Facts about the device that were decided before.
 
     Attributes:
-        free_bytes: on the device, for one rank where several share it.
-        host_free_bytes: on the host, which is the same memory where the device is the CPU.
+        free_bytes: on the device, per rank if several share it.
+        host_free_bytes: on the host; the same memory if the device is the CPU.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Device:
 
 
 class PoolDecision(NamedTuple):
-    """The values, and setting -> why, for those that the user has not set so."""
+    """The values, and setting -> reason, for those that the user has not set to this value."""
 
     max_model_len: int
     max_running_requests: int
@@ -56,12 +56,12 @@ class PoolDecision(NamedTuple):
 
 
 class PoolSize:
-    """See the module. Made for one decision."""
+    """See the module. One instance makes one decision."""
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, device: Device, *, chunk: int, fraction: float
     ) -> None:
-        """`chunk` and `fraction`: the chunked prefill size and the memory fraction, decided before."""
+        """`chunk` and `fraction`: the chunked prefill size and the memory fraction, already resolved."""
         self._config = config
         self._spec = spec
         self._device = device
@@ -73,10 +73,10 @@ class PoolSize:
         self._notes: dict[str, str] = {}
 
     def decide(self) -> PoolDecision:
-        """Decide.
+        """Make the decision.
 
         Raises:
-            ConfigError: the settings contradict the model or the memory; the message holds the sums.
+            ConfigError: the settings contradict the model or the memory; the message holds the arithmetic.
         """
         wanted_len = self._wanted_len()
         max_model_len = self._len_beside_pool(wanted_len)
@@ -93,7 +93,7 @@ class PoolSize:
     # ---------------------------------------------------------------- the length of a context
 
     def _wanted_len(self) -> int:
-        """The context length before memory has its say."""
+        """The context length before the memory limit."""
         asked, known = self._config.model.max_model_len, self._spec.max_position_embeddings
         if asked == "auto":
             return known
@@ -104,7 +104,7 @@ class PoolSize:
         return asked
 
     def _len_beside_pool(self, wanted_len: int) -> int:
-        """The wanted length if it was asked for or a pool beside its workspace holds it; else the longest that fits."""
+        """The wanted length if the user set it or its pool fits beside its workspace; else the longest that fits."""
         asked_tokens = self._config.cache.max_total_tokens
         if self._config.model.max_model_len != "auto":
             return wanted_len
@@ -112,7 +112,7 @@ class PoolSize:
             return min(wanted_len, max(2, asked_tokens // self._page_size * self._page_size))
         if self._budget(wanted_len).tokens >= pages_for(wanted_len, self._page_size) * self._page_size:
             return wanted_len
-        # The pool shrinks as the context grows, so the longest context that it holds is found by halving.
+        # The pool shrinks as the context grows, so the longest context that fits is found by bisection.
         fits, too_long = 0, pages_for(wanted_len, self._page_size)
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
@@ -147,7 +147,7 @@ class PoolSize:
     # ---------------------------------------------------------------- memory
 
     def _budget(self, max_model_len: int) -> MemoryBudget:
-        """The sums for the largest step that the scheduler can make with contexts of this length."""
+        """The budget for the largest step that the scheduler can make with contexts of this length."""
         budget = plan_memory(
             self._spec,
             usable_bytes=self._device.free_bytes,
@@ -163,7 +163,7 @@ class PoolSize:
         return self._swap.beside(budget)
 
     def _pool(self, budget: MemoryBudget) -> int:
-        """KV slots that memory pays for, or that the user asked for, in whole pages."""
+        """KV slots that fit into memory, or that the user asked for, in whole pages."""
         asked = self._config.cache.max_total_tokens
         if asked == "auto":
             return budget.tokens // self._page_size * self._page_size
@@ -200,7 +200,7 @@ class PoolSize:
     # ---------------------------------------------------------------- requests
 
     def _running_at_most(self) -> int:
-        """Requests that will run at once at most: `max_running_requests` before memory has its say."""
+        """Most requests that can run at once: `max_running_requests` before the memory limit."""
         asked = self._config.scheduler.max_running_requests
         if asked != "auto":
             return asked
@@ -209,7 +209,7 @@ class PoolSize:
 
     @property
     def _most_decodes(self) -> int:
-        """Requests for whose tokens a step has room, where one budget holds prompts and decodes."""
+        """Decodes that fit into a step, if prompts and decodes share one budget."""
         scheduler = self._config.scheduler
         if scheduler.phases != "decode-first" or scheduler.max_num_batched_tokens is None:
             return MAX_AUTO_RUNNING
@@ -223,7 +223,7 @@ class PoolSize:
         if by_memory < most_running:
             reason = f"one per {TOKENS_PER_REQUEST} of {pool} KV tokens"
         elif most_running == self._most_decodes < MAX_AUTO_RUNNING:
-            reason = f"a token of each fits into a step of --max-num-batched-tokens {most_running}"
+            reason = f"one token of each fits into a step of --max-num-batched-tokens {most_running}"
         elif self._device.is_cpu:
             reason = f"for {self._device.num_threads} CPU threads"
         else:
@@ -237,13 +237,13 @@ class PoolSize:
 
 
 def largest_step(config: EngineConfig, chunk: int, most_running: int, max_model_len: int) -> int:
-    """New tokens of the largest step: full of prompts, or everybody decodes and leaves a page for a prompt.
+    """New tokens of the largest step: full of prompts, or all requests decode and one page is left for a prompt.
 
-    Decodes that ride along with prompts take of their limit and do not add to it (see `PrefillBudget`).
+    In a mixed step, decodes count against the prompts' limit and do not add to it (see `PrefillBudget`).
 
     Args:
-        chunk: the chunked prefill size, decided.
-        most_running: requests that run at once at most.
+        chunk: the chunked prefill size, resolved.
+        most_running: most requests that run at once.
     """
     scheduler = config.scheduler
     apart = scheduler.phases == "prefill-first"
@@ -251,7 +251,7 @@ def largest_step(config: EngineConfig, chunk: int, most_running: int, max_model_
     largest = max(min(prompt_tokens(config, chunk), most_running * max_model_len), most_decodes)
     if scheduler.max_num_batched_tokens is not None:
         largest = min(largest, max(scheduler.max_num_batched_tokens, most_decodes))
-    if chunk == -1:  # prompts are never cut: one of any length is computed beside whoever decodes
+    if chunk == -1:  # prompts are not chunked: one of any length is computed in a step with all decodes
         largest = max(largest, max_model_len + (0 if apart else most_running))
     return largest
 
@@ -270,5 +270,5 @@ def prompt_tokens(config: EngineConfig, chunk: int) -> int:
 
 
 def _or_swap_space(budget: MemoryBudget) -> str:
-    """One more way out, where the KV pool shares its memory with swapped KV."""
+    """One more fix, if the KV pool shares its memory with swapped KV."""
     return " (or --swap-space)" if budget.swap_bytes else ""

@@ -1,6 +1,6 @@
-"""`prepare`: from a merged configuration to all that an engine needs to start: files, facts, no "auto" left.
+"""`prepare`: turns a merged configuration into everything an engine needs to start: files, facts, no "auto" left.
 
-Shared by `engine serve` (before the supervisor starts processes) and `LLM` (before the engine thread starts). Takes
+Called by `engine serve` (before the supervisor starts processes) and `LLM` (before the engine thread starts). Takes
 milliseconds once the model's files are on the disk; torch is not imported.
 """
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A start that should work.
+    """The result of `prepare`.
 
     Attributes:
         config: every value concrete.
         source: the model's files.
         spec: the model's architecture.
-        notes: setting -> why it has its value, where that was computed or is a preset's.
+        notes: setting -> reason for its value, if it was computed or comes from a preset.
     """
 
     config: EngineConfig
@@ -43,7 +43,7 @@ class Prepared:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The model's name in the API."""
         return self.config.model.served_model_name or self.source.name
 
 
@@ -54,16 +54,16 @@ def prepare(
     on_download: Callable[[int, int], None] | None = None,
     host: HostFacts | None = None,
 ) -> Prepared:
-    """Find the model, fetching it if need be, and resolve the configuration for it and for this machine.
+    """Find the model, download it if necessary, and resolve the configuration for it and for this machine.
 
     Args:
-        merged: what the user wants.
-        on_step: told the name of each step as it begins.
-        on_download: told (bytes so far, bytes in all) while the default model is fetched.
-        host: what the machine is like, if the caller has looked already.
+        merged: the user's configuration.
+        on_step: called with the name of each step as it begins.
+        on_download: called with (bytes so far, bytes in all) while the default model is downloaded.
+        host: the facts of the machine, if the caller has read them already.
 
     Raises:
-        ConfigError: no such model, a broken one, or settings it cannot run with.
+        ConfigError: no such model, a broken one, or settings that it cannot run with.
     """
     step = on_step or _no_step
     config = merged.config
@@ -80,15 +80,15 @@ def prepare(
         notes["served_model_name"] = "the model's own name"
         model = dataclasses.replace(model, served_model_name=source.name)
     if model.load_format == "auto":
-        notes["load_format"] = "what the model's files are"
+        notes["load_format"] = "the format of the model's files"
         model = dataclasses.replace(model, load_format="gguf" if source.kind == "gguf" else "safetensors")
     if model.quantization == "none" and "quantization" in notes:
-        logger.info("weights are dequantised: %s", notes["quantization"])
+        logger.info("weights are dequantized: %s", notes["quantization"])
     return Prepared(dataclasses.replace(resolved.config, model=model), source, spec, notes)
 
 
 def log_config(prepared: Prepared, origins: Mapping[str, str]) -> None:
-    """Log the settings that are not plain defaults in one line; at DEBUG, where each comes from."""
+    """Log the settings that differ from the defaults in one line; at DEBUG, the origin of each."""
     effective = {}
     for field in config_fields().values():
         value = getattr(getattr(prepared.config, field.group), field.name)

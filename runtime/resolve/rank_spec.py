@@ -1,8 +1,8 @@
-"""`rank_spec`: what one rank of a tensor-parallel group has of a model: heads, widths, rows of the vocabulary.
+"""`rank_spec`: one rank's part of a model in a tensor-parallel group: heads, widths, rows of the vocabulary.
 
-Heads and MLP widths are divided evenly. Key/value heads that are fewer than the ranks are held by several of them. The
-vocabulary may have any size: each rank has the same number of rows, those beyond the end are padding. What stands in
-the residual stream (norms, the router of experts) every rank has whole.
+Heads and MLP widths are divided evenly. Key/value heads that are fewer than the ranks are replicated. The vocabulary
+may have any size: each rank has the same number of rows, and rows beyond the end are padding. Modules that act on the
+residual stream (norms, the router of experts) are complete on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
-    """The part of each of `tp` ranks, as a model of its own: for attention, the KV pool, and sums of memory."""
+    """The part of each of `tp` ranks, as a model of its own: for attention, the KV pool, and the memory budget."""
     if tp == 1:
         return spec
     assert reason_against_tp(spec, tp) is None
@@ -36,10 +36,10 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
 
 
 def check_tp(spec: ModelSpec, tp: int) -> None:
-    """Find out whether so many ranks can share the model.
+    """Check that `tp` ranks can share the model.
 
     Raises:
-        ConfigError: they cannot; names the number that stands against it, and what works.
+        ConfigError: they cannot; the message names the number that does not divide, and the values that work.
     """
     reason = reason_against_tp(spec, tp)
     if reason is not None:
@@ -50,7 +50,7 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
 
 
 def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
-    """Why so many ranks cannot share the model; None: they can."""
+    """Why `tp` ranks cannot share the model; None: they can."""
     if spec.num_heads % tp:
         return f"the model's {spec.num_heads} attention heads cannot be divided by it"
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
@@ -63,5 +63,5 @@ def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
 
 
 def has_dense_mlp(spec: ModelSpec) -> bool:
-    """Whether any layer has an ordinary MLP; where all have experts, the width of one is in the file all the same."""
+    """Whether any layer has a dense MLP; a model with experts in all layers still names its width in the file."""
     return spec.experts is None or bool(spec.experts.dense_layers)

@@ -1,7 +1,7 @@
-"""`resolve`: replace every "auto" by a value, once, at start, and say in one line where each value came from.
+"""`resolve`: replaces every "auto" by a value, once, at start, with a one-line reason for each.
 
 Pure arithmetic over the model's shape (`ModelSpec`) and the machine (`HostFacts`): no torch, no device, no clock. The
-same configuration on the same machine gives the same engine.
+same configuration on the same machine gives the same result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
 BF16_CAPABILITY: Final = (8, 0)  # Ampere
-CPU_MEM_FRACTION: Final = 0.4  # other programs live in the same memory
+CPU_MEM_FRACTION: Final = 0.4  # other programs use the same memory
 CUDA_MEM_FRACTION: Final = 0.88
 MAX_AUTO_GRAPH_BATCH: Final = 256
 
@@ -41,8 +41,8 @@ class Resolved:
     """A configuration without "auto".
 
     Attributes:
-        config: every value concrete; `resolve` leaves it as it is.
-        notes: setting -> why it has its value, for each setting that `resolve` filled in or changed.
+        config: every value concrete; resolving it again changes nothing.
+        notes: setting -> reason for its value, for each setting that `resolve` filled in or changed.
     """
 
     config: EngineConfig
@@ -53,14 +53,14 @@ def resolve(config: EngineConfig, spec: ModelSpec, host: HostFacts) -> Resolved:
     """Fill in every "auto".
 
     Raises:
-        ConfigError: the settings contradict the model or the machine (more context than the model knows, too little
-            memory for one useful sequence, CUDA without a GPU); the message holds the sums.
+        ConfigError: the settings contradict the model or the machine (more context than the model supports, too little
+            memory for one useful sequence, CUDA without a GPU); the message holds the arithmetic.
     """
     return _Resolver(config, spec, host).run()
 
 
 class _Resolver:
-    """One resolution: collects values and notes; each method decides one setting and uses those decided before."""
+    """One resolution: collects values and notes; each method decides one setting from those decided before."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, host: HostFacts) -> None:
         self.config, self.spec, self.host = config, spec, host
@@ -169,7 +169,7 @@ class _Resolver:
                 return self.note("dtype", "float32", reason)
             return self.note("dtype", "bfloat16", "native on GPUs since Ampere")
         if self.config.kernels.deterministic:
-            return self.note("dtype", "bfloat16", "the deterministic products are bfloat16's")
+            return self.note("dtype", "bfloat16", "the deterministic matmuls are in bfloat16")
         native = [flag for flag in BF16_FLAGS if flag in self.host.cpu_flags]
         if native:
             return self.note("dtype", "bfloat16", f"the CPU multiplies bfloat16 ({native[0]})")
@@ -198,7 +198,7 @@ class _Resolver:
         if asked != "auto":
             return asked
         if device == "cuda":
-            return self.note("mem_fraction", CUDA_MEM_FRACTION, "leaves room for graphs and allocator slack")
+            return self.note("mem_fraction", CUDA_MEM_FRACTION, "memory is left for graphs and allocator")
         return self.note("mem_fraction", CPU_MEM_FRACTION, "leaves memory to other programs on this machine")
 
     def pool(self, device: str, dtype: str, num_threads: int, chunk: int, fraction: float) -> PoolDecision:
@@ -232,28 +232,28 @@ class _Resolver:
             )
         if asked != "auto":
             return chosen
-        reason = "there is a model for {}" if is_known else "the engine has no model for {} of its own"
+        reason = "the engine has a model for {}" if is_known else "the engine has no model for {} of its own"
         return self.note("model_impl", chosen, reason.format(model_type))
 
     def quantization(self, device: str, dtype: str, model_impl: str) -> Quantization | None:
-        """The form of the weights; None: as the checkpoint says, which every device can make something of."""
+        """The form of the weights; None: as in the checkpoint, which every device can load."""
         asked, found = self.config.model.quantization, self.spec.quantisation
-        against, way_out = against_blocks(self.config.model, self.host, device, dtype, model_impl)
+        against, fix = against_blocks(self.config.model, self.host, device, dtype, model_impl)
         if asked in BLOCK_METHODS and against:
-            raise ConfigError(f"quantization is {asked}, but {against}; {way_out} or --quantization none")
+            raise ConfigError(f"quantization is {asked}, but {against}; {fix} or --quantization none")
         if asked is not None or found is None or found.method != "gguf":
             return asked
         if against:
             return self.note("quantization", "none", against)
         return self.note(
-            "quantization", "gguf", "the file's own numbers, which this CPU multiplies as they are"
+            "quantization", "gguf", "the file's quantized values, which this CPU multiplies directly"
         )
 
     def kv_cache_dtype(self, dtype: Any, device: str) -> Any:
         asked = self.config.cache.kv_cache_dtype
         if asked == "int8" and device != "cpu":
             raise ConfigError(
-                f"kv_cache_dtype is int8, but only the CPU reads that, not {device}; use --kv-cache-dtype fp8 or auto"
+                f"kv_cache_dtype is int8, but only the CPU supports it, not {device}; use --kv-cache-dtype fp8 or auto"
             )
         return dtype if asked == "auto" else asked
 
@@ -285,10 +285,10 @@ class _Resolver:
 
 
 def check_ray(parallel: ParallelConfig) -> None:
-    """Refuse what contradicts `--executor ray`.
+    """Refuse settings that contradict `--executor ray`.
 
     Raises:
-        ConfigError: there is no other rank to start, or a setting decides what Ray is to decide.
+        ConfigError: there is no other rank to start, or a setting decides what Ray decides.
     """
     if parallel.tp == 1:
         raise ConfigError(
@@ -297,13 +297,13 @@ def check_ray(parallel: ParallelConfig) -> None:
         )
     if parallel.nnodes > 1 or parallel.cluster_key_file is not None:
         raise ConfigError(
-            "executor is ray, which finds the machines and makes their key itself; leave --nnodes, --node-rank and "
-            "--cluster-key-file away, or use --executor local"
+            "executor is ray, which finds the machines and makes their key itself; omit --nnodes, --node-rank and "
+            "--cluster-key-file, or use --executor local"
         )
 
 
 def _assert_no_auto(config: EngineConfig) -> None:
-    """A setting that may be "auto" and that nobody fills in is our bug; load_format is decided with the files."""
+    """Every "auto" must be resolved; a missing one is a bug. `load_format` is decided with the model's files."""
     for group in dataclasses.fields(config):
         values = getattr(config, group.name)
         for field in dataclasses.fields(values):

@@ -1,4 +1,4 @@
-"""`StepSettings`: what bounds a step, and how steps follow each other; part of `resolve`, which asks it."""
+"""`StepSettings`: the limits of a step and the order of steps; a part of `resolve`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class StepSettings:
-    """Each method decides the setting of its name, and raises ConfigError where what was asked for cannot be.
+    """Each method decides the setting of its name, and raises ConfigError if the user's value is impossible.
 
     Attributes:
-        notes: setting -> why it has its value, for each that was filled in or changed.
+        notes: setting -> reason for its value, for each that was filled in or changed.
     """
 
     def __init__(self, config: EngineConfig, host: HostFacts, device: str) -> None:
-        """`device`: "cpu" or "cuda", resolved already."""
+        """`device`: "cpu" or "cuda", already resolved."""
         self._config = config
         self._scheduler = config.scheduler
         self._page_size = config.cache.page_size
@@ -37,7 +37,7 @@ class StepSettings:
         self.notes: dict[str, str] = {}
 
     def chunked_prefill_size(self) -> int:
-        """Prompt tokens of a step, in whole pages; -1: prompts are never cut."""
+        """Prompt tokens of a step, in whole pages; -1: prompts are not chunked."""
         asked = self._scheduler.chunked_prefill_size
         if asked == -1:
             return -1
@@ -49,7 +49,7 @@ class StepSettings:
         elif self._device == "cpu":
             chunk, reason = (
                 CPU_CHUNK_TOKENS,
-                "keeps a CPU step well under a second, so running requests go on",
+                "keeps a CPU step well under a second, so running requests keep decoding",
             )
         else:
             gib = self._host.gpus[0].total_bytes / GIB
@@ -68,11 +68,11 @@ class StepSettings:
             if asked and apart:
                 raise ConfigError(
                     f"target_step_ms is {asked:g}, but with phases prefill-first no step has prompts and decodes, so "
-                    "none could be cut for them; use --phases mixed, or leave --target-step-ms away"
+                    "no chunk can be cut for decodes; use --phases mixed, or omit --target-step-ms"
                 )
             return asked
         if self._device == "cpu" and chunk != -1 and not apart:
-            reason = "running requests go on 20 times a second beside a prompt, if the device can do that"
+            reason = "running requests decode 20 times a second beside a prompt, if the device is fast enough"
             return self._note("target_step_ms", CPU_TARGET_STEP_MS, reason)
         return 0.0
 
@@ -83,12 +83,12 @@ class StepSettings:
         if asked is None:
             if not decode_first:
                 return None
-            # One budget, as in vLLM: decodes take of it, so a larger one than the chunk would never bind.
+            # One budget, as in vLLM: decodes count against it, so a value above the chunk would never bind.
             prompts = prompt_tokens(self._config, chunk)
             if prompts >= max_running + self._page_size:
                 reason = "one budget: prompts get what the running requests leave of a full step of prompts"
                 return self._note("max_num_batched_tokens", prompts, reason)
-            reason = f"{prompts} tokens of prompts beside {max_running} running requests, who would take all of them"
+            reason = f"{prompts} tokens of prompts and {max_running} running requests, which alone could take all of it"
             return self._note("max_num_batched_tokens", prompts + max_running, reason)
         if asked < self._page_size:
             raise ConfigError(
@@ -103,7 +103,7 @@ class StepSettings:
         return asked
 
     def long_prefill_token_threshold(self, max_model_len: int) -> int:
-        """Tokens from which a prompt is long, where several may be in the middle of their chunks."""
+        """Tokens from which a prompt is long, if several may be partly prefilled."""
         scheduler = self._scheduler
         if scheduler.long_prefill_token_threshold or scheduler.max_num_partial_prefills == 1:
             return scheduler.long_prefill_token_threshold
@@ -111,50 +111,50 @@ class StepSettings:
             "long_prefill_token_threshold",
             max(1, int(max_model_len * LONG_PREFILL_FRACTION)),
             f"{LONG_PREFILL_FRACTION * 100:g} % of the context of {max_model_len}, since "
-            f"{scheduler.max_num_partial_prefills} prompts may be cut at the same time",
+            f"{scheduler.max_num_partial_prefills} prompts may be partly prefilled at the same time",
         )
 
     def overlap(self) -> bool:
-        """Whether a step is planned while the one before is computed."""
+        """Whether a step is planned while the previous one is computed."""
         asked, speculative = self._scheduler.overlap, self._scheduler.speculative
         if speculative != "off":
             if asked is True:
                 raise ConfigError(
-                    f"overlap is on, but so is speculative {speculative}: a step cannot be planned before it is known "
-                    "how many tokens the one before yields; use --no-overlap, or --speculative off"
+                    f"overlap is on, but so is speculative {speculative}: a step can be planned only after the number "
+                    "of tokens of the previous one is known; use --no-overlap, or --speculative off"
                 )
             return self._note(
-                "overlap", False, "how many tokens a step with drafts yields must be known first"
+                "overlap", False, "the number of tokens that a step with drafts yields must be known first"
             )
         if asked != "auto":
             return asked
         if self._device == "cuda":
-            return self._note("overlap", True, "the GPU need not wait for the host between two steps")
+            return self._note("overlap", True, "the GPU does not wait for the host between two steps")
         return self._note(
-            "overlap", False, "on the CPU a launch is the whole step, so nothing would be left to overlap"
+            "overlap", False, "on the CPU a launch runs the whole step, so there is nothing to overlap"
         )
 
     def decode_burst_ms(self) -> float:
-        """How long a burst may last; 0 where there is none."""
+        """Longest duration of a burst; 0 for no bursts."""
         asked = self._scheduler.decode_burst_ms
         reason = ""
         if self._device != "cpu":
             reason = f"on {self._device} the host plans the next step while the device computes"
         elif self._config.parallel.tp > 1:
-            reason = f"tp is {self._config.parallel.tp}, and the other ranks would not know when a burst ends"
+            reason = f"tp is {self._config.parallel.tp}, and the other ranks do not know when a burst ends"
         elif self._scheduler.overlap is True:
             reason = (
-                "overlap is on: the next step is planned before anybody knows how many tokens this one yields"
+                "overlap is on: the next step is planned before the number of tokens of this one is known"
             )
         elif self._scheduler.phases == "prefill-first" and self._scheduler.prefill_decode_interval:
-            reason = "prefill_decode_interval counts decode steps, and a burst would be one of them"
+            reason = "prefill_decode_interval counts decode steps, and a burst would count as one of them"
         if asked == "auto":
             if reason:
                 return 0.0
-            why = f"a text still grows {1000 / CPU_DECODE_BURST_MS:.0f} times a second"
+            why = f"text still arrives {1000 / CPU_DECODE_BURST_MS:.0f} times a second"
             return self._note("decode_burst_ms", CPU_DECODE_BURST_MS, why)
         if asked and reason:
-            raise ConfigError(f"decode_burst_ms is {asked:g}, but {reason}; leave --decode-burst-ms away")
+            raise ConfigError(f"decode_burst_ms is {asked:g}, but {reason}; omit --decode-burst-ms")
         return asked
 
     def _note(self, name: str, value: T, reason: str) -> T:

@@ -1,8 +1,8 @@
-"""`SwapSpace`: how much host memory is kept for the KV of requests that lost their place, and why so much.
+"""`SwapSpace`: how much host memory is reserved for the KV of preempted requests, and the reason.
 
-On a GPU the host's memory is free for it. On the CPU it is the very memory that the KV pool lives in: what one takes
-the other has not, and moving KV within it wins nothing but what computing it again would cost. So there it is kept
-only for those who ask.
+On a GPU host memory is available for it. On the CPU it is the memory that the KV pool uses: each byte of swap space is
+taken from the pool, and swapping saves only the cost of recomputing. On the CPU it is therefore used only if the user
+asks for it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from ..errors import ConfigError
 from ..kv_size import GIB, MIB
 from .memory_budget import RUNTIME_BYTES, MemoryBudget, size_text
 
-USUAL_BYTES: Final = (
-    4 * GIB
-)  # 32k tokens of an 8B model, a few requests that lost their place; vLLM's default
+USUAL_BYTES: Final = 4 * GIB  # 32k tokens of an 8B model, a few preempted requests; vLLM's default
 HOST_SHARE: Final = (
-    4  # at most a quarter of what is free on the host: it is pinned, nobody else can have it back
+    4  # at most a quarter of the free host memory: it is pinned, so other programs cannot reclaim it
 )
 POOL_SHARE: Final = 4  # on the CPU a quarter of the KV pool
-STAGED_BYTES: Final = 64 * MIB  # of the device, for pages on their way (see `HostKVPool`), or two pages
+STAGED_BYTES: Final = 64 * MIB  # of the device, for pages in transfer (see `HostKVPool`), or two pages
 
 
 class SwapDecision(NamedTuple):
-    """The value of `swap_space`, in GiB, and where it comes from; no reason: the user's own value."""
+    """The value of `swap_space` in GiB, and its reason; no reason for a value that the user has set."""
 
     gib: float
     reason: str
 
 
 class SwapSpace:
-    """One decision, in two parts, since on the CPU it depends on the size of the KV pool and the reverse."""
+    """One decision in two parts, because on the CPU it and the size of the KV pool depend on each other."""
 
     def __init__(self, config: EngineConfig, device: str, host_free_bytes: int) -> None:
         self._asked = config.cache.swap_space
@@ -44,12 +42,12 @@ class SwapSpace:
         self._host_left = host_free_bytes - RUNTIME_BYTES
         if self._asked == 0 and self._mode == "swap":
             raise ConfigError(
-                "preemption_mode is swap, but swap_space is 0, so there is nowhere to swap to; raise --swap-space or "
+                "preemption_mode is swap, but swap_space is 0, so there is no memory to swap to; raise --swap-space or "
                 "use --preemption-mode recompute"
             )
 
     def beside(self, budget: MemoryBudget) -> MemoryBudget:
-        """The budget of the KV pool less what swapping takes: room for pages on their way, and on the CPU all of it."""
+        """The KV pool's budget minus what swapping needs: memory for pages in transfer, and on the CPU all of it."""
         if self._is_off:
             return budget
         staged_bytes = max(STAGED_BYTES, 2 * self._page_bytes(budget))
@@ -59,7 +57,7 @@ class SwapSpace:
         if self._asked != "auto":
             swap_bytes = self._asked_bytes()
         elif self._asked_tokens == "auto":
-            # A quarter of the pool that is left, r = (left - r) * pool_share / 4, solved for r.
+            # A quarter of the remaining pool, r = (left - r) * pool_share / 4, solved for r.
             pool_share = budget.fraction * budget.kv_token_bytes / budget.token_bytes
             share = pool_share / (POOL_SHARE + pool_share)
             swap_bytes = max(self._page_bytes(budget), int(budget.left_bytes * share))
@@ -68,10 +66,10 @@ class SwapSpace:
         return replace(budget, swap_bytes=swap_bytes)
 
     def check(self, budget: MemoryBudget) -> None:
-        """Whether `beside` left the pool anything.
+        """Check that `beside` leaves memory for the pool.
 
         Raises:
-            ConfigError: what was asked for is more than there is.
+            ConfigError: the requested swap space is larger than the memory.
         """
         if self._asked == "auto" or not budget.swap_bytes or budget.left_bytes >= 0:
             return
@@ -82,13 +80,13 @@ class SwapSpace:
         )
 
     def decide(self, max_total_tokens: int, budget: MemoryBudget) -> SwapDecision:
-        """The value, when the pool has its size.
+        """The value, once the pool has its size.
 
         Raises:
-            ConfigError: what was asked for does not fit into the host's memory, or holds no page.
+            ConfigError: the requested swap space does not fit into the host's memory, or holds no page.
         """
         if self._mode == "recompute":
-            return SwapDecision(0.0, "lost KV is computed again" if self._asked != 0 else "")
+            return SwapDecision(0.0, "lost KV is recomputed" if self._asked != 0 else "")
         if self._asked == 0:
             return SwapDecision(0.0, "")
         if self._asked != "auto":
@@ -103,7 +101,7 @@ class SwapSpace:
 
     @property
     def _is_off(self) -> bool:
-        """Nobody wants any."""
+        """Whether no swap space is needed."""
         if self._mode == "recompute" or self._asked == 0:
             return True
         return self._asked == "auto" and self._on_cpu and self._mode != "swap"
@@ -111,7 +109,7 @@ class SwapSpace:
     def _auto_beside_gpu(self, budget: MemoryBudget) -> SwapDecision:
         share = max(0, self._host_left) // HOST_SHARE
         if share >= USUAL_BYTES:
-            return SwapDecision(USUAL_BYTES / GIB, "enough for a few requests that lost their place")
+            return SwapDecision(USUAL_BYTES / GIB, "enough for a few preempted requests")
         if share >= self._page_bytes(budget):
             whole = share // MIB * MIB if share >= MIB else share
             return SwapDecision(whole / GIB, f"a quarter of {self._host_sums}")
@@ -143,7 +141,7 @@ class SwapSpace:
         return self._page_size * budget.kv_token_bytes
 
     def _share_of_pool(self, num_tokens: int, budget: MemoryBudget) -> int:
-        """A quarter of a pool in whole pages, but one at least."""
+        """A quarter of a pool in whole pages, at least one."""
         num_pages = num_tokens // self._page_size
         return max(1, num_pages // POOL_SHARE) * self._page_bytes(budget)
 

@@ -1,9 +1,9 @@
 """Sockets between machines: ROUTER on machine 0, DEALER on the others, over TCP with CURVE; messages as in `ipc`.
 
-Machine 0 listens, the others connect and say who they are. Every connection is encrypted, and both sides must hold the
-same `ClusterKey`. While nobody listens, and while a connection is broken, ZMQ keeps trying; what was on its way when
-one broke is lost, which the heartbeats (`node_link`) or the numbers of the steps (`rank_loop`) bring to light. What
-does not parse, as from another release, is dropped with an error in the log.
+Machine 0 listens; the others connect and send their names. Every connection is encrypted, and both sides must hold the
+same `ClusterKey`. ZMQ reconnects until machine 0 listens, and after a connection breaks. Messages in transit are lost
+when a connection breaks: the heartbeats (`node_link`) or the step numbers (`rank_loop`) reveal it. A message that does
+not parse, such as one from another release, is dropped with an error in the log.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .ipc import HasFileno, decode_or_drop, decode_waiting, make_socket
 logger = logging.getLogger(__name__)
 
 CONTROL, PLANS, STORE = 0, 1, 2
-"""Which of the three ports from `--dist-init-addr` on serves what: supervisors, steps, the ranks' first meeting."""
+"""Offsets of the three ports from `--dist-init-addr`: supervisors, steps, rendezvous of the ranks."""
 
 _NUM_PORTS: Final = 3
 _MAX_REPORT_BYTES: Final = 1 << 20
-"""What machine 0 takes in at once: it hears short reports only, and strangers may try, before they show a key."""
+"""Largest message that machine 0 accepts: it receives short reports only, and unauthenticated peers may connect."""
 
 _REFUSALS: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -62,23 +62,23 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def free_address(host: str) -> str:
-    """An address as `--dist-init-addr` wants it, whose ports are free on this machine, for a moment at least."""
+    """An address as `--dist-init-addr` needs it; its ports are free on this machine at the time of the call."""
     while True:
         with contextlib.ExitStack() as stack:
             probes = [stack.enter_context(socket.socket()) for _ in range(_NUM_PORTS)]
             probes[0].bind(("", 0))
             port = probes[0].getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):  # the next one is taken, or there is none
+            with contextlib.suppress(OSError, OverflowError):  # in use, or above the last port
                 for offset, probe in enumerate(probes[1:], 1):
                     probe.bind(("", port + offset))
                 return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listens at this address only.
+    """A socket that listens at this address only.
 
     Raises:
-        ConfigError: the name is unknown, or nobody can listen there.
+        ConfigError: the name is unknown, or the address cannot be listened at.
     """
     numeric = _resolve(host)
     try:
@@ -90,10 +90,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def check_ports(address: str) -> None:
-    """Find out at start whether all ports can be listened at, not when the second and third are needed.
+    """Check at start that all ports can be listened at, before the second and third are needed.
 
     Raises:
-        ConfigError: one cannot; names it.
+        ConfigError: one cannot; the message names it.
     """
     host, port = parse_address(address)
     for offset in range(_NUM_PORTS):
@@ -101,7 +101,7 @@ def check_ports(address: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is this machine's name for itself."""
+    """Whether the host is a loopback address."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -110,7 +110,7 @@ def is_loopback(host: str) -> bool:
 
 
 class ClusterServer(Generic[M]):
-    """Machine 0's side of one port: sends to each peer by name, and hears from all."""
+    """Machine 0's side of one port: sends to each peer by name and receives from all."""
 
     def __init__(
         self,
@@ -123,21 +123,21 @@ class ClusterServer(Generic[M]):
 
         Args:
             address: `--dist-init-addr`.
-            decoder: of the union that arrives here; None: nothing but hellos.
+            decoder: of the union that arrives here; None: only hellos arrive.
 
         Raises:
-            ConfigError: the name is unknown, or nobody can listen there.
+            ConfigError: the name is unknown, or the address cannot be listened at.
         """
         host, port = parse_address(address)
         numeric, port = _resolve(host), port + port_offset
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # Who may connect is asked of this thread: those who have our key, and nobody else who knows how to speak CURVE.
+        # This thread authenticates connections: only peers with the same key may connect.
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=_OnlyThisKey(key))
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._socket.maxmsgsize = _MAX_REPORT_BYTES
-        self._socket.router_mandatory = True  # an unknown peer is an error, not silence
+        self._socket.router_mandatory = True  # sending to an unknown peer raises an error
         self._socket.router_handover = True  # a peer that connects again is the same one
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = key.public, key.secret
@@ -154,7 +154,7 @@ class ClusterServer(Generic[M]):
         self._socket.bind(_tcp(host, port))
 
     def receive(self, timeout_s: float = 0.0) -> list[tuple[str, M | None]]:
-        """What has arrived, each with its sender's name; None for a hello. Waits so long for the first."""
+        """The messages that have arrived, with the sender's name; None for a hello. Waits `timeout_s` for the first."""
         if timeout_s > 0:
             self._socket.poll(math.ceil(timeout_s * 1000))
         arrived: list[tuple[str, M | None]] = []
@@ -167,10 +167,10 @@ class ClusterServer(Generic[M]):
         return arrived
 
     def wait_for(self, names: Sequence[str], timeout_s: float) -> None:
-        """Wait until all of these have said hello.
+        """Wait until all of these have sent a hello.
 
         Raises:
-            RankLostError: somebody has not; names who.
+            RankLostError: some have not; the message names them.
         """
         missing, deadline_s = set(names), time.monotonic() + timeout_s
         while missing:
@@ -189,7 +189,7 @@ class ClusterServer(Generic[M]):
             self._socket.send_multipart([name.encode(), data], zmq.NOBLOCK)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop listening; what is still to be sent gets so long."""
+        """Stop listening; unsent messages have `linger_s` to be sent."""
         self._socket.close(linger=int(linger_s * 1000))
         self._authenticator.stop()
         self._context.term()
@@ -207,10 +207,10 @@ class ClusterClient(Generic[M]):
         decoder: msgspec.msgpack.Decoder[M],
         wake: HasFileno | None = None,
     ) -> None:
-        """Connect as `name`, and say hello, whenever machine 0 listens.
+        """Connect as `name` and send a hello; ZMQ delivers it once machine 0 listens.
 
         Raises:
-            ConfigError: its name is unknown.
+            ConfigError: the host name is unknown.
         """
         host, port = parse_address(address)
         host = _resolve(host)
@@ -241,11 +241,11 @@ class ClusterClient(Generic[M]):
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def was_refused(self) -> bool:
-        """Whether machine 0, or whoever listens there, did not accept our key, or has another one."""
+        """Whether the CURVE handshake failed: the listener at machine 0's address has another key."""
         return bool(self._monitor.poll(0))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Disconnect; what is still to be sent gets so long."""
+        """Disconnect; unsent messages have `linger_s` to be sent."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close(linger=int(linger_s * 1000))
@@ -253,7 +253,7 @@ class ClusterClient(Generic[M]):
 
 
 class _OnlyThisKey:
-    """Whom the authenticator lets in."""
+    """Credentials provider of the authenticator: accepts one public key."""
 
     def __init__(self, key: ClusterKey) -> None:
         self._key = key
@@ -274,7 +274,7 @@ def _tcp(host: str, port: int) -> str:
 
 
 def _resolve(host: str) -> str:
-    """A numeric address: ZMQ binds to nothing else.
+    """A numeric address, which ZMQ needs to bind.
 
     Raises:
         ConfigError: the name is unknown.

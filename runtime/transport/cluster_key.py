@@ -1,8 +1,8 @@
-"""`ClusterKey`: the secret that the machines of one engine share, and the pair of CURVE keys that follows from it.
+"""`ClusterKey`: the secret that the machines of one engine share, and the pair of CURVE keys derived from it.
 
-Both sides use the same pair: who holds the file can prove it to the other, and nobody else can, whether he listens,
-connects, or pretends to be the server (CurveZMQ, rfc.zeromq.org/spec/26). The file may hold any text that cannot be
-guessed; keys are derived from it, so that one line of a shell makes it.
+Both sides use the same pair: a peer with the file can prove that it has it, and no other peer can listen, connect or
+impersonate the server (CurveZMQ, rfc.zeromq.org/spec/26). The file may hold any text that cannot be guessed; keys are
+derived from it, so one shell command can create it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PURPOSE: Final = b"engine-cluster"
 
 @dataclass(frozen=True, slots=True)
 class ClusterKey:
-    """A pair of keys, as ZMQ takes them."""
+    """A pair of CURVE keys in Z85, as ZMQ takes them."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -39,7 +39,7 @@ def load_cluster_key(path: str | None) -> ClusterKey:
     """Read the file.
 
     Raises:
-        ConfigError: none is named, it cannot be read, others may read it, or it is too short to be a secret.
+        ConfigError: none is named, it cannot be read, others may read it, or it is too short for a secret.
     """
     if path is None:
         raise ConfigError(
@@ -66,7 +66,7 @@ def load_cluster_key(path: str | None) -> ClusterKey:
 
 @contextmanager
 def key_in_memory(text: bytes) -> Iterator[str]:
-    """The path of a key file that lies on no disk: for this process and its children, and gone with it."""
+    """The path of a key file in memory, for this process and its children; it disappears with this process."""
     descriptor = os.memfd_create("engine-cluster-key")
     try:
         os.fchmod(descriptor, 0o600)
@@ -77,6 +77,6 @@ def key_in_memory(text: bytes) -> Iterator[str]:
 
 
 def derive_key(text: bytes) -> ClusterKey:
-    """The pair that follows from a secret text."""
+    """The pair derived from a secret text."""
     secret = z85.encode(blake2b(text, digest_size=32, person=_PURPOSE).digest())
     return ClusterKey(public=zmq.curve_public(secret), secret=secret)

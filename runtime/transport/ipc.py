@@ -1,15 +1,15 @@
-"""Typed ZMQ sockets between the rooms: PUSH to PULL over `ipc://`, one message union per arrow.
+"""Typed ZMQ sockets between processes: PUSH to PULL over `ipc://`, one message union per direction.
 
-The receiver binds its `Inbox` (or `AsyncInbox`, for asyncio) and senders connect an `Outbox`. Which union a
-socket carries is said once, where it is made; encoder and decoder are built there too.
+The receiver binds its `Inbox` (or `AsyncInbox`, for asyncio) and senders connect an `Outbox`. The union that a socket
+carries is stated once, where the socket is made; encoder and decoder are built there too.
 
-- No high-water mark: a full socket would block the scheduler's step on a slow reader, and ZMQ cannot say how
-  full it is. What is under way is bounded elsewhere: the door counts the waiting requests, the watchdog
-  limits the silence of a reader.
-- No linger: nobody waits at exit for a peer that may be dead.
-- A message that does not parse is dropped, with an error in the log: one request's trouble must not be everyone's.
-  Only a bug of ours can make one, and it has a price: whoever waits for that message waits until its client gives up.
-- Sockets are used by one thread, the one that made them.
+- No high-water mark: a full socket would block the scheduler's step on a slow reader, and ZMQ cannot say how full it
+  is. Queued messages are bounded elsewhere: admission control counts the waiting requests, and the watchdog limits the
+  silence of a reader.
+- No linger: a process does not wait at exit for a peer that may be dead.
+- A message that does not parse is dropped, with an error in the log, so that it affects one request only. Only a bug in
+  the engine can produce one. The request that needed the message then waits until its client gives up.
+- A socket is used by one thread, the one that made it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES: Final = 256 << 20
 """Larger ones are refused by the receiving socket. A 16 MB request body makes at most 64 MB of token ids."""
 
-_MAX_MESSAGES_PER_POLL: Final = 512  # a flood of messages must not keep the loop from its work
+_MAX_MESSAGES_PER_POLL: Final = 512  # bounds the time that one poll takes from the loop
 
-_EVENTS: Final = int(zmq.EVENTS)  # as enums they cost more than the question
+_EVENTS: Final = int(zmq.EVENTS)  # as an enum the conversion costs more than the call
 _POLLIN: Final = int(zmq.POLLIN)
 
 _MALFORMED: Final = (msgspec.MsgspecError, RecursionError)  # the second: nested too deeply
@@ -42,7 +42,7 @@ M = TypeVar("M")
 
 
 class HasFileno(Protocol):
-    """Something to watch for reading."""
+    """An object to watch for reading."""
 
     def fileno(self) -> int:
         """Its descriptor."""
@@ -50,7 +50,7 @@ class HasFileno(Protocol):
 
 
 class Outbox:
-    """Sends messages to one room; never blocks, so also for asyncio. They wait for a peer not yet bound."""
+    """Sends messages to one process; never blocks, so also for asyncio. Messages wait for a peer not yet bound."""
 
     def __init__(self, endpoint: str) -> None:
         self._socket = make_socket(zmq.Context.instance(), zmq.PUSH)
@@ -67,10 +67,10 @@ class Outbox:
 
 
 class FanOutbox:
-    """Sends each message to several rooms, encoded once; in order, and none is lost while both sides live.
+    """Sends each message to several processes, encoded once; in order, and none is lost while both sides live.
 
-    A PUSH socket for each, not one PUB: that drops what is sent before a subscriber has joined or reads too slowly, and
-    says nothing of it.
+    It has one PUSH socket per receiver. A PUB socket would silently drop messages for a subscriber that has not joined
+    yet or reads too slowly.
     """
 
     def __init__(self, endpoints: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ class FanOutbox:
 
 
 class Inbox(Generic[M]):
-    """Receives the messages of one room that has a plain loop."""
+    """Receives the messages of one process that has a plain loop."""
 
     def __init__(
         self, endpoint: str, decoder: msgspec.msgpack.Decoder[M], wake: HasFileno | None = None
@@ -128,22 +128,22 @@ class Inbox(Generic[M]):
 
 
 class AsyncInbox(Generic[M]):
-    """Receives the messages of one room that has an asyncio loop; made inside the running loop."""
+    """Receives the messages of one process that has an asyncio loop; made inside the running loop."""
 
     def __init__(self, endpoint: str, decoder: msgspec.msgpack.Decoder[M]) -> None:
         self._socket = make_socket(zmq.Context.instance(), zmq.PULL)
         self._socket.bind(endpoint)
         self._decoder = decoder
         self._waiting: asyncio.Future[None] | None = None
-        # Not zmq.asyncio: its futures and timers would cost more than all else that is done for a token.
+        # Not zmq.asyncio: its futures and timers cost more than the rest of the work for a token.
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._on_readable)
 
     async def receive(self) -> list[M]:
         """The messages that have arrived, in order; waits for the first.
 
-        ZMQ's descriptor becomes readable once, when the first message comes; so nobody waits before the socket has said
-        that it is empty.
+        ZMQ's descriptor becomes readable once, when the first message comes; so the socket must be empty before this
+        waits.
         """
         while not (messages := list(decode_waiting(self._socket, self._decoder))):
             self._waiting = self._loop.create_future()
@@ -163,10 +163,10 @@ class AsyncInbox(Generic[M]):
 def decode_waiting(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[M]) -> Iterator[M]:
     """The messages that wait in a socket; those that do not parse are dropped.
 
-    Asked whether there is one, instead of trying until it raises: that exception cost 7 of 40 us per message.
+    It asks whether there is a message: receiving until ZMQ raises cost 7 of 40 us per message.
     """
     taken = 0
-    # of those that parse: where none comes back, the socket is empty
+    # counts messages that parse: an empty result means an empty socket
     while taken < _MAX_MESSAGES_PER_POLL and _has_message(socket):
         if (message := decode_or_drop(socket.recv(zmq.NOBLOCK), decoder)) is not None:
             taken += 1
@@ -175,7 +175,7 @@ def decode_waiting(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[M
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
     events = socket.get(_EVENTS)
-    assert isinstance(events, int)  # as this option's are
+    assert isinstance(events, int)  # EVENTS is an integer option
     return bool(events & _POLLIN)
 
 
@@ -189,7 +189,7 @@ def decode_or_drop(data: bytes, decoder: msgspec.msgpack.Decoder[M]) -> M | None
 
 
 def _tag_of(data: bytes) -> str:
-    """The type a message claims to have, for the log; never its contents, which may be a prompt."""
+    """The type a message claims to have, for the log; never its contents, which may include a prompt."""
     try:
         tag = msgspec.msgpack.decode(_FIELDS.decode(data)[0], type=str)
     except (*_MALFORMED, IndexError):
@@ -198,7 +198,7 @@ def _tag_of(data: bytes) -> str:
 
 
 def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket with the rules of this page."""
+    """A socket with the options described in the module docstring."""
     socket = context.socket(kind)
     socket.linger = 0
     socket.sndhwm = 0

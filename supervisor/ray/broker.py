@@ -1,9 +1,9 @@
-"""The process between a supervisor and Ray: it alone has Ray's threads, signal handlers and ways to end.
+"""The process between a supervisor and Ray: it keeps Ray's threads and signal handlers out of the supervisor.
 
-A supervisor must answer signals and notice who fails within seconds, whatever happens to Ray: a driver whose cluster
-has lost its head is stuck for a minute and then ended by Ray. So the driver is a process of its own, which
-`ray_executor` starts, and which leads a process group: what reaches the supervisor's group does not reach a Ray that
-was started here. The end of the channel is the order to end.
+A supervisor must answer signals and notice failures within seconds, in any state of Ray: a driver with a cluster that
+lost its head is stuck for a minute and is then ended by Ray. So the driver is a separate process, which `ray_executor`
+starts. It leads a process group, so that signals to the supervisor's group do not reach a Ray that was started here. It
+ends when the channel is closed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .cluster import RayCluster, ray_cluster
 from .placement import RayPlaces, ray_places, why_it_died
 
 _LOOK_S: Final = 0.2
-RUN_END_GRACE_S: Final = STOP_GRACE_S + 2.0  # an actor's own supervisor gives its rank the former
+RUN_END_GRACE_S: Final = STOP_GRACE_S + 2.0  # an actor's own supervisor gives its rank STOP_GRACE_S
 
 
 class FindPlaces(Message, frozen=True):
@@ -38,7 +38,7 @@ class FindPlaces(Message, frozen=True):
 
 
 class RunMachines(Message, frozen=True):
-    """To the broker: let the actors run with their configurations, by rank; `key` is the secret they share."""
+    """To the broker: run the actors with their configurations, by rank; `key` is the secret that they share."""
 
     configs: dict[int, bytes]
     key: bytes
@@ -56,7 +56,7 @@ class Placed(Message, frozen=True):
 
 
 class NoPlaces(Message, frozen=True):
-    """From the broker: what the user can mend."""
+    """From the broker: an error that the user can fix."""
 
     message: str
 
@@ -74,13 +74,13 @@ FromBroker = Placed | NoPlaces | MachineEnded
 
 
 def main() -> None:
-    """Do what the supervisor says, until the channel ends."""
+    """Follow the supervisor's orders until the channel ends."""
     _, fd, supervisor_pid = sys.argv[1:]
     die_with(int(supervisor_pid))
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             signum, lambda _signum, _frame: None
-        )  # unlike SIG_IGN not inherited by what is started here
+        )  # unlike SIG_IGN, a handler is not inherited by child processes
     decoder: msgspec.msgpack.Decoder[ToBroker] = msgspec.msgpack.Decoder(ToBroker)
     channel = ControlChannel(socket.socket(fileno=int(fd)), decoder)
     match wait_for_one(channel):
@@ -103,7 +103,7 @@ def wait_for_one(channel: ControlChannel[ToBroker]) -> ToBroker | None:
 
 def _serve(channel: ControlChannel[ToBroker], config: EngineConfig, folder: str) -> None:
     def go_on() -> bool:
-        return not channel.wait(0.0)  # nothing comes before our answer, but the end
+        return not channel.wait(0.0)  # before the answer only the end of the channel makes it readable
 
     with ray_cluster(folder) as cluster, ray_places(cluster, config, go_on) as places:
         channel.send(Placed(places.address, places.machines, places.devices))
@@ -115,7 +115,7 @@ def _serve(channel: ControlChannel[ToBroker], config: EngineConfig, folder: str)
 def watch_runs(
     channel: ControlChannel[ToBroker], cluster: RayCluster, places: RayPlaces, order: RunMachines
 ) -> None:
-    """Let the actors run, and tell who has ended; after the channel's end, wait a little for those that have not."""
+    """Run the actors, and report those that have ended; after the channel's end, wait briefly for the others."""
     ray = cluster.ray
     runs: dict[Any, int] = {
         actor.run.remote(order.configs[rank], order.key): rank for rank, actor in places.actors.items()
@@ -144,4 +144,4 @@ def _end_of(ray: Any, run: Any, rank: int) -> MachineEnded:
 if __name__ == "__main__":
     main()
     sys.stderr.flush()
-    os._exit(0)  # Ray's threads and exit handlers have had their turn in its shutdown
+    os._exit(0)  # Ray's threads and exit handlers have already run in its shutdown

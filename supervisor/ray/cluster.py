@@ -1,6 +1,6 @@
-"""`RayCluster`: the Ray that an engine uses: the one this machine belongs to, else one of its own on this machine.
+"""`RayCluster`: the Ray cluster that this machine belongs to, or else one that is started on this machine.
 
-Ray is an optional dependency and is imported here only, when it is asked for, and in the process of `ray_broker` only.
+Ray is an optional dependency. It is imported only here, only if it is used, and only in the process of `ray_broker`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 _ADDRESS_VARIABLE: Final = "RAY_ADDRESS"  # Ray's own; "local" asks for a new one
 _CLIENT_SCHEME: Final = "ray://"
-_OBJECT_STORE_BYTES: Final = 100 << 20  # nothing of ours goes there; Ray would take a third of the memory
+_OBJECT_STORE_BYTES: Final = 100 << 20  # the engine does not use it; Ray's default is a third of the memory
 _SHOWN_RESOURCES: Final = ("CPU", "GPU")
 
 
 class RayCluster:
-    """A connection.
+    """A connection to Ray.
 
     Attributes:
-        ray: the package.
-        is_own: it was started for this engine, and ends with it.
-        address: of this machine, as Ray calls it.
+        ray: the `ray` package.
+        is_own: Ray was started for this engine, and ends with it.
+        address: of this machine, in Ray's notation.
     """
 
     def __init__(self, ray: Any, *, is_own: bool) -> None:
@@ -38,11 +38,11 @@ class RayCluster:
         self.address = self.addresses()[ray.get_runtime_context().get_node_id()]
 
     def addresses(self) -> dict[str, str]:
-        """Ray's node id -> address, of the machines that live."""
+        """Ray's node id -> address, for the machines that are alive."""
         return {node["NodeID"]: node["NodeManagerAddress"] for node in self._living()}
 
     def describe(self) -> str:
-        """What there is, and how much of it nobody has taken."""
+        """The machines with their resources, and the free resources."""
         machines = (
             f"{node['NodeManagerAddress']} ({_amounts(node['Resources'])})" for node in self._living()
         )
@@ -54,15 +54,15 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(folder: str) -> Iterator[RayCluster]:
-    """Connect, or start Ray on this machine; at the end disconnect, and stop what was started here.
+    """Connect, or start Ray on this machine; at the end disconnect, and stop a Ray that was started here.
 
-    Changes this process' environment, for that of the Ray it starts.
+    Changes the environment of this process for the Ray that it starts.
 
     Args:
-        folder: for all files of a Ray that is started here; whoever made it removes it.
+        folder: for all files of a Ray that is started here; the caller removes it.
 
     Raises:
-        ConfigError: Ray is not installed, does not start, or does not answer where RAY_ADDRESS says.
+        ConfigError: Ray is not installed, does not start, or does not answer at the address in RAY_ADDRESS.
     """
     ray = _import_ray()
     try:
@@ -90,17 +90,17 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any) -> bool:
-    """Connect to the cluster that this machine belongs to; False: there is none, or another one is wanted."""
+    """Connect to the cluster that this machine belongs to; False: there is none, or RAY_ADDRESS asks for a new one."""
     address = os.environ.get(_ADDRESS_VARIABLE, "")
     if address == "local":
         return False
     if address.startswith(_CLIENT_SCHEME):
         raise ConfigError(
-            f"{_ADDRESS_VARIABLE} is {address}, but rank 0 works on this machine, so it must belong to the cluster: "
+            f"{_ADDRESS_VARIABLE} is {address}, but rank 0 runs on this machine, so it must belong to the cluster: "
             "`ray start --address=HOST:PORT` here, and unset the variable"
         )
     try:
-        ray.init(address="auto", logging_level=logging.WARNING)  # which heeds the variable, too
+        ray.init(address="auto", logging_level=logging.WARNING)  # also reads the variable
     except (OSError, RuntimeError, ValueError) as error:
         if not address and isinstance(error, ConnectionError):
             return False
@@ -110,10 +110,10 @@ def _join(ray: Any) -> bool:
 
 
 def _start(ray: Any, folder: str) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # an engine calls nobody
-    # Else Ray makes one and leaves it in the user's home.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # an engine sends no usage statistics
+    # Otherwise Ray creates a token and leaves it in the user's home.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ["TMPDIR"] = folder  # what an actor that is killed leaves goes with the rest
+    os.environ["TMPDIR"] = folder  # files of a killed actor are removed with the folder
     try:
         ray.init(
             address="local",

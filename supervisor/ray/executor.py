@@ -1,12 +1,11 @@
-"""`ray_machines`: `--executor ray`: Ray finds places for the ranks, and an actor in each is one machine of the engine.
+"""`ray_machines`: `--executor ray`: Ray places the ranks; each actor is one machine of the engine.
 
-Every rank is a machine of its own, as far as the engine is concerned: rank 0 works here, rank N in the actor N
-(`RayNode`), and from there on all goes as with `--nnodes`. So Ray may place ranks as it likes, it tells each which GPU
-is its, and whatever fails is noticed and named by the code that does so without Ray. What Ray adds is the end of an
-actor: it is known at once, and not when the machine falls silent.
+The engine treats every rank as a separate machine: rank 0 runs here, rank N in actor N (`RayNode`), and the rest works
+as with `--nnodes`. Ray may place ranks freely and assigns each its GPU. The code that detects failures without Ray also
+detects them with Ray. In addition, Ray reports the end of an actor at once, before the machine counts as silent.
 
-The key of the connections is made anew. It goes to the actors as an argument of a call, which Ray sends directly, and
-encrypts if the cluster has TLS (RAY_USE_TLS). This process does not import Ray: `ray_broker` does.
+The key of the connections is created for each start. It is passed to the actors as an argument of a call, which Ray
+sends directly, and encrypts if the cluster has TLS (RAY_USE_TLS). This process does not import Ray: `ray_broker` does.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ logger = logging.getLogger(__name__)
 _BROKER: Final = f"{__package__}.broker"
 _LOOPBACK: Final = "127.0.0.1"
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
-_DEFAULT_MODEL: Final = "default"  # a name, even where a folder is called so
+_DEFAULT_MODEL: Final = "default"  # a name, even if a folder of that name exists
 _LOOK_S: Final = 0.5
-_CONNECT_S: Final = 60.0  # for Ray itself, beside the time for a start
-_BROKER_END_S: Final = RUN_END_GRACE_S + 10.0  # actors, then a Ray of its own, which takes two seconds
+_CONNECT_S: Final = 60.0  # for Ray itself, in addition to the startup timeout
+_BROKER_END_S: Final = RUN_END_GRACE_S + 10.0  # actors, then a Ray of its own (two seconds)
 
 
 class Broker:
-    """The process that talks to Ray, as seen from the supervisor; a context manager that leaves nothing of it."""
+    """The supervisor's side of the process that talks to Ray; a context manager that kills its group at the end."""
 
     def __init__(self, module: str = _BROKER) -> None:
         ours, theirs = socket.socketpair()
@@ -72,15 +71,15 @@ class Broker:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended; what it said before comes first."""
+        """Whether it has ended; its last messages can still be received."""
         return self._channel.closed
 
     def send(self, message: ToBroker) -> None:
-        """Tell it something; lost if it is dead, which `closed` shows."""
+        """Send it a message, which is lost if it is dead; `closed` shows that."""
         self._channel.send(message)
 
     def receive(self, timeout_s: float = 0.0) -> list[FromBroker]:
-        """What it has said; waits so long for the first."""
+        """Its messages; waits `timeout_s` for the first."""
         self._channel.wait(timeout_s)
         return self._channel.receive()
 
@@ -95,13 +94,13 @@ class Broker:
             logger.warning("killing the process that talks to Ray: it has not ended in %g s", _BROKER_END_S)
         with contextlib.suppress(
             ProcessLookupError
-        ):  # the group outlives its leader: it has a Ray of its own
+        ):  # the group may outlive its leader if the broker started Ray
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 class RayMachines:
-    """Places for all ranks, and actors that wait there to be told what to run.
+    """Places for all ranks, and actors that wait there for their configuration.
 
     Attributes:
         config: for the supervisor of this machine.
@@ -114,10 +113,10 @@ class RayMachines:
         self._key = key
 
     def connect(self, config: EngineConfig, spec: ModelSpec) -> RayNodes:
-        """Listen, and let the actors run.
+        """Listen, and start the actors' ranks.
 
         Raises:
-            ConfigError: nobody can listen at that address.
+            ConfigError: the address cannot be listened at.
         """
         hub = NodeHub(config, spec)
         ranks = range(1, config.parallel.tp)
@@ -126,7 +125,7 @@ class RayMachines:
 
 
 class RayNodes:
-    """The machines of an engine on Ray: a `NodeHub`, and an ear for what the broker says of the actors."""
+    """The machines of an engine on Ray: a `NodeHub`, and the broker's reports about the actors."""
 
     remedy = "the actors' lines above say what they do"
     restart = "start the engine again"
@@ -147,7 +146,7 @@ class RayNodes:
         Raises:
             ChildFailure: as `NodeHub`; an actor has ended or died; the broker is gone.
         """
-        self._hub.look()  # first: what a machine says of itself is the better cause
+        self._hub.look()  # first: a machine's own report is the better cause
         for message in self._broker.receive():
             if isinstance(message, MachineEnded):
                 name = f"{node_name(message.rank)} (Ray, {self._machines[message.rank]})"
@@ -169,14 +168,14 @@ class RayNodes:
 
 @contextmanager
 def ray_machines(config: EngineConfig, start_broker: Callable[[], Broker] = Broker) -> Iterator[RayMachines]:
-    """Find places for the ranks, and start an actor in each but the first. At the end nothing of it is left.
+    """Find places for the ranks, and start an actor for each except the first. At the end all of them are removed.
 
     Args:
         config: resolved.
-        start_broker: tests have another one.
+        start_broker: tests replace it.
 
     Raises:
-        ConfigError: no Ray, or no places for all ranks within the time for a start.
+        ConfigError: no Ray, or no places for all ranks within the startup timeout.
         SystemExit: a signal came first.
     """
     with ExitStack() as stack:
@@ -201,7 +200,7 @@ def ray_machines(config: EngineConfig, start_broker: Callable[[], Broker] = Brok
 
 
 def actor_config(config: EngineConfig, rank: int) -> bytes:
-    """For one actor, to find machine 0 with; it gets the rest from there, so what is secret stays here."""
+    """The configuration of one actor, enough to find machine 0; the rest comes from there, so secrets stay here."""
     model = dataclasses.replace(config.model, model=_absolute(config.model.model))
     parallel = dataclasses.replace(config.parallel, node_rank=rank, cluster_key_file=None)
     server = dataclasses.replace(config.server, api_key=(), admin_api_key=None, api_key_file=None)
@@ -222,7 +221,7 @@ def _wait_for_places(broker: Broker, timeout_s: float) -> Placed:
                 raise SystemExit(128 + signals.received[0])
             if broker.closed:
                 raise ConfigError(
-                    "the connection to Ray has ended before it gave places; its lines above say why"
+                    "the connection to Ray ended before it granted places; its lines above say why"
                 )
     raise ConfigError(
         f"Ray does not answer within {timeout_s:g} s; see `ray status`, or use --executor local"
@@ -230,19 +229,19 @@ def _wait_for_places(broker: Broker, timeout_s: float) -> Placed:
 
 
 def _address(placed: Placed) -> str:
-    """Where the others find this machine: nowhere else than here, if they are all here."""
+    """Where the others find this machine: the loopback address if all ranks are on it."""
     return free_address(_LOOPBACK if set(placed.machines.values()) == {placed.address} else placed.address)
 
 
 def _absolute(model: str) -> str:
-    """A path for a process that stands in another folder; a hub's name as it is."""
+    """A path that is valid in another working directory; a hub name stays as it is."""
     path = Path(model).expanduser().absolute()
     return str(path) if path.exists() and model != _DEFAULT_MODEL else model
 
 
 @contextmanager
 def _visible(devices: str) -> Iterator[None]:
-    """Let the children of this process see rank 0's GPU and no other, as Ray does it in the actors."""
+    """Let the children of this process see only rank 0's GPU, as Ray does in the actors."""
     before = os.environ.get(_DEVICES)
     os.environ[_DEVICES] = devices
     try:

@@ -1,7 +1,7 @@
-"""`RayNode`: an actor of Ray's that is one of an engine's machines: it runs `NodeSupervisor`, as `engine serve` would.
+"""`RayNode`: a Ray actor that is one of the engine's machines: it runs `NodeSupervisor`, as `engine serve` does.
 
-So ranks on Ray are the same processes with the same connections, heartbeats and causes as on machines where somebody
-types the command; Ray finds the place and starts the actor. This module does not import Ray.
+Ranks on Ray are the same processes with the same connections, heartbeats and causes as on machines where a user starts
+the command; Ray finds the place and starts the actor. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RayNode:
             key: the text of the secret that the machines share.
 
         Returns:
-            Exit code and cause, as of `NodeSupervisor`.
+            Exit code and cause, as from `NodeSupervisor`.
         """
         own = msgspec.msgpack.decode(config, type=EngineConfig)
         configure_logging(own.log, "supervisor")
@@ -48,5 +48,5 @@ class RayNode:
 
 
 def visible_devices() -> str | None:
-    """The GPUs that Ray has given to the task in which this runs, as CUDA wants to be told."""
+    """The GPUs that Ray has assigned to the current task, in CUDA's notation."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,7 +1,7 @@
 """`RayPlaces`: a place on Ray for each rank: one placement group with one bundle per rank, and an actor in each but 0.
 
-Bundle 0 is pinned to this machine by the resource `node:<address>` that every machine of a cluster has: rank 0 belongs
-to the server and works beside it, not in an actor. On CUDA a short task in bundle 0 tells which GPU is rank 0's.
+Bundle 0 is pinned to this machine by the resource `node:<address>` that every machine of a cluster has: rank 0 runs
+with the server, not in an actor. On CUDA a short task in bundle 0 reports which GPU is rank 0's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ...runtime.transport.cluster_ipc import is_loopback, parse_address
 from .cluster import RayCluster
 from .node import RayNode, visible_devices
 
-_HERE: Final = 0.001  # of a machine's `node:<address>`, of which it has 1
-_OWN_PLACEMENT_S: Final = 10.0  # a Ray of our own gets no more machines, so waiting longer is of no use
+_HERE: Final = 0.001  # share of a machine's `node:<address>`, of which it has 1
+_OWN_PLACEMENT_S: Final = 10.0  # a Ray that was started here gets no more machines
 _LOOK_S: Final = 1.0
 _DEVICE_TIMEOUT_S: Final = 60.0
 _ADVICE: Final = " Some common causes include"
@@ -27,13 +27,13 @@ _ADVICE: Final = " Some common causes include"
 
 @dataclass(frozen=True, slots=True)
 class RayPlaces:
-    """What Ray has granted.
+    """The places that Ray has granted.
 
     Attributes:
         address: of this machine.
         machines: rank -> address of its machine; 0 is this one.
         actors: rank -> Ray's handle; none for 0.
-        devices: of rank 0, as CUDA wants to be told; None on the CPU.
+        devices: of rank 0, in CUDA's notation; None on the CPU.
     """
 
     address: str
@@ -44,14 +44,14 @@ class RayPlaces:
 
 @contextmanager
 def ray_places(cluster: RayCluster, config: EngineConfig, go_on: Callable[[], bool]) -> Iterator[RayPlaces]:
-    """Reserve the places and start the actors; at the end, kill them and give the places back.
+    """Reserve the places and start the actors; at the end, kill them and release the places.
 
     Args:
         config: resolved.
-        go_on: asked once a second whether to wait on.
+        go_on: called once a second: whether to keep waiting.
 
     Raises:
-        ConfigError: the cluster did not grant them in the time for a start, or nobody waits for it any more.
+        ConfigError: the cluster did not grant them within the startup timeout, or the supervisor has ended.
     """
     ray = cluster.ray
     with ExitStack() as stack:
@@ -66,14 +66,14 @@ def ray_places(cluster: RayCluster, config: EngineConfig, go_on: Callable[[], bo
 
 
 def bundles(config: EngineConfig, own_address: str) -> list[dict[str, float]]:
-    """What each rank needs, as Ray counts it; the first one on this machine."""
+    """The resources of each rank in Ray's units; the first bundle is on this machine."""
     each = _needs(config)
     first = {**each, f"node:{own_address}": _HERE}
     return [first, *(dict(each) for _ in range(1, config.parallel.tp))]
 
 
 def why_it_died(error: Exception) -> str:
-    """The cause in a message of Ray's, which is in its last line, before its guesses."""
+    """The cause in one of Ray's messages: its last line, without the list of possible causes."""
     last_line = next(iter(reversed(str(error).splitlines())), type(error).__name__)
     return last_line.partition(_ADVICE)[0]
 
@@ -112,17 +112,17 @@ def _strategy(cluster: RayCluster, config: EngineConfig) -> str:
 def _no_place(cluster: RayCluster, config: EngineConfig, strategy: str, timeout_s: float) -> str:
     each = " and ".join(f"{name} {amount:g}" for name, amount in _needs(config).items())
     here = "all of them" if strategy == "STRICT_PACK" else "the first"
-    ways_out = ["lower --tp"]
+    fixes = ["lower --tp"]
     if config.model.device == "cpu":
-        ways_out.append("lower --num-threads")
+        fixes.append("lower --num-threads")
     if cluster.is_own:
-        ways_out.append("make a cluster of several machines with `ray start`")
+        fixes.append("make a cluster of several machines with `ray start`")
     else:
-        ways_out += ["stop what takes the rest", "raise --startup-timeout for a cluster that grows"]
+        fixes += ["stop what uses the rest", "raise --startup-timeout for a cluster that grows"]
     return (
         f"tp is {config.parallel.tp}, so Ray was asked for {config.parallel.tp} bundles of {each}, {here} on this "
         f"machine ({cluster.address}), and did not grant them within {timeout_s:g} s; the cluster has "
-        f"{cluster.describe()}; {', '.join(ways_out[:-1])}, or {ways_out[-1]}"
+        f"{cluster.describe()}; {', '.join(fixes[:-1])}, or {fixes[-1]}"
     )
 
 

@@ -49,7 +49,7 @@ def test_a_process_that_is_killed_while_it_starts(start_endless, role):
     os.kill(engine.pids[role], signal.SIGKILL)
 
     assert the_cause(engine).startswith(
-        f"engine: {role} was killed by SIGKILL (by somebody, or by the kernel"
+        f"engine: {role} was killed by SIGKILL (by another process, or by the kernel"
     )
 
 

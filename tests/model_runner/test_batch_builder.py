@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine.model_runner.batch_builder import BatchBuilder
 from engine.model_runner.input_batch import RELAYED, InputBatch
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.row_states import RowStates
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.runtime.sampling_params import SamplingParams

@@ -198,7 +198,7 @@ def test_a_context_that_nobody_asked_for_becomes_what_fits(make, monkeypatch, ca
     with caplog.at_level("INFO"):
         runner = make(len_is_estimate=True, **asked)
     assert (runner.capacity.num_pages, runner.capacity.max_model_len) == (65, 260)
-    assert "max_model_len=260, not 512 as planned: (30 MiB free beside the weights" in caplog.text
+    assert "max_model_len=260, not 512 as planned: (30 MiB free after the weights" in caplog.text
     assert runner.slot_table.req_to_token.shape[1] == 260
     neighbour = make(len_is_estimate=True, group=SmallNeighbour(), **asked)
     assert neighbour.capacity.max_model_len == 99, "as on the rank that has least"
@@ -220,7 +220,7 @@ def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
     with caplog.at_level("INFO"):
         runner = make(pool_is_estimate=True)
 
-    assert "(100 MiB free beside the weights - 30 MiB largest step - 13 MiB decode graphs)" in caplog.text
+    assert "(100 MiB free after the weights - 30 MiB largest step - 13 MiB decode graphs)" in caplog.text
     assert len(runner.sizes.recorded_bytes) == 6, "all sizes, in the end"
 
 

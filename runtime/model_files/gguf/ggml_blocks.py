@@ -1,7 +1,7 @@
-"""`unpack_blocks`: rows of a GGUF tensor to the whole numbers, scales and minima that are stored there.
+"""`unpack_blocks`: rows of a GGUF tensor to the integers, scales and minima that are stored there.
 
-For weights that are kept as they are instead of becoming floats; `ggml_types` has the layouts, `block_forms` what the
-numbers mean. Exact: a number times its scale plus its minimum, in float32, is bit for bit what `dequantize` gives.
+For weights that stay quantized; `ggml_types` has the layouts, `block_forms` the meaning of the numbers. Exact: a
+number times its scale plus its minimum, in float32, is bit-identical to the result of `dequantize`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..block_forms import BLOCK_LEN, GGUF_FORMS
 from .ggml_types import Bytes, Floats, GGMLType, f16, fifth_bits, nibbles, scales_and_mins_6bit
 
 _CHUNK_NUMBERS: Final = 1 << 18
-"""Numbers unpacked at a time, so that what is written is still in the cache when it is read again."""
+"""Numbers unpacked at a time, so that written values are still in the cache when they are read again."""
 
 
 class UnpackedBlocks(NamedTuple):
-    """Rows [N, K]: numbers [N, K] uint8; scales, and minima where the form has them, [N, K / 32] float32."""
+    """Rows [N, K]: numbers [N, K] uint8; scales, and minima if the form has them, [N, K / 32] float32."""
 
     numbers: Bytes
     scales: Floats
@@ -31,7 +31,7 @@ def unpack_blocks(raw: Bytes, ggml_type: GGMLType) -> UnpackedBlocks:
 
     Args:
         raw: [N, row_bytes] uint8.
-        ggml_type: a format whose `BlockForm` is exact.
+        ggml_type: a format with an exact `BlockForm`.
     """
     form, unpack = GGUF_FORMS[ggml_type.name], _UNPACKERS[ggml_type.name]
     blocks = np.ascontiguousarray(raw).reshape(-1, ggml_type.block_bytes)
@@ -51,7 +51,7 @@ def unpack_blocks(raw: Bytes, ggml_type: GGMLType) -> UnpackedBlocks:
 
 
 # Shapes below: b [n, block_bytes] uint8 in; q [n, block_len] uint8, s and m [n, block_len / 32] float32 to fill. m is
-# left alone where the form has no minima.
+# not written if the form has no minima.
 
 
 def _unpack_q4_0(b: Bytes, q: Bytes, s: Floats, _m: Floats) -> None:

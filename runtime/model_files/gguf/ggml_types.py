@@ -1,11 +1,11 @@
-"""The number formats of GGUF tensors: how large their blocks are, and how a block becomes float32.
+"""The number formats of GGUF tensors: the sizes of their blocks, and their conversion to float32.
 
 Called by the GGUF reader (sizes) and by weight loading (`dequantize`). The layouts are those of ggml
-(llama.cpp:ggml/src/ggml-common.h): a tensor row is a whole number of blocks, and all blocks of a format have
-the same size, so rows can be cut out and converted on their own.
+(llama.cpp:ggml/src/ggml-common.h): a tensor row is an integral number of blocks, and all blocks of a format have the
+same size, so rows can be sliced and converted separately.
 
-A format that is known but not converted here still has its sizes, so that a file which uses it is checked in
-full and refused by name.
+A format that is known but not converted here still has its sizes, so that a file with it is checked in full and
+refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 _HALF_BLOCK: Final = np.dtype("V16")
 _CHUNK_ELEMENTS: Final = 1 << 17
-"""Elements converted at a time: temporaries stay in the L2 cache, and take about 1 MB beside the result."""
+"""Elements converted at a time: temporaries stay in the L2 cache, and take about 1 MB besides the result."""
 
 
 class GGMLType(NamedTuple):
@@ -73,7 +73,7 @@ GGML_TYPES: Final[dict[int, GGMLType]] = {
     39: GGMLType("MXFP4", 32, 17),
     40: GGMLType("NVFP4", 64, 36),
 }
-"""The formats by the number that stands for them in a file."""
+"""The formats by their number in a file."""
 
 
 def dequantize(raw: Bytes, ggml_type: GGMLType) -> Floats:
@@ -93,7 +93,7 @@ def dequantize(raw: Bytes, ggml_type: GGMLType) -> Floats:
     if convert is None:
         raise ConfigError(
             f"tensors of type {ggml_type.name} cannot be read; supported are {', '.join(_CONVERTERS)}: "
-            "use another quantisation of this model, for example Q4_K_M or Q8_0"
+            "use another quantization of this model, for example Q4_K_M or Q8_0"
         )
     blocks = np.ascontiguousarray(raw).reshape(-1, ggml_type.block_bytes)
     out = np.empty((blocks.shape[0], ggml_type.block_len), dtype=np.float32)
@@ -114,7 +114,7 @@ def f16(b: Bytes) -> Floats:
 
 
 def nibbles(qs: Bytes, out: Floats | Bytes) -> None:
-    """The 32 numbers of 16 bytes each. Where they are copied, 16 bytes are one item: numpy is slow on short rows."""
+    """The 32 numbers of 16 bytes each. The copy treats 16 bytes as one item, because numpy is slow on short rows."""
     together = np.ascontiguousarray(qs.view(_HALF_BLOCK)).view(np.uint8)
     for half, numbers in enumerate((together & 15, together >> 4)):
         if out.dtype == np.uint8:
@@ -177,8 +177,7 @@ def scales_and_mins_6bit(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Unpack the 8 scales and 8 minima, 6 bits each, of Q4_K and Q5_K: [N, 12] -> twice [N, 8].
 
     Bytes 0-3 hold scales 0-3 and bytes 4-7 minima 0-3 in their low 6 bits. Bytes 8-11 hold the low 4 bits of
-    scales 4-7 (low nibble) and minima 4-7 (high nibble), whose top 2 bits are the top 2 bits of bytes 0-3 and
-    4-7.
+    scales 4-7 (low nibble) and minima 4-7 (high nibble); their top 2 bits are the top 2 bits of bytes 0-3 and 4-7.
     """
     low, mid, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)

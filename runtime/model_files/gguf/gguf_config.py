@@ -1,7 +1,7 @@
 """Architecture facts from the metadata and the tensor directory of a GGUF file.
 
-GGUF's architecture `llama` is also used for models that are not quite Llama (mixtures of experts, partial
-rotary); what would change the computation and is not implemented is refused by name.
+GGUF's architecture `llama` is also used for variants of Llama (mixtures of experts, partial rotary); a feature that
+changes the computation and is not implemented is refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
 
 _MODEL_TYPES: Final = {  # GGUF architecture -> Hugging Face model_type
-    "llama": "llama",  # and Mistral, whose files do not mention a window
+    "llama": "llama",  # and Mistral; its files do not mention a window
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
@@ -97,7 +97,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
 
 
 def _quantisation(file: GGUFFile, spec: ModelSpec) -> QuantisationSpec | None:
-    """Which modules are stored in blocks that can be kept; None: none of them."""
+    """The modules stored in blocks that can stay quantized; None: there are none."""
     types: dict[str, str] = {}
     for name, stored, _ in stored_names(spec, experts=False):
         info = file.tensors.get(stored)
@@ -107,7 +107,7 @@ def _quantisation(file: GGUFFile, spec: ModelSpec) -> QuantisationSpec | None:
             module = name.removesuffix(".weight")
             types[module] = info.ggml_type.name
             for fused, parts in FUSED.items():
-                if module.endswith(fused):  # memory is summed up by the names of the parts
+                if module.endswith(fused):  # memory is summed by the names of the parts
                     types |= {module.replace(fused, part): info.ggml_type.name for part in parts}
     for module, stored in stacked_names(spec):
         info = file.tensors.get(stored)
@@ -117,7 +117,7 @@ def _quantisation(file: GGUFFile, spec: ModelSpec) -> QuantisationSpec | None:
 
 
 def _vocab_size(file: GGUFFile, fields: Fields, arch: str) -> int:
-    """Rows of the embedding, which files pad beyond the tokens and metadata sometimes omits."""
+    """Rows of the embedding; files pad it beyond the number of tokens, and the metadata sometimes omits it."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None and len(embedding.shape) == 2:
         return embedding.shape[0]
@@ -139,7 +139,7 @@ def _head_dim(fields: Fields, arch: str, default: int) -> int:
 
 
 def _family_facts(fields: Fields, arch: str, num_heads: int, hidden_size: int) -> dict[str, Any]:
-    """What the architecture adds to, or changes of, the fields that all have."""
+    """The fields that the architecture adds to or changes in the common ones."""
     num_layers = fields.integer(f"{arch}.block_count", 1, 1 << 12)
     if arch == "phi3":
         window = fields.integer(f"{arch}.attention.sliding_window", 0, 1 << 30, default=0)
@@ -151,7 +151,7 @@ def _family_facts(fields: Fields, arch: str, num_heads: int, hidden_size: int) -
             num_experts=fields.integer(f"{arch}.expert_count", 1, 1 << 16),
             num_active=fields.integer(f"{arch}.expert_used_count", 1, 1 << 16),
             intermediate_size=fields.integer(f"{arch}.expert_feed_forward_length", 1, 1 << 22),
-            normalise=True,  # llama.cpp knows no other
+            normalise=True,  # llama.cpp always normalizes
         )
         return {"qk_norm": True, "experts": experts}
     if arch == "gemma3":
@@ -178,7 +178,7 @@ def _gemma3_facts(fields: Fields, num_layers: int, num_heads: int, hidden_size: 
 
 
 def _dtype(file: GGUFFile) -> DTypeName:
-    """The type of the first layer's weights; bfloat16 for quantised ones, whose error is the larger one."""
+    """The dtype of the first layer's weights; bfloat16 for quantized ones, because their error is larger anyway."""
     for name in ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight", "token_embd.weight"):
         if name in file.tensors:
             return _NATIVE_DTYPES.get(file.tensors[name].ggml_type.name, "bfloat16")

@@ -1,17 +1,16 @@
 """Reader of GGUF files, version 2 and 3: metadata, tensor directory and raw tensor bytes, memory-mapped.
 
-Called for architecture facts (`model_spec`), the tokenizer (`gguf_tokenizer`) and by weight loading. It
-leaves the meaning of keys and tensor names to them. Written against the format's specification
-(ggml:docs/gguf.md):
+Called for architecture facts (`model_spec`), the tokenizer (`gguf_tokenizer`) and by weight loading, which interpret
+the keys and tensor names. Written against the format's specification (ggml:docs/gguf.md):
 
     magic "GGUF" | version u32 | tensor count u64 | metadata count u64
     metadata: key string, value type u32, value          a string is its length u64 and its UTF-8 bytes
     tensors:  name string, number of dimensions u32, dimensions u64..., type u32, offset u64
     padding to the alignment | tensor data, each tensor at an aligned offset
 
-A file from the internet is not trusted: every count is checked against the bytes that are left before
-anything is allocated, so memory is bounded by a small multiple of the file's size, and a damaged file is a
-`ConfigError` that says where. Reading the header of a 49k-token model takes about 30 ms.
+Files are untrusted: every count is checked against the remaining bytes before anything is allocated, so memory is
+bounded by a small multiple of the file's size, and a damaged file raises a `ConfigError` with the position. Reading the
+header of a 49k-token model takes about 30 ms.
 """
 
 from __future__ import annotations
@@ -68,12 +67,10 @@ _NUMBER_TYPES: Final[dict[int, str]] = {
 
 
 class TensorInfo(NamedTuple):
-    """Where one tensor lies in the file, and what it is."""
+    """The position of one tensor in the file, its type and its shape."""
 
     name: str
-    shape: tuple[
-        int, ...
-    ]  # numpy order: the last axis is contiguous (the file lists them the other way round)
+    shape: tuple[int, ...]  # numpy order: the last axis is contiguous (the file lists the axes in reverse)
     ggml_type: GGMLType
     offset: int  # bytes from the start of the file
     num_bytes: int
@@ -88,7 +85,7 @@ class GGUFFile:
         metadata: by key, in the order of the file.
         tensors: by name, in the order of the file.
 
-    The map is released when the file object and the last array from `raw` are gone.
+    The map is released when the file object and the last array from `raw` are deleted.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -109,7 +106,7 @@ class GGUFFile:
     def raw(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
         """The bytes of one tensor: [*shape[:-1], row_bytes] uint8, read-only, a view into the file.
 
-        A row is whole blocks, so a slice of rows (one rank's share) can be given to `dequantize` on its own.
+        A row is whole blocks, so a slice of rows (one rank's share) can be passed to `dequantize` on its own.
         """
         flat = np.frombuffer(self._map, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
         return flat.reshape(*info.shape[:-1], info.ggml_type.row_bytes(info.shape[-1]))
@@ -142,7 +139,7 @@ def dequantize(info: TensorInfo, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.f
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether the file starts with the GGUF magic; False also when it cannot be read."""
+    """Whether the file starts with the GGUF magic; False also if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -161,7 +158,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 class _HeaderReader:
-    """Reads the header front to back; every method leaves `_pos` behind what it read."""
+    """Reads the header front to back; every method leaves `_pos` after the bytes it read."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -197,7 +194,7 @@ class _HeaderReader:
         return metadata
 
     def read_tensors(self, count: int, metadata: Mapping[str, Value]) -> dict[str, TensorInfo]:
-        """The tensor directory with absolute offsets; each lies inside the file and apart from the others."""
+        """The tensor directory with absolute offsets; tensors lie inside the file and do not overlap."""
         alignment = metadata.get("general.alignment", 32)
         if (
             isinstance(alignment, bool)
@@ -266,13 +263,13 @@ class _HeaderReader:
             raise self._error(f"{key!r} has the unsupported value type {value_type}")
         dtype = np.dtype(code)
         start = self._take(count * dtype.itemsize, key)
-        # A copy: metadata must not keep the whole map alive. Booleans are bytes here: any but 0 is true.
+        # A copy: metadata must not keep the whole map alive. Booleans are bytes: any value but 0 is true.
         if value_type == _TYPE_BOOL:
             return np.frombuffer(self._data, dtype=np.uint8, count=count, offset=start).astype(np.bool_)
         return np.frombuffer(self._data, dtype=dtype, count=count, offset=start).copy()
 
     def _strings(self, key: str, count: int) -> list[str]:
-        """A list of strings; written out flat because a vocabulary and its merges are up to 500k of them."""
+        """A list of strings; inlined because a vocabulary and its merges have up to 500k of them."""
         if count * _U64.size > self._size - self._pos:
             raise self._truncated(key)
         strings: list[str] = []
@@ -311,7 +308,7 @@ class _HeaderReader:
         return value
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Move past `num_bytes` and return where they start."""
+        """Advance by `num_bytes` and return their start."""
         start = self._pos
         if num_bytes > self._size - start:
             raise self._truncated(what)

@@ -1,4 +1,4 @@
-"""`stored_names`: under which names a GGUF file holds the tensors that Hugging Face's models name otherwise."""
+"""`stored_names`: the names in a GGUF file of the tensors of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ FUSED: Final = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Modules of Phi-3 that are several in other models."""
+"""Modules of Phi-3 that are separate modules in other models."""
 
 
 def stacked_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Modules of experts without their numbers, and the file's tensors in which those of a layer are stacked."""
+    """Modules of experts without their numbers, and the file's tensors that stack those of a layer."""
     for layer in range(spec.num_layers if spec.experts is not None else 0):
         for hf, gguf in _EXPERT_NAMES.items():
             yield f"model.layers.{layer}.mlp.experts.{hf}", f"blk.{layer}.{gguf}.weight"
 
 
 def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str, str, int | None]]:
-    """Every tensor the model may have: Hugging Face's name, the file's, and which of the experts stacked in it.
+    """Every tensor the model may have: Hugging Face's name, the file's name, and the index of the expert in it.
 
-    Without `experts` there are at most some hundred thousand, whatever the file claims.
+    Without `experts` there are at most some hundred thousand, for any values in the file.
     """
     for hf, gguf in _GLOBAL_NAMES.items():
         yield hf, gguf, None

@@ -1,4 +1,4 @@
-"""Rotary scaling of a GGUF file: some of it is in the metadata, some in tensors of frequency divisors."""
+"""Rotary scaling of a GGUF file: one part is in the metadata, the other in tensors of frequency divisors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 def read_gguf_rope_scaling(
     file: GGUFFile, fields: Fields, arch: str, rotary_dim: int, rope_theta: float
 ) -> RopeScaling:
-    """The scaling of the layers that have one.
+    """The scaling of the layers that are scaled.
 
     Raises:
         ConfigError: it is broken or not implemented.
@@ -64,10 +64,10 @@ def _longrope_scaling(file: GGUFFile, fields: Fields, arch: str, rotary_dim: int
 
 
 def _divisors(file: GGUFFile, name: str, count: int) -> npt.NDArray[np.float32]:
-    """A tensor of frequency divisors; what is of another size is not read at all.
+    """A tensor of frequency divisors; a tensor of another size is not read.
 
     Raises:
-        ConfigError: it is missing, of another size, or has what no frequency can be divided by.
+        ConfigError: it is missing, of another size, or has values that are not finite and positive.
     """
     info = file.tensors.get(name)
     divisors = file.read(name) if info is None or math.prod(info.shape) == count else np.empty(0, np.float32)
@@ -77,10 +77,10 @@ def _divisors(file: GGUFFile, name: str, count: int) -> npt.NDArray[np.float32]:
 
 
 def _llama3_scaling(file: GGUFFile, rotary_dim: int, rope_theta: float) -> RopeScaling:
-    """Recognise Llama 3 scaling in the tensor of frequency divisors, the only trace it leaves in GGUF.
+    """Recognize Llama 3 scaling by the tensor of frequency divisors, the only sign of it in GGUF.
 
-    The largest divisor is `factor`; all Llama 3 models share the other constants, which is checked by
-    computing the whole tensor from them.
+    The largest divisor is `factor`; all Llama 3 models share the other constants, which is verified by computing the
+    whole tensor from them.
     """
     divisors = _divisors(file, _LLAMA3, rotary_dim // 2)
     if divisors.max(initial=0.0) < 1:
@@ -103,7 +103,7 @@ def _llama3_scaling(file: GGUFFile, rotary_dim: int, rope_theta: float) -> RopeS
 
 
 def _llama3_divisors(scaling: RopeScaling, rotary_dim: int, rope_theta: float) -> npt.NDArray[np.float64]:
-    """What each rotary frequency is divided by, [rotary_dim / 2]; the formula is in `RopeScaling`."""
+    """The divisor of each rotary frequency, [rotary_dim / 2]; the formula is in `RopeScaling`."""
     wavelengths = 2 * math.pi * rope_theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = np.clip((scaling.original_max_position / wavelengths - low) / (high - low), 0.0, 1.0)

@@ -1,9 +1,8 @@
 """Builds a `tokenizers.Tokenizer` from the vocabulary inside a GGUF file.
 
-Called by `tokenizer`. GGUF stores tokens, types, merges or scores, and the *name* of a pre-tokeniser; what
-the name means is known by llama.cpp only (llama.cpp:src/llama-vocab.cpp), so the table below is the part that
-decides whether text is split as the model was trained. A name that is not in it is refused: a wrong split
-degrades answers silently.
+Called by `tokenizer`. GGUF stores tokens, types, merges or scores, and the *name* of a pre-tokenizer. Only llama.cpp
+defines what a name means (llama.cpp:src/llama-vocab.cpp); the table below reproduces it, so that text is split as in
+training. An unknown name is refused: a wrong split degrades answers silently.
 
 Two families are built: `gpt2`, byte-level BPE with merges, and `llama`, SentencePiece BPE with scores.
 """
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
-_ADDED_TYPES: Final = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched in text as a whole, before any splitting
+_ADDED_TYPES: Final = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched as a whole, before any splitting
 
 _MAX_PIECE_CHARS: Final = 1024
 
@@ -50,11 +49,11 @@ _DEFAULT_REGEXES: Final = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_REGEX, r"\p{N}+", r"[0
 
 
 class _PreTokenizer(NamedTuple):
-    """How text is split before BPE, and what else llama.cpp derives from the pre-tokeniser's name."""
+    """How text is split before BPE, and other properties that llama.cpp derives from the pre-tokenizer's name."""
 
-    regexes: tuple[str, ...]  # applied one after the other, each to the pieces of the one before
-    whole_words: bool = False  # a piece that is a token is taken as it is, without following the merges
-    add_bos: bool = False  # unless the file says otherwise
+    regexes: tuple[str, ...]  # applied in order, each to the pieces of the one before
+    whole_words: bool = False  # a piece that is a token is used without applying the merges
+    add_bos: bool = False  # unless the file overrides it
     nfc: bool = False
 
 
@@ -83,10 +82,10 @@ _PRE_TOKENIZERS: Final[dict[str, _PreTokenizer]] = {
 
 
 def build_gguf_tokenizer(file: GGUFFile) -> CoreTokenizer:
-    """The tokenizer of `file`, with its control tokens as special tokens and BOS/EOS added as the file asks.
+    """The tokenizer of `file`, with its control tokens as special tokens and BOS/EOS added as the file requires.
 
     Raises:
-        ConfigError: the file has no vocabulary, its parts do not fit together, or its kind is not supported.
+        ConfigError: the file has no vocabulary, its parts are inconsistent, or its kind is not supported.
     """
     fields = Fields(file.path, file.metadata)
     tokens = file.metadata.get("tokenizer.ggml.tokens")
@@ -120,7 +119,7 @@ def _byte_level_bpe(file: GGUFFile, fields: Fields, vocab: dict[str, int]) -> tu
         supported = ", ".join(_PRE_TOKENIZERS)
         raise fields.error("tokenizer.ggml.pre", name, f"which is not supported; supported are: {supported}")
     if name == "default":
-        logger.warning("%s names no pre-tokeniser: text may be split unlike in training", file.path)
+        logger.warning("%s names no pre-tokenizer: text may be split differently than in training", file.path)
     merges = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise ConfigError(f"{file.path}: the field tokenizer.ggml.merges is missing")
@@ -136,7 +135,7 @@ def _byte_level_bpe(file: GGUFFile, fields: Fields, vocab: dict[str, int]) -> tu
 
 
 def _merge_pairs(file: GGUFFile, merges: Sequence[str]) -> list[tuple[str, str]]:
-    """Merges as pairs; tokens have no space of their own in the byte-level alphabet."""
+    """Merges as pairs; a token contains no space in the byte-level alphabet."""
     pairs = []
     for merge in merges:
         left, space, right = merge.partition(" ")
@@ -149,14 +148,14 @@ def _merge_pairs(file: GGUFFile, merges: Sequence[str]) -> list[tuple[str, str]]
 def _sentencepiece_bpe(
     file: GGUFFile, fields: Fields, vocab: dict[str, int], tokens: Sequence[str]
 ) -> CoreTokenizer:
-    """SentencePiece BPE: spaces become U+2581, bytes that no token covers become <0x..> tokens."""
+    """SentencePiece BPE: spaces become U+2581, bytes without a token become <0x..> tokens."""
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or scores.shape != (len(tokens),) or np.isnan(scores).any():
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.scores must hold one score for each of {len(tokens)} tokens"
         )
     longest = max(map(len, tokens))
-    if longest > _MAX_PIECE_CHARS:  # all ways to cut it are looked at
+    if longest > _MAX_PIECE_CHARS:  # every split of a token is tried
         raise ConfigError(f"{file.path}: a token has {longest} characters, the limit is {_MAX_PIECE_CHARS}")
     unknown = fields.token_ids("tokenizer.ggml.unknown_token_id", len(tokens))
     unk_token = tokens[unknown[0]] if unknown else None
@@ -177,10 +176,10 @@ def _sentencepiece_bpe(
 def _merges_by_score(
     vocab: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """All ways to make a token from two tokens, best score first.
+    """All pairs of tokens that join to a token, best score first.
 
-    SentencePiece always joins the neighbours whose union has the highest score. BPE joins those whose pair
-    comes first in its list: the same thing when the list is sorted by the union's score.
+    SentencePiece always joins the neighbors with the highest score of their union. BPE joins the pair that comes first
+    in its list. Both are the same if the list is sorted by the union's score.
     """
     added = {token for token, token_id in vocab.items() if types[token_id] in _ADDED_TYPES}
     ranked: list[tuple[float, int, int, int]] = []
@@ -239,7 +238,7 @@ def _add_tokens(core: CoreTokenizer, types: Sequence[int], tokens: Sequence[str]
 
 
 def _add_post_processor(core: CoreTokenizer, fields: Fields, tokens: Sequence[str], add_bos: bool) -> None:
-    """Put BOS before and EOS behind a text where the file asks for it."""
+    """Put BOS before and EOS after a text if the file requires it."""
     parts, used = ["$A"], []
     for name, default, position in (("bos", add_bos, 0), ("eos", False, 2)):
         if not fields.boolean(f"tokenizer.ggml.add_{name}_token", default=default):
@@ -247,8 +246,7 @@ def _add_post_processor(core: CoreTokenizer, fields: Fields, tokens: Sequence[st
         ids = fields.token_ids(f"tokenizer.ggml.{name}_token_id", len(tokens))
         if not ids:
             raise ConfigError(f"{fields.path}: the field tokenizer.ggml.{name}_token_id is missing")
-        # Under a name of our own: the token's text could be taken for template syntax ("$B:0" crashes the
-        # library).
+        # Under an internal name: the token's text could be parsed as template syntax ("$B:0" crashes the library).
         parts.insert(position, name)
         used.append({"id": name, "ids": [ids[0]], "tokens": [tokens[ids[0]]]})
     if used:

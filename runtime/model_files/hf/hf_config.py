@@ -1,8 +1,8 @@
 """Architecture facts from a folder in Hugging Face layout: config.json and generation_config.json.
 
-Whatever would change the computation and is not implemented is refused by name, never ignored: a model that
-loads and then talks nonsense is the worst failure. What all architectures share is read here, what is one's own in
-`hf_families`, and what can be said of an architecture that the engine does not know in `hf_other`.
+A feature that changes the computation and is not implemented is refused by name, never ignored: a model that loads and
+then produces wrong output is the worst failure. This module reads the common fields, `hf_families` those of one
+architecture, and `hf_other` those of architectures that the engine has no model for.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     """The architecture of the model in `folder`.
 
     Raises:
-        ConfigError: a file or field is missing or wrong, or the model needs something that is not
-            implemented.
+        ConfigError: a file or field is missing or wrong, or the model needs a feature that is not implemented.
     """
     path = folder / "config.json"
     config = read_json(path)
@@ -91,7 +90,7 @@ def _check_family(fields: Fields, model_type: str, family: Family) -> None:
         raise fields.error(
             "architectures", architectures, f"only ['{family.architecture}'] is supported for {model_type}"
         )
-    # Gemma has it under two names, and the newer one counts.
+    # Gemma has it under two names; the newer one has precedence.
     name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
     activation = fields.text(name, default=family.activation)
     if activation != family.activation:
@@ -99,7 +98,7 @@ def _check_family(fields: Fields, model_type: str, family: Family) -> None:
 
 
 def _dtype(fields: Fields) -> DTypeName:
-    """The type the weights were saved in: `dtype` in transformers 5; both default to float32."""
+    """The dtype of the saved weights: `dtype` in transformers 5; both fields default to float32."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.text(name, default="float32").removeprefix("torch.")
     if value not in _DTYPES:
@@ -108,7 +107,7 @@ def _dtype(fields: Fields) -> DTypeName:
 
 
 def _eos_token_ids(fields: Fields, folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """End-of-text tokens of all files that name some: the end of a turn often stands in one of the others only."""
+    """End-of-text tokens of all files: the end-of-turn token is often in only one of them."""
     ids = fields.token_ids("eos_token_id", vocab_size)
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -120,7 +119,7 @@ def _eos_token_ids(fields: Fields, folder: Path, vocab_size: int) -> tuple[int, 
 
 
 def _tokenizer_eos(config: Mapping[str, object], vocab_size: int) -> tuple[int, ...]:
-    """The id of the tokenizer's `eos_token`, where its added tokens are listed in the same file."""
+    """The id of the tokenizer's `eos_token`, if its added tokens are listed in the same file."""
     eos, added = config.get("eos_token"), config.get("added_tokens_decoder")
     text = eos.get("content") if isinstance(eos, Mapping) else eos
     if not isinstance(text, str) or not isinstance(added, Mapping):

@@ -1,7 +1,7 @@
-"""What config.json says about one architecture beyond what all have in common: one function per `model_type`.
+"""The fields of config.json for one architecture, beyond the common ones: one function per `model_type`.
 
-Each returns the fields of `ModelSpec` that its family adds or changes. What would change the computation and is not
-implemented is refused by name.
+Each returns the fields of `ModelSpec` that its family adds or changes. A feature that changes the computation and is
+not implemented is refused by name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _GEMMA3_PATTERN: Final = 6  # every sixth layer has no window
 
 
 class Family(NamedTuple):
-    """How to read one `model_type`, and what a field that is missing means for it."""
+    """How to read one `model_type`, and its defaults for missing fields."""
 
     architecture: str  # the class name in transformers
     read: Callable[[Fields], Facts]
-    activation: str = "silu"  # the only one there is
+    activation: str = "silu"  # the only supported one
     tied: bool = False
-    head_dim: int | None = None  # None: hidden size by heads
+    head_dim: int | None = None  # None: hidden size divided by heads
 
 
 def _llama(fields: Fields) -> Facts:
@@ -127,7 +127,7 @@ FAMILIES: Final[dict[str, Family]] = {
 
 
 def windows_by_pattern(pattern: int, num_layers: int) -> tuple[bool, ...]:
-    """All layers have a window but every `pattern`th."""
+    """All layers have a window except every `pattern`th."""
     return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
 
 
@@ -147,7 +147,7 @@ def _qwen3_attention(fields: Fields) -> Facts:
 
 
 def window_everywhere(fields: Fields) -> Facts:
-    """`sliding_window`, if there is one, in all layers."""
+    """`sliding_window` for all layers, if it is set."""
     if fields.get("sliding_window") is None:
         return {}
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
@@ -158,7 +158,7 @@ def window_everywhere(fields: Fields) -> Facts:
 
 
 def _qwen_windows(fields: Fields) -> Facts:
-    """Layers from `max_window_layers` on have a window, where windows are on at all."""
+    """Layers from `max_window_layers` on have a window, if windows are enabled."""
     if not fields.boolean("use_sliding_window", default=False) or fields.get("sliding_window") is None:
         return {}
     if fields.get("layer_types") is not None:
@@ -175,7 +175,7 @@ def _qwen_windows(fields: Fields) -> Facts:
 
 
 def layer_types(fields: Fields) -> tuple[bool, ...]:
-    """Which layers have a window, as the field `layer_types` says."""
+    """Which layers have a window, from the field `layer_types`."""
     value = fields.get("layer_types")
     known = ("full_attention", "sliding_attention")
     if not isinstance(value, list) or any(kind not in known for kind in value):

@@ -1,8 +1,8 @@
-"""Facts about an architecture that the engine has no model for, so that transformers' own code can serve it.
+"""Facts about an architecture that the engine has no model for, so that transformers' implementation can serve it.
 
-Memory and attention need few of them: heads, layers, lengths, windows. Most configurations name them alike, older ones
-have names of their own, and both are read. What is known to be impossible is refused here, without loading anything;
-the rest shows when the model is loaded and its attention compared (`model_runner/transformers_check`).
+Memory and attention need few of them: heads, layers, lengths, windows. Most configurations use the same names for
+them, older ones use others, and both are read. Known unsupported features are refused here, before loading; the rest
+is found when the model is loaded and its attention compared (`model_runner/transformers_check`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHER_NAMES: Final[dict[str, tuple[str, ...]]] = {
 }
 _HEADS: Final = ("ForCausalLM", "LMHeadModel")
 _MLP_WIDENING: Final = (
-    4  # of the hidden size, where nothing else is said: as in GPT-2, for memory planning only
+    4  # times the hidden size, if the file has no value: as in GPT-2, for memory planning only
 )
 _REFUSED: Final[dict[str, str]] = {
     "is_encoder_decoder": "a decoder without an encoder is needed",
@@ -42,7 +42,7 @@ _REFUSED: Final[dict[str, str]] = {
 
 
 def with_common_names(config: Mapping[str, object]) -> dict[str, object]:
-    """A configuration with the usual names added for what it calls otherwise, and defaults for what is no matter."""
+    """A configuration with the usual names added for other names, and defaults for fields without effect."""
     common = dict(config)
     for name, others in _OTHER_NAMES.items():
         values = (config[other] for other in others if config.get(other) is not None)
@@ -54,15 +54,15 @@ def with_common_names(config: Mapping[str, object]) -> dict[str, object]:
     if common.get("intermediate_size") is None and isinstance(hidden_size, int):
         common["intermediate_size"] = _MLP_WIDENING * hidden_size
     if common.get("rms_norm_eps") is None:
-        common["rms_norm_eps"] = 1e-5  # transformers has its own; only our layers read it here
+        common["rms_norm_eps"] = 1e-5  # read by the engine's own layers only
     return common
 
 
 def other_family(fields: Fields) -> Family:
-    """How to read the rest.
+    """The reader for any other architecture.
 
     Raises:
-        ConfigError: it is no decoder of text, or needs what our attention does not compute.
+        ConfigError: it is not a text decoder, or needs attention that the engine does not compute.
     """
     for name, rule in _REFUSED.items():
         if fields.get(name):
@@ -78,13 +78,13 @@ def other_family(fields: Fields) -> Family:
 
 
 def _facts(fields: Fields) -> Facts:
-    """Rotary is transformers' business; its base is in the spec because there must be one."""
+    """transformers computes rotary; its base is in the spec because the field is required."""
     return {"rope_theta": 10000.0} | _windows(fields) | _experts(fields)
 
 
 def _windows(fields: Fields) -> Facts:
     has_types = fields.get("layer_types") is not None
-    windowed = layer_types(fields) if has_types else ()  # refuses kinds of layers that do not attend
+    windowed = layer_types(fields) if has_types else ()  # refuses layers without attention
     if not fields.get("sliding_window") or not fields.boolean("use_sliding_window", default=True):
         return {}
     everywhere = window_everywhere(fields)
@@ -94,7 +94,7 @@ def _windows(fields: Fields) -> Facts:
 
 
 def _experts(fields: Fields) -> Facts:
-    """For memory planning: experts that all tokens share are not counted."""
+    """For memory planning: shared experts are not counted."""
     if fields.get("num_experts") is None:
         return {}
     num_experts = fields.integer("num_experts", 0, 1 << 16)

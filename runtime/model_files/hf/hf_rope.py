@@ -1,7 +1,7 @@
-"""Rotary position embedding as config.json describes it, in the spellings of transformers 4 and 5.
+"""Rotary position embedding in config.json, in the formats of transformers 4 and 5.
 
-Transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters` with both, which holds one
-such object for each kind of layer where they differ.
+Transformers 4 writes `rope_theta` and `rope_scaling`. Transformers 5 writes `rope_parameters` with both; if kinds of
+layers differ, it holds one such object per kind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class Rope(NamedTuple):
-    """What `ModelSpec` wants to know."""
+    """The rotary facts for `ModelSpec`."""
 
     theta: float
     scaling: RopeScaling
@@ -29,7 +29,7 @@ class Rope(NamedTuple):
 
 
 def read_rope(fields: Fields, default_theta: float = 10000.0) -> Rope:
-    """Base frequency and scaling of a model whose layers all rotate alike.
+    """Base frequency and scaling of a model with the same rope in all layers.
 
     Raises:
         ConfigError: a field is wrong, or the scaling is not implemented.
@@ -43,7 +43,7 @@ def read_rope(fields: Fields, default_theta: float = 10000.0) -> Rope:
 def read_two_ropes(
     fields: Fields, default_theta: float, local_field: str, default_local_theta: float
 ) -> tuple[Rope, float]:
-    """Those of a model whose windowed layers have a base frequency of their own: the others' rope, and that base.
+    """The rope of the full-attention layers, and the base frequency of the windowed layers.
 
     Raises:
         ConfigError: see `read_rope`.
@@ -75,9 +75,9 @@ def _parameters(fields: Fields) -> tuple[str, Mapping[str, object]]:
 
 
 def _read(fields: Fields, rope: Fields, default_theta: float) -> Rope:
-    """One rope; what is not in its own object may stand at the top level.
+    """One rope; fields missing in its own object are read from the top level.
 
-    Llama 1 and 2 were published without a base; 10000 is what they were trained with.
+    Llama 1 and 2 were published without a base; 10000 is the one they were trained with.
     """
     theta = rope.number("rope_theta", 1.0, 1e15, fields.number("rope_theta", 1.0, 1e15, default_theta))
     partial = rope.number(
@@ -105,10 +105,10 @@ def _scaling(fields: Fields, rope: Fields) -> RopeScaling:
             original_max_position=rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS),
         )
     max_position = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    # Phi-3 has it at the top level, and transformers lets that one win.
+    # Phi-3 has it at the top level, which has precedence in transformers.
     holder = fields if fields.get("original_max_position_embeddings") is not None else rope
     original = holder.integer("original_max_position_embeddings", 2, MAX_POSITIONS, default=max_position)
-    # At most 1 means no stretching; for longrope files leave it out, and the ratio of the lengths counts.
+    # At most 1 means no scaling; longrope files omit it, and the ratio of the lengths is used.
     factor = rope.number("factor", 1e-3, 1e6, default=max_position / original)
     if kind == "yarn":
         return _yarn(rope, factor, original)

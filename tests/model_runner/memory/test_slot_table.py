@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.slot_table import SlotTable
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan

@@ -133,7 +133,7 @@ def test_decodes_come_in_bursts_on_the_cpu(asked, expected):
 )
 def test_bursts_that_could_not_be_made_are_refused(settings, machine, reason):
     asked = config(decode_burst_ms=20.0, **settings)
-    with pytest.raises(ConfigError, match=f"decode_burst_ms is 20, {reason}.*leave --decode-burst-ms away"):
+    with pytest.raises(ConfigError, match=f"decode_burst_ms is 20, {reason}.*omit --decode-burst-ms"):
         resolve(asked, SPEC, machine)
     elsewhere = config(**settings)
     assert resolve(elsewhere, SPEC, machine).config.scheduler.decode_burst_ms == 0.0
@@ -216,7 +216,7 @@ def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them(model_
         ({}, HOST, "with AVX2 and FMA, which this CPU lacks"),
         ({}, WITHOUT_COMPILER, "by the engine's own kernels, for which there is no compiler"),
         ({"model_impl": "transformers"}, BLOCK_HOST, "transformers computes with plain weights only"),
-        ({"load_format": "dummy"}, BLOCK_HOST, "random weights are in no file's blocks"),
+        ({"load_format": "dummy"}, BLOCK_HOST, "random weights have no blocks from a file"),
     ],
 )
 def test_where_blocks_cannot_be_multiplied_a_file_is_dequantised_and_a_wish_refused(
@@ -431,7 +431,7 @@ def test_an_int8_pool_counts_its_scales():
 
 def test_an_int8_pool_is_for_the_cpu():
     with pytest.raises(
-        ConfigError, match="only the CPU reads that, not cuda; use --kv-cache-dtype fp8 or auto"
+        ConfigError, match="only the CPU supports it, not cuda; use --kv-cache-dtype fp8 or auto"
     ):
         resolve(config(kv_cache_dtype="int8", device="cuda"), SPEC, GPU_HOST)
 
@@ -664,7 +664,7 @@ class TestSwapSpace:
         for settings in ({}, {"swap_space": 4.0}):
             resolved = resolve(config(preemption_mode="recompute", **settings), SPEC, GPU_HOST)
             assert resolved.config.cache.swap_space == 0.0
-            assert resolved.notes["swap_space"] == "lost KV is computed again"
+            assert resolved.notes["swap_space"] == "lost KV is recomputed"
 
     def test_on_the_cpu_is_kept_only_for_those_who_ask(self):
         by_default = resolve(EngineConfig(), SPEC, HOST)
@@ -709,7 +709,7 @@ class TestSwapSpace:
     def test_beside_a_gpu_is_the_usual_or_a_quarter_of_the_free_memory(self):
         usual = resolve(EngineConfig(), SPEC, dataclasses.replace(GPU_HOST, mem_available_bytes=64 * GIB))
         assert usual.config.cache.swap_space == 4.0
-        assert "a few requests" in usual.notes["swap_space"]
+        assert "a few preempted requests" in usual.notes["swap_space"]
         some = resolve(EngineConfig(), SPEC, dataclasses.replace(GPU_HOST, mem_available_bytes=8 * GIB))
         assert some.config.cache.swap_space == (8 - 0.5) / 4
         assert some.notes["swap_space"] == "a quarter of (8.0 GiB free on the host - 512 MiB runtime)"
@@ -758,7 +758,7 @@ class TestSwapSpace:
     @pytest.mark.parametrize("facts", [HOST, GPU_HOST])
     def test_of_nothing_cannot_be_swapped_to(self, facts):
         with pytest.raises(
-            ConfigError, match="preemption_mode is swap, but swap_space is 0, so there is nowhere"
+            ConfigError, match="preemption_mode is swap, but swap_space is 0, so there is no memory"
         ):
             resolve(config(swap_space=0.0, preemption_mode="swap"), SPEC, facts)
 
@@ -887,8 +887,8 @@ class TestRanks:
         ("settings", "message"),
         [
             ({"tp": 1}, "executor is ray, but tp is 1, .*; raise --tp, or use --executor local$"),
-            ({"tp": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}, "leave --nnodes, --node-rank"),
-            ({"tp": 2, "cluster_key_file": "a.key"}, "makes their key itself; leave"),
+            ({"tp": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}, "omit --nnodes, --node-rank"),
+            ({"tp": 2, "cluster_key_file": "a.key"}, "makes their key itself; omit"),
         ],
     )
     def test_that_ray_shall_start_take_nothing_that_ray_decides(self, settings, message):
@@ -916,9 +916,7 @@ class TestDeterministic:
         ],
     )
     def test_what_cannot_be_is_refused(self, settings, spec, word):
-        with pytest.raises(
-            ConfigError, match=f"deterministic is on, but .*{word}.*leave --deterministic away"
-        ):
+        with pytest.raises(ConfigError, match=f"deterministic is on, but .*{word}.*omit --deterministic"):
             resolve(config(deterministic=True, **settings), spec, HOST)
         resolve(config(**settings), spec, HOST)
 
