@@ -171,7 +171,7 @@ def attention() -> Iterator[Case]:
     from engine.model_runner.attention.backend import BatchLayout
     from engine.model_runner.attention.cpu_native import CpuNativeAttention
     from engine.model_runner.attention.torch_native import TorchNativeAttention
-    from engine.model_runner.memory.input_buffers import InputBuffers
+    from engine.model_runner.memory.io_buffers import InputBuffers
 
     device = torch.device("cpu")
     num_pages = MAX_REQUESTS * MAX_LEN // PAGE_SIZE

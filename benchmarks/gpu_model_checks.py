@@ -86,7 +86,7 @@ def graphs(report: Report) -> None:
     """Recorded decodes choose what the same decodes choose without recording."""
     for model_type in ("llama", "qwen3_moe"):
         with LoggedMessages() as log:
-            _same(report, model_type, {"cuda_graph": False}, {"cuda_graph": True})
+            _same(report, model_type, {"record_steps": False}, {"record_steps": True})
         with report.part(f"{model_type}: something was recorded"):
             recorded = [line for line in log.starting_with("decode_graphs=") if "decode_graphs=0" not in line]
             assert recorded, log.starting_with("decode_graphs=", "attention_backend=")
@@ -158,7 +158,7 @@ def make_llm(folder: Path, report: Report, **settings: Any) -> LLM:
         "max_model_len": 512,
         "max_total_tokens": 16384,
         "max_running_requests": 32,
-        "cuda_graph_max_bs": 8,
+        "max_recorded_bs": 8,
         "seed": 1,
     }
     return LLM(str(folder), **{**defaults, **settings})

@@ -231,7 +231,7 @@ def make_builds(
 
     from engine.model_runner.attention.backend import BatchLayout
     from engine.model_runner.attention.cpu_native import CpuNativeAttention
-    from engine.model_runner.memory.input_buffers import InputBuffers
+    from engine.model_runner.memory.io_buffers import InputBuffers
 
     pool = make_kv_pool(num_layers, decodes.num_pages, dtype)
     ones = np.ones_like(decodes.lengths)

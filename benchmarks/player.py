@@ -89,7 +89,7 @@ def make_player(num_threads: int, recorded: bool = True) -> Player:
             EngineConfig(
                 model=config,
                 cache=CacheConfig(page_size=PAGE_SIZE),
-                kernels=KernelConfig(cuda_graph="auto" if recorded else False),
+                kernels=KernelConfig(record_steps="auto" if recorded else False),
             ),
             ModelSource("hf", "dummy", "benchmark"),
             model_spec(LAYERS),

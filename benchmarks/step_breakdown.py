@@ -199,7 +199,7 @@ def in_process(num_threads: int, num_steps: int) -> Iterator[tuple[Case, dict[st
     timers = Timers()
     with timed_library(timers):
         eager = make_player(num_threads, recorded=False)
-    sampler: Any = eager.runner._sampler
+    sampler: Any = eager.runner.sampler
     with patch.object(sampler, "sample", timers.whole(SAMPLING, sampler.sample)):
         for case in CASES:
             steps = num_steps if case.new == 1 else max(3, num_steps // 10)

@@ -26,12 +26,12 @@ COMMANDS: Final = {
     "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
     "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
     "bench": (".bench.commands", "Measure throughput and latency."),
-    "doctor": (".doctor.command", "Whether it will serve here, and if not, what mends it."),
-    "top": (".top.command", "Watch a server: who runs, who waits and why, memory, rates."),
-    "why": (".why", "Why a request waited, lost its place or missed the cache."),
-    "replay": (".replay", "Make all decisions of a log again, or ask what if."),
-    "trace": (".trace.command", "Draw what the scheduler did, from its decision log."),
-    "simulate": (".simulate.command", "Try settings, policies and machines without a model."),
+    "doctor": (".doctor.command", "Check whether a model can be served here, and what to fix."),
+    "top": (".top.command", "Watch a server: running and waiting requests, memory, rates."),
+    "why": (".why", "Explain why a request waited, was preempted or missed the cache."),
+    "replay": (".replay", "Replay a decision log, with its settings or with others."),
+    "trace": (".trace.command", "Draw a timeline of the scheduler from a decision log."),
+    "simulate": (".simulate.command", "Simulate settings, policies and machines without a model."),
 }
 """Command -> (module with the typer `app`, one line for `--help`)."""
 EXAMPLES: Final = """Examples:

@@ -45,12 +45,14 @@ ModelArgument = Annotated[
 ConfigFileOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", help="YAML file with settings, `page_size: 16`; flags win over it."
+        "--config",
+        metavar="FILE",
+        help="YAML file with settings, such as `page_size: 16`; flags win over it.",
     ),
 ]
 PrintConfigOption = Annotated[
     bool,
-    typer.Option("--print-config", help="Show every setting, its value and where it came from, and exit."),
+    typer.Option("--print-config", help="Show every setting, its value and its source, and exit."),
 ]
 
 GENERAL_TITLE: Final = "General"

@@ -34,16 +34,16 @@ def replay(
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="What if this setting had been another: --set schedule_policy=lpm. May be repeated.",
+            help="Run with another value of a setting: --set schedule_policy=lpm. May be repeated.",
         ),
     ] = None,
 ) -> int:
-    """Make every decision of a decision log again and compare.
+    """Replay a decision log and compare every decision.
 
-    The same scheduler is driven by the same messages at the same times, without a model. The exit code is 1 when any
-    decision differs, and 3 when none does but a damaged part of the file could not be compared. With --set the workload
-    of the log is run again with other settings and a model of its step times, and the changes of latency and
-    throughput are shown.
+    The same scheduler gets the same messages at the same times, without a model. The exit code is 1 if a decision
+    differs, and 3 if none differs but a damaged part of the file could not be compared. With --set the workload of the
+    log runs again with other settings and a model of its step times, and the changes in latency and throughput are
+    printed.
     """
     if changes:
         return _what_if(file, parse_changes(changes))

@@ -26,23 +26,28 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command(context_settings=CONTEXT_SETTINGS)
 def why(
-    rid: Annotated[str, typer.Argument(metavar="RID", help="The `id` of an answer: chatcmpl-..., cmpl-...")],
+    rid: Annotated[str, typer.Argument(metavar="RID", help="The `id` of a response: chatcmpl-..., cmpl-...")],
     url: Annotated[
         str | None,
-        typer.Option("--url", metavar="URL", help=f"The server that had it  [default: {DEFAULT_URL}]"),
+        typer.Option(
+            "--url", metavar="URL", help=f"Server that handled the request  [default: {DEFAULT_URL}]"
+        ),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="TEXT", help="For that server (or set ENGINE_API_KEY).")
+        str | None,
+        typer.Option("--api-key", metavar="TEXT", help="API key of that server (or set ENGINE_API_KEY)."),
     ] = None,
     log: Annotated[
         Path | None,
-        typer.Option("--log", metavar="FILE", help="Ask a file of --decision-log instead of a server."),
+        typer.Option(
+            "--log", metavar="FILE", help="Read a file of --decision-log instead of asking a server."
+        ),
     ] = None,
 ) -> int:
-    """Why a request fared as it did: one sentence and a table.
+    """Explain why a request waited, was preempted or missed the cache: one sentence and a table.
 
-    A server remembers its last few thousand decisions; a file has them all. The exit code is 3 when nothing is known
-    of the request, and 1 when nobody could be asked.
+    A server keeps its last few thousand decisions; a file has all of them. The exit code is 3 if the request is
+    unknown, and 1 if the server does not answer.
     """
     if log is not None and url is not None:
         raise RequestError("--log reads a file and --url asks a server; pass one of them")

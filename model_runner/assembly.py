@@ -12,19 +12,19 @@ import torch
 
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from ..runtime.kv_size import KV_SCALE_BYTES
-from .attention.backend import gathered_token_bytes
 from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
-from .batch_builder import BatchBuilder, make_req_to_token
+from .batch_builder import BatchBuilder
 from .memory.host_kv_pool import HostKVPool, NoHostKVPool
-from .memory.input_buffers import InputBuffers
+from .memory.io_buffers import InputBuffers, OutputBuffers
 from .memory.kv_pool import KVPool
-from .memory.output_buffers import OutputBuffers
+from .memory.slot_table import SlotTable
 from .model_runner import ModelRunner, RunnerSizes
-from .recording.decode_graphs import record_decodes
-from .recording.forward_program import Forward, programmed_forward
+from .recording.cuda_graph_executor import cuda_graph_executor
+from .recording.eager_executor import EagerExecutor
+from .recording.forward_program import programmed_forward
 from .recording.graph_device import CudaGraphDevice
-from .recording.native_recordings import record_native_decodes
+from .recording.native_executor import native_executor
 from .row_states import RowStates
 from .sampling.sampler import make_sampler
 from .sampling.shared_sampler import shared_sampler
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from .attention.backend import AttentionBackend
     from .distributed.tp_group import TPGroup
     from .models.registry import CausalLM
+    from .recording.eager_executor import Forward
+    from .recording.executor import StepExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -96,51 +98,19 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
     if capacity.num_host_pages:
         host_kv_pool = HostKVPool(kv_pool, capacity.num_host_pages, buffers)
         logger.info("host_kv_pool_mib=%.0f", host_kv_pool.num_bytes / (1 << 20))
-    req_to_token = make_req_to_token(capacity.max_running_requests, capacity.max_model_len, device)
+    slot_table = SlotTable(capacity.max_running_requests, capacity.max_model_len, buffers)
     states = RowStates(capacity.max_running_requests, capacity.vocab_size)
     counts = TokenCounts(capacity.vocab_size, buffers)
     relay = TokenRelay(capacity.max_running_requests, device)
-    attention = _make_attention(loaded, kv_pool, req_to_token, buffers)
-    recordings, recorded_bytes = record_decodes(
-        batch_sizes,
-        model=loaded.model,
-        kv_pool=kv_pool,
-        attention=attention,
-        relay=relay,
-        req_to_token=req_to_token,
-        make_device=partial(CudaGraphDevice, device),
-    )
-    if device.type == "cpu" and not batch_sizes:
-        recordings = record_native_decodes(
-            loaded.kernels,
-            model=loaded.model,
-            kv_pool=kv_pool,
-            attention=attention,
-            relay=relay,
-            req_to_token=req_to_token,
-            num_ranks=group.size,
-        )
-    builder = BatchBuilder(
-        req_to_token=req_to_token,
-        kv_pool=kv_pool,
-        attention=attention,
-        states=states,
-        counts=counts,
-        relay=relay,
-        eos_token_ids=spec.eos_token_ids,
-        buffers=buffers,
-        recordings=recordings,
-    )
-    forward: Forward = loaded.model.forward
-    if device.type == "cpu":
-        forward = programmed_forward(
-            loaded.kernels, model=loaded.model, kv_pool=kv_pool, attention=attention, num_ranks=group.size
-        )
+    attention = _make_attention(loaded, kv_pool, slot_table.req_to_token, buffers)
+    executor = _make_executor(loaded, batch_sizes, kv_pool, attention, slot_table, relay, buffers)
+    builder = BatchBuilder(states=states, counts=counts, eos_token_ids=spec.eos_token_ids, buffers=buffers)
     return ModelRunner(
         model=loaded.model,
-        forward=forward,
+        executor=executor,
         kv_pool=kv_pool,
         host_kv_pool=host_kv_pool,
+        slot_table=slot_table,
         states=states,
         counts=counts,
         relay=relay,
@@ -149,7 +119,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         buffers=buffers,
         outputs=OutputBuffers(device),
         capacity=capacity,
-        sizes=RunnerSizes(recorded_bytes, gathered_token_bytes(attention)),
+        sizes=RunnerSizes(executor.recorded_bytes, attention.gathered_token_bytes),
         drops_steps=group.size == 1,
     )
 
@@ -163,3 +133,49 @@ def _make_attention(
     asked = parse_attention_backend(kernels.attention_backend)
     attention_type = select_backend(spec, loaded.device, loaded.dtype, kv_pool.k[0].dtype, asked)
     return attention_type(spec, kv_pool, req_to_token, buffers)
+
+
+def _make_executor(
+    loaded: LoadedModel,
+    batch_sizes: Sequence[int],
+    kv_pool: KVPool,
+    attention: AttentionBackend,
+    slot_table: SlotTable,
+    relay: TokenRelay,
+    buffers: InputBuffers,
+) -> StepExecutor:
+    model, kernels, num_ranks = loaded.model, loaded.kernels, loaded.group.size
+    forward: Forward = model.forward
+    on_cpu = loaded.device.type == "cpu"
+    if on_cpu:
+        forward = programmed_forward(
+            kernels, model=model, kv_pool=kv_pool, attention=attention, num_ranks=num_ranks
+        )
+    eager = EagerExecutor(
+        model=model,
+        forward=forward,
+        attention=attention,
+        kv_pool=kv_pool,
+        slot_table=slot_table,
+        relay=relay,
+        buffers=buffers,
+    )
+    if on_cpu and not batch_sizes:
+        return native_executor(
+            kernels,
+            eager,
+            model=model,
+            kv_pool=kv_pool,
+            relay=relay,
+            slot_table=slot_table,
+            num_ranks=num_ranks,
+        )
+    return cuda_graph_executor(
+        batch_sizes,
+        eager,
+        model=model,
+        kv_pool=kv_pool,
+        relay=relay,
+        slot_table=slot_table,
+        make_device=partial(CudaGraphDevice, loaded.device),
+    )

@@ -28,7 +28,7 @@ from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext
 from .models.registry import build_model
 from .op_selection import Target, select_ops
-from .recording.decode_graphs import sizes_to_record
+from .recording.cuda_graph_executor import sizes_to_record
 from .trial import measure
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
@@ -111,7 +111,7 @@ def load_model_runner(
     if memory is not None:
         capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
     what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"
-    with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --cuda-graph-max-bs"):
+    with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --max-recorded-bs"):
         return assemble_runner(loaded, capacity, sizes)
 
 

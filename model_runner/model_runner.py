@@ -3,9 +3,9 @@
     runner.launch(plan, go_on) -> Pending       host work and kernel launches; nothing in it waits for the device
     pending.wait()             -> StepResult    waits for this step, and for none that was launched behind it
 
-The parts: `RowStates` (requests, host), `BatchBuilder` (plan -> `ForwardBatch`), the model, or for decodes a recording
-of it (`DecodeGraphs`), `KVPool`, `HostKVPool` (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The
-runner puts them in the order that the plan's contract promises.
+The parts: `RowStates` (requests, host), `SlotTable`, `BatchBuilder` (plan -> `InputBatch`), `StepExecutor` (batch ->
+logits), `KVPool`, `HostKVPool` (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The runner puts them in
+the order that the plan's contract promises.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
     from ..runtime.step_plan import GoOn, Pending
     from .batch_builder import BatchBuilder
-    from .forward_batch import ForwardBatch, PromptSpan
+    from .input_batch import InputBatch, PromptSpan
     from .memory.host_kv_pool import HostPages
-    from .memory.input_buffers import InputBuffers
+    from .memory.io_buffers import InputBuffers, OutputBuffers
     from .memory.kv_pool import KVPool
-    from .memory.output_buffers import OutputBuffers
+    from .memory.slot_table import SlotTable
     from .models.registry import CausalLM
-    from .recording.forward_program import Forward
+    from .recording.executor import StepExecutor
     from .row_states import RowStates
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
@@ -72,11 +72,11 @@ class Fetched(NamedTuple):
         batch: whose results they are.
         sampled: None if nobody samples.
         num_tokens: see `Checked`; None in a step without drafts.
-        cut_finite: [number of `ForwardBatch.cut_idx_np`] bool; where False the chunk's KV is not made of numbers.
+        cut_finite: [number of `InputBatch.cut_idx`] bool; where False the chunk's KV is not made of numbers.
         prompts: see `PromptLogprobs`.
     """
 
-    batch: ForwardBatch
+    batch: InputBatch
     sampled: Sampled | None
     cut_finite: Tensor | None = None
     prompts: Sequence[PromptLogprobs] = ()
@@ -93,24 +93,32 @@ class RunnerSizes(NamedTuple):
     """What a runner takes of the device beside weights and KV pool, as far as it knows.
 
     Attributes:
-        recorded_bytes: see `DecodeGraphs`.
-        gathered_token_bytes: see `attention.backend`.
+        recorded_bytes: see `StepExecutor`.
+        gathered_token_bytes: see `AttentionBackend`.
     """
 
-    recorded_bytes: list[int]
+    recorded_bytes: Sequence[int]
     gathered_token_bytes: int
 
 
 class ModelRunner:
-    """Rank 0's runner, or the only one."""
+    """Rank 0's runner, or the only one.
+
+    Attributes:
+        capacity: what all parts have room for.
+        sizes: what some of them take.
+        executor: runs the steps.
+        builder, sampler: make what it is given, and choose tokens by what it gives.
+    """
 
     def __init__(
         self,
         *,
         model: CausalLM,
-        forward: Forward,
+        executor: StepExecutor,
         kv_pool: KVPool,
         host_kv_pool: HostPages,
+        slot_table: SlotTable,
         states: RowStates,
         counts: TokenCounts,
         relay: TokenRelay,
@@ -125,7 +133,7 @@ class ModelRunner:
         """Take the parts.
 
         Args:
-            forward: the model's, or what does the same; what it returns need not outlive the step.
+            model: what `executor` runs; here only for logits of prompts.
             capacity: what all of them have room for.
             sizes: what some of them take.
             drops_steps: a step for which the device has no memory is dropped; else that ends the runner.
@@ -133,14 +141,15 @@ class ModelRunner:
         self.capacity = capacity
         self.sizes = sizes
         self.model = model
-        self.forward = forward
+        self.executor = executor
         self.kv_pool = kv_pool
         self.host_kv_pool = host_kv_pool
+        self.slot_table = slot_table
         self._states = states
         self._counts = counts
         self._relay = relay
-        self._builder = builder
-        self._sampler = sampler
+        self.builder = builder
+        self.sampler = sampler
         self._buffers = buffers
         self._outputs = outputs
         self._drops_steps = drops_steps
@@ -155,6 +164,7 @@ class ModelRunner:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
+                self._insist(partial(self.slot_table.update, plan))
                 fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0))
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on)
@@ -173,7 +183,7 @@ class ModelRunner:
             token_ids, finite, _ = last.sampled
             if not finite.numpy().all() or not go_on(token_ids.numpy().astype(np.int32).tobytes()):
                 break
-            last = self._forward(self._builder.next_round(last.batch, plan, number))
+            last = self._forward(self.builder.next_round(last.batch, plan, number))
             assert last.sampled is not None
             rounds.append(last.sampled)
         return rounds
@@ -229,43 +239,41 @@ class ModelRunner:
         Ranks that share a model drop nothing: the others would wait in the middle of a step for what never comes.
         """
         try:
-            return self._forward(self._insist(partial(self._builder.build, plan)))
+            return self._forward(self.builder.build(plan))
         except torch.OutOfMemoryError as error:
-            is_told = self._builder.last_step_id == plan.step_id
-            if not self._drops_steps or not is_told:
+            if not self._drops_steps:
                 raise
             reason = str(error)
         self._give_back()
         return OutOfMemory(reason)
 
-    def _forward(self, batch: ForwardBatch) -> Fetched:
-        if batch.recorded is not None:
-            batch.recorded.replay()
-            chosen, num_tokens = self._sample(batch, batch.recorded.logits)
-            return Fetched(batch, chosen, num_tokens=num_tokens)
-        hidden = self.forward(batch)
+    def _forward(self, batch: InputBatch) -> Fetched:
+        output = self.executor.run(batch)
+        hidden = output.hidden
         sampled = cut_finite = num_tokens = None
-        if batch.sampling.num_rows:
-            # Of the wanted tokens those behind which somebody samples; mostly all of them.
-            last = hidden if batch.sample_indices is None else hidden.index_select(0, batch.sample_indices)
-            sampled, num_tokens = self._sample(batch, self.model.logits(last))
-        if batch.cut_indices is not None:
-            cut = hidden.index_select(0, batch.cut_indices)
+        if output.logits is not None:
+            sampled, num_tokens = self._sample(batch, output.logits, output.sample_rows)
+        if hidden is None:
+            return Fetched(batch, sampled, num_tokens=num_tokens)
+        if output.cut_indices is not None:
+            cut = hidden.index_select(0, output.cut_indices)
             cut_finite = self._outputs.fetch(cut.sum(dim=-1).isfinite())
         prompts = [self._prompt_logprobs(hidden, span) for span in batch.prompt_spans]
         return Fetched(batch, sampled, cut_finite, prompts, num_tokens)
 
-    def _sample(self, batch: ForwardBatch, logits: Tensor) -> tuple[Sampled, Tensor | None]:
-        """Choose tokens by [S, V] float32, keep the last ones for the next step, and fetch them.
+    def _sample(
+        self, batch: InputBatch, logits: Tensor, sample_rows: Tensor
+    ) -> tuple[Sampled, Tensor | None]:
+        """Choose tokens by [R, V] float32, keep the last ones for the next step, and fetch them.
 
         With drafts there is a row for each draft, too; then also how many tokens of each request count.
         """
-        sampled, fetch = self._sampler.sample(logits, batch.sampling), self._outputs.fetch
+        sampled, fetch = self.sampler.sample(logits, batch.sampling), self._outputs.fetch
         last_ids, num_tokens = sampled.token_ids, None
         if batch.drafts is not None:
             checked = batch.drafts.check(sampled.token_ids)
             last_ids, num_tokens = checked.last_ids, fetch(checked.num_tokens)
-        self._relay.store(batch.sample_rows, last_ids)
+        self._relay.store(sample_rows, last_ids)
         fetched = Sampled(
             token_ids=fetch(sampled.token_ids),
             finite=fetch(sampled.finite),
@@ -280,7 +288,7 @@ class ModelRunner:
             start = span.start + done
             logits = self.model.logits(hidden[start : start + len(targets)])
             finite.append(logits.sum().isfinite())
-            parts.append(self._sampler.token_logprobs(logits, targets, span.top_k))
+            parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))
         fetch = self._outputs.fetch
         return PromptLogprobs(span, concatenate(parts).through(fetch), fetch(torch.stack(finite).all()))
 
@@ -317,9 +325,9 @@ class PendingStep:
                 counts = num_tokens.numpy()
                 next_ids, finite = batch.drafts.runs(next_ids, counts), batch.drafts.all_true(finite, counts)
             if np.count_nonzero(finite) < len(finite):
-                errors = dict.fromkeys(batch.sampled_idx_np[~finite].tolist(), NOT_FINITE)
+                errors = dict.fromkeys(batch.sampled_idx[~finite].tolist(), NOT_FINITE)
         if cut_finite is not None:
-            errors |= dict.fromkeys(batch.cut_idx_np[~cut_finite.numpy()].tolist(), NOT_FINITE)
+            errors |= dict.fromkeys(batch.cut_idx[~cut_finite.numpy()].tolist(), NOT_FINITE)
         prompt_logprobs = {}
         for prompt in prompts:
             if bool(prompt.finite):
@@ -366,7 +374,7 @@ def _pairs(data: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(data, dtype=np.int32).reshape(-1, 2).T.astype(np.int64, order="C")
 
 
-def _pack_logprobs(batch: ForwardBatch, sampled: Sampled | None) -> tuple[Logprobs | None, ...]:
+def _pack_logprobs(batch: InputBatch, sampled: Sampled | None) -> tuple[Logprobs | None, ...]:
     """One entry per sampled request, or nothing if none of them asked; who asks has no drafts."""
     sampling = batch.sampling
     if sampling.logprobs is None or sampled is None or sampled.logprobs is None:

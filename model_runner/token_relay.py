@@ -33,7 +33,10 @@ class TokenRelay:
 
     def fill(self, input_ids: Tensor, indices: Tensor, rows: Tensor) -> None:
         """Put the last tokens of `rows` [n] into `input_ids` [T] at `indices` [n]; all int64."""
-        input_ids.index_copy_(0, indices, self._last.index_select(0, rows))
+        if self._last_np is None:
+            input_ids.index_copy_(0, indices, self._last.index_select(0, rows))
+        else:
+            input_ids.numpy()[indices.numpy()] = self._last_np[rows.numpy()]
 
     def input_ids(self, known_ids: Tensor, rows: Tensor) -> Tensor:
         """The tokens `known_ids` [n], and where those are negative the last ones of `rows` [n]; all int64."""

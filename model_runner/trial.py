@@ -80,7 +80,7 @@ def measure(
     graph_bytes = 0
     if batch_sizes:
         what = f"recorded decodes of {batch_sizes[-1]} requests"
-        with explained(what, memory, "lower --cuda-graph-max-bs, or use --no-cuda-graph"):
+        with explained(what, memory, "lower --max-recorded-bs, or use --no-record-steps"):
             recorded_bytes = make_runner(small, batch_sizes[-2:]).sizes.recorded_bytes
         graph_bytes = graphs_estimate(recorded_bytes, len(batch_sizes))
     measured = Measured(

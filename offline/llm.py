@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeGuard, Unpack, overload
+from typing import Any, Final, Literal, Self, Unpack, overload
 
 import msgspec
 
@@ -23,19 +22,23 @@ from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import RequestError
 from ..runtime.messages import Explanation, FlushCacheDone, PinDone
 from ..runtime.model_files.tokenizer import load_tokenizer
+from ..runtime.request_checks import check_integer, check_number, check_text, plain, wrong_type
 from ..runtime.resolve.prepare import prepare
-from ..runtime.sampling_params import MAX_SEED, SamplingParams
+from ..runtime.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
 from ..tokenizer_manager.admission.feasibility_check import resolve_length
 from ..tokenizer_manager.conversation.chat_template import load_chat_template
 from .batch import Batch, CheckedRequest
 from .build import start_engine
 from .options import CallOptions, checked_options
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
+from .prompts import as_params, as_prompts, checked_token_ids
 
 Prompt = str | list[int]
 """A text to tokenise, or token ids."""
 ChatMessage = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`."""
+MAX_TTL_S: Final = 1e9
+"""Of a pin, 30 years."""
 
 
 class LLM:
@@ -148,7 +151,8 @@ class LLM:
         """Continue one or many prompts; many run together.
 
         Args:
-            prompts: one prompt or a list of prompts, each a text or a list of token ids.
+            prompts: one prompt or a list of prompts, each a text or a list of token ids. Arrays and tensors of integers
+                are lists of token ids; one of two dimensions has a prompt in each row.
             params: for all prompts, or one per prompt; None: the defaults.
             stream: return an iterator of chunks instead; closing it ends what still runs.
             progress_bar: show finished prompts and tokens per second on standard error.
@@ -162,11 +166,12 @@ class LLM:
             RequestError: a prompt or parameter that cannot run; nothing has started then.
             EngineDeadError: the engine has ended.
         """
-        if _is_single(prompts):
-            batch = self._prepare([prompts], params, options, add_special_tokens=True)
-            return batch.chunks() if stream else batch.run(progress_bar=progress_bar)[0]
-        batch = self._prepare(list(prompts), params, options, add_special_tokens=True)  # type: ignore[arg-type]
-        return batch.chunks() if stream else batch.run(progress_bar=progress_bar)
+        items, is_single = as_prompts(prompts)
+        batch = self._prepare(items, params, options, add_special_tokens=True)
+        if stream:
+            return batch.chunks()
+        outputs = batch.run(progress_bar=progress_bar)
+        return outputs[0] if is_single else outputs
 
     def sample(
         self, prompt: Prompt, n: int, params: SamplingParams | None = None, **options: Unpack[CallOptions]
@@ -176,9 +181,9 @@ class LLM:
         Raises:
             RequestError: n is below 1, or as for `generate`.
         """
-        if n < 1:
-            raise RequestError(f"n is {n}, but it must be at least 1", param="n", code="invalid_value")
-        first = self._prepare_one(prompt, params or SamplingParams(), add_special_tokens=True)
+        n = check_integer("n", plain(n), 1, MAX_COUNT, "must be at least 1")
+        (sampling,) = as_params(params, 1)
+        first = self._prepare_one(prompt, sampling, add_special_tokens=True)
         seed = first.sampling.seed
         assert seed is not None
         siblings = [
@@ -235,6 +240,8 @@ class LLM:
         Raises:
             RequestError: a message the template refuses.
         """
+        if not isinstance(messages, Sequence):
+            raise wrong_type("messages", messages, "a list of messages, each with a role and a content")
         if not messages:
             raise RequestError("messages is empty; a chat has at least one message", param="messages")
         for number, message in enumerate(messages):
@@ -257,12 +264,10 @@ class LLM:
             How many tokens are pinned, of how many, and why not all.
 
         Raises:
-            RequestError: the prompt is empty or no prompt, or `ttl` is negative or not finite.
+            RequestError: the prompt is empty or no prompt, or `ttl` is no number, negative or not finite.
         """
-        if not (math.isfinite(ttl) and ttl >= 0):
-            raise RequestError(
-                f"ttl is {ttl}, but it must be 0 or more seconds; 0 unpins", param="ttl", code="invalid_value"
-            )
+        ttl = check_number("ttl", plain(ttl), 0.0, MAX_TTL_S, unit="seconds; 0 unpins")
+        check_text("cache_salt", cache_salt)
         token_ids = self._encode(prompt, add_special_tokens=True)
         if not 1 <= len(token_ids) < self.max_model_len:
             raise RequestError(
@@ -274,6 +279,7 @@ class LLM:
 
     def why(self, request_id: str) -> Explanation:
         """Why a request waited, was chunked, retracted or missed the cache; `request_id` stands in its output."""
+        check_text("request_id", request_id)
         return self._engine.explain(request_id)
 
     # ------------------------------------------------------------ life
@@ -294,7 +300,7 @@ class LLM:
 
     def _prepare(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[object],
         params: SamplingParams | Sequence[SamplingParams] | None,
         options: CallOptions,
         *,
@@ -302,15 +308,8 @@ class LLM:
     ) -> Batch:
         """Tokenise and check everything; starts nothing."""
         scheduling = checked_options(options)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        elif len(params) != len(prompts):
-            raise RequestError(
-                f"there are {len(prompts)} prompts and {len(params)} params; pass one for all or one per prompt",
-                param="params",
-            )
         requests: list[CheckedRequest] = []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, own) in enumerate(zip(prompts, as_params(params, len(prompts)), strict=True)):
             try:
                 requests.append(self._prepare_one(prompt, own, add_special_tokens=add_special_tokens))
             except RequestError as error:
@@ -325,7 +324,7 @@ class LLM:
         return Batch(self._engine, self.tokenizer, requests, scheduling)
 
     def _prepare_one(
-        self, prompt: Prompt, sampling: SamplingParams, *, add_special_tokens: bool
+        self, prompt: object, sampling: SamplingParams, *, add_special_tokens: bool
     ) -> CheckedRequest:
         capacity = self._engine.capacity
         sampling.verify(capacity.vocab_size)
@@ -339,10 +338,10 @@ class LLM:
             )
         return CheckedRequest(f"llm-{next(self._request_numbers)}", token_ids, sampling)
 
-    def _encode(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, prompt: object, *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return _check_token_ids(prompt, self._engine.capacity.vocab_size)
+        return checked_token_ids(prompt, self._engine.capacity.vocab_size)
 
 
 def _check_message(message: object, number: int) -> None:
@@ -353,19 +352,3 @@ def _check_message(message: object, number: int) -> None:
             param=f"messages[{number}]",
             code="invalid_value",
         )
-
-
-def _is_single(prompts: str | list[Any]) -> TypeGuard[Prompt]:
-    """Whether this is one prompt: a text, or a list that holds token ids itself."""
-    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-
-
-def _check_token_ids(token_ids: Sequence[object], vocab_size: int) -> list[int]:
-    for token_id in token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"prompt holds {token_id!r}, but a prompt is a text or a list of token ids in [0, {vocab_size})",
-                param="prompt",
-                code="invalid_value",
-            )
-    return list(token_ids)  # type: ignore[arg-type]

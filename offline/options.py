@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ..runtime.errors import RequestError
+from ..runtime.request_checks import check_text, plain
 from ..tokenizer_manager.admission.scheduling_options import Scheduling, checked_priority, checked_timeout
 
 
@@ -37,18 +38,21 @@ def checked_options(options: CallOptions) -> Scheduling:
     if unknown:
         known = ", ".join(CallOptions.__annotations__)
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; the options of a call are {known}")
-    for name, value in options.items():
+    values: dict[str, Any] = {name: plain(value) for name, value in options.items()}
+    for name, value in values.items():
         kinds, words = _KINDS[name]
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise RequestError(
                 f"{name} is {value!r}, but it must be {words}", param=name, code="invalid_type"
             )
+        if isinstance(value, str):
+            check_text(name, value)
     return Scheduling(
-        priority=checked_priority(options.get("priority")),
-        tenant=options.get("tenant", ""),
-        extra_key=options.get("cache_salt", ""),
-        queue_timeout_s=checked_timeout(options.get("queue_timeout"), "queue_timeout"),
-        timeout_s=checked_timeout(options.get("timeout"), "timeout"),
+        priority=checked_priority(values.get("priority")),
+        tenant=values.get("tenant", ""),
+        extra_key=values.get("cache_salt", ""),
+        queue_timeout_s=checked_timeout(values.get("queue_timeout"), "queue_timeout"),
+        timeout_s=checked_timeout(values.get("timeout"), "timeout"),
     )
 
 

@@ -1,17 +1,30 @@
 """`SamplingParams`: what one request asks of the sampler and of the stop conditions.
 
-Written by the front ends (HTTP, `LLM`), checked once by `verify`, then frozen; it travels unchanged to the scheduler
-(stop conditions), the model runner (sampling) and the detokenizer (stop strings, text options).
+Written by the front ends (HTTP, `LLM`), checked when it is constructed and again by `verify`, then frozen; it travels
+unchanged to the scheduler (stop conditions), the model runner (sampling) and the detokenizer (stop strings, text
+options).
 """
 
 from __future__ import annotations
 
-import math
-from typing import Final
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 
 from .errors import RequestError
+from .request_checks import (
+    are_plain,
+    check_flag,
+    check_integer,
+    check_number,
+    check_text,
+    plain,
+    plain_items,
+    refused,
+    wrong_type,
+)
 
 MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
@@ -26,8 +39,33 @@ GREEDY_TEMPERATURE: Final = (
 )
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class _CheckedMeta(msgspec.StructMeta):
+    """Converts and checks what a Python caller passes to the constructor.
+
+    A metaclass, because a `Struct` cannot define `__init__`, and `__post_init__` would also run while a message is
+    decoded: an error there drops the message, and its request is never answered.
+    """
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805, since it is a metaclass
+        if args:
+            raise TypeError(f"{cls.__name__} takes keyword arguments only")
+        for name, value in values.items():
+            if name not in cls.__struct_fields__:
+                raise TypeError(_unknown_field(name, cls.__struct_fields__))
+            values[name] = _CONVERSIONS.get(name, plain)(value)
+        made: SamplingParams = super().__call__(**values)
+        made.verify(MAX_COUNT)
+        return made
+
+
+class SamplingParams(
+    msgspec.Struct, metaclass=_CheckedMeta, frozen=True, kw_only=True, omit_defaults=True, gc=False
+):
     """How to choose tokens, and when to stop.
+
+    The constructor takes integers where a number is meant, scalars of numpy and torch, lists where a tuple is meant,
+    and one string for `stop`. `msgspec.structs.replace` and decoders check nothing but, with these, types: what they
+    make needs `verify`.
 
     Attributes:
         max_new_tokens: tokens to generate at most; None: as many as the context has room for.
@@ -76,87 +114,122 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     def verify(self, vocab_size: int) -> None:
-        """Check every value against its range.
+        """Check type, range and finiteness of every value.
 
         Args:
             vocab_size: token ids must be below it.
 
         Raises:
-            RequestError: the first value out of range, with field, value and rule.
+            RequestError: the first value that is wrong, with field, value and rule.
         """
         if self.max_new_tokens is not None:
-            _check_count("max_tokens", self.max_new_tokens, 1, "must be at least 1")
-        _check_count("min_tokens", self.min_new_tokens, 0, "must be 0 or more")
+            check_integer("max_new_tokens", self.max_new_tokens, 1, MAX_COUNT, "must be at least 1")
+        check_integer("min_new_tokens", self.min_new_tokens, 0, MAX_COUNT, "must be 0 or more")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise _refused(
-                "min_tokens", self.min_new_tokens, f"must not exceed max_tokens ({self.max_new_tokens})"
-            )
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_count("top_k", self.top_k, -1, "must be -1 or 0 (keep all) or a positive count")
-        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise _refused("seed", self.seed, f"must lie in [0, {MAX_SEED}]")
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._verify_logit_bias(vocab_size)
-        self._verify_stops(vocab_size)
-        for field, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
-                raise _refused(field, count, f"must lie in [0, {MAX_TOP_LOGPROBS}]")
-
-    def _verify_logit_bias(self, vocab_size: int) -> None:
-        if not self.logit_bias:
-            return
-        if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
-            raise _refused(
-                "logit_bias", len(self.logit_bias), f"has at most {MAX_LOGIT_BIAS_ENTRIES} entries"
-            )
-        for token_id, bias in self.logit_bias.items():
-            _check_token_id("logit_bias", token_id, vocab_size)
-            _check_range("logit_bias", bias, -100.0, 100.0)
-
-    def _verify_stops(self, vocab_size: int) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise _refused("stop", len(self.stop), f"has at most {MAX_STOP_STRINGS} strings")
-        for string in self.stop:
-            if not string:
-                raise RequestError(
-                    "stop contains an empty string, which would match everywhere",
-                    param="stop",
-                    code="invalid_value",
-                )
-            if len(string) > MAX_STOP_STRING_CHARS:
-                raise _refused(
-                    "stop", len(string), f"has strings of at most {MAX_STOP_STRING_CHARS} characters"
-                )
-        if len(self.stop_token_ids) > MAX_STOP_STRINGS:
-            raise _refused(
-                "stop_token_ids", len(self.stop_token_ids), f"has at most {MAX_STOP_STRINGS} entries"
-            )
-        for token_id in self.stop_token_ids:
-            _check_token_id("stop_token_ids", token_id, vocab_size)
+            rule = f"must not exceed max_new_tokens ({self.max_new_tokens})"
+            raise refused("min_new_tokens", self.min_new_tokens, rule)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_integer("top_k", self.top_k, -1, MAX_COUNT, "must be -1 or 0 (keep all) or a positive count")
+        check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0, MAX_SEED)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        if self.logit_bias is not None:
+            _check_logit_bias(self.logit_bias, vocab_size)
+        _check_stop(self.stop)
+        _check_stop_token_ids(self.stop_token_ids, vocab_size)
+        check_flag("ignore_eos", self.ignore_eos)
+        if self.logprobs is not None:
+            check_integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        check_flag("skip_special_tokens", self.skip_special_tokens)
+        check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
 
 
-def _refused(field: str, value: object, rule: str) -> RequestError:
-    return RequestError(f"{field} is {value!r}, but it {rule}", param=field, code="invalid_value")
+def _check_logit_bias(entries: object, vocab_size: int) -> None:
+    if type(entries) is not dict:
+        raise wrong_type("logit_bias", entries, "a dict from token ids to numbers")
+    if len(entries) > MAX_LOGIT_BIAS_ENTRIES:
+        raise _too_long("logit_bias", len(entries), f"{MAX_LOGIT_BIAS_ENTRIES} entries")
+    for token_id, bias in entries.items():
+        _check_token_id("logit_bias", token_id, vocab_size)
+        check_number("logit_bias", bias, -100.0, 100.0)
 
 
-def _check_range(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    inside = low < value <= high if low_open else low <= value <= high
-    if not math.isfinite(value) or not inside:
-        bracket = "(" if low_open else "["
-        raise _refused(field, value, f"must lie in {bracket}{low:g}, {high:g}]")
+def _check_stop(strings: object) -> None:
+    if type(strings) is not tuple:
+        raise wrong_type("stop", strings, "a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise _too_long("stop", len(strings), f"{MAX_STOP_STRINGS} strings")
+    for string in strings:
+        check_text("stop", string)
+        if not string:
+            message = "stop contains an empty string, which would match everywhere; leave it out"
+            raise RequestError(message, param="stop", code="invalid_value")
+        if len(string) > MAX_STOP_STRING_CHARS:
+            raise _too_long("stop", len(string), f"{MAX_STOP_STRING_CHARS} characters in a string")
 
 
-def _check_count(field: str, value: int, low: int, rule: str) -> None:
-    if value < low:
-        raise _refused(field, value, rule)
-    if value > MAX_COUNT:
-        raise _refused(field, value, f"must be at most {MAX_COUNT}")
+def _check_stop_token_ids(token_ids: object, vocab_size: int) -> None:
+    if type(token_ids) is not tuple:
+        raise wrong_type("stop_token_ids", token_ids, "a list of token ids")
+    if len(token_ids) > MAX_STOP_STRINGS:
+        raise _too_long("stop_token_ids", len(token_ids), f"{MAX_STOP_STRINGS} entries")
+    for token_id in token_ids:
+        _check_token_id("stop_token_ids", token_id, vocab_size)
 
 
-def _check_token_id(field: str, token_id: int, vocab_size: int) -> None:
+def _check_token_id(field: str, token_id: object, vocab_size: int) -> None:
+    if type(token_id) is not int:
+        raise wrong_type(field, token_id, "made of token ids, which are integers")
     if not 0 <= token_id < vocab_size:
-        raise _refused(field, token_id, f"must name token ids in [0, {vocab_size})")
+        raise refused(field, token_id, f"must name token ids in [0, {vocab_size})")
+
+
+def _too_long(field: str, count: int, limit: str) -> RequestError:
+    return RequestError(f"{field} has {count}, but it has at most {limit}", param=field, code="invalid_value")
+
+
+# ---------------------------------------------------------------- the constructor's conversions
+
+
+def _plain_texts(value: object) -> object:
+    return () if value is None else (value,) if isinstance(value, str) else plain_items(value)
+
+
+def _plain_token_ids(value: object) -> object:
+    return () if value is None else plain_items(value)
+
+
+def _plain_entries(value: object) -> object:
+    if type(value) is dict and are_plain(value) and are_plain(value.values()):
+        return value
+    if not isinstance(value, Mapping):
+        return value
+    return {plain(token_id): plain(bias) for token_id, bias in value.items()}
+
+
+_CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
+    "stop": _plain_texts,
+    "stop_token_ids": _plain_token_ids,
+    "logit_bias": _plain_entries,
+}
+"""Of the fields that hold several values; the others go through `plain`."""
+_OTHER_NAMES: Final = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "top_logprobs": "logprobs",
+    "stop_strings": "stop",
+}
+"""What the OpenAI API and other engines call a field."""
+
+
+def _unknown_field(name: str, fields: tuple[str, ...]) -> str:
+    near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, fields, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
+    return f"SamplingParams has no field {name!r}; {hint}"

@@ -33,11 +33,9 @@ from ..runtime.messages import (
     PinPrefix,
     SchedulerInput,
     SchedulerReport,
-    TokenOutput,
-    Usage,
 )
 from ..runtime.step_plan import ForwardMode, StepResult
-from .arrays import TOKEN_ID_BYTES, BoolArray
+from .arrays import BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .memory.ledger import LedgerError
@@ -46,7 +44,7 @@ from .queries.request_list import list_requests
 from .records.decision_log import Arrived, DecisionLog, PassRecord, Settled
 from .records.verdict import AddReqResult
 from .requests.intake import reason_to_refuse
-from .requests.outputs import text_options
+from .requests.outputs import refusal_row
 from .requests.req import Req
 from .stall import StallAction
 
@@ -133,14 +131,14 @@ class Scheduler:
         return self._answers.take()
 
     def _receive(self, message: GenerateRequest, now_s: float) -> None:
+        rid: object = message.rid
+        if not isinstance(rid, str):
+            logger.error("dropped a request that no row can answer: its id is no string type=%s", type(rid))
+            return
         if message.rid in self._requests.by_id:
             # Ids are the server's own, so this is its bug. An answer would end the stream of the one that lives.
             logger.error("dropped a second request with the id of a live one rid=%s", message.rid)
             return
-        if 0.0 < message.arrival_s < self._abandoned_before_s:
-            logger.info("dropped a request of a tokenizer manager that is gone rid=%s", message.rid)
-            return
-        prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
         status = 400
         try:
             reason = reason_to_refuse(message, self._capacity)
@@ -149,9 +147,10 @@ class Scheduler:
             reason, status = "the request could not be looked at; the server's log has the cause", 500
         if reason is not None:
             logger.info("refused rid=%s: %s", message.rid, reason)
-            finish = Finish(FinishKind.ERROR, message=reason, status=status)
-            options = text_options(message.sampling)
-            self._answers.rows([TokenOutput(message.rid, b"", Usage(prompt_len, 0), finish, options)])
+            self._answers.rows([refusal_row(message, reason, status)])
+            return
+        if 0.0 < message.arrival_s < self._abandoned_before_s:
+            logger.info("dropped a request of a tokenizer manager that is gone rid=%s", message.rid)
             return
         req = self._requests.receive(message, now_s)
         self._deadlines.add(req, message)
@@ -159,7 +158,7 @@ class Scheduler:
             Arrived(
                 now_s,
                 req.rid,
-                prompt_len,
+                req.prompt_len,
                 req.max_new_tokens,
                 req.priority,
                 req.tenant,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-import socket
+import weakref
+from collections.abc import Callable
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
 
 class SignalQueue:
-    """Catches the signals that mean "stop", and wakes whoever selects on it.
+    """Catches the signals that mean "stop" within its `with` block, and wakes a `select` on it.
 
     Attributes:
         received: the signals so far, in order.
@@ -20,35 +24,40 @@ class SignalQueue:
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._close = weakref.finalize(self, _close_all, self._reader, self._writer)
+        self._old_handlers: dict[signal.Signals, _Handler] = {}
+        self._old_wakeup_fd = -1
 
     def fileno(self) -> int:
         """Readable when a signal has come since `clear_wakeup`."""
-        return self._reader.fileno()
+        return self._reader
 
     def clear_wakeup(self) -> None:
         """Make it unreadable until the next signal."""
         with contextlib.suppress(BlockingIOError):
-            self._reader.recv(4096)
+            os.read(self._reader, 4096)
 
     def __enter__(self) -> SignalQueue:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old_handlers = {
-            signum: signal.signal(signum, self._on_signal)
-            for signum in _STOP_SIGNALS
-            # `nohup` has SIGHUP ignored, and means it.
-            if not (signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN)
-        }
+        self._old_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for signum in _STOP_SIGNALS:
+            # `nohup` sets SIGHUP to be ignored, and it stays ignored.
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                self._old_handlers[signum] = signal.signal(signum, self._on_signal)
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
         for signum, handler in self._old_handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_wakeup_fd)
-        self._reader.close()
-        self._writer.close()
+        self._close()
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self.received.append(signal.Signals(signum))
+
+
+def _close_all(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -36,7 +36,7 @@ EXIT_SOME_FAILED = 1
 def serve(
     server: ServerSettings, workload: WorkloadSettings, sampling: SamplingSettings, output: OutputSettings
 ) -> None:
-    """Measure a running server; any OpenAI-compatible one will do."""
+    """Measure a running server with an OpenAI-compatible API."""
     from .serve_run import run_serve
 
     if not run_serve(server, sampling, workload, output):
@@ -66,9 +66,9 @@ def offline(
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def compare(
     a: Annotated[Path, typer.Argument(help="Result file of the first system (one or more runs).")],
-    b: Annotated[Path, typer.Argument(help="Result file of the second.")],
+    b: Annotated[Path, typer.Argument(help="Result file of the second system.")],
 ) -> None:
-    """Say whether B is faster than A, with 95 % confidence intervals."""
+    """Compare two results: whether B is faster than A, with 95 % confidence intervals."""
     from .compare_report import print_comparison
 
     print_comparison(a, b)

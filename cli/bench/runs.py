@@ -38,7 +38,9 @@ def _output(help_text: str, *names: str) -> Any:
 class SamplingSettings:
     """How tokens are chosen."""
 
-    ignore_eos: Annotated[bool, _sampling("Generate the full output length, whatever the model says.")] = True
+    ignore_eos: Annotated[
+        bool, _sampling("Ignore the end-of-sequence token and generate the full output length.")
+    ] = True
     temperature: Annotated[float, _sampling("0 is greedy.")] = 0.0
 
 
@@ -46,10 +48,12 @@ class SamplingSettings:
 class OutputSettings:
     """What becomes of the figures."""
 
-    goodput: Annotated[str | None, _output("Limits in milliseconds: 'ttft:500 tpot:50 e2el:9000'.")] = None
+    goodput: Annotated[
+        str | None, _output("Service level objectives in ms: 'ttft:500 tpot:50 e2el:9000'.")
+    ] = None
     output_file: Annotated[Path | None, _output("Write the run to this JSON file.")] = None
     append: Annotated[bool, _output("Add the run to those in --output-file.", "--append")] = False
-    details: Annotated[bool, _output("Write the arrival of every token, too.", "--details")] = False
+    details: Annotated[bool, _output("Write the arrival time of every token, too.", "--details")] = False
 
     def check(self) -> None:
         """Fail before the run, not after it.

@@ -31,10 +31,12 @@ class ServerSettings:
         Literal["completions", "chat"], _server("Endpoint to call; chat takes text prompts (sharegpt) only.")
     ] = "completions"
     tokenizer: Annotated[
-        str, _server("Model whose tokenizer makes the prompts: folder, .gguf file or name.")
+        str, _server("Model with the tokenizer of the prompts: folder, .gguf file or name.")
     ] = "default"
-    api_key: Annotated[str | None, _server("Bearer token.", envvar="ENGINE_API_KEY")] = None
-    stream: Annotated[bool, _server("Stream the answers; without, there are no token times.")] = True
+    api_key: Annotated[str | None, _server("API key of the server.", envvar="ENGINE_API_KEY")] = None
+    stream: Annotated[bool, _server("Stream the responses; without streaming there are no token times.")] = (
+        True
+    )
     timeout: Annotated[float, _server("Seconds that one request may take.")] = 3600.0
     ready_check_timeout_sec: Annotated[float, _server("Seconds to wait for the server.")] = 10.0
     flush_cache: Annotated[

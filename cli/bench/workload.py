@@ -75,18 +75,18 @@ def _sharegpt(help_text: str) -> Any:
 class WorkloadSettings:
     """What is asked, and when; every field is an option of `engine bench`."""
 
-    dataset_name: Annotated[DatasetName, _workload("What is asked.")] = DatasetName.RANDOM
+    dataset_name: Annotated[DatasetName, _workload("Data set of the prompts.")] = DatasetName.RANDOM
     num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt).")] = 64
     random_input_len: Annotated[str, _workload("Prompt tokens: 512, or a range 64:512.")] = "256"
     random_output_len: Annotated[str, _workload("Output tokens: 128, or a range 64:256.")] = "64"
     random_range_ratio: Annotated[
-        float, _workload("r < 1 turns a plain length n into r*n..n, as in SGLang.")
+        float, _workload("r < 1 turns a single length n into the range r*n..n, as in SGLang.")
     ] = 1.0
     seed: Annotated[int, _workload("Seed of prompts, lengths and arrival times.")] = 0
     gsp_num_groups: Annotated[int, _gsp("Shared prefixes.")] = 4
     gsp_prompts_per_group: Annotated[int, _gsp("Requests per shared prefix.")] = 16
     gsp_system_prompt_len: Annotated[int, _gsp("Tokens of a shared prefix.")] = 512
-    gsp_question_len: Annotated[int, _gsp("Tokens of a request's own part.")] = 64
+    gsp_question_len: Annotated[int, _gsp("Tokens of a request after the shared prefix.")] = 64
     gsp_output_len: Annotated[int, _gsp("Output tokens of a request.")] = 64
     dataset_path: Annotated[
         Path | None, _sharegpt("File of conversations (JSON); nothing is downloaded.")
@@ -94,10 +94,12 @@ class WorkloadSettings:
     sharegpt_output_len: Annotated[
         int | None, _sharegpt("Output tokens (default: those of the recorded answer).")
     ] = None
-    sharegpt_max_len: Annotated[int, _sharegpt("Leave out conversations with more tokens in all.")] = 2048
+    sharegpt_max_len: Annotated[int, _sharegpt("Skip conversations with more tokens than this in total.")] = (
+        2048
+    )
     request_rate: Annotated[float, _load("Mean arrivals per second; inf sends all at once.")] = math.inf
     burstiness: Annotated[float, _load("1: Poisson; below 1: burstier; above 1: more even.")] = 1.0
-    max_concurrency: Annotated[int | None, _load("Bound on requests in flight.")] = None
+    max_concurrency: Annotated[int | None, _load("Most requests in flight at the same time.")] = None
     warmup_requests: Annotated[int, _load("Requests sent before the clock starts.")] = 1
 
     def check(self) -> None:

@@ -58,45 +58,51 @@ def chat(
         Text, _chat("Talk to this server instead of loading a model.", "--url", metavar="URL")
     ] = None,
     api_key: Annotated[
-        Text, _chat("For that server (or set ENGINE_API_KEY).", "--api-key", metavar="TEXT")
+        Text, _chat("API key of that server (or set ENGINE_API_KEY).", "--api-key", metavar="TEXT")
     ] = None,
     system: Annotated[Text, _chat("The system prompt.", "--system", "-s", metavar="TEXT")] = None,
     load: Annotated[
-        Path | None, _chat("Go on with a conversation saved by /save.", "--load", metavar="FILE")
+        Path | None, _chat("Continue a conversation saved by /save.", "--load", metavar="FILE")
     ] = None,
-    as_json: Annotated[bool, _chat("One answer as a JSON object, with its figures.", "--json")] = False,
+    as_json: Annotated[bool, _chat("Print the answer as a JSON object, with statistics.", "--json")] = False,
     stats: Annotated[
         bool | None,
-        _chat("Figures after each answer, on stderr  [default: on a terminal]", "--stats/--no-stats"),
+        _chat("Statistics after each answer, on stderr  [default: on a terminal]", "--stats/--no-stats"),
     ] = None,
-    quiet: Annotated[bool, _chat("Nothing but answers and errors.", "--quiet", "-q")] = False,
+    quiet: Annotated[bool, _chat("Print nothing but answers and errors.", "--quiet", "-q")] = False,
     history: Annotated[
         bool, _chat("Remember typed lines  [default: history]", "--history/--no-history")
     ] = True,
     temperature: Annotated[
-        Text, _sampling("0: always the likeliest  [default: 0.3]", "--temperature", "-t", metavar="NUMBER")
+        Text,
+        _sampling(
+            "Sampling temperature; 0 is greedy  [default: 0.3]", "--temperature", "-t", metavar="NUMBER"
+        ),
     ] = None,
     top_p: Annotated[
-        Text, _sampling("Likeliest tokens of this mass  [default: 0.9]", "--top-p", metavar="NUMBER")
+        Text, _sampling("Probability mass of nucleus sampling  [default: 0.9]", "--top-p", metavar="NUMBER")
     ] = None,
     top_k: Annotated[
-        Text, _sampling("So many likeliest tokens  [default: all]", "--top-k", metavar="INT")
+        Text, _sampling("Most likely tokens to sample from  [default: all]", "--top-k", metavar="INT")
     ] = None,
     min_p: Annotated[
-        Text, _sampling("Tokens with this share of the likeliest one's", "--min-p", metavar="NUMBER")
+        Text,
+        _sampling(
+            "Smallest probability, relative to that of the most likely token", "--min-p", metavar="NUMBER"
+        ),
     ] = None,
     max_tokens: Annotated[
-        Text, _sampling("Length of an answer  [default: what fits]", "--max-tokens", metavar="INT")
+        Text, _sampling("Most tokens in an answer  [default: what fits]", "--max-tokens", metavar="INT")
     ] = None,
-    stop: Annotated[Text, _sampling("A text that ends an answer.", "--stop", metavar="TEXT")] = None,
+    stop: Annotated[Text, _sampling("String that ends an answer.", "--stop", metavar="TEXT")] = None,
     *,
     settings: Settings,
 ) -> int:
     """Chat with a model in the terminal, or ask one question.
 
-    Without --url the model is loaded into this process. Piped input is the question, or stands below it:
-    `engine chat "Summarise this:" < notes.txt`. Standard output has the answer only; exit codes are 0, 2 for a wrong
-    option, 3 when the engine or the server failed, 130 after Ctrl-C.
+    Without --url the model is loaded into this process. Piped input is the question, or is appended to it:
+    `engine chat "Summarize this:" < notes.txt`. Standard output carries only the answer; the exit code is 0, 2 for a
+    wrong option, 3 when the engine or the server failed, 130 after Ctrl-C.
     """
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "stop": stop}
     session = ChatSession(

@@ -11,7 +11,6 @@ from typing import Any, Final
 from ...runtime.errors import RequestError
 from ...runtime.sampling_params import SamplingParams
 
-_ANY_VOCABULARY: Final = 1 << 31
 _NONE_WORDS: Final = frozenset({"none", "auto", "default", "off"})
 
 
@@ -31,10 +30,20 @@ class ChatSettings:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.sampling().verify(_ANY_VOCABULARY)
+        self.sampling()
 
     def sampling(self) -> SamplingParams:
-        """As the engine wants them."""
+        """As the engine wants them.
+
+        Raises:
+            RequestError: a value that it cannot have.
+        """
+        from ...tokenizer_manager.http.schema.renaming import OPENAI_NAMES, renamed_fields
+
+        with renamed_fields(OPENAI_NAMES):
+            return self._sampling()
+
+    def _sampling(self) -> SamplingParams:
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,

@@ -46,18 +46,20 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def doctor(
     model_argument: ModelArgument = None,
     config_file: ConfigFileOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     checksums: Annotated[
         bool,
-        typer.Option("--checksums/--no-checksums", help="Read the weights to compare known checksums."),
+        typer.Option(
+            "--checksums/--no-checksums", help="Read the weights and compare them with known checksums."
+        ),
     ] = True,
     *,
     settings: Settings,
 ) -> int:
-    """Say whether a model will be served here, and if not, what mends it.
+    """Check whether a model can be served here, and print what to fix.
 
-    Takes the options of `engine serve` and answers for that command. Nothing is started and nothing fetched. The exit
-    code is 0 if it will serve and 1 if not.
+    Takes the options of `engine serve` and checks that command; starts and downloads nothing. The exit code is 1 if a
+    check fails, otherwise 0.
 
     Example: engine doctor ./my-model --port 8000
     """

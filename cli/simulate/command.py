@@ -49,76 +49,82 @@ def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:
 @takes_config_options(("model", "cache", "scheduler"), exclude=_MODEL_FIELDS)
 def simulate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A known name (see below), a folder, or a .gguf file.")
+        str, typer.Argument(metavar="MODEL", help="A known name (see above), a folder, or a .gguf file.")
     ] = "llama-3.1-8b",
     config_file: ConfigFileOption = None,
     workload: Annotated[
         str | None,
         _option(
-            _WORKLOAD, "chat, unless given; rag, batch, or a file: Mooncake trace or ShareGPT conversations."
+            _WORKLOAD, "chat (the default), rag, batch, or a file: Mooncake trace or ShareGPT conversations."
         ),
     ] = None,
     num_requests: Annotated[
-        int | None, _option(_WORKLOAD, "Requests, 1000 unless given; of a trace, at most so many.")
+        int | None, _option(_WORKLOAD, "Number of requests (default: 1000); at most this many of a trace.")
     ] = None,
     rate: Annotated[
         float | None,
-        _option(
-            _WORKLOAD, "Mean arrivals per second, all replicas together, 10 unless given; inf: all at once."
-        ),
+        _option(_WORKLOAD, "Mean arrivals per second over all replicas (default: 10); inf: all at once."),
     ] = None,
     burstiness: Annotated[
         float | None,
-        _option(_WORKLOAD, "1, unless given: Poisson; below: burstier; above: more even."),
+        _option(_WORKLOAD, "1 (the default): Poisson arrivals; below 1: burstier; above 1: more even."),
     ] = None,
     workload_seed: Annotated[
-        int | None, _option(_WORKLOAD, "Seed of lengths, prompts and arrivals; 0 unless given.")
+        int | None, _option(_WORKLOAD, "Seed of lengths, prompts and arrivals (default: 0).")
     ] = None,
     prompt_len: Annotated[
-        int | None, _option(_WORKLOAD, "Median of questions (chat), documents (rag), items (batch).")
+        int | None,
+        _option(_WORKLOAD, "Median length in tokens of questions (chat), documents (rag), items (batch)."),
     ] = None,
-    output_len: Annotated[int | None, _option(_WORKLOAD, "Median of answers, in tokens.")] = None,
+    output_len: Annotated[int | None, _option(_WORKLOAD, "Median length of outputs, in tokens.")] = None,
     prompt_lens: Annotated[
-        str | None, _option(_WORKLOAD, "Exactly these prompts instead: 10,50,20, again and again.")
+        str | None, _option(_WORKLOAD, "Exact prompt lengths instead, repeated: 10,50,20.")
     ] = None,
     output_lens: Annotated[
-        str | None, _option(_WORKLOAD, "Their answers, likewise; 100 unless given.")
+        str | None, _option(_WORKLOAD, "Exact output lengths for --prompt-lens, repeated (default: 100).")
     ] = None,
     time_scale: Annotated[
-        float | None, _option(_WORKLOAD, "Divides the times of a trace: 2 is twice as dense.")
+        float | None, _option(_WORKLOAD, "Divisor of the times of a trace; 2: twice the rate.")
     ] = None,
-    device: Annotated[str, _option(_MACHINES, "h200, h100, a100 or cpu-2.")] = "h200",
-    tp: Annotated[int, _option(_MACHINES, "Devices of a replica, by tensor parallelism.")] = 1,
+    device: Annotated[
+        str, _option(_MACHINES, "Device of the cost model: h200, h100, a100 or cpu-2.")
+    ] = "h200",
+    tp: Annotated[int, _option(_MACHINES, "Tensor parallel size of a replica.")] = 1,
     replicas: Annotated[int, _option(_MACHINES, "Replicas of the model.")] = 1,
     prefill_replicas: Annotated[
-        int, _option(_MACHINES, "Of them, those that only compute prompts and hand over; 0: no split.")
+        int,
+        _option(
+            _MACHINES, "Replicas that only prefill and transfer the KV to the others; 0: no disaggregation."
+        ),
     ] = 0,
     dispatch: Annotated[
-        str, _option(_MACHINES, "Who gets a request: least-loaded, round-robin, prefix-affinity.")
+        str, _option(_MACHINES, "Routing of requests: least-loaded, round-robin, prefix-affinity.")
     ] = "least-loaded",
     fit: Annotated[
-        Path | None, _option(_MACHINES, "Decision log whose step times replace the data sheets.")
+        Path | None, _option(_MACHINES, "Decision log with step times that replace the data sheets.")
     ] = None,
     changes: Annotated[
         list[str] | None,
-        _option(_MACHINES, "A setting by its name, as in `engine replay`: --set page_size=64.", "--set"),
+        _option(
+            _MACHINES, "Value of a setting by its name, as in `engine replay`: --set page_size=64.", "--set"
+        ),
     ] = None,
     compare: Annotated[
-        str | None, _option(_OUTPUT, "One row per policy: static,fifo-serial,fcfs,lpm,srtf.")
+        str | None, _option(_OUTPUT, "Policies to compare, one row each: static,fifo-serial,fcfs,lpm,srtf.")
     ] = None,
     goodput: Annotated[
         str | None, _option(_OUTPUT, "Objectives in ms: 'ttft:500 tpot:50 e2el:30000'.")
     ] = None,
     json_file: Annotated[
-        Path | None, _option(_OUTPUT, "Write all figures.", "--json", metavar="FILE")
+        Path | None, _option(_OUTPUT, "File for all results as JSON.", "--json", metavar="FILE")
     ] = None,
     *,
     settings: Settings,
 ) -> None:
     """Simulate the scheduler under a workload: no model, no GPU, a virtual clock.
 
-    The scheduler is the one that serves; only the device is replaced by a cost model. MODEL is smollm2-135m,
-    llama-3.2-1b, llama-3.1-8b, qwen2.5-32b or llama-3.1-70b, or files, of which only the description is read.
+    The scheduler is the one of `engine serve`; a cost model replaces the device. MODEL is smollm2-135m, llama-3.2-1b,
+    llama-3.1-8b, qwen2.5-32b or llama-3.1-70b, or model files, of which only the configuration is read.
 
     Example: engine simulate --workload chat --rate 40 --num-requests 5000 --compare static,fcfs,lpm
     """

@@ -31,7 +31,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command(context_settings=CONTEXT_SETTINGS)
 def top(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help=f"The server to watch  [default: {DEFAULT_URL}]")
+        str | None, typer.Argument(metavar="URL", help=f"Server to watch  [default: {DEFAULT_URL}]")
     ] = None,
     url_option: Annotated[
         str | None, typer.Option("--url", metavar="URL", help="The same as the argument.")
@@ -41,7 +41,7 @@ def top(
         typer.Option(
             "--api-key",
             metavar="TEXT",
-            help="The admin's key, where the server has one (or set ENGINE_ADMIN_API_KEY, ENGINE_API_KEY).",
+            help="Admin key of the server, if it has one (or set ENGINE_ADMIN_API_KEY, ENGINE_API_KEY).",
         ),
     ] = None,
     cacert: Annotated[
@@ -49,16 +49,16 @@ def top(
         typer.Option(
             "--cacert",
             metavar="FILE",
-            help="Certificates to trust (PEM), of a server with https and a private CA (or set SSL_CERT_FILE).",
+            help="Certificates to trust (PEM), for a server with a private CA (or set SSL_CERT_FILE).",
         ),
     ] = None,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="NUMBER", help="Seconds between two looks.")
+        float, typer.Option("--interval", metavar="NUMBER", help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="One look, and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --once: as a JSON object.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print a JSON object.")] = False,
 ) -> int:
-    """Who runs, who waits and why; KV memory, prefix tree, budgets and rates. Leave it with Ctrl-C.
+    """Watch a server: running and waiting requests, KV memory, prefix cache, budgets, rates. Ctrl-C quits.
 
     Example: engine top http://127.0.0.1:30000
     """

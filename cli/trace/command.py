@@ -35,7 +35,7 @@ _SUFFIXES: Final = {Format.HTML: ".html", Format.PERFETTO: ".perfetto.json"}
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def trace(
     log: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A decision log, as --decision-log FILE writes it.")
+        Path, typer.Argument(metavar="FILE", help="Decision log, written by --decision-log FILE.")
     ],
     output: Annotated[
         Path | None,
@@ -43,7 +43,7 @@ def trace(
             "--output",
             "-o",
             metavar="FILE",
-            help="Where to write; - is stdout  [default: FILE.html]",
+            help="File to write; - is stdout  [default: FILE.html]",
             show_default=False,
         ),
     ] = None,
@@ -56,19 +56,25 @@ def trace(
         typer.Option("--request", metavar="ID", help="Only this request; may be repeated."),
     ] = None,
     from_s: Annotated[
-        float | None, typer.Option("--from", metavar="S", help="Seconds since the start of the run.")
+        float | None,
+        typer.Option(
+            "--from", metavar="S", help="Start of the timeline, in seconds since the start of the run."
+        ),
     ] = None,
-    to_s: Annotated[float | None, typer.Option("--to", metavar="S", help="The same, for the end.")] = None,
+    to_s: Annotated[
+        float | None,
+        typer.Option("--to", metavar="S", help="End of the timeline, in seconds since the start of the run."),
+    ] = None,
     run: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Which run, from 1, where a file has several  [default: the last]",
+            help="Number of the run, from 1, if the file has several  [default: the last]",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Show what the scheduler did, pass by pass and request by request, and why."""
+    """Draw a timeline from a decision log: scheduler passes and requests, with the reasons."""
     timeline, origin = read_log(log, run)
     timeline = _select(timeline, rid, from_s, to_s)
     target = output if output is not None else log.with_name(log.name + _SUFFIXES[output_format])

@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from engine.cli.main import COMMANDS, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, app
 from engine.cli.options import GROUP_TITLES
-from engine.runtime.config_fields import config_fields, flag_of, setting_names
+from engine.runtime.config.config_fields import config_fields, flag_of, setting_names
 
 from .configuration_page import NAME as CONFIGURATION
 from .configuration_page import group_heading, names_text

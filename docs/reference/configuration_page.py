@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import Final
 
 from engine.cli.options import GROUP_TITLES
-from engine.runtime.config_fields import ConfigField, config_fields
-from engine.runtime.config_sources import ENV_VARS
-from engine.runtime.presets import PRESETS
+from engine.runtime.config.config_fields import ConfigField, config_fields
+from engine.runtime.config.config_sources import ENV_VARS
+from engine.runtime.config.presets import PRESETS
 
 from .markdown import DASH, bullet, code, link_to, page, paragraph, plain
 from .peer_names import READ_AT, SETTINGS, PeerNames

@@ -13,6 +13,9 @@ from typing import Final
 
 READ_AT: Final = "SGLang 0.5 and vLLM 0.27"
 
+EARLIER_NAMES: Final = frozenset({"cuda_graph"})
+"""Aliases that are earlier names of our own settings, and no names in another engine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerNames:
@@ -81,10 +84,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "deterministic": _sglang(
         "enable_deterministic_inference", note="vLLM has the environment variable `VLLM_BATCH_INVARIANT`."
     ),
-    "cuda_graph": PeerNames(
+    "record_steps": PeerNames(
         sglang=("disable_cuda_graph",), vllm=("enforce_eager",), note="Both switches are the negation."
     ),
-    "cuda_graph_max_bs": PeerNames(
+    "max_recorded_bs": PeerNames(
         sglang=("cuda_graph_max_bs",),
         vllm=("max_cudagraph_capture_size",),
         note="Newer versions of SGLang call it `cuda_graph_max_bs_decode`.",

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Final, get_type_hints
 
-from engine.runtime.config import EngineConfig
-from engine.runtime.config_fields import AUTO, SECRETS, ConfigField
+from engine.runtime.config.config_fields import AUTO, SECRETS, ConfigField
+from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import ConfigError
 
 from .markdown import code

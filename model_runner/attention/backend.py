@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
 
 Int64s = npt.NDArray[np.int64]
@@ -77,7 +76,7 @@ class PlannedAttention(StepAttention, Protocol):
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention, bound to a model's heads and a KV pool."""
+    """One way to compute attention, bound to a model's heads and a KV pool; backends inherit what has a default."""
 
     name: ClassVar[str]
 
@@ -102,14 +101,22 @@ class AttentionBackend(Protocol):
         """Plan one step; the slots of the new tokens are in `req_to_token` already."""
         ...
 
+    @property
+    def gathered_token_bytes(self) -> int:
+        """Memory that a step takes of each token in the KV pool that it attends to; 0 where the pool is read itself."""
+        return 0
 
-def gathered_token_bytes(attention: AttentionBackend) -> int:
-    """Memory that a step takes of each token in the KV pool that it attends to; 0 for what reads the pool itself."""
-    return int(getattr(attention, "gathered_token_bytes", 0))
+    def capturable(self) -> CapturableAttention | None:
+        """What plans decodes that can be recorded in a CUDA graph; None: they need the host in each step."""
+        return None
+
+    def repeatable(self) -> RepeatableAttention | None:
+        """What plans decodes that can be recorded in a native program; None: they are not native calls."""
+        return None
 
 
-class CapturableAttention(AttentionBackend, Protocol):
-    """A backend whose decode steps can be recorded in a CUDA graph and replayed with other numbers."""
+class CapturableAttention(Protocol):
+    """Attention whose decode steps can be recorded in a CUDA graph and replayed with other numbers."""
 
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
         """Plan a step in which everybody decodes one token, from numbers that stay on the device.
@@ -124,25 +131,18 @@ class CapturableAttention(AttentionBackend, Protocol):
         ...
 
 
-class RepeatableAttention(AttentionBackend, Protocol):
-    """A backend for the CPU whose steps are calls to our library that may be made again for other requests."""
+class RepeatableAttention(Protocol):
+    """Attention on the CPU whose steps are calls to our library that may be made again for other requests."""
 
     def repeatable_step(self, rows: Tensor, prefix_lens: Tensor, extend_lens: Tensor) -> StepAttention:
         """Plan a step of T tokens in which everybody decodes, from numbers in memory that stays.
 
         The calls that plan it, and those of its `forward`, may be repeated as they are once other numbers stand there:
-        all their arguments are numbers and addresses that stay, as long as the step lives. Repeated is a whole step:
-        those of `forward` rest on the plan made last, be it another step's.
+        all their arguments are numbers and addresses that stay, as long as this object and the arguments live.
+        Repeated is a whole step: the calls of `forward` rest on the plan made last, be it another step's.
 
         Args:
             rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; the lengths sum to T. Who has several tokens
                 has drafts. Where there are fewer requests than tokens, the others have no tokens: extend_lens is 0.
-        """
-        ...
-
-    def replay(self, step: Callable[[], None], num_tokens: int) -> None:
-        """Repeat the calls of a whole step of so many tokens.
-
-        It is timed, and how it is planned may differ from time to time (`EarlyFetch`); what it gives does not.
         """
         ...

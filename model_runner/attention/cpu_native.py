@@ -4,9 +4,6 @@ A step is planned once for all layers of a window, in C++, too (`kernels/cpu/att
 which piece of whose keys. Who shares a prefix is read off the slot table: the prefix cache gives requests with the same
 beginning the same pages.
 
-While a layer's products are computed, some of what the next layer's attention reads may be fetched into the cache that
-the cores share (`EarlyFetch`).
-
 The tokens of a request that checks drafts get the bits of as many decodes, one after the other, in the same company.
 """
 
@@ -15,9 +12,7 @@ The tokens of a request that checks drafts get the bits of as many decodes, one 
 from __future__ import annotations
 
 import ctypes
-import logging
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -26,26 +21,20 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.library import load_library, reasons_against_library
-from ..kernels.cpu.shared_cache import shared_cache_bytes
-from .early_fetch import MIN_TOKENS, EarlyFetch
+from .backend import AttentionBackend
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
-    from .backend import BatchLayout, Int64s, StepAttention
-
-logger = logging.getLogger(__name__)
+    from .backend import BatchLayout, Int64s, RepeatableAttention, StepAttention
 
 _HEAD_DIM_MULTIPLE: Final = 16  # one vector of the kernels
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 _ALL_DECODE: Final = None
 
-_EARLY_SHARE: Final = 3 / 8
-"""Of the shared cache for what is fetched early: weights pass through it, and what has been read leaves it late."""
 
-
-class CpuNativeAttention:
+class CpuNativeAttention(AttentionBackend):
     """Plans steps."""
 
     name: ClassVar[str] = "native"
@@ -77,14 +66,12 @@ class CpuNativeAttention:
         library: ctypes.CDLL | None = None,
         *,
         fixed_order: bool = False,
-        early_fetch: EarlyFetch | None = None,
     ) -> None:
         """See `AttentionBackend`.
 
         Args:
             library: another than that of this CPU.
             fixed_order: a token's bits depend on the tokens before it only; decodes take longer.
-            early_fetch: by default of what this CPU's shared cache has room for, where anything fetches early.
         """
         self._library = load_library() if library is None else library
         self._kv_pool = kv_pool
@@ -102,22 +89,12 @@ class CpuNativeAttention:
                 pool.shape,
             )
         self._kv_dtype = dtype
-        self._row_bytes = spec.num_kv_heads * spec.head_dim * dtype.itemsize
-        self._early_fetch = early_fetch or EarlyFetch(self._early_bytes())
-        if self._early_fetch.most_bytes:
-            logger.info("early_fetch_mib=%.0f", self._early_fetch.most_bytes / (1 << 20))
         self._addresses = [  # the pool never moves
             tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
             for layer_id in range(spec.num_layers)
         ]
         self._spare: list[_Plans] = []
         self._repeatable: _Plans | None = None
-
-    def _early_bytes(self) -> int:
-        """Alone a thread has no team, and in fixed order there are no streams (`kernels/cpu/attention_plan.h`)."""
-        if self._fixed_order or torch.get_num_threads() == 1 or not self._library.products_fetch_early():
-            return 0
-        return int(shared_cache_bytes() * _EARLY_SHARE)
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
         """See `AttentionBackend`. A plan's memory is used again once its step is forgotten."""
@@ -130,6 +107,10 @@ class CpuNativeAttention:
         step = self._step(plans, int(layout.extend_lens.sum()))
         weakref.finalize(step, self._spare.append, plans).atexit = False
         return step
+
+    def repeatable(self) -> RepeatableAttention:
+        """See `AttentionBackend`."""
+        return self
 
     def repeatable_step(self, rows: Tensor, prefix_lens: Tensor, extend_lens: Tensor) -> StepAttention:
         """See `RepeatableAttention`.
@@ -144,11 +125,7 @@ class CpuNativeAttention:
         addresses = [column.data_ptr() for column in columns]
         for plan in plans.addresses:
             self._library.plan_attention(plan, *addresses, _ALL_DECODE, len(rows))
-        return self._step(plans, len(rows), fetches_early=len(rows) >= MIN_TOKENS)
-
-    def replay(self, step: Callable[[], None], num_tokens: int) -> None:
-        """See `RepeatableAttention`."""
-        self._early_fetch.run(step, num_tokens)
+        return self._step(plans, len(rows))
 
     def _make_plans(self) -> _Plans:
         return _Plans(
@@ -158,17 +135,12 @@ class CpuNativeAttention:
             self._kv_pool.page_size,
             self._windows,
             fixed_order=self._fixed_order,
-            row_bytes=self._row_bytes,
-            early_fetch=self._early_fetch,
         )
 
-    def _step(self, plans: _Plans, num_tokens: int, *, fetches_early: bool = True) -> _Step:
-        """By default the calls are the same ones for any number of tokens (`ForwardProgram`)."""
-        fetches_early &= self._early_fetch.most_bytes > 0
+    def _step(self, plans: _Plans, num_tokens: int) -> _Step:
+        """The calls are the same ones for any number of tokens (`ForwardProgram`)."""
         return _Step(
             self._library.attend,
-            self._library.announce_attention if fetches_early else None,
-            self._row_bytes,
             self._addresses,
             plans,
             self._kv_dtype,
@@ -193,10 +165,7 @@ class _Plans:
         windows: list[int | None],
         *,
         fixed_order: bool,
-        row_bytes: int,
-        early_fetch: EarlyFetch,
     ) -> None:
-        self._early_fetch = early_fetch  # plans read its number
         by_window = {
             window: library.new_attention_plan(
                 table.data_ptr(),
@@ -207,8 +176,6 @@ class _Plans:
                 spec.head_dim,
                 window or 0,
                 fixed_order,
-                row_bytes,
-                early_fetch.address,
             )
             for window in dict.fromkeys(windows)
         }
@@ -221,8 +188,6 @@ class _Plans:
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Step:
     attend: ctypes._NamedFuncPointer
-    announce: ctypes._NamedFuncPointer | None
-    row_bytes: int
     addresses: list[tuple[int | None, ...]]  # of each layer's keys, values, and their scales
     plans: _Plans
     kv_dtype: torch.dtype
@@ -249,17 +214,7 @@ class _Step:
             out.data_ptr(),
             q.dtype == torch.bfloat16,
         )
-        if self.announce is not None:
-            self._announce(self.announce, layer_id + 1)
         return out
-
-    def _announce(self, announce: ctypes._NamedFuncPointer, layer_id: int) -> None:
-        """What the layer's attention reads, if there is such a layer."""
-        if layer_id == len(self.addresses):
-            announce(None, None, None, self.row_bytes)
-            return
-        keys, values, *_ = self.addresses[layer_id]
-        announce(self.plans.of_layer[layer_id], keys, values, self.row_bytes)
 
 
 def _int64s(numbers: Int64s) -> Int64s:

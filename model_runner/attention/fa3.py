@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.probe import KernelProbe, probe_kernels
+from .backend import AttentionBackend
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
-    from .backend import BatchLayout, StepAttention
+    from .backend import BatchLayout, CapturableAttention, StepAttention
 
 _MODULE: Final = "sgl_kernel.flash_attn"
 _MAX_HEAD_DIM: Final = 256
@@ -34,7 +35,7 @@ _CAPABILITIES: Final = (8, 9)  # major ones that the wheels have code for
 _NUM_SPLITS: Final = 0  # FA3's own choice, which it revises on the device by the lengths
 
 
-class FlashAttention3:
+class FlashAttention3(AttentionBackend):
     """Plans steps."""
 
     name: ClassVar[str] = "fa3"
@@ -91,6 +92,10 @@ class FlashAttention3:
         rows, seq_lens, cu_seqlens = self._buffers.put_all([layout.rows, seq_lens_np, cu_seqlens_np])
         longest_query = int(layout.extend_lens.max(initial=1))
         return self._plan(rows, seq_lens, cu_seqlens, longest_query, int(seq_lens_np.max(initial=1)))
+
+    def capturable(self) -> CapturableAttention:
+        """See `AttentionBackend`."""
+        return self
 
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
         """See `CapturableAttention`."""

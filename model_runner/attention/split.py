@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import Tensor
 
-from .backend import BatchLayout, gathered_token_bytes
+from .backend import AttentionBackend, BatchLayout
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
-    from .backend import AttentionBackend, CapturableAttention, StepAttention
+    from .backend import CapturableAttention, StepAttention
 
 
 def split_backend(prompts: type[AttentionBackend], decodes: type[AttentionBackend]) -> type[AttentionBackend]:
     """The backend that is `prompts` for extends and `decodes` for decodes; capturable where `decodes` is."""
-    base = CapturableSplit if hasattr(decodes, "decode_step") else Split
     members = {"name": f"{prompts.name},{decodes.name}", "prompts": prompts, "decodes": decodes}
-    return cast("type[AttentionBackend]", type(base.__name__, (base,), members))
+    return cast("type[AttentionBackend]", type("Split", (Split,), members))
 
 
-class Split:
+class Split(AttentionBackend):
     """Plans steps; the parts are class attributes, which `split_backend` sets."""
 
     name: ClassVar[str]
@@ -54,8 +53,12 @@ class Split:
 
     @property
     def gathered_token_bytes(self) -> int:
-        """See `backend`; prompts and decodes take turns."""
-        return max(gathered_token_bytes(self._prompts), gathered_token_bytes(self._decodes))
+        """See `AttentionBackend`; prompts and decodes take turns."""
+        return max(self._prompts.gathered_token_bytes, self._decodes.gathered_token_bytes)
+
+    def capturable(self) -> CapturableAttention | None:
+        """See `AttentionBackend`."""
+        return self._decodes.capturable()
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
         """See `AttentionBackend`."""
@@ -69,14 +72,6 @@ class Split:
             self._decodes.plan_step(_part(layout, slice(split, None), 0)),
             int(layout.extend_lens[:split].sum()),
         )
-
-
-class CapturableSplit(Split):
-    """One whose decodes can be recorded."""
-
-    def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
-        """See `CapturableAttention`."""
-        return cast("CapturableAttention", self._decodes).decode_step(rows, seq_lens)
 
 
 def _part(layout: BatchLayout, requests: slice, num_extends: int) -> BatchLayout:

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from ...runtime.resolve.memory_budget import GATHERED_COPIES
+from .backend import AttentionBackend
 from .dense import ExtendAttention, decode_attention
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..ops import LayerKV
     from .backend import BatchLayout, Int64s, StepAttention
@@ -72,7 +73,7 @@ class _View:
     extend_attention: ExtendAttention
 
 
-class TorchNativeAttention:
+class TorchNativeAttention(AttentionBackend):
     """Plans steps."""
 
     name: ClassVar[str] = "torch_native"
@@ -99,7 +100,7 @@ class TorchNativeAttention:
 
     @property
     def gathered_token_bytes(self) -> int:
-        """See `backend`: keys and values in one layer, and their copies."""
+        """See `AttentionBackend`: keys and values in one layer, and their copies."""
         _, num_kv_heads, head_dim = self._kv_pool.k[0].shape
         return 2 * num_kv_heads * head_dim * self._dtype.itemsize * GATHERED_COPIES
 

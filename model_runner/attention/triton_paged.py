@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from ..kernels.probe import probe_kernels
+from .backend import AttentionBackend
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
     from ..kernels.triton.attention_decode import DecodePlan
     from ..kernels.triton.attention_prefill import ExtendPlan
     from ..kernels.triton.extend_cut import ExtendCut
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
-    from .backend import BatchLayout, Int64s, StepAttention
+    from .backend import BatchLayout, CapturableAttention, Int64s, StepAttention
 
 _MAX_HEAD_DIM: Final = 256
 _MAX_GROUP: Final = 64
@@ -33,7 +34,7 @@ _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES: Final = (*_DTYPES, torch.float8_e4m3fn)
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """Plans steps."""
 
     name: ClassVar[str] = "triton"
@@ -115,6 +116,10 @@ class TritonAttention:
             window,
             -(-self._num_sms // self._shape.num_kv_heads),
         )
+
+    def capturable(self) -> CapturableAttention:
+        """See `AttentionBackend`."""
+        return self
 
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
         """See `CapturableAttention`."""

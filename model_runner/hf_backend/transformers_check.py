@@ -28,7 +28,7 @@ from torch import Tensor
 from ...runtime.errors import ConfigError
 from ..attention.backend import BatchLayout
 from ..attention.torch_native import TorchNativeAttention
-from ..memory.input_buffers import InputBuffers
+from ..memory.io_buffers import InputBuffers
 from ..memory.kv_pool import KVPool
 
 if TYPE_CHECKING:

@@ -1,15 +1,41 @@
-"""`CompressedLinear`: products with bfloat16 weights that take 12 bits a number, without loss (`cpu/compressed.h`)."""
+"""`CompressedLinear`: products with bfloat16 weights that take 12 bits a number, without loss (`cpu/compressed.h`).
+
+`reasons_against_compression` decides where weights are compressed.
+"""
 
 # Shapes: T tokens, K inputs, N outputs.
 
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 from torch import Tensor
 
 from .native_product import NativeProduct
+
+if TYPE_CHECKING:
+    from .cpu.isa import Isa
+
+
+def reasons_against_compression(isa: Isa) -> list[str]:
+    """Why bfloat16 weights keep 16 bits a number with the kernels of this level; none: they are compressed.
+
+    The products of both forms have the same bits, so this is a matter of speed alone. Unpacking costs arithmetic, and
+    reading less saves time on memory: `python benchmarks/compressed_weights.py --isa ISA` measures both.
+    """
+    match isa:
+        case "avx512_bf16":
+            return []
+        case "avx512_vnni" | "avx512":
+            return [
+                f"without bfloat16 instructions ({isa}) products of 7 and more tokens take longer with 12-bit weights"
+            ]
+        case "amx" | "avx2_vnni" | "avx2" | "portable":
+            return [f"there are no products with 12-bit weights for {isa}"]
+        case _:
+            assert_never(isa)
 
 
 class CompressedLinear(NativeProduct):

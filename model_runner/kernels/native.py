@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..ops import ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
 from . import native_experts, plain
-from .cpu.library import load_library, reasons_against_library
+from .compressed_linear import reasons_against_compression
+from .cpu.library import load_library, loaded_isa, reasons_against_library
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
 from .native_product import NativeProduct
@@ -38,13 +39,15 @@ def reasons_against_native(device: torch.device, dtype: torch.dtype) -> list[str
 class NativeOps:
     """The operations, bound to a compiled library."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, compress: bool = True) -> None:
+        """`compress`: see `pack_native_linear`."""
         self._library = library
+        self._compress = compress
         self._has_warned_of_loops = False
 
     def pack_linear(self, weight: Tensor) -> LinearWeight:
         """See `PackLinear`."""
-        return pack_native_linear(self._library, weight)
+        return pack_native_linear(self._library, weight, compress=self._compress)
 
     def pack_experts(self, experts: ExpertSource) -> ExpertWeights:
         """See `PackExperts`. Where a weight cannot be ours, the experts are computed one after the other."""
@@ -213,4 +216,4 @@ def _gated(function: ctypes._NamedFuncPointer, gate_up: Tensor) -> Tensor:
 
 def native_ops() -> NativeOps:
     """Those of this CPU; only where `reasons_against_native` has nothing against them."""
-    return NativeOps(load_library())
+    return NativeOps(load_library(), compress=not reasons_against_compression(loaded_isa()))

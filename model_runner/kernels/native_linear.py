@@ -30,11 +30,15 @@ def reasons_against_native_linear(device: torch.device, dtype: torch.dtype) -> l
     return reasons_against_library()
 
 
-def pack_native_linear(library: ctypes.CDLL, weight: Tensor) -> LinearWeight:
-    """See `PackLinear`. A weight with an odd number of inputs, or in float32, is oneDNN's or torch's."""
+def pack_native_linear(library: ctypes.CDLL, weight: Tensor, *, compress: bool) -> LinearWeight:
+    """See `PackLinear`. A weight with an odd number of inputs, or in float32, is oneDNN's or torch's.
+
+    Args:
+        compress: make a `CompressedLinear` of a bfloat16 weight if the library can and it saves enough.
+    """
     if weight.shape[1] % 2 == 0 and weight.dtype == torch.bfloat16:
         linear = NativeLinear(library, weight)
-        return linear.compressed() or linear
+        return (linear.compressed() if compress else None) or linear
     if plain.reasons_against_onednn(CPU, weight.dtype):
         return plain.pack_linear(weight)
     return plain.pack_linear_onednn(weight)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from .input_buffers import InputBuffers
+    from .io_buffers import InputBuffers
     from .kv_pool import KVPool
 
 Int64s = npt.NDArray[np.int64]

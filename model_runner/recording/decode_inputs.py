@@ -20,16 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..memory.input_buffers import layout, views
+from ..memory.io_buffers import layout, views
 
 if TYPE_CHECKING:
     from .graph_device import GraphDevice
 
 Int64s = npt.NDArray[np.int64]
 _Column = TypeVar("_Column")
-
-RELAYED: Final = -1
-"""In `DecodeInputs.known_ids`: the host does not know the token, the `TokenRelay` has it."""
 
 _DTYPES: Final[tuple[type[np.generic], ...]] = (*(np.int64,) * 5, *(np.int32,) * 2)
 
@@ -41,7 +38,7 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
         rows: int64, pool rows; the dummy row for padding.
         positions: int64, of the new token.
         out_cache_loc: int64, the slot of the new token; one of the dummy page for padding.
-        known_ids: int64, the input token, or `RELAYED`.
+        known_ids: int64, the input token, or `RELAYED` (`input_batch`).
         table_indices: int64, where in the flat slot table the new token's slot stands.
         slots: int32, `out_cache_loc` in the table's dtype.
         seq_lens: int32, tokens of the request, the new one included.

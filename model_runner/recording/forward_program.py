@@ -2,7 +2,7 @@
 
 Layer by layer, Python makes some 280 calls for a step with prompts, from caches that the kernels have emptied: 6 ms for
 16 tokens and 22 ms for 512, while the other threads wait. A decode step is recorded for each batch size instead
-(`native_recordings`), but steps with prompts hardly ever have a length twice. Their calls are always the same ones,
+(`native_executor`), but steps with prompts hardly ever have a length twice. Their calls are always the same ones,
 though, and so are their addresses if what they allocate lies where the largest step would have it. What is left are
 numbers like "tokens" and "tokens times width": each is a constant and so much per token, or, behind the last layer's
 attention, per wanted token (see `ForwardBatch`).
@@ -20,19 +20,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...runtime.step_plan import ForwardMode
 from ..attention.backend import BatchLayout, PlannedAttention
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
-from ..sampling.sampling_batch import SamplingBatch
 from .arena import Arena
+from .eager_executor import Forward
 from .native_program import NativeProgram, Traced, told_of_calls, trace
 from .program_planes import (
     BORDERS,
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
     from .program_planes import Words
 
 logger = logging.getLogger(__name__)
-
-Forward = Callable[[ForwardBatch], Tensor]
 
 _SAME_FOR_ALL: Final = ["p", "f"]
 """Kinds of arguments that must not depend on numbers of tokens, see `kernels.cpu.library`."""
@@ -206,19 +202,11 @@ class _Tracer:
             self.plan_addresses = attention.plan_addresses
         input_ids, positions, out_cache_loc = self.numbers[:3, : size.tokens]
         batch = ForwardBatch(
-            mode=ForwardMode.EXTEND,
             input_ids=input_ids,
             positions=positions,
             kv_pool=self._kv_pool,
             out_cache_loc=out_cache_loc,
             attention=attention,
-            sample_indices=None,
-            sample_rows=torch.from_numpy(row),
-            sampled_idx_np=row,
-            cut_indices=None,
-            cut_idx_np=none,
-            sampling=SamplingBatch(0),
-            prompt_spans=(),
             wanted=self.numbers[3, : size.wanted],
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
@@ -295,7 +283,7 @@ def _make_forward(
 ) -> ProgrammedForward:
     if num_ranks > 1:
         raise NoProgramError("ranks that share a model wait for each other within a step")
-    if not hasattr(attention, "repeatable_step"):
+    if attention.repeatable() is None:
         raise NoProgramError(f"attention by {attention.name} is not a native call")
     library = load_library()
     tracer = _Tracer(model, kv_pool, attention, library)
@@ -306,7 +294,7 @@ def programmed_forward(
     kernels: KernelConfig, *, model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
 ) -> Forward:
     """The model's forward pass, as a program if the configuration wants steps recorded and there is one."""
-    if kernels.cuda_graph is False:
+    if kernels.record_steps is False:
         return model.forward
     started_s = time.perf_counter()
     try:

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from .recorded_step import Replay
+Replay = Callable[[], None]
 
 _WARM_UP_RUNS: Final = 2
 """Runs before a recording: kernels are compiled, tuned and loaded, and libraries make their workspaces, in the first;

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

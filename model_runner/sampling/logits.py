@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..memory.input_buffers import InputBuffers
+from ..memory.io_buffers import InputBuffers
 from .sampling_batch import GrammarMask, LogitEdits, Penalties, SamplingBatch
 from .token_counts import TokenCounts
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..memory.input_buffers import InputBuffers
+    from ..memory.io_buffers import InputBuffers
 
 
 class TokenCounts:

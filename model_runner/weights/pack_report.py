@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ..kernels.compressed_linear import CompressedLinear
+from ..kernels.compressed_linear import CompressedLinear, reasons_against_compression
+from ..kernels.cpu.library import loaded_isa
+from ..kernels.native_linear import NativeLinear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,7 @@ class PackReport:
         self._pack = pack
         self._compressed: list[CompressedLinear] = []
         self._plain_bytes = 0  # of these
+        self._has_plain = False  # native weights that keep 16 bits a number
 
     def __call__(self, weight: Tensor) -> LinearWeight:
         """See `PackLinear`."""
@@ -30,10 +33,11 @@ class PackReport:
         if isinstance(packed, CompressedLinear):
             self._compressed.append(packed)
             self._plain_bytes += plain_bytes
+        self._has_plain |= isinstance(packed, NativeLinear)
         return packed
 
     def log(self) -> None:
-        """Say how many weights have been compressed and what that saves; nothing if none has."""
+        """Say how many weights are compressed and what that saves, or why the native ones are not."""
         if self._compressed:
             logger.info(
                 "weights_compressed=%d compressed_mib=%d instead of %d, without loss",
@@ -41,3 +45,5 @@ class PackReport:
                 sum(packed.num_bytes for packed in self._compressed) >> 20,
                 self._plain_bytes >> 20,
             )
+        elif self._has_plain and (reasons := reasons_against_compression(loaded_isa())):
+            logger.info("weights_compressed=none: %s", "; ".join(reasons))

@@ -19,27 +19,30 @@ class KernelConfig:
 
     attention_backend: Annotated[
         str | None,
-        "Attention kernels: fa3, triton, native or torch_native; two names with a comma: for prompts, for decodes "
-        "(default: the first that can).",
+        "Attention kernels: fa3, triton, native or torch_native; two names with a comma are for "
+        "prefill and decode (default: the first that is supported).",
     ] = None
     deterministic: Annotated[
         bool,
-        "The same bits for a request alone or among others, cached or not, however its prompt is cut; CPU and bfloat16 "
-        "only, and slower.",
+        "Batch-invariant results: the same bits for a request alone or in a batch, cached or not, "
+        "chunked or not; CPU with bfloat16 only, and slower.",
     ] = False
-    cuda_graph: Annotated[
+    record_steps: Annotated[
         bool | Literal["auto"],
-        "Record decode steps once and replay them, which saves the host's time: as CUDA graphs, on the CPU as one call "
-        "to the engine's own kernels.",
+        "Record decode steps once and replay them, which saves host time: as CUDA graphs on a GPU, as one call to the "
+        "engine's own kernels on a CPU.",
+        Alias("cuda_graph"),
         Alias("disable_cuda_graph", {True: False}),
         Alias("enforce_eager", {True: False}),
     ] = "auto"
-    cuda_graph_max_bs: Annotated[
-        int | Literal["auto"], "Largest decode batch that is recorded; larger ones run as they are."
+    max_recorded_bs: Annotated[
+        int | Literal["auto"],
+        "Largest decode batch that is recorded; larger batches are launched kernel by kernel.",
+        Alias("cuda_graph_max_bs"),
     ] = "auto"
 
     def __post_init__(self) -> None:
-        check_at_least("cuda_graph_max_bs", self.cuda_graph_max_bs, 1)
+        check_at_least("max_recorded_bs", self.max_recorded_bs, 1)
         parse_attention_backend(self.attention_backend)
 
 
@@ -49,24 +52,25 @@ class ParallelConfig:
 
     tp: Annotated[
         int,
-        "Devices (on the CPU: processes) that share each layer's work.",
+        "Tensor parallel size: devices (on the CPU: processes) that share each layer.",
         Alias("tensor_parallel_size"),
         Alias("tp_size"),
     ] = 1
     nnodes: Annotated[int, "Machines that share the model."] = 1
-    node_rank: Annotated[int, "Which of the machines this is; 0 has the server."] = 0
+    node_rank: Annotated[int, "Rank of this machine; rank 0 runs the server."] = 0
     dist_init_addr: Annotated[
         str | None,
-        "HOST:PORT of machine 0, where the others report (and at the next two ports); needed with several machines.",
+        "HOST:PORT of machine 0, to which the others connect (and to the next two ports); required "
+        "with several machines.",
     ] = None
     cluster_key_file: Annotated[
-        str | None, "File with the secret that the machines share; needed with several machines."
+        str | None, "File with the secret that the machines share; required with several machines."
     ] = None
     dist_timeout: Annotated[
-        float, "Seconds that a rank waits for the others in one step before the engine gives up."
+        float, "Seconds that a rank waits for the others in one step before the engine stops."
     ] = 60.0
     executor: Annotated[
-        ExecutorName, "Who starts the ranks: this process, or Ray on the machines of its cluster."
+        ExecutorName, "What starts the ranks: this process, or Ray on the machines of its cluster."
     ] = "local"
 
     def __post_init__(self) -> None:

@@ -64,30 +64,32 @@ class ModelConfig:
         str, "Folder in Hugging Face layout, .gguf file, hub name, or 'default' (SmolLM2-135M)."
     ] = "default"
     served_model_name: Annotated[
-        str | None, "Name clients use for the model (default: taken from the model)."
+        str | None, "Name of the model in the API (default: derived from the model)."
     ] = None
     max_model_len: Annotated[
-        int | Auto, "Tokens of one sequence, prompt and output together.", Alias("context_length")
+        int | Auto, "Longest sequence in tokens, prompt and output together.", Alias("context_length")
     ] = "auto"
     len_is_estimate: bool = field(default=False, metadata=DERIVED)
     """Whether `max_model_len` was made for "auto", so that a device that is measured may choose a smaller one."""
-    dtype: Annotated[DType, "Precision of weights and activations."] = "auto"
-    load_format: Annotated[LoadFormat, "Weight files to read; 'dummy' makes random weights."] = "auto"
+    dtype: Annotated[DType, "Data type of weights and activations."] = "auto"
+    load_format: Annotated[LoadFormat, "Format of the weight files; 'dummy' makes random weights."] = "auto"
     model_impl: Annotated[
-        ModelImpl, "Whose model code: ours, or transformers' (slower, knows every architecture)."
+        ModelImpl,
+        "Model implementation: the engine's own, or that of transformers (slower, more architectures).",
     ] = "auto"
     quantization: Annotated[
         Quantization | None,
-        "Precision of the weights: int8, int4 (CPU) and fp8 (GPU) are made while loading, none dequantises what the "
-        "files hold (default: as they say; what a GGUF file holds is kept on CPUs that multiply with it).",
+        "Format of the weights: int8, int4 (CPU) and fp8 (GPU) quantize while loading; none "
+        "dequantizes the files (default: the format of the files; GGUF blocks stay quantized on CPUs "
+        "with kernels for them).",
     ] = None
-    device: Annotated[Device, "Where the model runs."] = "auto"
+    device: Annotated[Device, "Device that the model runs on."] = "auto"
     num_threads: Annotated[int | Auto, "CPU threads of the model runner."] = "auto"
-    chat_template: Annotated[str | None, "File with a Jinja chat template that replaces the model's own."] = (
-        None
-    )
+    chat_template: Annotated[
+        str | None, "File with a Jinja chat template that replaces the one of the model."
+    ] = None
     seed: Annotated[
-        int, "Seed of dummy weights, and of requests that bring none (0: draw one per request)."
+        int, "Seed of dummy weights, and of requests without a seed (0: a random one per request)."
     ] = 0
 
     def __post_init__(self) -> None:
@@ -103,13 +105,13 @@ class CacheConfig:
     page_size: Annotated[
         int, "Tokens per KV page; a prefix is shared in whole pages.", Alias("block_size")
     ] = 16
-    max_total_tokens: Annotated[int | Auto, "KV slots of the pool."] = "auto"
+    max_total_tokens: Annotated[int | Auto, "Size of the KV pool in tokens."] = "auto"
     mem_fraction: Annotated[
-        float | Auto, "Share of the memory left after the weights that the KV pool may take."
+        float | Auto, "Share of the memory that remains after the weights to use for the KV pool."
     ] = "auto"
     pool_is_estimate: bool = field(default=False, metadata=DERIVED)
     """Whether `max_total_tokens` was made for "auto", so that a device that is measured may choose another."""
-    kv_cache_dtype: Annotated[KVCacheDType, "Precision of the KV pool; auto: that of the model."] = "auto"
+    kv_cache_dtype: Annotated[KVCacheDType, "Data type of the KV pool; auto: that of the model."] = "auto"
     radix_cache: Annotated[
         bool,
         "Keep the KV of finished requests and reuse common prefixes.",
@@ -118,15 +120,15 @@ class CacheConfig:
     ] = True
     eviction_policy: Annotated[
         EvictionPolicyName,
-        "Which cached prefixes go first when memory is needed.",
+        "Order in which cached prefixes are evicted.",
         Alias("radix_eviction_policy"),
     ] = "lru"
     pin_fraction: Annotated[
-        float, "Share of the KV pool that pinned prefixes may take; running requests come first."
+        float, "Largest share of the KV pool for pinned prefixes; running requests take precedence."
     ] = 0.25
-    swap_space: Annotated[
-        float | Auto, "GiB of host memory for the KV of requests that lost their place to others."
-    ] = "auto"
+    swap_space: Annotated[float | Auto, "Host memory in GiB for the KV of requests that are swapped out."] = (
+        "auto"
+    )
 
     def __post_init__(self) -> None:
         check_at_least("page_size", self.page_size, 1)
@@ -148,133 +150,136 @@ class SchedulerConfig:
     """What runs next, how much of it in one step, and how cautiously memory is promised."""
 
     preset: Annotated[
-        PresetName | None, "Settings for a kind of load; every other way to set them wins over it."
+        PresetName | None,
+        "Values of several settings for a kind of load; every other source of a value wins.",
     ] = None
     schedule_policy: Annotated[SchedulePolicyName, "Order of the waiting queue."] = "fcfs"
-    policy_seed: Annotated[int, "Start of the random policy's order, and of --chaos."] = 0
+    policy_seed: Annotated[int, "Seed of the random policy and of --chaos."] = 0
     tenant_quantum: Annotated[
-        int, "Round-robin: tokens that a tenant is served before it is the next one's turn."
+        int, "round-robin policy: tokens served to one tenant before the turn of the next."
     ] = 2048
     length_estimate: Annotated[
-        LengthEstimate, "Where sjf and srtf take the length of an answer from that nobody knows yet."
+        LengthEstimate, "sjf and srtf policies: source of the expected output length."
     ] = "max-tokens"
     length_ageing: Annotated[
-        float, "sjf and srtf: tokens of length that a second of waiting makes up for; 0: never."
+        float, "sjf and srtf policies: tokens of length that one second of waiting offsets; 0: no ageing."
     ] = 100.0
     priority_ageing: Annotated[
-        float, "Seconds of waiting that count as one level of priority; 0: never, low ones may starve."
+        float, "Seconds of waiting that raise the priority by one level; 0: no ageing, low levels may starve."
     ] = 10.0
-    priority_preemption: Annotated[
-        bool, "With the priority policy: urgent requests may take the place of running ones."
-    ] = True
+    priority_preemption: Annotated[bool, "priority policy: urgent requests may preempt running ones."] = True
     priority_preemption_threshold: Annotated[
         int,
-        "Levels of priority by which a request must exceed one whose place it takes.",
+        "Levels of priority by which a request must exceed a running one to preempt it.",
         Alias("priority_scheduling_preemption_threshold"),
     ] = 10
-    static_batch_size: Annotated[int, "Static policy: requests of a batch."] = 8
+    static_batch_size: Annotated[int, "static policy: requests in a batch."] = 8
     static_batch_wait: Annotated[
-        float, "Static policy: seconds to wait for a full batch before a smaller one starts."
+        float, "static policy: seconds to wait for a full batch before a smaller one starts."
     ] = 1.0
     max_running_requests: Annotated[
         int | Auto, "Requests that may run at the same time.", Alias("max_num_seqs")
     ] = "auto"
-    max_queued_requests: Annotated[int, "Requests that may wait; over it clients get 429."] = 4096
-    max_queued_tokens: Annotated[int, "Tokens of the prompts that may wait; over it clients get 429."] = (
-        16_777_216
+    max_queued_requests: Annotated[int, "Requests that may wait; further ones get 429 (see --overload)."] = (
+        4096
     )
+    max_queued_tokens: Annotated[
+        int, "Prompt tokens that may wait; further requests get 429 (see --overload)."
+    ] = 16_777_216
     overload: Annotated[
         OverloadMode,
-        "What happens then: 429, where the least urgent goes first; or waiting before the queue.",
+        "When the waiting queue is full: refuse answers 429 to the least urgent request; queue delays"
+        " new requests until there is room.",
     ] = "refuse"
     queue_timeout: Annotated[
-        float | None, "Seconds that a request may wait to be started (default: no limit)."
+        float | None, "Seconds that a request may wait before it starts (default: no limit)."
     ] = None
     request_timeout: Annotated[
         float | None, "Seconds from arrival to the last token of a request (default: no limit)."
     ] = None
     phases: Annotated[
         StepPhases,
-        "Whether prompts and running requests share a step, and who comes first where they do not.",
+        "Whether a step mixes prefill and decode, or which of them goes first.",
         Alias("enable_mixed_chunk", {True: "mixed", False: "prefill-first"}),
     ] = "mixed"
     prefill_decode_interval: Annotated[
-        int, "Prefill-first: decode steps between two prefill steps, while requests run."
+        int, "prefill-first: decode steps between two prefill steps, while requests run."
     ] = 0
     max_prefill_steps_in_a_row: Annotated[
-        int, "Prefill-first: prefill steps before the running must decode."
+        int, "prefill-first: prefill steps in a row before running requests decode."
     ] = 8
     chunked_prefill_size: Annotated[
         int | Auto,
-        "Prompt tokens of one step per chunk; -1: never cut a prompt.",
+        "Largest prefill chunk of a request, in tokens; -1: prompts are not chunked.",
         Alias("enable_chunked_prefill", {True: "auto", False: -1}),
     ] = "auto"
     target_step_ms: Annotated[
         float | Auto,
-        "Milliseconds that a step with decodes may take: chunks of prompts beside them are cut to fit, unless several "
-        "wait; 0: as it comes.",
+        "Target time in ms of a step with decodes: prefill chunks in it are cut to fit, unless "
+        "several prompts wait; 0: no target.",
     ] = "auto"
-    max_prefill_tokens: Annotated[int, "Prompt tokens of one step, all requests together."] = 16384
+    max_prefill_tokens: Annotated[int, "Most prompt tokens in one step, all requests together."] = 16384
     max_num_batched_tokens: Annotated[
-        int | None, "Tokens of one step, prompts and decodes together (default: only the limits on prompts)."
+        int | None, "Most tokens in one step, prefill and decode together (default: only the prefill limits)."
     ] = None
     max_num_partial_prefills: Annotated[
-        int, "Prompts that may be in the middle of their chunks at the same time."
+        int, "Most requests with a partly computed prompt at the same time."
     ] = 1
     max_long_partial_prefills: Annotated[
-        int, "How many of them may be long; the others' places are for short ones."
+        int, "Most long prompts among the partial prefills; the other places are for short ones."
     ] = 1
     long_prefill_token_threshold: Annotated[
-        int, "Tokens above which a prompt is long; 0: 4 % of the context, where several may be cut."
+        int,
+        "A prompt with more tokens is long; 0: 4 % of the context if several partial prefills are allowed.",
     ] = 0
     admission_estimator: Annotated[
-        EstimatorName, "How much memory is kept for tokens that are not generated yet."
+        EstimatorName, "Estimator of the KV memory to reserve for tokens that are not generated yet."
     ] = "ratio"
     schedule_conservativeness: Annotated[
-        float, "Above 1: admit less and retract rarer; below 1: the reverse."
+        float, "Above 1: admits fewer requests and retracts less often; below 1: the reverse."
     ] = 1.0
     look_ahead: Annotated[
-        int, "Requests tried in a pass behind one that lacks memory; 0: nobody overtakes it."
+        int, "Requests tried in a pass after one that lacks memory; 0: no request overtakes it."
     ] = 8
     in_batch_prefix_caching: Annotated[
-        bool, "Hold back requests whose beginning another one is computing, so that it is computed once."
+        bool, "Hold back requests with a prefix that another request computes, so that it is computed once."
     ] = True
     preemption_mode: Annotated[
         PreemptionModeName,
-        "What becomes of the KV of a request that loses its place: computed again, kept on "
-        "the host, or whatever costs less.",
+        "KV of a preempted or retracted request: recompute it, swap it to the host, or choose the "
+        "lower cost.",
     ] = "cost"
-    max_loras_per_batch: Annotated[int, "Different adapters that may run at the same time."] = 8
+    max_loras_per_batch: Annotated[int, "Different LoRA adapters that may run at the same time."] = 8
     overlap: Annotated[
         bool | Auto,
-        "Plan and launch a step while the one before still runs; an answer's end is seen one step late.",
+        "Plan and launch a step while the previous one runs; the end of an output is seen one step late.",
         Alias("async_scheduling"),
         Alias("disable_overlap_schedule", {True: False}),
     ] = "auto"
     num_lookahead_tokens: Annotated[
         int,
-        "KV slots kept ready per running request beyond its next token, for draft tokens.",
+        "KV slots reserved per running request beyond its next token, for draft tokens.",
         Alias("num_lookahead_slots"),
     ] = 0
     speculative: Annotated[
         SpeculativeName,
-        "Check guesses at the next tokens in one step: ngram takes them from the request's own text.",
+        "Speculative decoding: ngram drafts tokens from the text of the request itself.",
     ] = "off"
     speculative_num_draft_tokens: Annotated[
         int,
-        "With --speculative: guesses per request and step, at most; fewer where they do not pay.",
+        "With --speculative: most draft tokens per request and step; fewer when few are accepted.",
         Alias("num_speculative_tokens"),
     ] = 8
     decode_burst_ms: Annotated[
         float | Auto,
-        "Milliseconds for which running requests may generate tokens in a row while nobody waits; clients get them "
-        "together; 0: each by itself.",
+        "Time in ms for which decodes may run in a row while no request waits; clients get these "
+        "tokens together; 0: one by one.",
     ] = "auto"
     chaos: Annotated[
         str | None,
-        "For tests: faults on purpose; 'retract=0.5:500' retracts with this probability, so often; 'oom=0.1:20' "
-        "treats steps as if the device had no memory for them; 'slow=0.01' has every step take at least so many "
-        "seconds; 'kill=7' has prompts with this token kill their process.",
+        "Fault injection for tests: 'retract=0.5:500' retracts with this probability, at most this "
+        "often; 'oom=0.1:20' treats steps as out of memory; 'slow=0.01' makes every step last at "
+        "least this many seconds; 'kill=7' kills the process at a prompt with this token.",
     ] = None
 
     def __post_init__(self) -> None:
@@ -326,14 +331,16 @@ class SchedulerConfig:
 class LogConfig:
     """What the engine says while it runs; never prompt text."""
 
-    log_level: Annotated[LogLevel, "Least severity that is logged."] = "info"
-    log_format: Annotated[LogFormat, "A line of key=value per record, or a JSON object."] = "text"
-    log_interval: Annotated[float, "Seconds between the scheduler's step lines."] = 10.0
+    log_level: Annotated[LogLevel, "Lowest severity that is logged."] = "info"
+    log_format: Annotated[
+        LogFormat, "text: one line of key=value per record; json: one JSON object per record."
+    ] = "text"
+    log_interval: Annotated[float, "Seconds between the step lines of the scheduler."] = 10.0
     decision_log: Annotated[
-        str | None, "File for every decision of the scheduler; it holds token ids, so keep it private."
+        str | None, "File for every decision of the scheduler; it contains token ids, so keep it private."
     ] = None
     crash_dir: Annotated[
-        str | None, "Folder for the report on a failure that ends the server  [default: in the cache folder]"
+        str | None, "Folder for the report on a failure that ends the server (default: in the cache folder)."
     ] = None
 
     def __post_init__(self) -> None:

@@ -32,17 +32,17 @@ _MOST: Final = {
 class RequestLimits:
     """How much one request may ask for."""
 
-    max_n: Annotated[int, "Answers per prompt: n, and best_of."] = 128
-    max_prompts: Annotated[int, "Prompts of one request."] = 2048
-    max_messages: Annotated[int, "Messages of a chat."] = 4096
-    max_stop_strings: Annotated[int, "Stop strings, and stop token ids, of a request."] = 64
-    max_stop_chars: Annotated[int, "Characters of a stop string."] = 1024
-    max_logit_bias: Annotated[int, "Entries of logit_bias."] = 1024
-    max_logprobs: Annotated[int, "Alternatives per token whose log-probabilities a request may ask for."] = 20
+    max_n: Annotated[int, "Outputs per prompt: n, and best_of."] = 128
+    max_prompts: Annotated[int, "Prompts in one request."] = 2048
+    max_messages: Annotated[int, "Messages in one chat request."] = 4096
+    max_stop_strings: Annotated[int, "Stop strings, and stop token ids, in one request."] = 64
+    max_stop_chars: Annotated[int, "Characters in one stop string."] = 1024
+    max_logit_bias: Annotated[int, "Entries in logit_bias."] = 1024
+    max_logprobs: Annotated[int, "Most top logprobs per token that a request may ask for."] = 20
     max_json_items: Annotated[
         int, "Keys, lists and objects in a request body; numbers and strings in lists do not count."
     ] = 100_000
-    max_json_depth: Annotated[int, "Lists and objects inside each other in a request body."] = 64
+    max_json_depth: Annotated[int, "Nesting depth of lists and objects in a request body."] = 64
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -31,49 +31,55 @@ class ServerConfig:
     port: Annotated[int, "Port to listen on; 0 takes a free one."] = 30000
     api_key: Annotated[
         tuple[str, ...],
-        "Clients must send it as a bearer token (or set ENGINE_API_KEY); give it again for another one.",
+        "API key that clients send as a bearer token (or set ENGINE_API_KEY); may be repeated.",
     ] = ()
-    api_key_file: Annotated[str | None, "File with more API keys, one per line; # begins a comment."] = None
+    api_key_file: Annotated[str | None, "File with more API keys, one per line; # starts a comment."] = None
     admin_api_key: Annotated[
         str | None,
-        "Key for what concerns everybody: emptying the cache, aborting others (or set ENGINE_ADMIN_API_KEY). Without "
-        "one that works on a loopback address only.",
+        "Key of the administrative endpoints, such as flushing the cache (or set "
+        "ENGINE_ADMIN_API_KEY). Without it they work on a loopback address only.",
     ] = None
     isolate_tenants: Annotated[
-        bool, "A prefix cache of its own for each API key, so that timing tells nobody what others send."
+        bool,
+        "A separate prefix cache for each API key, so that timing does not reveal prompts of other tenants.",
     ] = False
     cors_origin: Annotated[
         tuple[str, ...],
-        "Origin whose pages may call the API from a browser, https://example.org, or * for any; may be given again.",
+        "Origin that may call the API from a browser, such as https://example.org, or * for any; may "
+        "be repeated.",
     ] = ()
     allowed_host: Annotated[
         tuple[str, ...],
-        "Name by which clients may call a server without keys on a loopback address, besides localhost and addresses; "
-        "* for any; may be given again.",
+        "Host name that a server without keys accepts on a loopback address, besides localhost and IP"
+        " addresses; * for any; may be repeated.",
     ] = ()
-    ssl_certfile: Annotated[str | None, "Certificate chain (PEM) to serve HTTPS with."] = None
-    ssl_keyfile: Annotated[str | None, "Its private key (PEM), if not in --ssl-certfile."] = None
-    max_body_mb: Annotated[float, "Largest request body; over it clients get 413."] = 16.0
+    ssl_certfile: Annotated[str | None, "Certificate chain (PEM) for HTTPS."] = None
+    ssl_keyfile: Annotated[
+        str | None, "Private key (PEM) of the certificate, if it is not in --ssl-certfile."
+    ] = None
+    max_body_mb: Annotated[float, "Largest request body in MiB; larger ones get 413."] = 16.0
     max_header_kb: Annotated[
-        float, "Largest request head, all headers together; over it clients get 431."
+        float, "Largest request head in KiB, all headers together; larger ones get 431."
     ] = 64.0
-    max_connections: Annotated[int, "Open connections; over it new ones get 503."] = 16384
+    max_connections: Annotated[int, "Most open connections; further ones get 503."] = 16384
     header_timeout: Annotated[
-        float, "Seconds in which the head of a request, and a new connection's first one, must have come."
+        float,
+        "Seconds to receive the head of a request, counted from the start of a new connection for"
+        " its first request.",
     ] = 30.0
-    body_timeout: Annotated[float, "Seconds in which a request's body must have come; then 408."] = 120.0
+    body_timeout: Annotated[float, "Seconds to receive the body of a request; then 408."] = 120.0
     send_timeout: Annotated[
-        float, "Seconds that a client may leave an answer unread before it is aborted."
+        float, "Seconds that a client may leave a response unread before the request is aborted."
     ] = 60.0
     keep_alive_timeout: Annotated[float, "Seconds that a connection may be idle between two requests."] = 75.0
-    strict: Annotated[bool, "Refuse request fields that nobody knows, instead of warning about them."] = False
-    drain_timeout: Annotated[float, "Seconds that running requests get to finish after SIGTERM."] = 30.0
+    strict: Annotated[bool, "Refuse unknown request fields instead of warning about them."] = False
+    drain_timeout: Annotated[float, "Seconds that running requests may take to finish after SIGTERM."] = 30.0
     startup_timeout: Annotated[float, "Seconds that the processes may take to become ready."] = 600.0
     watchdog_timeout: Annotated[
         float, "Seconds without a heartbeat after which a process counts as hung."
     ] = 60.0
     max_restarts: Annotated[
-        int, "Restarts of lost processes within five minutes, before the server ends; 0 for none."
+        int, "Restarts of failed processes within five minutes before the server ends; 0: none."
     ] = 3
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ the largest step is tried, and the pool takes its share of what is left. What th
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -50,7 +51,7 @@ class Measured:
         )
 
 
-def graphs_estimate(recorded_bytes: list[int], num_graphs: int) -> int:
+def graphs_estimate(recorded_bytes: Sequence[int], num_graphs: int) -> int:
     """What `num_graphs` recordings take together, by the largest and the one after it.
 
     The largest brings the memory that the others use too; what those add is their own.

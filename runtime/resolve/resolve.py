@@ -103,8 +103,8 @@ class _Resolver:
             ),
             kernels=replace(
                 self.config.kernels,
-                cuda_graph=self.cuda_graph(device, model_impl),
-                cuda_graph_max_bs=self.cuda_graph_max_bs(pool.max_running_requests),
+                record_steps=self.record_steps(device, model_impl),
+                max_recorded_bs=self.max_recorded_bs(pool.max_running_requests),
             ),
             scheduler=replace(
                 self.config.scheduler,
@@ -257,23 +257,23 @@ class _Resolver:
             )
         return dtype if asked == "auto" else asked
 
-    def cuda_graph(self, device: str, model_impl: str) -> bool:
-        asked, theirs = self.config.kernels.cuda_graph, model_impl == "transformers"
+    def record_steps(self, device: str, model_impl: str) -> bool:
+        asked, theirs = self.config.kernels.record_steps, model_impl == "transformers"
         if asked is True and theirs:
             raise ConfigError(
-                f"cuda_graph is on, but {self.spec.model_type} is computed by transformers, whose models may wait for "
-                "the device within a step; use --no-cuda-graph"
+                f"record_steps is on, but {self.spec.model_type} is computed by transformers, and its models may wait "
+                "for the device within a step; use --no-record-steps"
             )
         if asked != "auto":
             return asked
         if theirs:
             return self.note(
-                "cuda_graph", False, "transformers' models may wait for the device within a step"
+                "record_steps", False, "transformers' models may wait for the device within a step"
             )
-        return self.note("cuda_graph", True, "replaying a step costs the host less than launching it")
+        return self.note("record_steps", True, "replaying a step costs the host less than launching it")
 
-    def cuda_graph_max_bs(self, max_running: int) -> int:
-        asked = self.config.kernels.cuda_graph_max_bs
+    def max_recorded_bs(self, max_running: int) -> int:
+        asked = self.config.kernels.max_recorded_bs
         if asked != "auto":
             return min(asked, max_running)
         return min(MAX_AUTO_GRAPH_BATCH, max_running)

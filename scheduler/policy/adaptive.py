@@ -11,9 +11,7 @@ from ..requests.chunk import Chunk
 from ..requests.req import Req
 from ..requests.waiting_queue import WaitingQueue
 from .base import Load, PolicyParts, SchedulePolicy
-from .fcfs import Fcfs
-from .lpm import Lpm
-from .priority import Priority
+from .key_orders import Fcfs, Lpm, Priority
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`overtaken_first`: ageing for orders that do not know how long somebody waits."""
+"""`overtaken_first`: ageing for orders that do not consider waiting time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ..requests.req import MAX_OVERTAKEN, Req
 from ..requests.waiting_queue import WaitingQueue
 
 MAX_PASSED: Final = 256
-"""The search passes over so many requests that were not overtaken; `Admission` counts it for as many."""
+"""The search ends after this many requests that were not overtaken; `Admission` counts it for as many."""
 
 
 def overtaken_first(waiting: WaitingQueue, order: Iterable[Req]) -> Iterator[Req]:
-    """Who was overtaken too often, by arrival, then the others in the given order. Lazy on both sides.
+    """Requests that were overtaken in `MAX_OVERTAKEN` passes, by arrival, then the others in the given order. Lazy.
 
-    Whoever waits is overtaken whenever somebody behind it is, so those who were overtaken most stand in front, apart
-    from requests that joined later than they arrived: they have run meanwhile, or their grammar took its time.
+    When a request is overtaken, all that arrived before it and still wait are overtaken as well. So the most overtaken
+    requests stand at the front of the queue, except for those that joined later than they arrived: retracted ones, or
+    ones that waited for their grammar.
     """
     yielded: set[int] = set()
     num_passed = 0

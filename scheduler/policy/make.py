@@ -7,20 +7,13 @@ from typing import assert_never
 from ...runtime.config.engine_config import SchedulerConfig
 from .adaptive import Adaptive
 from .base import PolicyParts, SchedulePolicy
+from .baselines import FifoSerial, StaticBatch
 from .dfs_weight import DfsWeight
 from .fair import Fair
-from .fcfs import Fcfs
-from .fifo_serial import FifoSerial
 from .hrrn import Hrrn
+from .key_orders import Fcfs, Lof, Lpm, Priority, RandomOrder, Sjf, Srtf
 from .length_estimate import make_length_estimate
-from .lof import Lof
-from .lpm import Lpm
-from .priority import Priority
-from .random_order import RandomOrder
 from .round_robin import RoundRobin
-from .sjf import Sjf
-from .srtf import Srtf
-from .static_batch import StaticBatch
 
 
 def make_policy(config: SchedulerConfig, parts: PolicyParts) -> SchedulePolicy:

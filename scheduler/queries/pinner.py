@@ -6,6 +6,7 @@ from ...runtime.messages import PinDone, PinPrefix
 from ..arrays import TOKEN_ID_BYTES
 from ..memory.kv_memory import KVMemory
 from ..prefix_cache.base import namespace_of
+from ..requests.intake import reason_to_refuse_pin
 
 
 class Pinner:
@@ -20,6 +21,9 @@ class Pinner:
 
     def pin(self, message: PinPrefix, now_s: float) -> PinDone:
         """Pin what is cached of a prefix, as far as the quota goes."""
+        refusal = reason_to_refuse_pin(message)
+        if refusal is not None:
+            return PinDone(message.pin_id, 0, 0, refusal)
         page_size = self._kv.page_size
         until_s = now_s + message.ttl_s if message.ttl_s > 0 else None
         pinned_tokens = (

@@ -1,21 +1,31 @@
-"""`reason_to_refuse`: the scheduler's own look at an arriving request.
+"""`reason_to_refuse`: the scheduler's own look at an arriving request, and at an arriving pin.
 
-The door has checked all this. It is checked again because what slips through here would be found out in the middle of
-a batch, by everybody.
+The door has checked all this. It is checked again because a value that is wrong and passes here fails in the middle of
+a batch, for every request: decoders check types only, and a message from the same process was never decoded.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 
 from ...runtime.errors import RequestError
 from ...runtime.feasibility import Capacity, reason_against
-from ...runtime.messages import GenerateRequest
+from ...runtime.messages import Delivered, GenerateRequest, PinPrefix, Usage
+from ...runtime.request_checks import check_flag, check_integer, check_number, check_text, wrong_type
+from ...runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..arrays import TOKEN_ID_BYTES
+
+_MAX_SECONDS: Final = 1e10  # 300 years: sums of two still have microseconds
 
 
 def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None:
-    """Why this request cannot run here, for the client; None if it can."""
+    """Why this request cannot run here, for the client; None if it can. Values of any type are answered."""
+    try:
+        _check_fields(message)
+    except RequestError as error:
+        return error.message
     if not message.input_ids or len(message.input_ids) % TOKEN_ID_BYTES:
         return f"input_ids has {len(message.input_ids)} bytes, but it must be int32 token ids, at least one"
     if message.sampling.max_new_tokens is None:
@@ -41,3 +51,55 @@ def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None
         return f"the prompt has token id {wrong}, but ids must lie in [0, {capacity.vocab_size})"
     prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
     return reason_against(prompt_len, message.sampling.max_new_tokens, capacity)
+
+
+def reason_to_refuse_pin(message: PinPrefix) -> str | None:
+    """Why this prefix cannot be pinned; None if it can."""
+    try:
+        check_text("extra_key", message.extra_key)
+        _check_bytes("input_ids", message.input_ids)
+        check_number("ttl_s", message.ttl_s, 0.0, _MAX_SECONDS)
+    except RequestError as error:
+        return error.message
+    if len(message.input_ids) % TOKEN_ID_BYTES:
+        return f"input_ids has {len(message.input_ids)} bytes, but it must be int32 token ids"
+    return None
+
+
+def _check_fields(message: GenerateRequest) -> None:
+    """Check types, ranges and finiteness of all fields but `sampling`'s own.
+
+    Raises:
+        RequestError: the first value that is wrong.
+    """
+    for name in ("rid", "extra_key", "tenant", "lora_id", "group"):
+        check_text(name, getattr(message, name))
+    _check_bytes("input_ids", message.input_ids)
+    if not isinstance(message.sampling, SamplingParams):
+        raise wrong_type("sampling", message.sampling, "a SamplingParams")
+    check_number("arrival_s", message.arrival_s, 0.0, _MAX_SECONDS)
+    check_integer("priority", message.priority, -MAX_COUNT, MAX_COUNT)
+    check_flag("needs_grammar", message.needs_grammar)
+    if message.queue_timeout_s is not None:
+        check_number("queue_timeout_s", message.queue_timeout_s, 0.0, _MAX_SECONDS, low_open=True)
+    if message.timeout_s is not None:
+        check_number("timeout_s", message.timeout_s, 0.0, _MAX_SECONDS, low_open=True)
+    if message.delivered is not None:
+        _check_delivered(message.delivered)
+
+
+def _check_delivered(delivered: Delivered) -> None:
+    if not isinstance(delivered, Delivered):
+        raise wrong_type("delivered", delivered, "a Delivered or None")
+    _check_bytes("delivered.output_ids", delivered.output_ids)
+    usage = delivered.usage
+    if not isinstance(usage, Usage):
+        raise wrong_type("delivered.usage", usage, "a Usage")
+    for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "num_retractions"):
+        check_integer(f"delivered.usage.{name}", getattr(usage, name), 0, MAX_COUNT)
+    check_number("delivered.usage.queue_s", usage.queue_s, 0.0, _MAX_SECONDS)
+
+
+def _check_bytes(field: str, value: object) -> None:
+    if type(value) is not bytes:
+        raise wrong_type(field, value, "bytes")

@@ -9,12 +9,14 @@ from ...runtime.messages import (
     DetokenizerInput,
     Finish,
     FinishKind,
+    GenerateRequest,
     Logprobs,
     TextOptions,
     TokenOutput,
+    Usage,
 )
 from ...runtime.sampling_params import SamplingParams
-from ..arrays import BoolArray, IntArray
+from ..arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .req import Req
 from .row_states import RowStates
 
@@ -104,6 +106,17 @@ def text_options(sampling: SamplingParams, delivered_ids: bytes = b"") -> TextOp
     return TextOptions(
         sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens, delivered_ids
     )
+
+
+def refusal_row(message: GenerateRequest, reason: str, status: int) -> TokenOutput:
+    """The only row of a request that is refused at arrival; its fields may have values of any type.
+
+    The row has default text options: it has no text, and options of a wrong type would make the row unreadable.
+    """
+    input_ids: object = message.input_ids
+    num_bytes = len(input_ids) if isinstance(input_ids, bytes) else 0
+    finish = Finish(FinishKind.ERROR, message=reason, status=status)
+    return TokenOutput(message.rid, b"", Usage(num_bytes // TOKEN_ID_BYTES, 0), finish, TextOptions())
 
 
 def joined(parts: list[Logprobs]) -> Logprobs:

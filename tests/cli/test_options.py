@@ -81,6 +81,7 @@ SERVE_FLAGS = """
 --max-prompts
 --max-queued-requests
 --max-queued-tokens
+--max-recorded-bs
 --max-restarts
 --max-running-requests
 --max-stop-chars
@@ -101,6 +102,7 @@ SERVE_FLAGS = """
 --no-overlap
 --no-priority-preemption
 --no-radix-cache
+--no-record-steps
 --no-strict
 --node-rank
 --num-lookahead-slots
@@ -126,6 +128,7 @@ SERVE_FLAGS = """
 --queue-timeout
 --radix-cache
 --radix-eviction-policy
+--record-steps
 --request-timeout
 --schedule-conservativeness
 --schedule-policy

@@ -14,8 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner.input_batch import InputBatch
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.memory.host_kv_pool import HostKVPool
+from engine.model_runner.recording.eager_executor import EagerExecutor
+from engine.model_runner.recording.executor import StepExecutor, StepOutput
+from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import (
     CacheConfig,
@@ -77,6 +81,18 @@ class Driver:
         self.pages = list(range(1, capacity.num_pages + 1))
         self.finished: list[int] = []
         self.step_id = 0
+
+    def run_eagerly(self) -> None:
+        """From now on every step is launched kernel by kernel."""
+        if not isinstance(self.runner.executor, EagerExecutor):
+            self.runner.executor = self.runner.executor.eager
+
+    @property
+    def native(self) -> NativeExecutor:
+        """The runner's executor, which records decodes."""
+        executor = self.runner.executor
+        assert isinstance(executor, NativeExecutor), executor
+        return executor
 
     def slots(self, pages: Sequence[int], start: int, stop: int) -> list[int]:
         size = self.capacity.page_size
@@ -187,6 +203,41 @@ class Driver:
         return [req.output for req in reqs]
 
 
+class SeeingExecutor:
+    """In the place of a driver's executor, by which it runs steps: keeps the batch and the logits of each.
+
+    Before each step it poisons what recordings work in: nothing of one step may be read by the next.
+    """
+
+    recorded_bytes = ()
+
+    def __init__(self, driver: Driver) -> None:
+        self.inner: StepExecutor = driver.runner.executor
+        self.batches: list[InputBatch] = []
+        self.logits: list[torch.Tensor] = []
+        driver.runner.executor = self
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        if isinstance(self.inner, NativeExecutor):
+            self.inner.arena.fill(0xFF)  # NaN
+        output = self.inner.run(batch)
+        self.batches.append(batch)
+        if output.logits is not None:
+            self.logits.append(output.logits.clone())
+        return output
+
+    @property
+    def recorded_sizes(self) -> list[int]:
+        """Of a `NativeExecutor`; none of others."""
+        return self.inner.recorded_sizes if isinstance(self.inner, NativeExecutor) else []
+
+    @property
+    def num_recorded(self) -> int:
+        """Steps that a `NativeExecutor` recorded or replayed."""
+        num_replayed = self.inner.num_replayed if isinstance(self.inner, NativeExecutor) else 0
+        return num_replayed + len(self.recorded_sizes)
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """A random model of transformers, saved to a folder, and the facts our reader finds there."""
@@ -293,6 +344,7 @@ def make_driver() -> Callable[..., Driver]:
         deterministic: bool = False,
         speculative: SpeculativeName = "off",
         num_threads: int | None = None,
+        max_recorded_bs: int | Literal["auto"] = "auto",
     ) -> Driver:
         capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size, num_host_pages)
         config = ModelConfig(
@@ -306,7 +358,7 @@ def make_driver() -> Callable[..., Driver]:
         )
         source = ModelSource(kind, str(path or "dummy"), "test")
         cache = CacheConfig(page_size=page_size, kv_cache_dtype=kv_cache_dtype)
-        kernels = KernelConfig(deterministic=deterministic)
+        kernels = KernelConfig(deterministic=deterministic, max_recorded_bs=max_recorded_bs)
         scheduler = SchedulerConfig(speculative=speculative)
         whole = EngineConfig(model=config, cache=cache, kernels=kernels, scheduler=scheduler)
         runner = load_model_runner(whole, source, spec, capacity)

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.recording.native_recordings import NativeRecordings
-from engine.model_runner.recording.recorded_step import NoRecordings
+from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, GoOn, StepPlan, StepResult, to_the_end
-from tests.model_runner.conftest import Driver, Request, int32
+from tests.model_runner.conftest import Driver, Request, SeeingExecutor, int32
 
 KINDS = (
     SamplingParams(temperature=0.0, seed=0, max_new_tokens=200),
@@ -91,34 +89,22 @@ def make_tiny_driver(
     def make() -> Driver:
         driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16")
         if request.param == "not recorded":
-            driver.runner._builder._recordings = NoRecordings()
+            driver.run_eagerly()
         drivers.append(driver)
         return driver
 
     drivers: list[Driver] = []
     yield make
     for driver in drivers:
-        recordings = driver.runner._builder._recordings
-        recorded = isinstance(recordings, NativeRecordings) and bool(recordings._recordings)
+        executor = driver.runner.executor
+        executor = executor.inner if isinstance(executor, SeeingExecutor) else executor
+        recorded = isinstance(executor, NativeExecutor) and bool(executor.recorded_sizes)
         assert recorded == (request.param == "recorded")
-
-
-def seeing_logits(driver: Driver) -> list[Tensor]:
-    """The logits of all steps from now on."""
-    seen: list[Tensor] = []
-    sample = driver.runner._sampler.sample
-
-    def seeing_sample(logits: Tensor, batch: Any) -> Any:
-        seen.append(logits.clone())
-        return sample(logits, batch)
-
-    driver.runner._sampler.sample = seeing_sample
-    return seen
 
 
 def test_as_many_steps_would_have_given_the_same(make_tiny_driver):
     in_bursts, one_by_one = make_tiny_driver(), make_tiny_driver()
-    logits = [seeing_logits(driver) for driver in (in_bursts, one_by_one)]
+    logits = [SeeingExecutor(driver).logits for driver in (in_bursts, one_by_one)]
 
     assert live(in_bursts, bursts=True) == live(one_by_one, bursts=False)
 

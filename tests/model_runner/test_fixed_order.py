@@ -255,7 +255,7 @@ class TestWhatCannot:
         assert isinstance(pack_linear(torch.zeros(4, 8, dtype=BF16)), NativeLinear)
 
     def test_our_attention_is_taken_whatever_else_there_is(self, make):
-        attention = make("llama").runner._builder._attention
+        attention = make("llama").native.eager.attention
         assert isinstance(attention, CpuNativeAttention)
         assert attention._fixed_order
 

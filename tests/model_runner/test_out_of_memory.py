@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.sampling import token_counts
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.runtime.sampling_params import SamplingParams
@@ -52,19 +52,19 @@ def restart(driver: Driver, req: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("where", "times"),
-    [("forward", 1), ("model.logits", 1), ("_sampler.sample", 1), ("_builder._plan_sampling", 2)],
+    "where",
+    ["executor.run", "model.logits", "sampler.sample", "builder.build"],
 )
 @pytest.mark.parametrize(
     "sampling", [replace(PENALISED, temperature=0.0), PENALISED], ids=["greedy", "drawn"]
 )
-def test_a_step_without_memory_is_dropped_and_nothing_of_it_stays(driver, fail, where, times, sampling):
+def test_a_step_without_memory_is_dropped_and_nothing_of_it_stays(driver, fail, where, sampling):
     alone = driver.generate([PROMPT], sampling, num=8)[0]
     req = driver.start(PROMPT, sampling)
     driver.step([(req, 21)])
     driver.step([(req, 1)])
 
-    fail(where, times)
+    fail(where)
     result = driver.runner.launch(driver.plan([(req, 1)])).wait()
 
     assert result.out_of_memory == "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -84,7 +84,7 @@ def test_rows_leave_and_pages_move_also_in_a_step_that_is_dropped(driver, fail):
     update = RowUpdate(stays.row, 0, int32(driver.slots(copies, 0, stays.computed)))
     driver.finish(gone)
 
-    fail("forward")
+    fail("executor.run")
     plan = driver.plan([(new, 2)], row_updates=(update,), page_copies=page_copies)
     assert driver.runner.launch(plan).wait().out_of_memory
 
@@ -100,17 +100,19 @@ def test_rows_leave_and_pages_move_also_in_a_step_that_is_dropped(driver, fail):
 def test_where_several_ranks_share_the_model_it_ends_the_runner(driver, fail):
     driver.runner._drops_steps = False
     req = driver.start(PROMPT)
-    fail("forward")
+    fail("executor.run")
     with pytest.raises(torch.OutOfMemoryError):
         driver.step([(req, 21)])
 
 
 def test_a_plan_whose_changes_are_not_in_the_slot_table_is_not_dropped(driver, fail):
     """Others would go on with pages that they no longer have."""
-    req = driver.start(PROMPT)
-    fail("_buffers.put_all", times=2)
+    donor = driver.start(PROMPT)
+    driver.step([(donor, 21)])
+    req = driver.start([*PROMPT[:20], 5], prefix=(donor, 20))
+    fail("slot_table.update", times=2)
     with pytest.raises(torch.OutOfMemoryError):
-        driver.step([(req, 21)])
+        driver.step([(req, 1)])
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def move_there_and_back(driver: Driver, sampling: SamplingParams) -> list[int]:
         ("kv_pool", "copy_pages"),
         ("_counts", "_grow"),
         ("_counts.buffers", "put"),
-        ("_builder", "build"),
+        ("slot_table", "update"),
     ],
 )
 def test_what_later_steps_rest_on_is_tried_once_more(swapping, monkeypatch, part, method):
@@ -206,7 +208,7 @@ def test_other_errors_are_no_lack_of_memory(driver, monkeypatch):
     def broken(batch: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(driver.runner, "forward", broken)
+    monkeypatch.setattr(driver.runner.executor, "run", broken)
     req = driver.start(PROMPT)
     with pytest.raises(RuntimeError, match="illegal"):
         driver.step([(req, 21)])

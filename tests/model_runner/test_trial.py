@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ import torch
 from msgspec.structs import replace
 
 from engine.model_runner import assembly, load
-from engine.model_runner.attention.backend import gathered_token_bytes
+from engine.model_runner.attention.backend import AttentionBackend
 from engine.model_runner.attention.split import split_backend
 from engine.model_runner.attention.torch_native import TorchNativeAttention
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, SingleRank, TPGroup
 from engine.model_runner.model_runner import ModelRunner
-from engine.model_runner.recording.decode_graphs import sizes_to_record
+from engine.model_runner.recording.cuda_graph_executor import sizes_to_record
 from engine.model_runner.trial import largest_step, prompt_lengths
 from engine.runtime.config.engine_config import (
     CacheConfig,
@@ -157,16 +157,15 @@ def test_an_estimated_pool_takes_its_share_of_what_is_left(make, monkeypatch, ga
 
 def test_attention_that_gathers_says_what_it_takes_of_a_token(make):
     make(pool_is_estimate=True)
-    prompts = make.runners[0]._builder._attention
-    other = type("Reads", (), {"name": "reads", "__init__": lambda self, *_args: None})
-    assert gathered_token_bytes(other()) == 0
-    native = TorchNativeAttention(
-        make.tiny.spec, make.runners[0].kv_pool, make.runners[0]._builder.req_to_token, prompts
-    )
-    assert gathered_token_bytes(native) == 2 * (2 * 2 * 8 * 4), "keys, values, heads, head dim, bytes; twice"
-    split = split_backend(cast("Any", other), TorchNativeAttention)
-    parts: Any = (make.tiny.spec, make.runners[0].kv_pool, make.runners[0]._builder.req_to_token, prompts)
-    assert gathered_token_bytes(split(*parts)) == gathered_token_bytes(native)
+    runner = make.runners[0]
+    members = {"name": "reads", "__init__": lambda self, *_args: None}
+    other: Any = type("Reads", (AttentionBackend,), members)
+    assert other().gathered_token_bytes == 0
+    parts: Any = (make.tiny.spec, runner.kv_pool, runner.slot_table.req_to_token, None)
+    native = TorchNativeAttention(*parts)
+    assert native.gathered_token_bytes == 2 * (2 * 2 * 8 * 4), "keys, values, heads, head dim, bytes; twice"
+    split = split_backend(other, TorchNativeAttention)
+    assert split(*parts).gathered_token_bytes == native.gathered_token_bytes
 
 
 def test_the_trial_asks_for_all_that_clients_can_ask_for(make):
@@ -200,7 +199,7 @@ def test_a_context_that_nobody_asked_for_becomes_what_fits(make, monkeypatch, ca
         runner = make(len_is_estimate=True, **asked)
     assert (runner.capacity.num_pages, runner.capacity.max_model_len) == (65, 260)
     assert "max_model_len=260, not 512 as planned: (30 MiB free beside the weights" in caplog.text
-    assert runner._builder.req_to_token.shape[1] == 260
+    assert runner.slot_table.req_to_token.shape[1] == 260
     neighbour = make(len_is_estimate=True, group=SmallNeighbour(), **asked)
     assert neighbour.capacity.max_model_len == 99, "as on the rank that has least"
 
@@ -250,7 +249,7 @@ def test_weights_that_do_not_fit_are_an_error(make, monkeypatch):
     ("num_before", "message"),
     [
         (0, "too little for the largest step beside the weights, 40 tokens .*--chunked-prefill-size"),
-        (1, "too little for recorded decodes of 6 requests: .*--cuda-graph-max-bs"),
+        (1, "too little for recorded decodes of 6 requests: .*--max-recorded-bs"),
         (2, "too little for a KV pool of 384 tokens and 6 recorded decodes: .*--mem-fraction, --max-total"),
     ],
 )

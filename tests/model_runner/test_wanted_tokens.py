@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model_runner.recording.recorded_step import NoRecordings
 from engine.runtime.sampling_params import SamplingParams
 
-from .conftest import Driver, TinyModel
+from .conftest import Driver, SeeingExecutor, TinyModel
 
 ASKS = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64, prompt_logprobs=1)
 
 
 class Seen:
-    """In the place of a runner's `forward`: keeps each step's batch, and what the model gave."""
+    """In the place of an executor's `forward`: keeps each step's batches, and what the model gave."""
 
     def __init__(self, driver: Driver) -> None:
         self.model = driver.runner.model
         self.batches: list[Any] = []
         self.hidden: list[Tensor] = []
-        driver.runner.forward = self
-        driver.runner._builder._recordings = NoRecordings()
+        driver.run_eagerly()
+        driver.runner.executor.forward = self
+        self.inputs = SeeingExecutor(driver).batches
 
     def __call__(self, batch: Any) -> Tensor:
         hidden: Tensor = self.model.forward(batch)
@@ -44,7 +44,7 @@ def seen(driver: Driver) -> Seen:
     return Seen(driver)
 
 
-def numbers(tensor: Tensor | None) -> list[int] | None:
+def numbers(tensor: Any) -> list[int] | None:
     return None if tensor is None else tensor.tolist()
 
 
@@ -55,8 +55,8 @@ def test_the_last_token_of_each_request_is_wanted(driver, seen):
     driver.step([(second, 7), (first, 1)])
     driver.step([(second, 5)])
     assert seen.wanted() == [[4, 8], [7, 8, 9], [6, 7], [4]]
-    assert [numbers(batch.sample_indices) for batch in seen.batches] == [None, [1, 2], [1], None]
-    assert [numbers(batch.cut_indices) for batch in seen.batches] == [None, [0], [0], None]
+    assert [numbers(batch.sample_indices) for batch in seen.inputs] == [None, [1, 2], [1], None]
+    assert [batch.cut_indices.tolist() for batch in seen.inputs] == [[], [0], [0], []]
     assert [len(hidden) for hidden in seen.hidden] == [2, 3, 2, 1]
 
 
@@ -65,7 +65,7 @@ def test_a_step_in_which_nobody_samples_wants_some_too(driver, seen):
     reqs = [driver.start(range(3, 30)) for _ in range(2)]
     driver.step([(reqs[0], 6), (reqs[1], 3)])
     assert seen.wanted() == [[5, 8]]
-    assert numbers(seen.batches[0].cut_indices) == [0, 1]
+    assert numbers(seen.inputs[0].cut_indices) == [0, 1]
 
 
 def test_decodes_want_all_and_take_nothing(driver, seen):
@@ -92,13 +92,13 @@ def test_tokens_that_predict_a_prompt_are_wanted(driver, seen):
     driver.step([(asking, 4), (other, 1)])
     driver.step([(asking, 10), (driver.start(range(3, 9)), 6)])  # nine predict nine, the last one samples
     assert seen.wanted() == [[8, *range(9, 15)], None, [*range(10), 15]]
-    spans = [batch.prompt_spans for batch in seen.batches]
+    spans = [batch.prompt_spans for batch in seen.inputs]
     assert [[(span.start, len(span.targets)) for span in each] for each in spans] == [
         [(1, 6)],
         [(0, 4)],
         [(0, 9)],
     ]
-    assert numbers(seen.batches[2].sample_indices) == [9, 10]
+    assert numbers(seen.inputs[2].sample_indices) == [9, 10]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import threading
+from array import array
 
+import msgspec
+import numpy as np
 import pytest
 
 from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
+from engine.offline.batch import Batch, CheckedRequest
 from engine.offline.outputs import OutputBuilder
 from engine.runtime.config.presets import PRESETS
+from engine.tokenizer_manager.admission.scheduling_options import Scheduling
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 PROMPTS = ["one", "a longer prompt that has more tokens", "x", "the quick brown fox jumps over the lazy dog"]
@@ -137,6 +142,7 @@ def test_chat_renders_the_template(llm):
         ([{"role": "user"}], r"messages\[0\] must have a role and a content, both texts"),
         ([{"role": "user", "content": 5}], r"messages\[0\] must have a role and a content, both texts"),
         (["hi"], r"messages\[0\] must have a role and a content"),
+        (5, "messages is 5, but it must be a list of messages"),
     ],
 )
 def test_bad_messages_are_refused(llm, messages, message):
@@ -154,8 +160,34 @@ def test_bad_messages_are_refused(llm, messages, message):
             r"prompt holds 1000000, but a prompt is a text or a list of token ids in \[0, 272\)",
         ),
         ([5, "x"], None, "prompt holds 'x'"),
-        ("x", SamplingParams(temperature=-1), "temperature is -1"),
-        ("x", SamplingParams(max_new_tokens=2000), "the context holds 1024"),
+        ("x", msgspec.structs.replace(GREEDY, temperature=-1), "temperature is -1"),
+        (
+            "x",
+            msgspec.structs.replace(GREEDY, max_new_tokens=2.5),
+            "max_new_tokens is 2.5, but it must be an int",
+        ),
+        ("x", msgspec.structs.replace(GREEDY, stop_token_ids=(272,)), r"token ids in \[0, 272\)"),
+        (
+            "x",
+            {"max_new_tokens": 4},
+            "params is {'max_new_tokens': 4}, but it must be a SamplingParams .* not a dict",
+        ),
+        ("x", 4, "params is 4, but it must be a SamplingParams or a list of them"),
+        (["a", "b"], [GREEDY, {}], "params is {}, but it must be a SamplingParams, not a dict"),
+        (b"ab", None, "prompts is b'ab', but it must be a text .* decode bytes"),
+        (bytearray(b"ab"), None, "prompts is bytearray"),
+        ([b"ab"], None, "prompt is b'ab', but it must be a text or a list of token ids; decode bytes"),
+        (["a", 5.5], None, "prompt 1: prompt is 5.5, but it must be a text or a list"),
+        (["a", None], None, "prompt 1: prompt is None"),
+        ([5, 6.0], None, "prompt holds 6.0"),
+        ([True, False], None, "prompt holds True"),
+        (5, None, "prompts is 5, but it must be a text"),
+        (None, None, "prompts is None"),
+        ({"prompt": "x"}, None, "prompts is {'prompt': 'x'}, .* not a dict"),
+        (np.array([1.5, 2.5]), None, "prompt 0: prompt is 1.5"),
+        (np.zeros((1, 1, 1), np.int32), None, "prompts is array"),
+        (np.array([5, 300]), None, "prompt holds 300"),
+        ("x", SamplingParams(max_new_tokens=2000), "max_new_tokens is 2000: .* the context holds 1024"),
         ("x" * 1024, None, "the prompt has 1024 tokens and the context holds 1024"),
         (["fine", "x" * 2000], None, "prompt 1: the prompt has 2000 tokens"),
         (["a", "b"], [SamplingParams()], "there are 2 prompts and 1 params"),
@@ -167,6 +199,46 @@ def test_bad_input_is_refused_before_anything_runs(llm, prompts, params, message
         llm.generate(prompts, params)
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts, params, stream=True)
+
+
+def test_one_wrong_value_does_not_end_the_engine(llm):
+    """Neither at the call nor past every check of `LLM`; a request beside it is answered."""
+    with pytest.raises(RequestError, match=r"max_new_tokens is 2\.5, but it must be an integer"):
+        llm.generate("a b", SamplingParams(max_new_tokens=2.5, ignore_eos=True))  # type: ignore[arg-type]
+    unchecked = msgspec.structs.replace(GREEDY, max_new_tokens=2.5, seed=1)
+    sound = msgspec.structs.replace(GREEDY, seed=1)
+    prompt = llm.tokenizer.encode("a b")
+    requests = [CheckedRequest("unchecked", prompt, unchecked), CheckedRequest("sound", prompt, sound)]
+
+    bad, good = Batch(llm._engine, llm.tokenizer, requests, Scheduling()).run(progress_bar=False)
+
+    assert (bad.finish_reason, bad.error) == ("error", "max_new_tokens is 2.5, but it must be an integer")
+    assert good.token_ids == llm.generate("a b", GREEDY).token_ids
+    assert len(good.token_ids) == 12
+
+
+def test_arrays_and_tensors_are_token_ids(llm):
+    torch = pytest.importorskip("torch")
+    expected = llm.generate([5, 6, 7, 8], GREEDY)
+    for prompt in (
+        np.arange(5, 9),
+        list(np.arange(5, 9)),
+        tuple(range(5, 9)),
+        range(5, 9),
+        array("i", [5, 6, 7, 8]),
+        torch.arange(5, 9),
+        list(torch.arange(5, 9)),
+    ):
+        output = llm.generate(prompt, GREEDY)
+        assert output.prompt_token_ids == [5, 6, 7, 8]
+        assert {type(token_id) for token_id in output.prompt_token_ids} == {int}
+        assert output.token_ids == expected.token_ids
+    rows = llm.generate(np.array([[5, 6], [7, 8]]), GREEDY)
+    assert [row.prompt_token_ids for row in rows] == [[5, 6], [7, 8]]
+    assert [o.prompt_token_ids for o in llm.generate(iter([np.array([5]), "a"]), GREEDY)] == [
+        [5],
+        llm.tokenizer.encode("a"),
+    ]
 
 
 def test_leaving_a_stream_aborts_it(llm):
@@ -285,6 +357,8 @@ def test_options_of_a_call_reach_every_request(llm, monkeypatch):
         ({"priority": None}, "priority is None, but it must be an integer"),
         ({"tenant": 5}, "tenant is 5, but it must be a text"),
         ({"cache_salt": b"x"}, "cache_salt is b'x', but it must be a text"),
+        ({"cache_salt": "\ud800"}, "cache_salt is .* lone surrogate"),
+        ({"tenant": "\ud800"}, "tenant is .* lone surrogate"),
         ({"queue_timeout": 0}, r"queue_timeout is 0, but it must lie in \(0, 86400\] seconds"),
         ({"timeout": float("nan")}, "timeout is nan, but"),
         ({"timeout": float("inf")}, "timeout is inf, but"),
@@ -326,6 +400,8 @@ def test_samples_are_siblings_with_seeds_in_a_row(llm, monkeypatch):
     assert sent[0].group == ""
     with pytest.raises(RequestError, match="n is 0, but it must be at least 1"):
         llm.sample("Hello", 0)
+    with pytest.raises(RequestError, match=r"n is 2\.5, but it must be an integer"):
+        llm.sample("Hello", 2.5)
     assert idle(llm).kept_tokens == 0
 
 
@@ -343,12 +419,15 @@ def test_pins_keep_a_prefix_until_they_are_taken_back(llm):
 @pytest.mark.parametrize(
     ("prompt", "ttl", "message"),
     [
-        ("a", -1, "ttl is -1, but it must be 0 or more seconds"),
+        ("a", -1, r"ttl is -1, but it must lie in \[0, 1e\+09\] seconds; 0 unpins"),
         ("a", float("nan"), "ttl is nan"),
         ("a", float("inf"), "ttl is inf"),
         ("", 1, "prompt has 0 tokens"),
         ([1] * 100_000, 1, "prompt has 100000 tokens, but one has at least 1 and at most"),
         ([-1], 1, "prompt holds -1"),
+        (b"a", 1, "prompt is b'a'"),
+        ("a", "5", "ttl is '5', but it must be a number"),
+        ("a", None, "ttl is None"),
     ],
 )
 def test_bad_pins_are_refused(llm, prompt, ttl, message):
@@ -362,6 +441,10 @@ def test_why_tells_of_a_finished_request(llm):
     assert explanation.found
     assert explanation.sentence
     assert not llm.why("llm-no-such").found
+    with pytest.raises(RequestError, match="request_id is .*, but it must be a string"):
+        llm.why([output])
+    with pytest.raises(RequestError, match="cache_salt is 5, but it must be a string"):
+        llm.pin("Hello", ttl=5, cache_salt=5)
 
 
 def test_presets_and_names_of_other_engines_are_settings(tiny_model):

@@ -1,14 +1,25 @@
-"""Ranges of sampling parameters: what passes can travel to every process."""
+"""Types and ranges of sampling parameters: what passes can travel to every process."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import enum
+import math
+from collections import OrderedDict
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 import pytest
 
 from engine.runtime.errors import RequestError
-from engine.runtime.sampling_params import MAX_COUNT, SamplingParams
+from engine.runtime.sampling_params import (
+    MAX_COUNT,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 
 
 @pytest.mark.parametrize("field", ["top_k", "min_new_tokens", "max_new_tokens"])
@@ -29,9 +40,13 @@ def test_counts_fit_into_every_message_and_array(field):
 @pytest.mark.parametrize(
     ("values", "param", "rule"),
     [
-        ({"max_new_tokens": 0}, "max_tokens", "must be at least 1"),
-        ({"min_new_tokens": -1}, "min_tokens", "must be 0 or more"),
-        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_tokens", r"must not exceed max_tokens \(4\)"),
+        ({"max_new_tokens": 0}, "max_new_tokens", "must be at least 1"),
+        ({"min_new_tokens": -1}, "min_new_tokens", "must be 0 or more"),
+        (
+            {"min_new_tokens": 5, "max_new_tokens": 4},
+            "min_new_tokens",
+            r"must not exceed max_new_tokens \(4\)",
+        ),
         ({"top_k": -2}, "top_k", "must be -1 or 0"),
         ({"temperature": float("nan")}, "temperature", r"must lie in \[0, 100\]"),
         ({"top_p": 0.0}, "top_p", r"must lie in \(0, 1\]"),
@@ -50,3 +65,195 @@ def test_a_value_out_of_range_is_named_with_its_rule(values: dict[str, Any], par
 @pytest.mark.parametrize("top_k", [-1, 0, 1, 50])
 def test_usual_values_pass(top_k):
     SamplingParams(top_k=top_k, max_new_tokens=5, min_new_tokens=5, seed=2**63 - 1).verify(100)
+
+
+_NO_INTEGER: Final = [
+    "5",
+    b"5",
+    2.5,
+    5.0,
+    math.nan,
+    math.inf,
+    True,
+    [5],
+    (5,),
+    {5: 5},
+    1j,
+    object(),
+    np.float64(5),
+]
+_NO_NUMBER: Final = [
+    "0.5",
+    b"1",
+    True,
+    [0.5],
+    {},
+    1j,
+    object(),
+    np.bool_(True),
+    math.nan,
+    math.inf,
+    -math.inf,
+]
+_NO_FLAG: Final = [0, 1, "yes", None, 1.0, [], object()]
+BAD_VALUES: Final[dict[str, list[Any]]] = {
+    "max_new_tokens": [*_NO_INTEGER, 0, -1, MAX_COUNT + 1, 10**5000],
+    "min_new_tokens": [*_NO_INTEGER, None, -1, MAX_COUNT + 1],
+    "temperature": [*_NO_NUMBER, None, -0.1, 100.5, 10**400],
+    "top_k": [*_NO_INTEGER, None, -2, MAX_COUNT + 1],
+    "top_p": [*_NO_NUMBER, None, 0.0, 1.5],
+    "min_p": [*_NO_NUMBER, None, -0.5, 1.5],
+    "seed": [*_NO_INTEGER, -1, 2**63],
+    "repetition_penalty": [*_NO_NUMBER, None, 0.0, 10.5],
+    "frequency_penalty": [*_NO_NUMBER, None, -2.5, 2.5],
+    "presence_penalty": [*_NO_NUMBER, None, -2.5, 2.5],
+    "logit_bias": [
+        *([(5, 1.0)], "5", 5, object(), {"5": 1.0}, {5.0: 1.0}, {True: 1.0}, {None: 1.0}, {-1: 1.0}),
+        *({5: "1"}, {5: None}, {5: True}, {5: math.nan}, {5: math.inf}, {5: 101}, {2**40: 1.0}),
+        dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES + 1), 1.0),
+    ],
+    "stop": [
+        *(5, b"END", object(), {"END": 1}, {"END"}, ("END", 5), ("END", None), ("END", b"x"), [["END"]]),
+        *("", ("END", ""), "\ud800", ("x" * (MAX_STOP_STRING_CHARS + 1),), ("x",) * (MAX_STOP_STRINGS + 1)),
+    ],
+    "stop_token_ids": [
+        *(
+            5,
+            "5",
+            b"5",
+            object(),
+            {5: 1},
+            {5},
+            (5, "5"),
+            (5, None),
+            (5, 2.5),
+            (5, True),
+            [[5]],
+            (-1,),
+            (2**40,),
+        ),
+        np.zeros((2, 2), np.int32),
+        np.array([1.5]),
+        (5,) * (MAX_STOP_STRINGS + 1),
+    ],
+    "ignore_eos": _NO_FLAG,
+    "logprobs": [*_NO_INTEGER, -1, 21],
+    "prompt_logprobs": [*_NO_INTEGER, -1, 21],
+    "skip_special_tokens": _NO_FLAG,
+    "include_stop_str_in_output": _NO_FLAG,
+}
+
+
+def named_values() -> list[Any]:
+    return [
+        pytest.param(field, value, id=f"{field}-{i}")
+        for field, values in BAD_VALUES.items()
+        for i, value in enumerate(values)
+    ]
+
+
+def test_every_field_is_in_the_table():
+    assert set(BAD_VALUES) == set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize(("field", "value"), named_values())
+def test_a_wrong_value_is_refused_at_construction_by_its_own_name(field, value):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{field: value})
+    assert error.value.param == field
+    assert error.value.message.startswith(f"{field} ")
+    assert error.value.code in ("invalid_type", "invalid_value")
+    assert len(error.value.message) < 300
+
+
+@pytest.mark.parametrize(("field", "value"), named_values())
+def test_a_wrong_value_that_was_put_in_later_is_refused_by_verify(field, value):
+    params = SamplingParams(max_new_tokens=5)
+    msgspec.structs.force_setattr(params, field, value)
+    with pytest.raises(RequestError) as error:
+        params.verify(100)
+    assert error.value.param == field
+
+
+class Level(enum.IntEnum):
+    LOW = 3
+
+
+class Word(enum.StrEnum):
+    END = "END"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "becomes"),
+    [
+        ("max_new_tokens", np.int64(7), 7),
+        ("max_new_tokens", np.uint8(7), 7),
+        ("max_new_tokens", np.array(7), 7),
+        ("max_new_tokens", Level.LOW, 3),
+        ("seed", np.uint32(7), 7),
+        ("temperature", 1, 1),
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", np.float64(0.5), 0.5),
+        ("top_p", np.int32(1), 1),
+        ("ignore_eos", np.bool_(True), True),
+        ("stop", "END", ("END",)),
+        ("stop", ["END", "STOP"], ("END", "STOP")),
+        ("stop", None, ()),
+        ("stop", (Word.END, np.str_("x")), ("END", "x")),
+        ("stop", np.array(["a", "b"]), ("a", "b")),
+        ("stop_token_ids", [5, np.int32(6)], (5, 6)),
+        ("stop_token_ids", np.array([5, 6]), (5, 6)),
+        ("stop_token_ids", None, ()),
+        ("logit_bias", {np.int64(5): np.float32(0.5), 6: 1}, {5: 0.5, 6: 1}),
+        ("logit_bias", OrderedDict({5: 1.0}), {5: 1.0}),
+        ("logit_bias", {}, {}),
+    ],
+)
+def test_values_that_mean_a_plain_one_become_it(field, value, becomes):
+    made = getattr(SamplingParams(**{field: value}), field)
+    assert made == becomes
+    assert type(made) is type(becomes)
+    if isinstance(made, tuple | dict):
+        assert {type(item) for item in made} == {type(item) for item in becomes}
+    data = msgspec.msgpack.encode(SamplingParams(**{field: value}))
+    assert getattr(msgspec.msgpack.decode(data, type=SamplingParams), field) == becomes
+
+
+def test_tensors_of_one_value_are_numbers():
+    torch = pytest.importorskip("torch")
+    params = SamplingParams(max_new_tokens=torch.tensor(7), stop_token_ids=torch.tensor([5, 6]))
+    assert (params.max_new_tokens, params.stop_token_ids) == (7, (5, 6))
+    with pytest.raises(RequestError, match=r"max_new_tokens is 7\.5, but it must be an integer"):
+        SamplingParams(max_new_tokens=torch.tensor(7.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "did you mean 'max_new_tokens'"),
+        ("max_completion_tokens", "did you mean 'max_new_tokens'"),
+        ("tempreature", "did you mean 'temperature'"),
+        ("beams", "the fields are max_new_tokens, "),
+    ],
+)
+def test_an_unknown_field_is_a_type_error_that_names_the_right_one(name, hint):
+    values: dict[str, Any] = {name: 4}
+    with pytest.raises(TypeError, match=f"no field '{name}'; {hint}"):
+        SamplingParams(**values)
+    with pytest.raises(TypeError, match="keyword arguments only"):
+        SamplingParams(4)  # type: ignore[call-arg]
+
+
+def test_a_wrong_value_in_a_message_is_found_by_verify_and_not_by_the_decoder():
+    """An error in the decoder would drop the message, and its request would never be answered."""
+    params = SamplingParams()
+    msgspec.structs.force_setattr(params, "temperature", math.nan)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert math.isnan(decoded.temperature)
+    with pytest.raises(RequestError, match="temperature is nan"):
+        decoded.verify(100)
+
+
+def test_copies_are_equal():
+    params = SamplingParams(max_new_tokens=5, stop=("a",), logit_bias={5: 1.0})
+    assert copy.copy(params) == copy.deepcopy(params) == params

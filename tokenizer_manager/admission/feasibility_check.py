@@ -60,12 +60,11 @@ def resolve_length(
     if reason is not None:
         if "[" in prompt_param:
             reason = reason.replace("the prompt", prompt_param, 1)
+        reason = reason.replace("max_tokens", length_param)
         # Beyond the longest possible answer it is the length that is wrong, unless no length would do.
         param = length_param if asked is not None and longest >= 1 else prompt_param
         raise RequestError(reason, param=param, code="context_length_exceeded")
     if sampling.min_new_tokens > wanted:
-        message = (
-            f"min_tokens is {sampling.min_new_tokens}, but only {wanted} tokens can be generated; lower it"
-        )
-        raise RequestError(message, param="min_tokens", code="invalid_value")
+        message = f"min_new_tokens is {sampling.min_new_tokens}, but only {wanted} tokens can be generated; lower it"
+        raise RequestError(message, param="min_new_tokens", code="invalid_value")
     return msgspec.structs.replace(sampling, max_new_tokens=wanted)

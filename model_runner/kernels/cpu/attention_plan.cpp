@@ -38,18 +38,15 @@ class Plan {
     Step step = {};  // first: a plan's address is its step's
 
     Plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads, int64_t group, int64_t head_dim,
-         int64_t window, bool fixed_order, int64_t row_bytes, Early& early)
+         int64_t window, bool fixed_order)
         : width_(width),
           page_size_(page_size),
           window_(window),
-          row_bytes_(row_bytes),
-          early_(early),
           fixed_order_(fixed_order) {
         step.slots = table;
         step.num_kv_heads = num_kv_heads;
         step.group = group;
         step.head_dim = head_dim;
-        step.tally = &early.tally;
     }
 
     void begin() {
@@ -90,9 +87,6 @@ class Plan {
         step.merges = merges_.data();
         step.num_tiles = std::count_if(items_.begin(), items_.end(), [](const Item& item) { return item.is_tile; });
         step.num_items = int64_t(items_.size());
-        find_stretches();
-        step.stretches = stretches_.data();
-        step.num_stretches = int64_t(stretches_.size());
         step.blocks = blocks_.data();
         step.num_blocks = int64_t(blocks_.size());
         step.packed = packed_.get(step.num_blocks * block_bytes());
@@ -267,34 +261,10 @@ class Plan {
         partials_.push_back(next_partial_[token]++);
     }
 
-    // ------------------------------------------------------------ what may be fetched early
-
-    // Of as many stream items as there is room for, evenly among the others: then threads wait for memory in turn.
-    void find_stretches() {
-        stretches_.clear();
-        const int64_t longest = std::max<int64_t>(1, LaterReads::MOST_LINES * Lines::BYTES / row_bytes_);
-        int64_t all = 0, room = early_.most_bytes / (2 * row_bytes_), due = 0;
-        for (int64_t n = step.num_tiles; n < step.num_items; ++n) all += items_[n].stop - items_[n].start;
-        for (int64_t n = step.num_tiles; n < step.num_items; ++n) {
-            const Item& item = items_[n];
-            due += std::min(room, all);
-            if (due < all) continue;
-            due -= all;
-            for (int64_t key = item.start, next; key < item.stop; key = next) {
-                const int32_t* slots = step.slots + item.table;
-                int64_t end = std::min(item.stop, key + longest);
-                for (next = key + 1; next < end && slots[next] == slots[next - 1] + 1;) ++next;
-                stretches_.push_back({slots[key], int32_t(next - key)});
-            }
-        }
-    }
-
-    int64_t width_, page_size_, window_, row_bytes_;
-    Early& early_;
+    int64_t width_, page_size_, window_;
     bool fixed_order_;
     std::vector<Item> items_;
     std::vector<PackedBlock> blocks_;
-    std::vector<Stretch> stretches_;
     std::vector<int64_t> tokens_, partials_, seen_from_, seen_to_, merges_;
     std::vector<int64_t> next_partial_;  // of each token of the batch
     std::vector<Extend> extends_;
@@ -308,12 +278,9 @@ class Plan {
 
 // A plan for the layers of one window (0: none) over a slot table of `width` positions a row; it begins with a `Step`.
 // fixed_order: see above; decodes take longer.
-// row_bytes: of a token's keys, and of its values. early: has to outlive the plan.
 EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads,
-                                int64_t group, int64_t head_dim, int64_t window, int fixed_order, int64_t row_bytes,
-                                void* early) {
-    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, fixed_order, row_bytes,
-                            *static_cast<engine::Early*>(early));
+                                int64_t group, int64_t head_dim, int64_t window, int fixed_order) {
+    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, fixed_order);
 }
 
 EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(plan); }
@@ -332,16 +299,4 @@ EXPORT void plan_attention(void* plan_, const int64_t* rows, const int64_t* pref
     });
 }
 
-// Announces what streams of the plan read from these pools (later_reads.h); without a plan: nothing. Outside of programs
-// nobody listens.
-EXPORT void announce_attention(const void* plan, const void* keys, const void* values, int64_t row_bytes) {
-    engine::LaterReads* later = engine::later_reads();
-    engine::hand_out(1, [&](int64_t) {
-        const engine::Step nothing = {};
-        const engine::Step& step = plan == nullptr ? nothing : *static_cast<const engine::Step*>(plan);
-        if (later != nullptr) later->announce(step.stretches, step.num_stretches, keys, values, row_bytes, step.tally);
-    });
-}
-
 RECORDABLE(plan_attention)
-RECORDABLE(announce_attention)

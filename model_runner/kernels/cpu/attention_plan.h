@@ -17,8 +17,6 @@
 
 #include <cstdint>
 
-#include "later_reads.h"
-
 namespace engine {
 
 constexpr int64_t KEY_BLOCK = 64;  // of a stream item
@@ -32,12 +30,6 @@ struct Item {
     int64_t kv_head;     // of a tile
     int64_t packed_to;   // of a tile: blocks that begin before this position are packed, the others it packs itself
     int64_t packed;      // where: the number of the block that begins at position 0, were it packed, too
-};
-
-// What is fetched early (later_reads.h): how much may be, and what was. All plans of a model share one (early_fetch.py).
-struct Early {
-    int64_t most_bytes;  // of a layer's keys and values, by the step that is planned next
-    Tally tally;
 };
 
 // Positions of a request that are packed for several items.
@@ -61,9 +53,6 @@ struct Step {
     int64_t num_tiles, num_items; // the tiles come first
     int64_t num_merges, num_blocks;
     int64_t num_kv_heads, group, head_dim;
-    const Stretch* stretches; // what streams read, as much as may be fetched early
-    int64_t num_stretches;
-    Tally* tally;             // of `Early`
 
     int64_t num_heads() const { return num_kv_heads * group; }
     // Floats: the largest score, the sum of the weights, and behind room for a vector the weighted values, in whole

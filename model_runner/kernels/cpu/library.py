@@ -38,7 +38,6 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "packed_linear_bytes": ("n", "nn"),
     "pack_linear": ("", "pnnp"),
     "pair_linear": ("", "pnn"),
-    "products_fetch_early": ("i", ""),
     "linear_to": ("", "pnpppnnni"),
     "linear_rows": ("", "pppnnn"),
     "compressed_linear_bytes": ("n", "pnn"),
@@ -63,10 +62,9 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "silu_and_mul": ("", "ppnni"),
     "gelu_and_mul": ("", "ppnni"),
     "rotate_and_store": ("", "ppppppppppnnnnnfiii"),
-    "new_attention_plan": ("p", "pnnnnnninp"),
+    "new_attention_plan": ("p", "pnnnnnni"),
     "free_attention_plan": ("", "p"),
     "plan_attention": ("", "pppppn"),
-    "announce_attention": ("", "pppn"),
     "attend": ("", "ppnpppppi"),
     "choose_tokens": ("", "pnppppppnppnn"),
     "token_logprobs": ("", "pnpppppnnn"),
@@ -128,6 +126,16 @@ def load_library(isa: Isa | None = None) -> ctypes.CDLL:
     if isinstance(loaded, str):
         raise NoLibraryError(loaded)
     return loaded
+
+
+def loaded_isa() -> Isa:
+    """The level of the library that `load_library()` returns.
+
+    Raises:
+        NoLibraryError: see `load_library`.
+    """
+    library = load_library()
+    return next(isa for isa in runnable_isas() if _load(isa) is library)
 
 
 @functools.cache

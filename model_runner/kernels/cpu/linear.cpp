@@ -66,9 +66,6 @@ EXPORT void pair_linear(void* packed_, int64_t outputs, int64_t inputs) {
     });
 }
 
-// Whether products of many tokens fetch what later calls of a program read (later_reads.h).
-EXPORT int products_fetch_early() { return !TILES && !FLOAT_PRODUCTS && !engine::VectorLinear<false>::IS_SHORT; }
-
 // `form`: see output.h.
 EXPORT void linear_to(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
                       int64_t num_tokens, int64_t inputs, int64_t outputs, int form) {

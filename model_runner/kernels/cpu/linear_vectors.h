@@ -74,9 +74,6 @@ struct VectorLinear : LinearCall {
     static constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 3 or 4 KB
     static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
 
-    LaterReads* later = later_reads();
-    int member = membership.member;  // of its team
-
     // What one of several strips fetches while it adds: a cache line at each of so many steps, or two.
     struct Fetch {
         const uint32_t* from;
@@ -124,7 +121,7 @@ struct VectorLinear : LinearCall {
     //
     // Memory is kept busy meanwhile: a single strip fetches what it reads a little later; several, which find all but
     // the first in the cache, fetch the next part, and with the last part what is at `next`, if anything. That takes
-    // few of them; the others fetch what later calls read.
+    // few of them; the others fetch nothing.
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
         int64_t steps = inputs / 2, strips = strips_of(last - first);
         if (strips <= 1) return multiply_single(first, last, columns, {});
@@ -147,7 +144,7 @@ struct VectorLinear : LinearCall {
                 Fetch fetch = after != nullptr && strip * lines < all_lines
                                   ? Fetch{after + strip * lines * (end - begin) * LINE, end - begin,
                                           std::min(lines, all_lines - strip * lines)}
-                                  : fetch_later(end - begin);
+                                  : Fetch{nullptr, 0, 0};
                 Waiting sums = {waiting + (row - first) * PANEL, PANEL};
                 if (is_left && strip > 0)
                     multiply_strip(row, rows, columns, begin, end, PackedColumns{unpacked, PANEL}, sums, fetch);
@@ -156,12 +153,6 @@ struct VectorLinear : LinearCall {
             }
             from = following;
         }
-    }
-
-    // What a strip does that has no weights to fetch.
-    Fetch fetch_later(int64_t steps) const {
-        Lines lines = later == nullptr ? Lines{nullptr, 0} : later->next(member);
-        return {reinterpret_cast<const uint32_t*>(lines.from), std::min(lines.count, steps), 1};
     }
 
     void multiply_single(int64_t first, int64_t last, const Columns& columns, const Waiting& waiting) const {

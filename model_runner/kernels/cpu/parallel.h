@@ -21,7 +21,6 @@
 #include <omp.h>
 #endif
 
-#include "later_reads.h"
 #include "team.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -37,9 +36,6 @@ inline int max_threads() {
     return 1;
 #endif
 }
-
-// What later calls of the program read; null where nobody knows. To be asked outside of the bodies, which leave the team.
-inline LaterReads* later_reads() { return membership.team == nullptr ? nullptr : membership.team->later_reads(); }
 
 // Leaves the team for as long as it exists: what a body calls, it calls alone.
 class Alone {

@@ -30,8 +30,7 @@ EXPORT void run_program(const void* calls_, int64_t num_calls) {
         return;
     }
 #ifdef _OPENMP
-    LaterReads later_reads(num_threads);
-    Team team(num_threads, &later_reads);
+    Team team(num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
         membership = Membership{&team, omp_get_thread_num(), 0};

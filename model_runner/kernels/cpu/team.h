@@ -40,17 +40,13 @@ inline void pause() {
 #endif
 }
 
-class LaterReads;
-
 class Team {
   public:
-    // later_reads: null where nothing is announced.
-    explicit Team(int size, LaterReads* later_reads = nullptr) : size_(size), ranges_(size), later_reads_(later_reads) {}
+    explicit Team(int size) : size_(size), ranges_(size) {}
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
     int size() const { return size_; }
-    LaterReads* later_reads() const { return later_reads_; }
 
     // This member's part of a phase: work(begin, end) for pieces of [0, count), whose ends are multiples of `grain`,
     // until there are none left. Others may still be busy with theirs.
@@ -127,7 +123,6 @@ class Team {
 
     const int size_;
     std::vector<Range> ranges_;
-    LaterReads* const later_reads_;
     alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
     std::atomic<int32_t> sleepers_{0};

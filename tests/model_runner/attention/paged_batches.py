@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.model_runner.attention.backend import AttentionBackend, BatchLayout
 from engine.model_runner.kernels.plain import store_kv
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.runtime.model_files.model_spec import ModelSpec
 

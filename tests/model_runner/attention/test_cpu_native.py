@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
-from engine.model_runner.attention.early_fetch import Early
 from engine.model_runner.kernels.cpu.isa import ISAS, runnable_isas
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
 from tests.model_runner.kernels.cpu.conftest import best_library, library_of
 
@@ -90,9 +89,6 @@ class Step(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("num_tiles", "num_items", "num_merges", "num_blocks")),
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "group", "head_dim")),
-        ("stretches", ctypes.c_void_p),
-        ("num_stretches", ctypes.c_int64),
-        ("tally", ctypes.c_void_p),
     ]
 
 
@@ -409,10 +405,7 @@ def table_of(rows: list[list[int]], page_size: int) -> Any:
 
 def shared_prefixes(library: Any, table: Any, lens: Any, page_size: int) -> list[tuple[list[int], int, int]]:
     """(members, start, stop) of what decodes of these lengths have in common, read off the items."""
-    early = Early()
-    plan = library.new_attention_plan(
-        table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0, 32, ctypes.addressof(early)
-    )
+    plan = library.new_attention_plan(table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0)
     columns = np.stack((np.arange(len(lens)), np.asarray(lens) - 1, np.ones(len(lens), dtype=np.int64)))
     library.plan_attention(plan, *(column.ctypes.data for column in columns), None, len(lens))
     items = items_of(plan)
@@ -489,8 +482,6 @@ def test_a_step_may_be_repeated_with_other_requests(best_library):
         free_attention_plan=best_library.free_attention_plan,
         plan_attention=keep("plan_attention"),
         attend=keep("attend"),
-        announce_attention=keep("announce_attention"),
-        products_fetch_early=best_library.products_fetch_early,
     )
     rows, lens = torch.from_numpy(pages.rows), torch.tensor([9, 200, 3, 0, 0])
     q, num_new = pages.q.contiguous(), torch.tensor([1, 3, 1, 0, 0])

@@ -35,6 +35,9 @@ class Decodes(TorchNativeAttention):
 
 
 class CapturableDecodes(Decodes):
+    def capturable(self):
+        return self
+
     def decode_step(self, rows, seq_lens):
         return rows, seq_lens
 
@@ -57,14 +60,11 @@ def test_speaks_for_both():
 
 
 def test_its_decodes_can_be_recorded_where_those_of_the_second_can():
-    assert not hasattr(split_backend(CapturableDecodes, Decodes), "decode_step")
-    pages = Pages(
-        spec_of(4, 2, 16),
-        4,
-        [3],
-        torch.float32,
-        seed=0,
-        backend=split_backend(Prompts, CapturableDecodes),
-    )
+    def bound(prompts, decodes):
+        backend = split_backend(prompts, decodes)
+        return Pages(spec_of(4, 2, 16), 4, [3], torch.float32, seed=0, backend=backend).bound()
+
+    assert bound(CapturableDecodes, Decodes).capturable() is None
     rows, seq_lens = torch.zeros(1), torch.ones(1)
-    assert pages.bound().decode_step(rows, seq_lens) == (rows, seq_lens)
+    capturable = bound(Prompts, CapturableDecodes).capturable()
+    assert capturable.decode_step(rows, seq_lens) == (rows, seq_lens)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.memory import host_kv_pool
 from engine.model_runner.memory.host_kv_pool import HostKVPool, NoHostKVPool
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 3, 2, 8

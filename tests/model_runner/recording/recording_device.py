@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from engine.model_runner.attention.backend import BatchLayout, StepAttention
+from engine.model_runner.attention.backend import AttentionBackend, BatchLayout, StepAttention
 from engine.model_runner.attention.torch_native import TorchNativeAttention
 
 LOOKS = {
@@ -137,13 +137,13 @@ class TorchDecode:
         return torch.einsum("bhgp,bphd->bhgd", scores.softmax(-1), v.float()).reshape(num, -1).to(q.dtype)
 
 
-class DeviceAttention:
+class DeviceAttention(AttentionBackend):
     """`CapturableAttention` for tests: torch's native one, and decodes from numbers on the device."""
 
     name: ClassVar[str] = "torch_decode"
 
     @staticmethod
-    def reasons_against(spec: Any, device: torch.device) -> list[str]:
+    def reasons_against(spec: Any, device: Any, dtype: Any, kv_dtype: Any) -> list[str]:
         return []
 
     def __init__(self, spec: Any, kv_pool: Any, req_to_token: Tensor, buffers: Any) -> None:
@@ -152,6 +152,9 @@ class DeviceAttention:
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
         return self.eager.plan_step(layout)
+
+    def capturable(self) -> DeviceAttention:
+        return self
 
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> TorchDecode:
         return TorchDecode(self, rows, seq_lens)

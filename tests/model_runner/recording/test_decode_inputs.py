@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.recording.decode_inputs import RELAYED, DecodeInputMemory
+from engine.model_runner.input_batch import RELAYED
+from engine.model_runner.recording.decode_inputs import DecodeInputMemory
 
 CPU = torch.device("cpu")
 DUMMY_ROW, WIDTH = 9, 100

@@ -13,19 +13,17 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from engine.model_runner.attention.cpu_native import CpuNativeAttention
-from engine.model_runner.attention.early_fetch import MIN_TOKENS
+from engine.model_runner.attention.backend import AttentionBackend
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native_blocks import TILES_FROM
 from engine.model_runner.recording import forward_program, program_planes
 from engine.model_runner.recording.forward_program import ProgrammedForward, programmed_forward
 from engine.model_runner.recording.program_planes import MAX_TOKENS
-from engine.model_runner.recording.recorded_step import NoRecordings
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS, StepResult
 from tests.model_runner.conftest import GREEDY, Driver, TinyModel
-from tests.model_runner.recording.test_native_recordings import SHAPES, WITH_HEAD_DIM
+from tests.model_runner.recording.test_native_executor import SHAPES, WITH_HEAD_DIM
 
 
 def set_constants(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
@@ -59,14 +57,14 @@ def make(
             shape |= {"hidden_size": 64, "intermediate_size": 96}
         tiny = make_tiny_model(model_type, dtype=dtype, **shape)
         driver = make_driver(tiny.spec, tiny.folder, dtype=dtype, rows=12, **settings)
-        driver.runner._builder._recordings = NoRecordings()
+        driver.run_eagerly()
         return driver
 
     return make_one
 
 
 class Compared:
-    """In the place of a runner's `forward`: runs the program, poisons its arena, and compares with the model.
+    """In the place of an executor's `forward`: runs the program, poisons its arena, and compares with the model.
 
     Attributes:
         sizes: tokens of the steps that were compared.
@@ -76,14 +74,14 @@ class Compared:
 
     def __init__(self, driver: Driver, *, with_all_rows: bool = True) -> None:
         """`with_all_rows`: the model's bits are to be those that it has where all its tokens are wanted."""
-        forward = driver.runner.forward
+        forward = driver.runner.executor.forward
         assert isinstance(forward, ProgrammedForward)
         self.forward, self.model = forward, driver.runner.model
         self.sizes: list[int] = []
         self.others: list[int] = []
         self.wanted: list[int] = []
         self.with_all_rows = with_all_rows
-        driver.runner.forward = self
+        driver.runner.executor.forward = self
 
     def __call__(self, batch: Any) -> Tensor:
         num_tokens = len(batch.input_ids)
@@ -170,7 +168,7 @@ def test_steps_answer_the_same_whatever_is_asked_of_them(make):
     for programmed in (True, False):
         driver = make("llama")
         if not programmed:
-            driver.runner.forward = driver.runner.model.forward
+            driver.runner.executor.forward = driver.runner.model.forward
         results = live(driver, 7, samplings)
         answers.append([replace(result, forward_s=0.0) for result in results])
     assert any(result.prompt_logprobs for result in answers[0])
@@ -210,14 +208,13 @@ def test_plans_that_take_turns_are_told_apart(make):
     """A plan belongs to its step as long as somebody holds that."""
     driver = make("gemma3_text")
     compared = Compared(driver)
-    held, build = [], driver.runner._builder.build
+    held = []
 
-    def holding_build(plan: Any) -> Any:
-        batch = build(plan)
+    def holding_forward(batch: Any) -> Tensor:
         held.append(batch.attention)
-        return batch
+        return compared(batch)
 
-    driver.runner._builder.build = holding_build
+    driver.runner.executor.forward = holding_forward
     live(driver, seed=4)
     assert len({address for step in held for address in step.plan_addresses}) >= 2 * 10, "two windows each"
     assert len(compared.sizes) >= 10
@@ -243,20 +240,6 @@ def test_a_larger_step_is_the_models(make, monkeypatch):
     assert (compared.others, compared.sizes) == ([35], [34, 7])
 
 
-def test_steps_of_any_size_are_one_program_whatever_is_fetched_early(make, monkeypatch):
-    sizes = []
-    for early_bytes in (0, 1 << 20):
-        monkeypatch.setattr(CpuNativeAttention, "_early_bytes", lambda _attention, most=early_bytes: most)
-        driver = make("llama")
-        compared = Compared(driver)
-        (program,) = compared.forward.programs
-        sizes.append((program.program.num_calls, len(driver.runner.kv_pool.k)))
-        live(driver, 7)
-        assert not compared.others and min(compared.sizes) < MIN_TOKENS < max(compared.sizes)
-    (without, num_layers), (with_early, _) = sizes
-    assert with_early == without + num_layers
-
-
 def test_it_is_said_once_what_there_is(make, caplog):
     with caplog.at_level("INFO"):
         make("llama")
@@ -266,7 +249,7 @@ def test_it_is_said_once_what_there_is(make, caplog):
 def test_what_is_no_native_call_is_a_reason(make, caplog):
     with caplog.at_level("INFO"):
         driver = make("llama", dtype="float32")  # products are oneDNN's or torch's
-    assert not isinstance(driver.runner.forward, ProgrammedForward)
+    assert not isinstance(driver.runner.executor.forward, ProgrammedForward)
     assert "forward_program=none: " in caplog.text
     assert driver.generate([[3, 4, 5]], num=2)
 
@@ -323,14 +306,13 @@ class Odd:
 )
 def test_calls_that_are_not_so_much_per_token_are_a_reason(make, change, reason, caplog):
     driver = make("llama")
-    builder = driver.runner._builder
     with caplog.at_level("INFO"):
         odd: Any = Odd(driver, change)
         forward = programmed_forward(
             KernelConfig(),
             model=odd,
             kv_pool=driver.runner.kv_pool,
-            attention=builder._attention,
+            attention=driver.runner.executor.attention,
             num_ranks=1,
         )
     assert forward == odd.forward
@@ -349,7 +331,7 @@ def test_what_cannot_be_recorded_is_hardly_computed(make):
 
     driver = make("llama")
     odd: Any = Odd(driver, change)
-    pool, attention = driver.runner.kv_pool, driver.runner._builder._attention
+    pool, attention = driver.runner.kv_pool, driver.runner.executor.attention
     forward = programmed_forward(KernelConfig(), model=odd, kv_pool=pool, attention=attention, num_ranks=1)
     assert forward == odd.forward
     assert reached == [("before", 1)]
@@ -367,7 +349,7 @@ def test_fewer_tokens_may_be_other_calls(make, least):
 
     driver = make("llama")
     odd: Any = Odd(driver, change)
-    pool, attention = driver.runner.kv_pool, driver.runner._builder._attention
+    pool, attention = driver.runner.kv_pool, driver.runner.executor.attention
     forward = programmed_forward(KernelConfig(), model=odd, kv_pool=pool, attention=attention, num_ranks=1)
     assert isinstance(forward, ProgrammedForward)
     few, many = (program.steps for program in forward.programs)
@@ -378,26 +360,29 @@ def test_fewer_tokens_may_be_other_calls(make, least):
 @pytest.mark.parametrize(
     ("kernels", "num_ranks", "reason"),
     [
-        ({"cuda_graph": False}, 1, ""),
+        ({"record_steps": False}, 1, ""),
         ({}, 2, "ranks that share a model wait for each other"),
         ({}, 1, "attention by torch_native is not a native call"),
     ],
 )
 def test_where_there_can_be_none_nothing_is_tried(kernels, num_ranks, reason, caplog):
-    class TorchAttention:
+    class TorchAttention(AttentionBackend):
         name = "torch_native"
+
+        def __init__(self) -> None:
+            pass
 
     class Model:
         def forward(self, batch: Any) -> Tensor:
             raise AssertionError("tried")
 
-    model, attention, pool = Model(), TorchAttention(), None
+    model, attention, pool = Model(), TorchAttention(), None  # type: ignore[abstract]
     with caplog.at_level("INFO"):
         forward = programmed_forward(
             KernelConfig(**kernels),
             model=model,  # type: ignore[arg-type]
             kv_pool=pool,  # type: ignore[arg-type]
-            attention=attention,  # type: ignore[arg-type]
+            attention=attention,
             num_ranks=num_ranks,
         )
     assert forward == model.forward

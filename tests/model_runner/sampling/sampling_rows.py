@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.row_states import RowStates
 from engine.model_runner.sampling.noise import noise_keys
 from engine.model_runner.sampling.sampler_backend import TokenChooser

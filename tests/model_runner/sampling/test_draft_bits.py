@@ -16,10 +16,8 @@ from torch import Tensor
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native_blocks import NO_TILES, TILES_FROM, NativeBlockLinear
-from engine.model_runner.recording.decode_graphs import Replayed
-from engine.model_runner.recording.recorded_step import NoRecordings
 from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS
-from tests.model_runner.conftest import Driver, Request, TinyModel, int32
+from tests.model_runner.conftest import Driver, Request, SeeingExecutor, TinyModel, int32
 
 NUM_DRAFTS = 8
 LENGTHS = (2, 50, 56, 60, 63, 64, 65, 118, 120, 124, 127, 128, 129, 190, 250, 256)
@@ -51,29 +49,13 @@ def make(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[..., D
     return make_one
 
 
-class Seen:
-    """The logits of each step, and how many steps were replayed."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.logits: list[Tensor] = []
-        self.num_recorded = 0
-        sampler, builder = driver.runner._sampler, driver.runner._builder
-        sample, build = sampler.sample, builder.build
-
-        def seeing_sample(logits: Tensor, batch: Any) -> Any:
-            self.logits.append(logits.clone())
-            return sample(logits, batch)
-
-        def seeing_build(plan: Any) -> Any:
-            batch = build(plan)
-            self.num_recorded += isinstance(batch.attention, Replayed)
-            return batch
-
-        sampler.sample, builder.build = seeing_sample, seeing_build
+class Seen(SeeingExecutor):
+    """The logits of each step, and how many steps were recorded."""
 
     def take(self) -> Tensor:
         """[T, V] of the steps since the last call."""
-        logits, self.logits = torch.cat(self.logits), []
+        logits = torch.cat(self.logits)
+        self.logits.clear()
         return logits
 
 
@@ -107,7 +89,7 @@ def prompt_of(length: int) -> list[int]:
 def test_logits_are_those_of_decodes(make, shape, options, recorded):
     driver = make(shape, **options)
     if not recorded:
-        driver.runner._builder._recordings = NoRecordings()
+        driver.run_eagerly()
     seen = Seen(driver)
     for length in LENGTHS:
         prompt = prompt_of(length)

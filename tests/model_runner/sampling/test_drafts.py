@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.sampling.draft_batch import DraftBatch
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan

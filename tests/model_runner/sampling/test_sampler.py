@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.row_states import RowStates
 from engine.model_runner.sampling.logits import process_logits
 from engine.model_runner.sampling.row_filters import survivors

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.memory.input_buffers import InputBuffers
+from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.sampling.logprobs import token_logprobs
 from engine.model_runner.sampling.sampler import Sampler
 from engine.model_runner.sampling.shared_sampler import shared_sampler
@@ -57,7 +57,7 @@ class TestSharedSampler:
 def test_prompts_are_looked_up_by_whoever_chooses(driver, monkeypatch):
     """Our kernels sort no vocabulary."""
     asked: list[tuple[int, list[int], int]] = []
-    chooser = driver.runner._sampler._chooser
+    chooser = driver.runner.sampler._chooser
     own = chooser.logprobs
 
     def logprobs(logits: Any, indices: Any, token_ids: Any, top_k: int) -> Any:

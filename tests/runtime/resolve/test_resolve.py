@@ -163,7 +163,7 @@ def test_the_default_model_on_a_plain_machine():
         "decode_burst_ms",
         "overlap",
         "model_impl",
-        "cuda_graph",
+        "record_steps",
     }
     assert all(note and "\n" not in note for note in resolved.notes.values())
 
@@ -838,11 +838,11 @@ def test_what_transformers_cannot_do_is_refused_or_off():
     unknown = msgspec.structs.replace(SPEC, model_type="olmo2")
     resolved = resolve(EngineConfig(), unknown, GPU_HOST)
 
-    assert resolved.config.kernels.cuda_graph is False
-    assert "may wait for the device" in resolved.notes["cuda_graph"]
-    assert resolve(EngineConfig(), SPEC, GPU_HOST).config.kernels.cuda_graph is True
-    with pytest.raises(ConfigError, match="cuda_graph is on, but olmo2 is computed by transformers"):
-        resolve(config(cuda_graph=True), unknown, GPU_HOST)
+    assert resolved.config.kernels.record_steps is False
+    assert "may wait for the device" in resolved.notes["record_steps"]
+    assert resolve(EngineConfig(), SPEC, GPU_HOST).config.kernels.record_steps is True
+    with pytest.raises(ConfigError, match="record_steps is on, but olmo2 is computed by transformers"):
+        resolve(config(record_steps=True), unknown, GPU_HOST)
     with pytest.raises(ConfigError, match="tp is 2, but olmo2 is computed by transformers.*; use --tp 1$"):
         resolve(config(tp=2), unknown, HOST)
     with pytest.raises(ConfigError, match="use --tp 1 or --model-impl engine$"):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
-from engine.scheduler.policy.fcfs import Fcfs
+from engine.scheduler.policy.key_orders import Fcfs
 from engine.scheduler.requests.req import Req
 from engine.scheduler.requests.waiting_queue import WaitingQueue
 

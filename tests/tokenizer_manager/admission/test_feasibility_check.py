@@ -58,10 +58,10 @@ def test_the_field_at_fault_is_named():
 
 
 def test_min_tokens_beyond_what_can_be_generated_is_refused():
-    with pytest.raises(RequestError, match="min_tokens is 72, but only 71") as caught:
+    with pytest.raises(RequestError, match="min_new_tokens is 72, but only 71") as caught:
         resolve(10, None, min_new_tokens=72)
 
-    assert caught.value.param == "min_tokens"
+    assert caught.value.param == "min_new_tokens"
 
 
 @pytest.mark.parametrize("prompt_len", [79, 80, 81, 99, 100])

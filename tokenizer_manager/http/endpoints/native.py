@@ -53,7 +53,6 @@ _POLICY: Final = FieldPolicy(
 _OUR_NAMES: Final = {
     **{name: f"sampling_params.{name}" for name in ("n", "best_of", *SamplingParams.__struct_fields__)},
     "max_tokens": "sampling_params.max_new_tokens",
-    "min_tokens": "sampling_params.min_new_tokens",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
 }

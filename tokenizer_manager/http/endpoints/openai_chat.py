@@ -17,7 +17,7 @@ from ..schema.field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
 from ..schema.json_body import convert
 from ..schema.logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
 from ..schema.protocol import ChatRequest, StreamOptions, checked_template_variables, scheduling_of
-from ..schema.renaming import renamed_fields
+from ..schema.renaming import OPENAI_NAMES, renamed_fields
 from ..services import Services
 
 _POLICY: Final = FieldPolicy(
@@ -91,13 +91,15 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
     warnings = first_warnings(warnings + more_warnings)
     max_new_tokens, length_param = request.max_new_tokens()
-    sampling = request.sampling(
-        limits,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=request.min_tokens,
-        keep_stop=request.include_stop_str_in_output,
-        logprobs=request.num_top_logprobs(limits),
-    )
+    names = OPENAI_NAMES | {"max_new_tokens": length_param}
+    with renamed_fields(names):
+        sampling = request.sampling(
+            limits,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=request.min_tokens,
+            keep_stop=request.include_stop_str_in_output,
+            logprobs=request.num_top_logprobs(limits),
+        )
     prompt = services.require_chat_template().render(
         messages,
         add_generation_prompt=request.add_generation_prompt is not False,
@@ -114,7 +116,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         length_param=length_param,
     )
     async with exchange.abort_on_disconnect():
-        with renamed_fields({"max_tokens": length_param}):
+        with renamed_fields(names):
             generation = await services.start(exchange, generation_request)
         with generation:
             if options is not None:

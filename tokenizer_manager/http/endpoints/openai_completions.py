@@ -17,7 +17,7 @@ from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
 from ..schema.json_body import convert
 from ..schema.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, TokenLogprob, int32s, unpack
 from ..schema.protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of, scheduling_of
-from ..schema.renaming import renamed_fields
+from ..schema.renaming import OPENAI_NAMES, renamed_fields
 from ..services import Services
 from .best_of import best_answers, wanted_answers
 
@@ -63,14 +63,16 @@ async def completions(exchange: Exchange, services: Services) -> None:
     prompts = prompts_of(request.prompt, "prompt", limits)
     max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
     wanted = wanted_answers(request.num_choices(limits), request.best_of, limits, stream=options is not None)
-    sampling = request.sampling(
-        limits,
-        max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
-        min_new_tokens=request.min_tokens,
-        keep_stop=request.include_stop_str_in_output,
-        logprobs=wanted.logprobs(request.logprobs),
-        prompt_logprobs=request.logprobs if request.echo else None,
-    )
+    names = OPENAI_NAMES | ({"n": "best_of"} if wanted.ranked else {})
+    with renamed_fields(names):
+        sampling = request.sampling(
+            limits,
+            max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
+            min_new_tokens=request.min_tokens,
+            keep_stop=request.include_stop_str_in_output,
+            logprobs=wanted.logprobs(request.logprobs),
+            prompt_logprobs=request.logprobs if request.echo else None,
+        )
     generation_request = GenerationRequest(
         prompts=prompts,
         sampling=sampling,
@@ -80,7 +82,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
         add_special_tokens=request.add_special_tokens is not False,
     )
     async with exchange.abort_on_disconnect():
-        with renamed_fields({"n": "best_of"} if wanted.ranked else {}):
+        with renamed_fields(names):
             generation = await services.start(exchange, generation_request)
         with generation:
             writer = _CompletionWriter(services, generation, request, prompts, warnings)

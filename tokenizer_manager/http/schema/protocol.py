@@ -91,10 +91,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """The sampling parameters; ranges are not checked yet.
+        """The sampling parameters; errors have the names of their fields, which `renamed_fields` changes.
 
         Raises:
-            RequestError: a bad key in `logit_bias`, or too much of something.
+            RequestError: a bad key in `logit_bias`, a value out of range, or too much of something.
         """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         check_limit("stop", len(stop), "strings", limits.max_stop_strings, "max_stop_strings")

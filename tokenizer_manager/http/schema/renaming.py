@@ -1,6 +1,6 @@
 """`renamed_fields`: errors that call fields what the client called them.
 
-`SamplingParams.verify` and admission know a field by its usual name; some requests have it elsewhere or under another.
+`SamplingParams` and admission know a field by its usual name; some requests have it elsewhere or under another.
 """
 
 from __future__ import annotations
@@ -8,8 +8,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from ....runtime.errors import RequestError
+
+OPENAI_NAMES: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Fields of `SamplingParams` that have another name in OpenAI's API."""
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ def test_compressing_stays_within_the_bytes_it_asked_for(library):
 
 
 def test_weights_of_a_model_take_three_quarters(library):
-    packed = pack_native_linear(library, weight(960, 576))
+    packed = pack_native_linear(library, weight(960, 576), compress=True)
     assert isinstance(packed, CompressedLinear)
     assert 0.75 < packed.num_bytes / (2 * 960 * 576) < 0.77
 
@@ -157,13 +157,13 @@ def test_a_weight_that_would_not_become_smaller_stays_as_it_is(library):
     any_bits = with_rare_exponents(weight(256, 256), 1.0, 0)
     few_outputs = weight(16, 256)  # filled up to 64
     for numbers in (any_bits, few_outputs):
-        packed = pack_native_linear(library, numbers)
+        packed = pack_native_linear(library, numbers, compress=True)
         assert isinstance(packed, NativeLinear)
         assert_same_bits(packed.rows(torch.arange(len(numbers))), numbers)
 
 
 def test_the_log_says_how_many_weights_were_compressed_and_what_that_saves(library, caplog):
-    report = PackReport(lambda numbers: pack_native_linear(library, numbers))
+    report = PackReport(lambda numbers: pack_native_linear(library, numbers, compress=True))
     with caplog.at_level(logging.INFO):
         report.log()
         assert not caplog.messages

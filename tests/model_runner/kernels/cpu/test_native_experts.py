@@ -48,7 +48,11 @@ def weight_of(library: Any, form: str, outputs: int, inputs: int, seed: int) -> 
         return NativeBlockLinear(library, weight, NO_TILES)
     random = torch.Generator().manual_seed(seed)
     dense = (torch.randn(outputs, inputs, generator=random) / inputs**0.5).to(BF16)
-    packed = NativeLinear(library, dense) if form == "packed" else pack_native_linear(library, dense)
+    packed = (
+        NativeLinear(library, dense)
+        if form == "packed"
+        else pack_native_linear(library, dense, compress=True)
+    )
     assert isinstance(packed, NativeProduct)
     return packed
 
@@ -121,7 +125,7 @@ def test_it_is_the_weighted_sum_of_the_experts(library, size, inner, num_active)
     gate_up = (torch.randn(7, 2 * inner, size, generator=random) / size**0.5).to(BF16)
     down = (torch.randn(7, size, inner, generator=random) / inner**0.5).to(BF16)
     experts = NativeOps(library).pack_experts(
-        StackedExperts(gate_up, down, lambda weight: pack_native_linear(library, weight))
+        StackedExperts(gate_up, down, lambda weight: pack_native_linear(library, weight, compress=True))
     )
     assert isinstance(experts, NativeExperts)
     for num_tokens in (0, 1, 5, 40, 150):

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from engine.model_runner import assembly, load
 from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.op_selection import MAKERS, select_ops
-from engine.model_runner.recording.decode_graphs import DecodeGraphs, batch_sizes, sizes_to_record
-from engine.model_runner.recording.recorded_step import NoRecordings
+from engine.model_runner.recording.cuda_graph_executor import batch_sizes, sizes_to_record
+from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
@@ -71,12 +71,6 @@ def tiny(make_tiny_llama: Callable[..., TinyModel]) -> TinyModel:
     return make_tiny_llama()
 
 
-def graphs_of(driver: Driver) -> DecodeGraphs:
-    recordings = driver.runner._builder._recordings
-    assert isinstance(recordings, DecodeGraphs)
-    return recordings
-
-
 # ------------------------------------------------------------ sizes
 
 
@@ -110,7 +104,7 @@ def test_decodes_of_every_size_are_replayed_and_give_the_same_tokens(tiny):
         assert outputs == eager.generate(prompts[:num], kinds, num=4)
 
     assert device.num_captured == len(batch_sizes(ROWS))
-    assert device.num_replayed == 5 * 3
+    assert device.num_replayed == recorded.runner.executor.num_replayed == 5 * 3
 
 
 def test_chunks_run_as_they_are_and_the_last_token_of_a_prompt_by_a_recording(tiny):
@@ -135,7 +129,7 @@ def test_chunks_run_as_they_are_and_the_last_token_of_a_prompt_by_a_recording(ti
 
 def test_batches_beyond_the_largest_recording_run_as_they_are(tiny, caplog):
     device = RecordingDevice()
-    driver = make(tiny, device, cuda_graph_max_bs=3)
+    driver = make(tiny, device, max_recorded_bs=3)
     prompts = [[n + 1, n + 2] for n in range(4)]
 
     with caplog.at_level("INFO"):
@@ -144,8 +138,7 @@ def test_batches_beyond_the_largest_recording_run_as_they_are(tiny, caplog):
     assert outputs == [tiny.greedy(prompt, 3) for prompt in prompts]
     assert (device.num_captured, device.num_replayed) == (3, 0)
     assert (
-        caplog.text.count("decodes of 4 requests are launched kernel by kernel: --cuda-graph-max-bs is 3")
-        == 1
+        caplog.text.count("decodes of 4 requests are launched kernel by kernel: --max-recorded-bs is 3") == 1
     )
 
 
@@ -159,7 +152,7 @@ def test_padding_writes_nothing_but_the_dummy_page(tiny):
     driver.step([(req, 3) for req in reqs])
     bystander, others = reqs[0], reqs[1:]
     pools = [*driver.runner.kv_pool.k, *driver.runner.kv_pool.v]
-    table = driver.runner._builder.req_to_token
+    table = driver.runner.slot_table.req_to_token
     before, table_before = [pool.clone() for pool in pools], table.clone()
 
     driver.step([(req, 1) for req in others])
@@ -199,7 +192,7 @@ def test_cached_prefixes_and_moved_pages_reach_a_recorded_step(tiny):
 def test_recording_touches_only_the_dummy_page(tiny):
     driver = make(tiny, RecordingDevice())
     runner = driver.runner
-    assert not runner._builder.req_to_token.any()
+    assert not runner.slot_table.req_to_token.any()
     assert not runner._relay._last.any()
 
 
@@ -281,7 +274,7 @@ class Life:
 def test_replayed_or_not_everybody_gets_the_same_tokens(tiny, seed, largest):
     """Rows join and leave, share pages, compute chunks in between, are launched ahead of each other's results."""
     device = RecordingDevice()
-    recorded = Life(make(tiny, device, cuda_graph_max_bs=largest), seed).run()
+    recorded = Life(make(tiny, device, max_recorded_bs=largest), seed).run()
     eager = Life(make(tiny, None), seed).run()
 
     assert recorded == eager
@@ -290,7 +283,7 @@ def test_replayed_or_not_everybody_gets_the_same_tokens(tiny, seed, largest):
 
 def test_decodes_by_the_triton_kernels_can_be_recorded(tiny):
     device = RerunningDevice()
-    driver = make(tiny, device, TritonAttention, cuda_graph_max_bs=3)
+    driver = make(tiny, device, TritonAttention, max_recorded_bs=3)
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
 
     outputs = driver.generate(prompts, num=4)
@@ -304,7 +297,7 @@ def test_a_recorded_step_whose_sampling_finds_no_memory_is_dropped(tiny, monkeyp
     driver = make(tiny, device)
     req = driver.start([5, 6, 7])
     driver.step([(req, 3)])
-    sampler = driver.runner._sampler
+    sampler = driver.runner.sampler
     honest = sampler.sample
 
     def failing(*_args: Any) -> Any:
@@ -332,7 +325,7 @@ def test_on_a_gpu_recorded_decodes_give_the_same_tokens(tiny):
             engine_config(
                 ModelConfig(dtype="float32", device="cuda", num_threads=1, max_model_len=128),
                 page_size=16,
-                cuda_graph=recorded,
+                record_steps=recorded,
             ),
             ModelSource("hf", str(tiny.folder), "test"),
             tiny.spec,
@@ -350,27 +343,27 @@ def test_on_a_gpu_recorded_decodes_give_the_same_tokens(tiny):
 
 def test_recordings_can_be_switched_off(tiny):
     device = RecordingDevice()
-    driver = make(tiny, device, cuda_graph=False)
-    assert isinstance(driver.runner._builder._recordings, NoRecordings)
+    driver = make(tiny, device, record_steps=False)
+    assert isinstance(driver.runner.executor, EagerExecutor)
     assert device.num_captured == 0
 
 
 def test_on_a_cpu_there_are_no_graphs():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert sizes_to_record(KernelConfig(cuda_graph=True), 4, cpu) == []
-    assert sizes_to_record(KernelConfig(cuda_graph=True), 4, cuda) == [1, 2, 3, 4]
+    assert sizes_to_record(KernelConfig(record_steps=True), 4, cpu) == []
+    assert sizes_to_record(KernelConfig(record_steps=True), 4, cuda) == [1, 2, 3, 4]
 
 
 def test_attention_that_needs_the_host_cannot_be_recorded(tiny, monkeypatch, caplog):
-    monkeypatch.delattr(DeviceAttention, "decode_step")
-    driver = make(tiny, RecordingDevice(), cuda_graph=True)
-    assert isinstance(driver.runner._builder._recordings, NoRecordings)
+    monkeypatch.delattr(DeviceAttention, "capturable")
+    driver = make(tiny, RecordingDevice(), record_steps=True)
+    assert isinstance(driver.runner.executor, EagerExecutor)
     assert "decode_graphs=0: attention by torch_decode needs the host in each step" in caplog.text
 
 
 def test_what_was_recorded_is_logged(tiny, caplog):
     with caplog.at_level("INFO"):
-        make(tiny, RecordingDevice(), cuda_graph_max_bs=10)
+        make(tiny, RecordingDevice(), max_recorded_bs=10)
     assert "decode_graphs=9 batch_sizes=1..10 record_s=" in caplog.text
 
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
-from engine.model_runner.attention.backend import BatchLayout
-from engine.model_runner.attention.early_fetch import MIN_TOKENS, Early, EarlyFetch
-from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
+from engine.model_runner.attention.backend import AttentionBackend, BatchLayout
+from engine.model_runner.input_batch import InputBatch
+from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.op_selection import MAKERS
-from engine.model_runner.recording import native_program, native_recordings
-from engine.model_runner.recording.decode_graphs import Replayed
-from engine.model_runner.recording.native_recordings import NativeRecordings, record_native_decodes
-from engine.model_runner.recording.recorded_step import NoRecordings
+from engine.model_runner.recording import native_executor, native_program
+from engine.model_runner.recording.eager_executor import EagerExecutor
+from engine.model_runner.sampling.sampling_batch import SamplingBatch
 from engine.runtime.config.device_config import KernelConfig
-from tests.model_runner.conftest import MIXTURE, Driver, Request, TinyModel
+from tests.model_runner.conftest import MIXTURE, Driver, Request, SeeingExecutor, TinyModel
 from tests.model_runner.test_bursts import step
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -56,6 +54,7 @@ def make_pair(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[.
         rows: int = 12,
         kv_cache_dtype: str = "auto",
         quantization: str | None = None,
+        max_recorded_bs: int | Literal["auto"] = "auto",
         **options: Any,
     ) -> tuple[Driver, Driver]:
         shape = {**SHAPES[model_type], **options}
@@ -74,10 +73,11 @@ def make_pair(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[.
                 rows=rows,
                 kv_cache_dtype=kv_cache_dtype,
                 quantization=quantization,
+                max_recorded_bs=max_recorded_bs,
             )
             for _ in range(2)
         )
-        eager.runner._builder._recordings = NoRecordings()
+        eager.run_eagerly()
         return recorded, eager
 
     return make
@@ -85,45 +85,11 @@ def make_pair(make_tiny_model: Callable[..., TinyModel], make_driver: Callable[.
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """One alone has no team, to which anything could be announced."""
+    """A program run by one thread has no team."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def recordings_of(driver: Driver) -> NativeRecordings:
-    recordings = driver.runner._builder._recordings
-    assert isinstance(recordings, NativeRecordings)
-    return recordings
-
-
-class Seen:
-    """What the sampler got, and whether a recording made it; the arena is poisoned behind every step."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.logits: list[Tensor] = []
-        self.num_recorded = 0
-        recordings, sampler, builder = (
-            driver.runner._builder._recordings,
-            driver.runner._sampler,
-            driver.runner._builder,
-        )
-        sample, build = sampler.sample, builder.build
-
-        def seeing_sample(logits: Tensor, batch: Any) -> Any:
-            self.logits.append(logits.clone())
-            sampled = sample(logits, batch)
-            if isinstance(recordings, NativeRecordings):
-                recordings.arena.fill(0xFF)  # NaN
-            return sampled
-
-        def seeing_build(plan: Any) -> Any:
-            batch = build(plan)
-            self.num_recorded += isinstance(batch.attention, Replayed)
-            return batch
-
-        sampler.sample, builder.build = seeing_sample, seeing_build
 
 
 def live(driver: Driver, seed: int) -> None:
@@ -153,7 +119,7 @@ def live(driver: Driver, seed: int) -> None:
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_recorded_steps_have_the_logits_of_eager_ones(make_pair, model_type):
     pair = make_pair(model_type)
-    seen = [Seen(driver) for driver in pair]
+    seen = [SeeingExecutor(driver) for driver in pair]
     for driver in pair:
         live(driver, seed=5)
 
@@ -161,70 +127,38 @@ def test_recorded_steps_have_the_logits_of_eager_ones(make_pair, model_type):
     for recorded, eager in zip(seen[0].logits, seen[1].logits, strict=True):
         assert eager.isfinite().all() and torch.equal(recorded, eager)
     assert seen[0].num_recorded >= 10 and seen[1].num_recorded == 0
-    assert len(recordings_of(pair[0])._recordings) >= 4, "of several sizes, which took turns"
+    assert len(seen[0].recorded_sizes) >= 4, "of several sizes, which took turns"
 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
     ("model_type", "kv_cache_dtype"), [("llama", "auto"), ("gemma3_text", "auto"), ("llama", "int8")]
 )
-def test_steps_may_fetch_early_what_attention_reads(make_pair, monkeypatch, model_type, kv_cache_dtype):
-    """Some do and some do not, and a request joins; in turn with steps that nobody recorded."""
+def test_recorded_steps_of_many_requests_have_the_logits_of_eager_ones(make_pair, model_type, kv_cache_dtype):
+    """Steps of more tokens than a tile has rows, by a team of two threads; one request joins."""
     pair = make_pair(model_type, rows=40, kv_cache_dtype=kv_cache_dtype)
-    seen = [Seen(driver) for driver in pair]
-    attention: Any = recordings_of(pair[0])._attention
-    attention._early_fetch = early = EarlyFetch(1 << 20)
-    allowed: list[bool] = []
-
-    def allow(is_on: bool) -> None:
-        allowed.append(is_on)
-        EarlyFetch.allow(early, is_on)
-
-    monkeypatch.setattr(early, "allow", allow)
+    seen = [SeeingExecutor(driver) for driver in pair]
     for driver in pair:
         source = random.Random(3)
         requests = [
-            driver.start([source.randrange(3, 96) for _ in range(source.randint(1, 20))])
-            for _ in range(MIN_TOKENS)
+            driver.start([source.randrange(3, 96) for _ in range(source.randint(1, 20))]) for _ in range(24)
         ]
         driver.step([(req, len(req.tokens)) for req in requests])
-        for _ in range(10):
+        for _ in range(4):
             driver.step([(req, 1) for req in requests])
         joining = driver.start(list(range(10, 40)))
         driver.step([(joining, 30), *((req, 1) for req in requests)])
-        for _ in range(10):
+        for _ in range(4):
             driver.step([(req, 1) for req in (*requests, joining)])
 
     for recorded, eager in zip(seen[0].logits, seen[1].logits, strict=True):
         assert eager.isfinite().all() and torch.equal(recorded, eager)
-    assert seen[0].num_recorded == 20 and {True, False} == set(allowed)
-    counted = Early.from_address(early.address)
-    if load_library().products_fetch_early():
-        assert 0 < counted.taken <= counted.announced, "by products, in fact"
-    else:
-        assert counted.announced > 0 == counted.taken and early.most_bytes == 0
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_where_no_product_fetches_early_nothing_is_announced_any_more(make_pair, caplog):
-    driver, _ = make_pair("llama", rows=40, quantization="int8", intermediate_size=128)
-    attention: Any = recordings_of(driver)._attention
-    attention._early_fetch = early = EarlyFetch(1 << 20)
-    requests = [driver.start([5, 6, 7 + n]) for n in range(MIN_TOKENS)]
-    driver.step([(req, 3) for req in requests])
-    counted = Early.from_address(early.address)
-    with caplog.at_level(logging.INFO):
-        announced = []
-        for _ in range(10):
-            driver.step([(req, 1) for req in requests])
-            announced.append(counted.announced)
-    assert len(set(announced[:5])) > 1 and len(set(announced[5:])) == 1 and counted.taken == 0
-    assert caplog.text.count("no product of this model fetches anything early") == 1
+    assert seen[0].num_recorded == 8
 
 
 def test_weights_and_keys_are_read_anew_by_each_replay(make_pair):
     pair = make_pair("llama", tie_word_embeddings=True)  # the embedding's rows come from the packed head
-    seen = [Seen(driver) for driver in pair]
+    seen = [SeeingExecutor(driver) for driver in pair]
     for driver in pair:
         req = driver.start(list(range(10, 30)))
         driver.step([(req, 20)])
@@ -243,15 +177,19 @@ def test_weights_and_keys_are_read_anew_by_each_replay(make_pair):
     assert len({tuple(logits.flatten().tolist()) for logits in seen[0].logits}) == 5
 
 
-def test_a_step_that_was_recorded_but_not_replayed_is_computed_by_the_next(make_pair):
-    """Its numbers are no longer what the recording saw."""
+def test_building_a_batch_computes_nothing(make_pair):
+    """A step that is built and not run, because something fails in between, leaves nothing."""
     recorded, eager = make_pair("llama")
     outputs = []
     for driver in (recorded, eager):
         req = driver.start(list(range(10, 30)))
         driver.step([(req, 20)])
         if driver is recorded:
-            driver.runner._builder.build(driver.plan([(req, 1)]))  # and something fails behind it
+            keys = [pool.clone() for pool in driver.runner.kv_pool.k]
+            driver.runner.builder.build(driver.plan([(req, 1)]))
+            assert driver.native.recorded_sizes == []
+            for pool, before in zip(driver.runner.kv_pool.k, keys, strict=True):
+                assert torch.equal(pool.view(torch.int16), before.view(torch.int16))
         for _ in range(3):
             driver.step([(req, 1)])
         outputs.append(req.output)
@@ -260,58 +198,68 @@ def test_a_step_that_was_recorded_but_not_replayed_is_computed_by_the_next(make_
 
 def test_tokens_of_requests_with_drafts_take_turns_with_decodes(make_pair):
     """As many tokens as there were, of other requests: what is recorded is the number of tokens."""
-    recorded, eager = make_pair("gemma3_text")
-    seen = []
-    for driver in (recorded, eager):
+    pair = make_pair("gemma3_text")
+    seen = [SeeingExecutor(driver) for driver in pair]
+    for driver in pair:
         reqs = [driver.start(list(range(10 + n, 40 + 3 * n))) for n in range(3)]
         driver.step([(req, len(req.tokens)) for req in reqs])
-        recordings, rows = driver.runner._builder._recordings, [req.row for req in reqs]
         for req in reqs:  # pages for what follows
             driver.step([(req, 1)])
             req.pages += [driver.pages.pop() for _ in range(2)]
-        table = driver.runner._builder.req_to_token
         for counts in ((1, 1, 3), (2, 3), (5,), (1, 1, 3), (4, 1), (1, 1)):
-            num = len(counts)
-            computed = np.array([req.computed for req in reqs[:num]])
-            layout = BatchLayout(np.array(rows[:num]), computed, np.array(counts), num, np.array(counts) - 1)
-            who = np.repeat(np.arange(num), counts)
-            positions = np.concatenate([np.arange(n, n + c) for n, c in zip(computed, counts, strict=True)])
-            slots = [driver.slots(reqs[n].pages, p, p + 1)[0] for n, p in zip(who, positions, strict=True)]
-            for row, position, slot in zip(layout.rows[who], positions, slots, strict=True):
-                table[row, position] = slot
-            ids, loc = torch.from_numpy(positions % 7 + 50), torch.tensor(slots)
             with torch.inference_mode():
-                step = recordings.ready_tokens(layout, torch.from_numpy(positions), loc, ids)
-                if driver is recorded:
-                    step.replay()
-                    seen.append(step.logits.clone())
-                    recordings.arena.fill(0xFF)
-                    continue
-                attention = driver.runner._builder._attention.plan_step(layout)
-                batch = SimpleNamespace(
-                    input_ids=ids,
-                    positions=torch.from_numpy(positions),
-                    kv_pool=driver.runner.kv_pool,
-                    out_cache_loc=loc,
-                    attention=attention,
-                    wanted=None,
-                )
-                model = driver.runner.model
-                assert torch.equal(seen.pop(0), model.logits(model.forward(batch))), counts
-    assert not seen
-    assert sorted(recordings_of(recorded)._recordings) == [1, 2, 5]
+                driver.runner.executor.run(checking(driver, reqs[: len(counts)], np.array(counts)))
+
+    for recorded, eager in zip(seen[0].logits, seen[1].logits, strict=True):
+        assert torch.equal(recorded, eager)
+    assert seen[0].recorded_sizes == [1, 2, 5] and not seen[1].recorded_sizes
+
+
+def checking(driver: Driver, reqs: Sequence[Request], counts: npt.NDArray[np.int64]) -> InputBatch:
+    """A step in which each of them has so many tokens, all but the first of them drafts."""
+    num = len(reqs)
+    computed = np.array([req.computed for req in reqs])
+    who = np.repeat(np.arange(num), counts)
+    positions = np.concatenate([np.arange(n, n + c) for n, c in zip(computed, counts, strict=True)])
+    slots = [
+        driver.slots(reqs[n].pages, p, p + 1)[0]
+        for n, p in zip(who.tolist(), positions.tolist(), strict=True)
+    ]
+    rows = np.array([req.row for req in reqs])
+    return InputBatch(
+        layout=BatchLayout(rows, computed, counts, num, counts - 1),
+        token_rows=rows[who],
+        positions=positions,
+        out_cache_loc=np.array(slots),
+        input_ids=positions % 7 + 50,
+        wanted=None,
+        sample_indices=None,
+        sampled_idx=np.arange(num),
+        cut_indices=np.empty(0, dtype=np.int64),
+        cut_idx=np.empty(0, dtype=np.int64),
+        sampling=SamplingBatch(len(positions)),
+        prompt_spans=(),
+        drafts=None,
+    )
 
 
 def test_all_sizes_share_one_plan(make_pair):
     """A plan keeps the room of the longest step it was made for; one for each size would be a pool of its own."""
     recorded, _ = make_pair("gemma3_text")
+    planned: list[int] = []
+    attention: Any = recorded.native.eager.attention
+    plan = attention.repeatable_step
+
+    def noting_step(*columns: Tensor) -> Any:
+        step = plan(*columns)
+        planned.extend(step.plan_addresses)
+        return step
+
+    attention.repeatable_step = noting_step
     for num in (1, 2, 3):
         recorded.generate([[3, 4, 5 + n] for n in range(num)], num=3)
-    recordings = recordings_of(recorded)._recordings
-    assert sorted(recordings) == [1, 2, 3]
-    steps: list[Any] = [each.attention for each in recordings.values()]
-    plans = {address for step in steps for address in step.plans.addresses}
-    assert len(plans) == 2, "one for each window"
+    assert recorded.native.recorded_sizes == [1, 2, 3]
+    assert sorted(set(planned)) == sorted(planned[:2]) and len(planned) == 6, "one for each window"
 
 
 # ------------------------------------------------------------ what is not recorded
@@ -324,7 +272,7 @@ def test_what_cannot_be_recorded_is_said_once_and_computed_eagerly(make_pair, ca
         assert recorded.generate(prompts, num=6) == eager.generate(prompts, num=6)
 
     assert caplog.text.count("decode_recordings=none: not recordable: ") == 1
-    reason = recordings_of(recorded).reason_against
+    reason = recorded.native.reason_against
     assert any(name in reason for name in ("mkldnn", "aten.linear", "aten.mm", "aten.addmm", "aten.t.")), (
         reason
     )
@@ -334,7 +282,7 @@ def test_a_burst_whose_first_round_could_not_be_recorded_goes_on_without(make_pa
     recorded, eager = make_pair("llama")
     recorded.generate([[3, 4, 5]], num=3)  # one token a step can be
     monkeypatch.setattr(
-        native_recordings,
+        native_executor,
         "record",
         lambda library, arena, compute: native_program.Recorded(compute(), None, "for a test"),
     )
@@ -343,7 +291,7 @@ def test_a_burst_whose_first_round_could_not_be_recorded_goes_on_without(make_pa
 
     step(recorded, reqs, 5)
 
-    assert recordings_of(recorded).reason_against == "for a test"
+    assert recorded.native.reason_against == "for a test"
     assert [req.output for req in reqs] == eager.generate([[3, 4, 5], [6, 7, 8, 9]], num=6)
 
 
@@ -352,40 +300,42 @@ def test_recordings_are_logged_once(make_pair, caplog):
         recorded, _ = make_pair("llama")
         recorded.generate([[3, 4, 5], [6, 7, 8, 9]], num=3)
         recorded.generate([[3, 4, 5]], num=3)
-    assert len(recordings_of(recorded)._recordings) == 2
+    assert recorded.native.recorded_sizes == [1, 2]
     assert caplog.text.count("decode_recordings=native calls=") == 1
 
 
 def test_larger_steps_than_wanted_are_eager(make_pair):
-    recorded, eager = make_pair("llama")
-    recordings_of(recorded)._max_tokens = 2
-    seen = Seen(recorded)
+    recorded, eager = make_pair("llama", max_recorded_bs=2)
     prompts = [[3, 4, 5], [6, 7, 8, 9], [10, 11]]
     assert recorded.generate(prompts, num=4) == eager.generate(prompts, num=4)
-    assert seen.num_recorded == 0
+    assert recorded.native.recorded_sizes == [] and recorded.native.num_replayed == 0
     recorded.generate(prompts[:2], num=4)
-    assert seen.num_recorded == 3
+    assert recorded.native.recorded_sizes == [2] and recorded.native.num_replayed == 2
 
 
 @pytest.mark.parametrize(
     ("kernels", "num_ranks", "reason"),
     [
-        ({"cuda_graph": False}, 1, ""),
+        ({"record_steps": False}, 1, ""),
         ({}, 2, "ranks that share a model wait for each other"),
         ({}, 1, "attention by torch_native is not a native call"),
     ],
 )
 def test_where_nothing_can_be_recorded_nothing_is_tried(kernels, num_ranks, reason, caplog):
-    class TorchAttention:
+    class TorchAttention(AttentionBackend):
         name = "torch_native"
 
-    made: Any = dict.fromkeys(("model", "kv_pool", "relay", "req_to_token"))
-    attention: Any = TorchAttention()
+        def __init__(self) -> None:
+            pass
+
+    made: Any = dict.fromkeys(("model", "kv_pool", "relay", "slot_table"))
+    attention = TorchAttention()  # type: ignore[abstract]
+    eager = EagerExecutor(forward=made, attention=attention, buffers=made, **made)
     with caplog.at_level("INFO"):
-        recordings = record_native_decodes(
-            KernelConfig(**kernels), attention=attention, num_ranks=num_ranks, **made
+        executor = native_executor.native_executor(
+            KernelConfig(**kernels), eager, num_ranks=num_ranks, **made
         )
-    assert isinstance(recordings, NoRecordings)
+    assert executor is eager
     assert reason in caplog.text
 
 

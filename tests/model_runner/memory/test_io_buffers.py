@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model_runner.memory.input_buffers import InputBuffers, fill, layout, views
+from engine.model_runner.memory.io_buffers import InputBuffers, fill, layout, views
 
 ARRAYS: list[Any] = [
     np.arange(5, dtype=np.int64),

@@ -1,7 +1,7 @@
-"""`InputBuffers`: the way of a step's host arrays to the device.
+"""`InputBuffers` and `OutputBuffers`: copies of a step's arrays between host and device.
 
-Everything a step uploads goes through here, so that one place decides how: without a copy on the CPU, through pinned
-memory and without waiting on a GPU.
+All uploads of a step go through `InputBuffers`: without a copy on the CPU, through pinned memory and without waiting on
+a GPU. Results come back through `OutputBuffers`, queued, so that a launch never waits.
 """
 
 from __future__ import annotations
@@ -66,3 +66,25 @@ def views(staging: Tensor, arrays: list[Array], starts: list[int]) -> list[Tenso
         staging[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for array, start in zip(arrays, starts, strict=True)
     ]
+
+
+class OutputBuffers:
+    """Copies a step's results from one device to the host, without waiting; the counterpart of `InputBuffers`.
+
+    The caller knows when the copies are done: they lie between the events of its `DeviceTimer`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._is_host = device.type == "cpu"
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A host tensor that holds `tensor` once the device has done all work queued so far.
+
+        On the CPU it is the tensor itself. On a GPU its memory is pinned, and torch reuses it only after the copy is
+        done.
+        """
+        if self._is_host:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""`StaticBatch`: batches that start together and wait for their slowest, as engines did before continuous batching."""
+"""Baselines to compare with: `fifo-serial` and `static`, as engines worked before continuous batching."""
 
 from __future__ import annotations
 
@@ -13,12 +13,31 @@ from .base import PolicyParts, SchedulePolicy
 from .ordered_index import OrderedIndex
 
 
-class StaticBatch(SchedulePolicy):
-    """Waits for `batch_size` requests, or `max_wait_s` for fewer; then nobody else until all of them have ended.
+class FifoSerial(SchedulePolicy):
+    """`fifo-serial`: by arrival, one request at a time."""
 
-    To compare against. Whoever belongs to the batch and does not fit in the first pass, because the step's budget or
-    the memory is spent, or who lost its place, still belongs to it and is admitted when it fits. The padding of the
-    text book is a matter of what a step costs, not of who is in it.
+    name = "fifo-serial"
+    full_reason = Reason.ONE_AT_A_TIME
+
+    def __init__(self, parts: PolicyParts) -> None:
+        self._load = parts.load
+
+    def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:
+        return Reason.ONE_AT_A_TIME if self._load().num_running else None
+
+    def max_offers(self, waiting: WaitingQueue) -> int | None:
+        return 1
+
+    def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
+        return waiting
+
+
+class StaticBatch(SchedulePolicy):
+    """`static`: waits for `batch_size` requests, or `max_wait_s` for fewer; admits no others until all have finished.
+
+    A request of the batch that does not fit in the first pass, because the step's budget or the memory is spent, or
+    that was retracted, stays in the batch and is admitted when it fits. The padding of the textbook concerns the cost
+    of a step, not the members of the batch.
     """
 
     name = "static"
@@ -28,14 +47,14 @@ class StaticBatch(SchedulePolicy):
         self._load = parts.load
         self._batch_size = batch_size
         self._max_wait_s = max_wait_s
-        self._batch: set[int] = set()  # who belongs to it and has not ended
+        self._batch: set[int] = set()  # members that have not finished
         self._waiting = OrderedIndex()  # by arrival
 
     def enqueued(self, req: Req) -> None:
         self._waiting.add(req, req.seq)
 
     def dequeued(self, req: Req) -> None:
-        if req.lease is not None and not self._batch:  # the first that is admitted closes the batch
+        if req.lease is not None and not self._batch:  # the first admission closes the batch
             self._batch = {member.seq for member in self._waiting_members()}
         self._waiting.remove(req)
 
@@ -44,7 +63,7 @@ class StaticBatch(SchedulePolicy):
 
     def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:
         if self._batch:
-            # Members without a row that do not wait have their KV on the host, and must be let back.
+            # Members without a row that do not wait are swapped out and must be admitted again.
             return None if self._num_without_row() else Reason.BATCH_RUNNING
         wake_s = self.wake_s(waiting)
         if wake_s is None or (len(waiting) < self._batch_size and now_s < wake_s):
@@ -58,7 +77,7 @@ class StaticBatch(SchedulePolicy):
         return oldest.entered_s[ReqStatus.WAITING] + self._max_wait_s
 
     def max_offers(self, waiting: WaitingQueue) -> int | None:
-        """As promised by the base: members come first in the order, and nobody is offered behind them."""
+        """Members come first in the order, and no request after them is offered."""
         return self._num_without_row() if self._batch else self._batch_size
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
@@ -67,7 +86,7 @@ class StaticBatch(SchedulePolicy):
         return itertools.chain(members, (req for req in waiting if req.seq not in seqs))
 
     def _waiting_members(self) -> list[Req]:
-        """Those of the batch that wait, by arrival; before there is one, those that it will be made of."""
+        """Waiting members by arrival; before there is a batch, the requests that will form it."""
         if self._batch:
             return [req for req in self._waiting if req.seq in self._batch]
         return list(itertools.islice(self._waiting, self._batch_size))

@@ -1,0 +1,107 @@
+"""`EagerExecutor`: steps of any kind, brought to the device in one copy and launched kernel by kernel."""
+
+# Shapes: T new tokens in the batch, W of them wanted, K hidden size.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from ..forward_batch import ForwardBatch
+from ..input_batch import RELAYED
+from .executor import StepOutput
+
+if TYPE_CHECKING:
+    from ..attention.backend import AttentionBackend
+    from ..input_batch import InputBatch
+    from ..memory.io_buffers import InputBuffers
+    from ..memory.kv_pool import KVPool
+    from ..memory.slot_table import SlotTable
+    from ..models.registry import CausalLM
+    from ..token_relay import TokenRelay
+
+Forward = Callable[[ForwardBatch], Tensor]
+
+
+class EagerExecutor:
+    """A `StepExecutor`; it is also the one that others leave to what they have no recording of.
+
+    Attributes:
+        forward: the model's layers: its own `forward`, or a `ProgrammedForward`. The result need not outlive the step.
+        attention: plans the attention of its steps.
+    """
+
+    recorded_bytes = ()
+
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        forward: Forward,
+        attention: AttentionBackend,
+        kv_pool: KVPool,
+        slot_table: SlotTable,
+        relay: TokenRelay,
+        buffers: InputBuffers,
+    ) -> None:
+        self.forward = forward
+        self.attention = attention
+        self._model = model
+        self._kv_pool = kv_pool
+        self._slot_table = slot_table
+        self._relay = relay
+        self._buffers = buffers
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        """See `StepExecutor`."""
+        nothing = batch.cut_indices[:0]
+        relayed = np.flatnonzero(batch.input_ids == RELAYED)
+        (
+            table_indices,
+            slots,
+            out_cache_loc,
+            positions,
+            input_ids,
+            relayed_indices,
+            relayed_rows,
+            sample_rows,
+            wanted,
+            sample_indices,
+            cut_indices,
+        ) = self._buffers.put_all(
+            [
+                batch.token_rows * self._slot_table.width + batch.positions,
+                batch.out_cache_loc.astype(np.int32),
+                batch.out_cache_loc,
+                batch.positions,
+                batch.input_ids.copy(),  # on the CPU the tensor has the array's memory, and the relay writes there
+                relayed,
+                batch.token_rows[relayed],
+                batch.layout.rows[batch.sampled_idx],
+                nothing if batch.wanted is None else batch.wanted,
+                nothing if batch.sample_indices is None else batch.sample_indices,
+                batch.cut_indices,
+            ]
+        )
+        self._slot_table.store(table_indices, slots)
+        if len(relayed):
+            self._relay.fill(input_ids, relayed_indices, relayed_rows)
+        hidden = self.forward(
+            ForwardBatch(
+                input_ids=input_ids,
+                positions=positions,
+                kv_pool=self._kv_pool,
+                out_cache_loc=out_cache_loc,
+                attention=self.attention.plan_step(batch.layout),
+                wanted=None if batch.wanted is None else wanted,
+            )
+        )
+        logits = None
+        if len(batch.sampled_idx):
+            # Mostly the wanted tokens are those to sample after.
+            last = hidden if batch.sample_indices is None else hidden.index_select(0, sample_indices)
+            logits = self._model.logits(last)
+        return StepOutput(logits, sample_rows, hidden, cut_indices if len(batch.cut_idx) else None)

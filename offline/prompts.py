@@ -1,0 +1,99 @@
+"""The forms in which a caller of `LLM` may pass prompts, token ids and parameters, and what is refused of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from ..runtime.errors import RequestError
+from ..runtime.request_checks import are_plain, plain, shown, wrong_type
+from ..runtime.sampling_params import SamplingParams
+
+_PROMPT: Final = "a text or a list of token ids"
+_PROMPTS: Final = f"{_PROMPT}, or a list of these"
+_NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)
+"""Can be iterated over, and are no lists of prompts or token ids. Bytes would pass as token ids."""
+
+
+def as_prompts(prompts: object) -> tuple[list[object], bool]:
+    """The prompts of a call, not yet looked at one by one, and whether the caller passed one and not a list.
+
+    A list or an array of integers is one prompt; an array of two dimensions has one prompt in each row.
+
+    Raises:
+        RequestError: another type.
+    """
+    if isinstance(prompts, str):
+        return [prompts], True
+    items = _as_list(prompts)
+    if items is None:
+        raise wrong_type("prompts", prompts, _PROMPTS + _hint(prompts))
+    if items and isinstance(plain(items[0]), int):
+        return [items], True
+    return items, False
+
+
+def checked_token_ids(prompt: object, vocab_size: int) -> list[int]:
+    """The token ids of one prompt that is no text.
+
+    Raises:
+        RequestError: it is no list of integers in [0, vocab_size).
+    """
+    items = _as_list(prompt)
+    if items is None:
+        raise wrong_type("prompt", prompt, _PROMPT + _hint(prompt))
+    token_ids = items if are_plain(items) else [plain(item) for item in items]
+    checked: list[int] = []
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            message = f"prompt holds {shown(token_id)}, but a prompt is {_PROMPT} in [0, {vocab_size})"
+            raise RequestError(message, param="prompt", code="invalid_value")
+        checked.append(token_id)
+    return checked
+
+
+def as_params(params: object, num_prompts: int) -> Sequence[SamplingParams]:
+    """The parameters of each prompt, from none, one for all, or a list.
+
+    Raises:
+        RequestError: another type, or another number of them than prompts.
+    """
+    if params is None:
+        return [SamplingParams()] * num_prompts
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    items = _as_list(params)
+    if items is None:
+        raise wrong_type("params", params, "a SamplingParams or a list of them" + _hint(params))
+    if len(items) != num_prompts:
+        message = (
+            f"there are {num_prompts} prompts and {len(items)} params; pass one for all or one per prompt"
+        )
+        raise RequestError(message, param="params")
+    checked: list[SamplingParams] = []
+    for item in items:
+        if not isinstance(item, SamplingParams):
+            raise wrong_type("params", item, "a SamplingParams" + _hint(item))
+        checked.append(item)
+    return checked
+
+
+def _as_list(values: object) -> list[object] | None:
+    """The items of a list, an array, or anything else that can be iterated over; None if it is no list of anything.
+
+    The items of an array of one dimension become plain values at once, which is much faster than one by one.
+    """
+    if hasattr(values, "shape") and hasattr(values, "tolist"):
+        array: Any = values
+        return list(array.tolist()) if len(array.shape) in (1, 2) else None
+    if isinstance(values, _NO_LISTS) or not isinstance(values, Iterable):
+        return None
+    return list(values)
+
+
+def _hint(value: object) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "; decode bytes that are a text, and pass list(...) of bytes that are token ids"
+    if isinstance(value, Mapping):
+        return ", not a dict"
+    return ""
