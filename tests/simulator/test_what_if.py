@@ -185,7 +185,7 @@ def test_a_log_of_an_engine_that_decides_otherwise_is_refused(path, make_replica
     """Also where its steps are as many, with as many tokens, of other requests."""
     serve(path, RAG.requests(Arrival(num_requests=20, rate=100.0)), make_replica())
     monkeypatch.setattr(recorded_run, "new_scheduler", lambda header: new_scheduler(header, **changes))
-    with pytest.raises(ConfigError, match=r"none that this engine plans; `engine replay` shows where"):
+    with pytest.raises(ConfigError, match=r"is not one that this engine plans; `engine replay` shows where"):
         read_recorded_run(path)
 
 

@@ -188,7 +188,7 @@ def test_modules_that_stay_plain_are_matched_in_whole_components() -> None:
     ("stored", "asked", "message"),
     [
         (QuantisationSpec(method="awq"), "fp8", "quantization is fp8, but the checkpoint's weights are awq"),
-        (None, "gptq", "quantization is gptq, but .*not quantised, and only fp8, int8, int4 can be"),
+        (None, "gptq", "quantization is gptq, but .*not quantized, and only fp8, int8, int4 can be"),
     ],
 )
 def test_a_flag_that_contradicts_the_checkpoint(

@@ -115,7 +115,7 @@ def test_no_places_and_a_broker_that_ends_are_errors_that_leave_nothing():
         machines(broker).__enter__()
     assert broker.left
 
-    with pytest.raises(ConfigError, match="has ended before it gave places"):
+    with pytest.raises(ConfigError, match="ended before it granted places"):
         machines(FakeBroker(closed=True)).__enter__()
 
 
@@ -210,5 +210,5 @@ def test_the_real_broker_says_what_the_user_can_mend_and_ends(monkeypatch):
 
 @pytest.mark.real_process
 def test_a_broker_that_cannot_start_is_an_error():
-    with pytest.raises(ConfigError, match="has ended before it gave places"):
+    with pytest.raises(ConfigError, match="ended before it granted places"):
         ray_machines(config(), lambda: Broker("engine.no_such_module")).__enter__()

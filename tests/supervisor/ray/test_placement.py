@@ -88,7 +88,7 @@ def test_no_place_in_time_says_what_was_asked_and_what_there_is(ray):
     assert (
         "within 3 s; the cluster has 10.0.0.1 (CPU 4 GPU 1), 10.0.0.2 (CPU 8 GPU 0); free in all" in message
     )
-    assert message.endswith("stop what takes the rest, or raise --startup-timeout for a cluster that grows")
+    assert message.endswith("stop what uses the rest, or raise --startup-timeout for a cluster that grows")
     assert ray.groups[0].waits == [1.0, 1.0, 1.0]
     assert ray.events == ["group removed"]
 

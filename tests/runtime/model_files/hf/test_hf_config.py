@@ -288,7 +288,7 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
             "windowed layers must not be scaled",
         ),
         ({**GEMMA3, "hidden_activation": "silu"}, "hidden_activation is 'silu', only 'gelu_pytorch_tanh'"),
-        ({**QWEN3_MOE, "num_experts_per_tok": 5}, "5 experts for each token, but there are 4 only"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 5}, "5 experts for each token, but there are only 4"),
         ({**QWEN3_MOE, "mlp_only_layers": [True]}, "mlp_only_layers is .*expected a list of whole numbers"),
         (
             {**PHI3, "rope_scaling": {"type": "longrope", **LONGROPE, "short_factor": [1.0]}},
