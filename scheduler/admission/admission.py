@@ -7,8 +7,7 @@ from itertools import islice
 
 from ..arrays import IntArray
 from ..estimator.base import OutputEstimator
-from ..memory.req_to_token_pool import ReqToTokenPool
-from ..records.decision_log import PassRecord
+from ..pass_state import PassState
 from ..records.stats import SchedulerStats
 from ..records.verdict import Reason, Verdict
 from ..requests.chunk import Chunk
@@ -32,7 +31,7 @@ _MAX_COUNTED = 32
 class Admission:
     """Continues the prompts in progress, has an `AdmissionPass` choose who else starts, and starts them."""
 
-    __slots__ = ("_caps", "_estimator", "_limits", "_make_shared", "_parts", "_pool", "_stats", "_target")
+    __slots__ = ("_caps", "_estimator", "_limits", "_make_shared", "_parts", "_stats", "_target")
 
     def __init__(
         self,
@@ -41,7 +40,6 @@ class Admission:
         *,
         caps: StepCaps,
         target: StepTarget,
-        pool: ReqToTokenPool,
         estimator: OutputEstimator,
         make_shared: Callable[[], SharedPrefixes],
         stats: SchedulerStats,
@@ -51,61 +49,60 @@ class Admission:
         self._limits = limits
         self._caps = caps
         self._target = target
-        self._pool = pool
         self._estimator = estimator
         self._make_shared = make_shared
         self._stats = stats
 
-    def skip(self, record: PassRecord, reason: Reason) -> list[Chunk]:
+    def skip(self, state: PassState, reason: Reason) -> list[Chunk]:
         """No prompt is computed in this pass: one verdict for all."""
-        self._count_waiting(record)
-        record.end(reason)
+        self._count_waiting(state)
+        state.refuse_rest(reason)
         return []
 
-    def plan(self, record: PassRecord, decode_rows: IntArray, now_s: float) -> list[Chunk]:
+    def plan(self, state: PassState, decode_rows: IntArray) -> list[Chunk]:
         """Continue the prompts in progress, then admit waiting requests; gives those admitted rows and pages.
 
         Args:
             decode_rows: rows of the requests that decode in the same step.
         """
-        parts, requests = self._parts, self._parts.requests
-        self._count_waiting(record)
-        if not (record.num_waiting or requests.partial):
+        parts, requests, now_s = self._parts, self._parts.requests, state.now_s
+        self._count_waiting(state)
+        if not (state.num_waiting or requests.partial):
             return []
         adder = self._adder(decode_rows)
-        record.budget_before = adder.budget.state()
+        state.budget_before = adder.budget.state()
         for req in requests.partial:
-            record.continued.append(adder.continue_chunk(req, int(parts.states.num_computed[req.row])))
+            state.continued.append(adder.continue_chunk(req, int(parts.memory.states.num_computed[req.row])))
         sources: dict[Req, Req] = {}
-        reason = Reason.RETRACTING if record.retractions else parts.policy.hold(requests.waiting, now_s)
+        reason = Reason.RETRACTING if state.num_retractions else parts.policy.hold(requests.waiting, now_s)
         if reason is None:
-            admission_pass = AdmissionPass(parts, adder, self._make_shared(), record)
+            admission_pass = AdmissionPass(parts, adder, self._make_shared(), state)
             admission_pass.walk()
             sources = admission_pass.sources
         else:
-            record.end(reason)
-        _replace(record, adder.use_leftover())
-        record.budget_after = adder.budget.state()
-        record.step_time = self._target.explain(adder.budget.time)
-        record.cache_misses = parts.kv.take_misses()
+            state.refuse_rest(reason)
+        _replace(state, adder.use_leftover())
+        state.budget_after = adder.budget.state()
+        state.step_time = self._target.explain(adder.budget.time)
+        state.cache_misses = parts.memory.kv.take_misses()
         for chunk in adder.chunks:
             self._start(chunk, sources.get(chunk.req), now_s)
         parts.preemption.put_back(now_s)
         self._note_overtaken(adder.chunks)
         return adder.chunks
 
-    def _count_waiting(self, record: PassRecord) -> None:
-        record.num_waiting = self._parts.requests.num_waiting
-        record.num_grammar = len(self._parts.requests.grammar)
+    def _count_waiting(self, state: PassState) -> None:
+        state.num_waiting = self._parts.requests.num_waiting
+        state.num_grammar = len(self._parts.requests.grammar)
 
     def _adder(self, decode_rows: IntArray) -> PrefillAdder:
-        parts, page_size = self._parts, self._parts.kv.page_size
+        parts, page_size = self._parts, self._parts.memory.kv.page_size
         num_decodes = len(decode_rows)
-        kv_tokens = int(parts.states.num_computed[decode_rows].sum()) + num_decodes
+        kv_tokens = int(parts.memory.states.num_computed[decode_rows].sum()) + num_decodes
         limits = self._limits.capped(self._caps.max_step_tokens)
         budget = PrefillBudget(
             page_size=page_size,
-            available_tokens=parts.kv.available_pages * page_size,
+            available_tokens=parts.memory.kv.available_pages * page_size,
             expected_tokens=parts.promises.to_all(),
             max_prefill_tokens=limits.max_prefill_tokens,
             chunk_size=limits.chunk_size,
@@ -115,7 +112,7 @@ class Admission:
             time=self._target.for_prompts(num_decodes, kv_tokens, *self._waiting_work(), page_size),
         )
         return PrefillAdder(
-            parts.kv,
+            parts.memory.kv,
             budget,
             num_free_rows=self._num_free_rows,
             nothing_runs=not parts.requests.num_with_row,
@@ -134,7 +131,7 @@ class Admission:
 
         Of the prompts that wait, the first ones count, and none for which there is no row.
         """
-        requests, states = self._parts.requests, self._parts.states
+        requests, states = self._parts.requests, self._parts.memory.states
         lengths = [req.fill_len - int(states.num_computed[req.row]) for req in requests.partial]
         num_waiting = min(_MAX_COUNTED, max(0, self._num_free_rows))
         lengths += [req.fill_len for req in islice(requests.waiting, num_waiting)]
@@ -143,7 +140,7 @@ class Admission:
     @property
     def _num_free_rows(self) -> int:
         """Below 0 while more run than a cap allows: then a place that is taken from somebody is nobody else's."""
-        free = self._pool.num_free_rows
+        free = self._parts.memory.pool.num_free_rows
         if self._caps.max_running is None:
             return free
         return min(free, self._caps.max_running - self._parts.requests.num_with_row)
@@ -153,14 +150,14 @@ class Admission:
         req, parts = chunk.req, self._parts
         if chunk.is_first:
             self._note_start(req, chunk, now_s)
-            req.row = self._pool.allocate()
-            parts.states.open(req, chunk.start)
-            parts.kv.open_row(req)
+            req.row = self._parts.memory.pool.allocate()
+            parts.memory.states.open(req, chunk.start)
+            parts.memory.kv.open_row(req)
             parts.requests.start(req, now_s)
-            parts.kv.grow(req.row, chunk.start + chunk.length)
-            parts.kv.restore(req, chunk.start, sibling)
+            parts.memory.kv.grow(req.row, chunk.start + chunk.length)
+            parts.memory.kv.restore(req, chunk.start, sibling)
         else:
-            parts.kv.grow(req.row, chunk.start + chunk.length)
+            parts.memory.kv.grow(req.row, chunk.start + chunk.length)
         if chunk.is_last:
             parts.requests.begin_decode(req, now_s)
 
@@ -180,10 +177,10 @@ class Admission:
             req.num_overtaken += 1
 
 
-def _replace(record: PassRecord, changed: list[Verdict]) -> None:
-    """Put verdicts in the place of those that the same requests have in a record."""
+def _replace(state: PassState, changed: list[Verdict]) -> None:
+    """Put verdicts in the place of those that the same requests have."""
     for verdict in changed:
-        for verdicts in (record.continued, record.verdicts):
+        for verdicts in (state.continued, state.verdicts):
             for idx, each in enumerate(verdicts):
                 if each.rid == verdict.rid:
                     verdicts[idx] = verdict

@@ -9,16 +9,14 @@ from itertools import chain
 
 import numpy as np
 
-from ..memory.kv_memory import KVMemory
-from ..memory.swap_pool import HostMemory
+from ..memory.row_memory import RowMemory
+from ..pass_state import PassState
 from ..policy.base import SchedulePolicy
 from ..preemption.preemption import Preemption
 from ..prefix_cache.base import Prefix
-from ..records.decision_log import PassRecord
 from ..records.verdict import AddReqResult, Reason, Verdict
 from ..requests.req import MAX_OVERTAKEN, Req, ReqStatus
 from ..requests.requests import Requests
-from ..requests.row_states import RowStates
 from .constraints import Constraint, first_refusal
 from .parallel_samples import Siblings
 from .prefill_adder import PrefillAdder
@@ -39,9 +37,7 @@ class AdmissionParts:
     promises: Promises
     siblings: Siblings
     constraints: Sequence[Constraint]
-    states: RowStates
-    kv: KVMemory
-    host: HostMemory
+    memory: RowMemory
     look_ahead: int
 
 
@@ -52,21 +48,21 @@ class AdmissionPass:
         sources: who starts from a copy of a sibling's last page -> that sibling, which keeps its place in this pass.
     """
 
-    __slots__ = ("_adder", "_look_ahead", "_lowest_running", "_parts", "_record", "_shared", "sources")
+    __slots__ = ("_adder", "_look_ahead", "_lowest_running", "_parts", "_shared", "_state", "sources")
 
     def __init__(
-        self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, record: PassRecord
+        self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, state: PassState
     ) -> None:
         """`shared` is empty, and learns here which prefixes are being computed."""
         self._parts = parts
         self._adder = adder
         self._shared = shared
-        self._record = record
+        self._state = state
         self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
         self._lowest_running: int | None = None  # priority; None: not looked up since somebody left
         self.sources: dict[Req, Req] = {}
         for req in self._still_computing():
-            shared.computing(req, int(parts.states.num_settled[req.row]))
+            shared.computing(req, int(parts.memory.states.num_settled[req.row]))
 
     def walk(self) -> None:
         """Offer the waiting requests until a budget is spent: first those on the host, then in the policy's order.
@@ -75,7 +71,7 @@ class AdmissionPass:
         overtaken `MAX_OVERTAKEN` times is overtaken no more, so its turn comes when enough of the running have ended.
         Nobody overtakes a request on the host that lacks memory: it has been running already.
         """
-        adder, record, policy = self._adder, self._record, self._parts.policy
+        adder, state, policy = self._adder, self._state, self._parts.policy
         refused = ""  # the first that lacks memory
         num_ahead = num_skipped = 0
         most = policy.max_offers(self._parts.requests.waiting)
@@ -86,21 +82,22 @@ class AdmissionPass:
             elif spent is None and (num_ahead > self._look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
                 spent = Reason.LOOK_AHEAD_SPENT
             if spent is not None:
-                record.end(spent, behind=refused)
+                state.refuse_rest(spent, behind=refused)
                 return
             verdict = self._offer(req)
-            record.verdicts.append(verdict)
+            state.verdicts.append(verdict)
             match verdict.result:
                 case AddReqResult.CONTINUE:
                     self._admitted(req)
                 case AddReqResult.SKIP:
                     num_skipped += 1
                 case AddReqResult.OTHER:
-                    record.end(Reason.NO_ROW if verdict.reason is Reason.NO_ROW else Reason.BEHIND, req.rid)
+                    no_row = verdict.reason is Reason.NO_ROW
+                    state.refuse_rest(Reason.NO_ROW if no_row else Reason.BEHIND, req.rid)
                     return
                 case AddReqResult.NO_TOKEN:
                     if (reason := self._reason_to_stop_at(req)) is not None:
-                        record.end(reason, req.rid)
+                        state.refuse_rest(reason, req.rid)
                         return
                     refused = refused or req.rid
             num_ahead += bool(refused)
@@ -108,7 +105,7 @@ class AdmissionPass:
     def _candidates(self) -> Iterator[Req]:
         """Those on the host first, unless a waiting one is so urgent that it would take their place anyway."""
         parts = self._parts
-        waiting = parts.policy.order(parts.requests.waiting, self._record.now_s)
+        waiting = parts.policy.order(parts.requests.waiting, self._state.now_s)
         if not (parts.policy.preempts and parts.requests.swapped):
             return chain(parts.requests.swapped, waiting)
         return _merged(parts.requests.swapped, iter(waiting), parts.policy.may_displace)
@@ -122,7 +119,7 @@ class AdmissionPass:
 
     def _admitted(self, req: Req) -> None:
         if req.status is ReqStatus.SWAPPED:
-            self._parts.host.promise_in()
+            self._parts.memory.host.promise_in()
         for constraint in self._parts.constraints:
             constraint.admitted(req)
         self._shared.computing(req, self._adder.chunks[-1].start)
@@ -136,17 +133,17 @@ class AdmissionPass:
         if verdict is not None:
             return verdict
         sibling = self._parts.siblings.source(req)
-        prefix = self._parts.kv.prefix(req, sibling)
+        prefix = self._parts.memory.kv.prefix(req, sibling)
         verdict = self._rule_against(req, prefix, sibling)
         if verdict is not None:
             return verdict
         if not adder.has_row:
             if not self._preempt(req, prefix, sibling):
                 return Verdict(req.rid, AddReqResult.OTHER, Reason.NO_ROW, prefix.ready_len)
-            prefix = self._parts.kv.prefix(req, sibling)  # whoever left has changed the cache
+            prefix = self._parts.memory.kv.prefix(req, sibling)  # whoever left has changed the cache
         verdict = adder.add(req, prefix)
         if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, prefix, sibling):
-            prefix = self._parts.kv.prefix(req, sibling)
+            prefix = self._parts.memory.kv.prefix(req, sibling)
             verdict = adder.add(req, prefix)
         if verdict.result is AddReqResult.CONTINUE and sibling is not None:
             self.sources[req] = sibling
@@ -156,7 +153,7 @@ class AdmissionPass:
         """Why a request had better wait although there may be room for it."""
         reason = None
         if req.status is ReqStatus.SWAPPED:
-            if self._parts.host.has_outs:  # never in and out in the same step
+            if self._parts.memory.host.has_outs:  # never in and out in the same step
                 reason = Reason.RETRACTING
         elif req.group and sibling is None and self._sibling_prefills(req):
             reason = Reason.SIBLING_PREFILLS
@@ -168,14 +165,14 @@ class AdmissionPass:
 
     def _sibling_prefills(self, req: Req) -> bool:
         """Whether waiting for a sibling's prompt saves computing it: one step, against a prompt."""
-        if not self._parts.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
+        if not self._parts.memory.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
             return False
         starts = any(chunk.is_first and chunk.req.group == req.group for chunk in self._adder.chunks)
         return starts or self._parts.siblings.is_coming(req)
 
     def _still_computing(self) -> list[Req]:
         """Requests with a row whose prompt no settled step has finished."""
-        states, running = self._parts.states, self._parts.requests.running
+        states, running = self._parts.memory.states, self._parts.requests.running
         unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
         return self._parts.requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
 
@@ -193,13 +190,13 @@ class AdmissionPass:
         )
         if not victims:
             return False
-        pages_before = parts.kv.available_pages
+        pages_before = parts.memory.kv.available_pages
         promised_tokens = sum(map(parts.promises.to_output_of, victims))
         if req.status is ReqStatus.SWAPPED:
-            parts.host.promise_in()  # so that nobody is swapped out for it
+            parts.memory.host.promise_in()  # so that nobody is swapped out for it
         for victim in victims:
-            parts.preemption.take_place(victim, "priority", self._record)
-        freed_tokens = (parts.kv.available_pages - pages_before) * parts.kv.page_size
+            self._state.add_retraction(parts.preemption.take_place(victim, "priority"))
+        freed_tokens = (parts.memory.kv.available_pages - pages_before) * parts.memory.kv.page_size
         adder.make_room(freed_tokens, promised_tokens, len(victims))
         self._lowest_running = None
         return True

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from ..memory.kv_memory import KVMemory
-from ..memory.swap_pool import HostMemory
-from ..records.decision_log import PassRecord, Retraction
+from ..memory.row_memory import RowMemory
+from ..records.decision_log import Retraction
 from ..records.stats import SchedulerStats
 from ..requests.req import Req
 from ..requests.requests import Requests
-from ..requests.row_states import RowStates
 from .preemption_mode import PreemptionMode
 
 Cause = Literal["memory", "priority", "device memory", "chaos"]
@@ -33,23 +31,19 @@ class Preemption:
         requests: Requests,
         mode: PreemptionMode,
         *,
-        states: RowStates,
-        kv: KVMemory,
-        host: HostMemory,
+        memory: RowMemory,
         stats: SchedulerStats,
         priority_threshold: int,
     ) -> None:
         """`priority_threshold`: levels by which a waiting request must exceed one whose place it takes."""
         self._requests = requests
         self._mode = mode
-        self._states = states
-        self._kv = kv
-        self._host = host
+        self._states, self._kv, self._host = memory.states, memory.kv, memory.host
         self._stats = stats
         self._threshold = priority_threshold
         self._without_place: list[Req] = []
 
-    def take_place(self, victim: Req, cause: Cause, record: PassRecord) -> None:
+    def take_place(self, victim: Req, cause: Cause) -> Retraction:
         """Take a running request's row and pages; its KV goes to the host, or stays cached while there is room."""
         row = victim.row
         num_pages = self._kv.num_swappable_pages(victim)
@@ -63,8 +57,7 @@ class Preemption:
         self._stats.retracted_reqs += 1
         self._stats.preempted_reqs += cause == "priority"
         mode = "swap" if swapped else "recompute"
-        record.retractions.append(Retraction(victim.rid, mode, cause, num_pages, victim.output_len))
-        record.gave_memory_back = True
+        return Retraction(victim.rid, mode, cause, num_pages, victim.output_len)
 
     def put_back(self, now_s: float) -> None:
         """Queue those whose places were taken."""

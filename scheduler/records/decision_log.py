@@ -162,18 +162,6 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         """The ids of those who lost their place."""
         return [each.rid for each in self.retractions]
 
-    def end(self, reason: Reason, behind: str = "") -> None:
-        """Give all waiting requests that have no verdict yet this one."""
-        self.num_rest = self.num_waiting - self.num_grammar - len(self.verdicts)
-        if self.num_rest:
-            self.rest_reason = reason
-            self.rest_behind = behind
-
-    @property
-    def is_empty(self) -> bool:
-        """Nobody was there to decide about, and nothing came of it."""
-        return not (self.num_waiting or self.num_decodes or self.continued or self.gave_memory_back)
-
     def lines(self) -> Iterator[str]:
         """For people: the pass, then each verdict."""
         retracted = ",".join(f"{each.rid}({each.cause}, {each.mode})" for each in self.retractions)
@@ -247,12 +235,3 @@ class DecisionLog:
         """The records, as far as kept, that came after the first `num_records`, oldest first."""
         count = min(self.num_records - num_records, len(self._records))
         return [self._records[idx] for idx in range(-count, 0)]
-
-    def about(self, rid: str) -> list[tuple[PassRecord, Verdict]]:
-        """Every verdict of its own that is still kept about a request, oldest first."""
-        return [
-            (record, verdict)
-            for record in self.passes
-            for verdict in (*record.verdicts, *record.continued)
-            if verdict.rid == rid
-        ]

@@ -25,8 +25,10 @@ from engine.runtime.messages import (
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.records.decision_log import PassRecord
-from engine.scheduler.records.verdict import AddReqResult
+from engine.scheduler.memory.page_allocator import PageAllocator
+from engine.scheduler.prefix_cache.base import PrefixCache
+from engine.scheduler.records.decision_log import DecisionLog, PassRecord
+from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.scheduler import Scheduler
 
 from .fake_runner import FakeRunner, Launched, expected_output, ints
@@ -85,6 +87,7 @@ class Harness:
         reads_in_order: bool = False,
         eos: Sequence[int] = (0,),
         cache: dict[str, Any] | None = None,
+        decisions: DecisionLog | None = None,
         **config: Any,
     ) -> None:
         config.setdefault("chunked_prefill_size", 64)
@@ -105,6 +108,7 @@ class Harness:
             CacheConfig(radix_cache=radix_cache, **(cache or {})),
             self.capacity,
             self.eos,
+            decisions,
         )
         self.runner = FakeRunner(
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
@@ -227,6 +231,22 @@ class Harness:
     @property
     def last_pass(self) -> PassRecord:
         return self.scheduler.decisions.last
+
+    def verdicts_about(self, rid: str) -> list[Verdict]:
+        """Every verdict of its own that the log still has about a request, oldest first."""
+        passes = self.scheduler.decisions.passes
+        verdicts = [verdict for record in passes for verdict in (*record.verdicts, *record.continued)]
+        return [verdict for verdict in verdicts if verdict.rid == rid]
+
+    # ------------------------------------------------------------ for tests that break the accounting
+
+    @property
+    def allocator(self) -> PageAllocator:
+        return self.scheduler._parts.ledger._allocator
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        return self.scheduler._parts.ledger._cache
 
     # ------------------------------------------------------------ output
 

@@ -136,8 +136,8 @@ def test_pages_that_move_in_several_settled_steps_are_told_in_one_update(make_sc
         harness.submit(rid, prompt=prompt, max_new_tokens=5)
     (batch, kv, states) = (
         harness.scheduler.next_batch(0.0),
-        harness.scheduler._parts.kv,
-        harness.scheduler._parts.states,
+        harness.scheduler._parts.memory.kv,
+        harness.scheduler._parts.memory.states,
     )
     for num_settled in (8, 16, 32):  # as if it came in three chunks, settled before the next step is planned
         states.num_settled[batch.rows] = num_settled
@@ -325,10 +325,10 @@ def test_who_has_got_its_prompt_logprobs_uses_the_cache_after_a_retraction(make_
     req = harness.scheduler._parts.requests.by_id[rid]
     while not req.num_retractions:
         harness.step()
-    while req.is_waiting:
+    while req.row < 0:
         harness.step()
 
-    again = harness.scheduler.decisions.about(rid)[-1][1]
+    again = harness.verdicts_about(rid)[-1]
     assert again.result is AddReqResult.CONTINUE and again.prefix_len > 0
     assert req.prompt_logprobs == []  # nobody would ever send them
     harness.run_until_idle()
