@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from ..runtime.errors import RequestError
-from ..tokenizer_manager.admission.scheduling_options import Scheduling, checked_priority, checked_timeout
+from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_timeout
 
 
 class CallOptions(TypedDict, total=False):

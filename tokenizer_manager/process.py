@@ -29,11 +29,11 @@ from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.open_files import make_room_for
 from ..runtime.transport.ipc import AsyncInbox, Outbox
-from .admission.overload_control import DoorLimits
+from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate, load_chat_template
 from .http.app import App
-from .http.guards.auth import Gate, read_keys
+from .http.guards.auth import Authorizer, read_keys
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
@@ -59,10 +59,10 @@ def main(child: Child) -> None:
             inbox = runner.run(_bind_inbox(child.settings.endpoints.tokenizer_manager))
             capacity = child.wait_for_peers()
             gc.freeze()  # collections look at what requests make, not at the 40,000 objects of start-up (10 ms)
-            gate = Gate(
+            authorizer = Authorizer(
                 keys, isolate=config.server.isolate_tenants, loopback=is_loopback(listener.getsockname()[0])
             )
-            runner.run(_serve(child, listener, inbox, gate, tokenizer, chat_template, capacity))
+            runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity))
 
 
 async def _bind_inbox(endpoint: str) -> AsyncInbox[ManagerInput]:
@@ -74,7 +74,7 @@ async def _serve(
     child: Child,
     listener: socket.socket,
     inbox: AsyncInbox[ManagerInput],
-    gate: Gate,
+    authorizer: Authorizer,
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
     capacity: Capacity,
@@ -87,7 +87,7 @@ async def _serve(
     manager = TokenizerManager(
         encoder=encoder,
         capacity=capacity,
-        limits=door_limits(settings.config),
+        limits=overload_limits(settings.config),
         watchdog_timeout_s=settings.config.server.watchdog_timeout,
         send=outbox.send,
         metrics=metrics,
@@ -99,7 +99,7 @@ async def _serve(
     services = Services(
         manager=manager,
         all_processes=AllProcesses(child.tell_all, settings.config, settings.profile),
-        gate=gate,
+        authorizer=authorizer,
         encoder=encoder,
         chat_template=chat_template,
         metrics=metrics,
@@ -135,9 +135,9 @@ async def _serve(
         outbox.close()
 
 
-def door_limits(config: EngineConfig) -> DoorLimits:
+def overload_limits(config: EngineConfig) -> OverloadLimits:
     """How much may wait before the scheduler, and how."""
-    return DoorLimits(
+    return OverloadLimits(
         max_queued_requests=config.scheduler.max_queued_requests,
         max_queued_tokens=config.scheduler.max_queued_tokens,
         overload=config.scheduler.overload,

@@ -34,10 +34,10 @@ class App:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._gate = services.gate
+        self._authorizer = services.authorizer
         self._origins = Origins(services.config.server.cors_origin)
         self._hosts = Hosts(services.config.server.allowed_host)
-        self._docs = ApiDocs(ROUTES, services.version, needs_key=services.gate.needs_key)
+        self._docs = ApiDocs(ROUTES, services.version, needs_key=services.authorizer.needs_key)
         self._exact: dict[str, dict[str, Route]] = {}
         self._around: dict[tuple[str, str], dict[str, Route]] = {}  # (before the name, behind it)
         for route in ROUTES:
@@ -65,18 +65,18 @@ class App:
 
     async def _handle(self, exchange: Exchange) -> None:
         if b"origin" in exchange.headers:
-            exchange.more_headers += self._origins.headers_for(exchange)
-            if (answer := self._origins.preflight(exchange)) is not None:
+            exchange.more_headers += self._origins.headers_for(exchange.headers)
+            if (answer := self._origins.preflight(exchange.method, exchange.headers)) is not None:
                 await exchange.send_nothing(answer)
                 return
-            if not self._gate.needs_key:
-                self._origins.check(exchange)
-        if self._gate.trusts_this_machine:
-            self._hosts.check(exchange)
-        exchange.caller = self._gate.admit(exchange)
+            if not self._authorizer.needs_key:
+                self._origins.check(exchange.headers)
+        if self._authorizer.trusts_this_machine:
+            self._hosts.check(exchange.headers)
+        exchange.caller = self._authorizer.authenticate(exchange.path, exchange.bearer_token)
         route = self._find(exchange)
         if route.admin:
-            self._gate.check_admin(exchange.caller, exchange.path)
+            self._authorizer.check_admin(exchange.caller, exchange.path)
         await route.handler(exchange, self._services)
 
     def _find(self, exchange: Exchange) -> Route:

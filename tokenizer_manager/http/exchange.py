@@ -16,8 +16,8 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...runtime.errors import RequestError
-from .guards.body_budget import Share
-from .guards.caller import Caller
+from .guards.auth import Caller
+from .guards.body_budget import BodyReservation
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -74,12 +74,12 @@ class Exchange:
         scheme, _, token = self.headers.get(b"authorization", b"").partition(b" ")
         return token.strip() if scheme.lower() == b"bearer" else b""
 
-    async def body(self, max_bytes: int, share: Share) -> bytes:
+    async def body(self, max_bytes: int, reservation: BodyReservation) -> bytes:
         """The whole body; one that is too large is refused before it is read, or as soon as it shows.
 
         Args:
             max_bytes: it may have.
-            share: told how many it has, as they come in.
+            reservation: grows with the bytes that arrive.
 
         Raises:
             RequestError: 413, or 429 when there is no room.
@@ -98,7 +98,7 @@ class Exchange:
             size += len(part)
             if size > max_bytes:
                 raise _too_large(max_bytes)
-            share.grow_to(size)
+            reservation.grow_to(size)
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -15,8 +15,8 @@ from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
 from .exchange import Exchange
-from .guards.auth import Gate
-from .guards.body_budget import BodyRoom
+from .guards.auth import Authorizer
+from .guards.body_budget import BodyBudget
 from .schema.errors import POSITION_HEADER
 from .schema.json_body import Body, parse_object, show
 
@@ -28,7 +28,7 @@ class Services:
     Attributes:
         manager: runs generations.
         all_processes: of the engine, as one.
-        gate: knows the keys.
+        authorizer: checks API keys.
         encoder: tokenises.
         chat_template: None for a model that has none.
         metrics: what `/metrics` shows.
@@ -37,12 +37,12 @@ class Services:
         served_model: the name clients use for it.
         created_s: Unix time when serving began.
         version: of the engine.
-        body_room: for what comes in.
+        body_budget: bounds the bodies that are being received.
     """
 
     manager: TokenizerManager
     all_processes: AllProcesses
-    gate: Gate
+    authorizer: Authorizer
     encoder: PromptEncoder
     chat_template: ChatTemplate | None
     metrics: Metrics
@@ -51,7 +51,7 @@ class Services:
     served_model: str
     created_s: int
     version: str
-    body_room: BodyRoom = field(default_factory=BodyRoom)
+    body_budget: BodyBudget = field(default_factory=BodyBudget)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -72,8 +72,8 @@ class Services:
         Raises:
             RequestError: it is too large, not one, or there is no room for it.
         """
-        with self.body_room.hold() as share:
-            body = await exchange.body(int(self.config.server.max_body_mb * 2**20), share)
+        with self.body_budget.reserve() as reservation:
+            body = await exchange.body(int(self.config.server.max_body_mb * 2**20), reservation)
             return {} if optional and not body else parse_object(body, self.config.limits)
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:

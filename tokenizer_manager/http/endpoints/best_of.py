@@ -14,7 +14,7 @@ from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ...generation import Choice, Generation
 from ..delivery import Collected
-from ..guards.limits import check_count
+from ..schema.limits import check_count
 
 
 class Wanted(NamedTuple):

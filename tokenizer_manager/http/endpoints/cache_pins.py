@@ -8,8 +8,8 @@ from typing import Final
 from msgspec import UNSET
 
 from ....runtime.errors import RequestError
-from ...admission.scheduling_options import checked_salt
 from ...generation import Prompt
+from ...scheduling_options import checked_salt
 from ..exchange import Exchange
 from ..schema.answers import PinnedBody
 from ..schema.chat_messages import template_messages

@@ -18,18 +18,13 @@ from ....runtime.sampling_params import SamplingParams
 from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
-from ..guards.caller import Caller
+from ..guards.auth import Caller, scheduling_of
+from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
+from ..schema.generation_fields import at_least_one
 from ..schema.json_body import convert
 from ..schema.logprobs import TokenLogprob
-from ..schema.protocol import (
-    NativeRequest,
-    NativeSampling,
-    at_least_one,
-    prompts_of,
-    scheduling_of,
-)
-from ..schema.renaming import renamed_fields
+from ..schema.protocol import NativeRequest, NativeSampling, prompts_of
 from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
 

@@ -11,13 +11,15 @@ from msgspec import UNSET, UnsetType
 from ...generation import Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, finish_reason, stream
 from ..exchange import Exchange
+from ..guards.auth import scheduling_of
 from ..schema.accounting import Timings, UsageBody, timings_of, usage_of
 from ..schema.chat_messages import template_messages
+from ..schema.errors import renamed_fields
 from ..schema.field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
+from ..schema.generation_fields import StreamOptions
 from ..schema.json_body import convert
 from ..schema.logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
-from ..schema.protocol import ChatRequest, StreamOptions, checked_template_variables, scheduling_of
-from ..schema.renaming import renamed_fields
+from ..schema.protocol import ChatRequest, checked_template_variables
 from ..services import Services
 
 _POLICY: Final = FieldPolicy(

@@ -12,12 +12,14 @@ from ....runtime.messages import TextOutput
 from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
 from ..delivery import Collected, collect, event, finish_reason, stream
 from ..exchange import Exchange
+from ..guards.auth import scheduling_of
 from ..schema.accounting import Timings, UsageBody, timings_of, usage_of
+from ..schema.errors import renamed_fields
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
+from ..schema.generation_fields import StreamOptions, at_least_one
 from ..schema.json_body import convert
 from ..schema.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, TokenLogprob, int32s, unpack
-from ..schema.protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of, scheduling_of
-from ..schema.renaming import renamed_fields
+from ..schema.protocol import CompletionRequest, prompts_of
 from ..services import Services
 from .best_of import best_answers, wanted_answers
 

@@ -14,9 +14,9 @@ from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, first_rid
 from ....runtime.sampling_params import SamplingParams
-from ...admission.scheduling_options import MAX_PRIORITY, Scheduling
 from ...generation import GenerationRequest
 from ...metrics import CONTENT_TYPE
+from ...scheduling_options import MAX_PRIORITY, Scheduling
 from ..delivery import collect
 from ..exchange import Exchange
 from ..schema.answers import (
@@ -71,7 +71,7 @@ async def health_generate(exchange: Exchange, services: Services) -> None:
 
 async def metrics(exchange: Exchange, services: Services) -> None:
     """Prometheus' text format."""
-    page = services.metrics.render(services.manager.report)
+    page = services.metrics.render(services.manager.engine.report)
     await exchange.send_bytes(page.encode(), CONTENT_TYPE.encode())
 
 
@@ -82,7 +82,7 @@ async def server_info(exchange: Exchange, services: Services) -> None:
         group = config[config_fields()[name].group]
         group[name] = "(set)" if group[name] else None
     config["log"]["log_level"] = services.all_processes.log_level
-    report = services.manager.report
+    report = services.manager.engine.report
     await exchange.send_json(
         ServerInfoBody(
             version=services.version,
@@ -116,7 +116,7 @@ async def why(exchange: Exchange, services: Services) -> None:
     if len(request_id) > _MAX_ID_CHARS:
         raise _unknown_request(f"{request_id[:_MAX_ID_CHARS]}…")
     if exchange.caller.isolated:  # it tells where else a prefix is cached
-        services.gate.check_admin(exchange.caller, exchange.path)
+        services.authorizer.check_admin(exchange.caller, exchange.path)
     async with exchange.abort_on_disconnect():
         answer = await services.manager.control.explain(request_id)
         if not answer.found:
@@ -148,7 +148,7 @@ async def abort_request(exchange: Exchange, services: Services) -> None:
         )
     caller = exchange.caller
     if request.abort_all:
-        services.gate.check_admin(caller, "abort_all")
+        services.authorizer.check_admin(caller, "abort_all")
     num_aborted = services.manager.abort(
         None if request.abort_all else request.rid,
         "aborted by request",
@@ -200,7 +200,7 @@ def _unknown_request(request_id: str) -> RequestError:
 
 
 def _check_healthy(services: Services) -> None:
-    reason = services.manager.unhealthy_reason()
+    reason = services.manager.engine.unhealthy_reason()
     if reason is not None:
         raise _unhealthy(reason)
 

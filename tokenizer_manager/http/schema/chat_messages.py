@@ -8,9 +8,9 @@ import msgspec
 
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
-from ..guards.limits import check_limit
 from .field_policy import FieldPolicy, first_warnings
 from .json_body import Body, convert, show
+from .limits import check_limit
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _ROLES_OF_TOOLS: Final = ("tool", "function")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from ....runtime.sampling_params import MAX_COUNT
-from ...admission.scheduling_options import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TIMEOUT_S, PRIORITY_CLASSES
+from ...scheduling_options import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TIMEOUT_S, PRIORITY_CLASSES
 
 MAX_TTL_S: Final = 86_400.0
 MAX_PROFILE_S: Final = 3600.0

@@ -18,7 +18,7 @@ import msgspec
 
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
-from ..guards.limits import DEFAULT_LIMITS
+from .limits import DEFAULT_LIMITS
 
 Body = dict[str, Any]
 

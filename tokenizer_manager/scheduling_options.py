@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from ...runtime.errors import RequestError
+from ..runtime.errors import RequestError
 
 PRIORITY_CLASSES: Final[Mapping[str, int]] = {"high": 20, "normal": 0, "low": -20}
 """Further apart than the 10 levels by which a request must exceed one whose place it takes."""
