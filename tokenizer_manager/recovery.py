@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _POISON: Final = (
     "a process of the server was lost twice while it worked on this request, which is not tried again; change the "
-    "request before you send it again, and tell who runs the server: its log has the cause"
+    "request before you send it again, and report it to the operator: the server's log has the cause"
 )
 
 

@@ -191,7 +191,7 @@ class OverloadControl:
             freed = _Freed(freed.requests + len(victim.choices), freed.tokens + num_tokens)
         for victim in victims:
             message = (
-                f"a more urgent request took the place of this one, whose priority is {victim.scheduling.priority}; "
+                f"a more urgent request took the queue place of this one (priority {victim.scheduling.priority}); "
                 f"retry later, or send a higher priority"
             )
             self._limiter.withdrawn(len(victim.choices), self._clock())

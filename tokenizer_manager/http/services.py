@@ -1,4 +1,4 @@
-"""`Services`: what the handlers work with; made once by `process.py`."""
+"""`Services`: the parts that the handlers use; made once by `process.py`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Services:
 
     Attributes:
         manager: runs generations.
-        all_processes: of the engine, as one.
+        all_processes: sends orders to every process.
         authorizer: checks API keys.
-        encoder: tokenises.
-        chat_template: None for a model that has none.
-        metrics: what `/metrics` shows.
+        encoder: tokenizes.
+        chat_template: None for a model without one.
+        metrics: of `/metrics`.
         config: resolved settings.
         spec: facts about the model.
-        served_model: the name clients use for it.
+        served_model: its name in requests.
         created_s: Unix time when serving began.
         version: of the engine.
         body_budget: bounds the bodies that are being received.
@@ -60,7 +60,7 @@ class Services:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: changes when the same seed may give another text."""
+        """OpenAI's `system_fingerprint`: changes when the same seed may give a different text."""
         return f"engine-{self.version}-{self.config.model.dtype}"
 
     async def read_object(self, exchange: Exchange, *, optional: bool = False) -> Body:
@@ -70,20 +70,20 @@ class Services:
             optional: an empty body is an empty object.
 
         Raises:
-            RequestError: it is too large, not one, or there is no room for it.
+            RequestError: the body is too large, is no JSON object, or exceeds the budget of bodies.
         """
         with self.body_budget.reserve() as reservation:
             body = await exchange.body(int(self.config.server.max_body_mb * 2**20), reservation)
             return {} if optional and not body else parse_object(body, self.config.limits)
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
-        """Have something generated; the answer says how many requests were before it. As `TokenizerManager.start`."""
+        """As `TokenizerManager.start`; the response has the queue position in a header."""
         generation = await self.manager.start(request)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation
 
     def check_model(self, model: str | None) -> None:
-        """Accept the served model's name, or none.
+        """Check that a request names the served model, or none.
 
         Raises:
             RequestError: 404 for any other.
@@ -108,7 +108,7 @@ class Services:
 
 
 def unknown_model(model: str, served: str) -> RequestError:
-    """The refusal of a model that is not served."""
+    """The error for a model that is not served."""
     return RequestError(
         f"the model {show(model)} is not served here; use {show(served)}",
         param="model",

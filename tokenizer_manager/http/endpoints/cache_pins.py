@@ -1,4 +1,4 @@
-"""`POST /v1/cache/pins`: keep what is cached of a prompt or chat for a time, or let it go."""
+"""`POST /v1/cache/pins`: keep the cached prefix of a prompt or chat for a time, or unpin it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLICY: Final = FieldPolicy(PinRequest, {})
 
 
 async def pin_prefix(exchange: Exchange, services: Services) -> None:
-    """Pin the cached part of a prefix; says how many tokens are pinned, of how many, and why not all."""
+    """Pin the cached part of a prefix; the response has the number of pinned tokens, and why it is not all."""
     body = await services.read_object(exchange)
     strict = services.config.server.strict
     warnings = _POLICY.check(body, strict=strict)

@@ -1,7 +1,7 @@
 """`POST /generate`: the engine's own API, from texts or token ids.
 
-It speaks SGLang's dialect: `sampling_params` in an object of its own, `meta_info` beside the text, and chunks that hold
-all text so far. With `incremental` they hold what is new, which does not grow with the square of the length.
+The format is SGLang's: `sampling_params` is a nested object, `meta_info` is beside the text, and each chunk has all
+text so far, which is quadratic in the length. With `incremental` a chunk has only the new text.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _OUR_NAMES: Final = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
 }
-"""What others call a field -> where it stands in `NativeRequest`."""
+"""Usual name of a field -> its path in `NativeRequest`."""
 
 LogprobRow = tuple[float | None, int, str]
 """Log-probability, token id, token."""
 
 
 class MetaInfo(msgspec.Struct):
-    """About one answer."""
+    """Data about one answer."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -117,7 +117,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
             answers = []
             for choice, answer in best_answers(generation, await collect(generation), wanted):
                 if not request.return_logprob:
-                    answer.logprobs = []  # were for ranking
+                    answer.logprobs = []  # they were computed for ranking
                 answers.append(_body(services, generation, choice, answer))
             answers[0].warnings = warnings or UNSET
             await exchange.send_json(answers if is_batch or len(answers) > 1 else answers[0])
@@ -126,10 +126,10 @@ async def generate(exchange: Exchange, services: Services) -> None:
 def _generation_request(
     request: NativeRequest, caller: Caller, limits: RequestLimits
 ) -> tuple[GenerationRequest, Wanted, bool]:
-    """What shall be generated, what of it is returned, and whether the client sent a list of prompts.
+    """The generation request, the numbers of answers, and whether the client sent a list of prompts.
 
     Raises:
-        RequestError: the request contradicts itself, or a field is of a wrong type.
+        RequestError: fields contradict each other, or a field has a wrong type.
     """
     sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
     if (request.text is None) == (request.input_ids is None):
@@ -200,7 +200,7 @@ class _NativeStream:
         return event(body)
 
     def closing(self) -> bytes:
-        """Nothing: the last row says all."""
+        """Nothing: the event of the last row has everything."""
         return b""
 
 

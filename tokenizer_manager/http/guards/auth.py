@@ -180,7 +180,7 @@ class Authorizer:
 
         Args:
             caller: from `authenticate`.
-            what: begins the message: `/flush_cache concerns ...`.
+            what: begins the message: `/flush_cache affects ...`.
 
         Raises:
             RequestError: 403.
@@ -193,7 +193,7 @@ class Authorizer:
             else "send the admin key as `Authorization: Bearer <key>`"
         )
         raise RequestError(
-            f"{what} concerns everybody's requests, and this needs the admin key; {hint}",
+            f"{what} affects all requests, and this needs the admin key; {hint}",
             code="admin_key_required",
             status=403,
         )

@@ -35,7 +35,7 @@ class Hosts:
         if name in self._allowed or _cannot_be_rebound(name):
             return
         raise RequestError(
-            f"this server does not know the name {show(name)}, by which a web page may pretend to be it; use its "
+            f"the host name {show(name)} is not one of this server, and may belong to a web page; use its "
             f"address, or allow the name with --allowed-host",
             code="host_not_allowed",
             status=403,

@@ -98,10 +98,10 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        for ours, theirs in names.items():
-            word = rf"(?<![\w.\-]){re.escape(ours)}(?![\w\-])"
-            pattern = word if "_" in ours else f"^{word}"
-            error.message = re.sub(pattern, theirs.replace("\\", r"\\"), error.message)
+        for usual, client_name in names.items():
+            word = rf"(?<![\w.\-]){re.escape(usual)}(?![\w\-])"
+            pattern = word if "_" in usual else f"^{word}"
+            error.message = re.sub(pattern, client_name.replace("\\", r"\\"), error.message)
         error.args = (error.message,)
         if error.param is not None:
             error.param = names.get(error.param, error.param)

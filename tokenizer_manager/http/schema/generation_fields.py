@@ -35,11 +35,11 @@ V = TypeVar("V")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream shall hold besides the text."""
+    """The contents of a stream besides the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against eavesdroppers: no effect on the answer
+    include_obfuscation: bool | None = None  # padding of the traffic: no effect on the answer
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -83,7 +83,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         """The sampling parameters; ranges are not checked yet.
 
         Raises:
-            RequestError: a bad key in `logit_bias`, or too much of something.
+            RequestError: a bad key in `logit_bias`, or a limit is exceeded.
         """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         check_limit("stop", len(stop), "strings", limits.max_stop_strings, "max_stop_strings")
@@ -100,11 +100,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             max_new_tokens=max_new_tokens,
             min_new_tokens=_or(min_new_tokens, 0),
             temperature=_or(self.temperature, 1.0),
-            # OpenAI's range begins at 0, where nothing but the likeliest token is left; ours begins above.
+            # OpenAI's range includes 0, which keeps the most likely token only; `SamplingParams` excludes it.
             top_p=_or(self.top_p, 1.0) if self.top_p != 0 else 1.0,
             top_k=_or(self.top_k, -1) if self.top_p != 0 else 1,
             min_p=_or(self.min_p, 0.0),
-            seed=None if self.seed is None else self.seed & MAX_SEED,  # OpenAI takes negative ones
+            seed=None if self.seed is None else self.seed & MAX_SEED,  # OpenAI accepts negative ones
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
@@ -120,10 +120,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """What chat completions and completions have in common: OpenAI's fields, and those of other open engines.
+    """The common fields of chat completions and completions: OpenAI's, and those of other open engines.
 
     `queue_timeout` and `timeout` count from arrival, to the start and to the end of the generation. `user` names the
-    tenant to whom the request is accounted; without it, requests with one API key are one tenant.
+    tenant that the request is accounted to; without it, the requests of one API key are one tenant.
     """
 
     model: str | None = None
@@ -139,7 +139,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     timeout: Seconds | None = None
 
     def events(self) -> StreamOptions | None:
-        """How to stream, or None to answer in one piece.
+        """The options of the stream, or None for a response in one piece.
 
         Raises:
             RequestError: `stream_options` without `stream`.
@@ -156,7 +156,7 @@ class GenerationFields(SamplingFields, kw_only=True):
 
 
 def at_least_one(value: int | None, param: str) -> int | None:
-    """`value`, checked under the name the client used.
+    """`value`, checked under the client's name of the field.
 
     Raises:
         RequestError: it is below 1.

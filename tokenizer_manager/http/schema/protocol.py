@@ -44,7 +44,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def max_new_tokens(self) -> tuple[int | None, str]:
-        """The length asked for, and the field that asks.
+        """The requested length, and the field that has it.
 
         Raises:
             RequestError: two fields disagree, or it is below 1.
@@ -65,7 +65,7 @@ class ChatRequest(GenerationFields, kw_only=True):
         return at_least_one(self.max_tokens, "max_tokens"), "max_tokens"
 
     def num_top_logprobs(self, limits: RequestLimits) -> int | None:
-        """k, or None if no log-probabilities are wanted.
+        """k, or None if no log-probabilities are requested.
 
         Raises:
             RequestError: `top_logprobs` without `logprobs`, or out of range.
@@ -111,7 +111,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     input_ids: PromptsOrNone = None
     sampling_params: SamplingObject | None = None
     stream: bool | None = None
-    incremental: bool | None = None  # chunks hold what is new, not all so far
+    incremental: bool | None = None  # chunks have the new text instead of all text so far
     return_logprob: bool | None = None
     top_logprobs_num: CountOrNone | None = None
     logprob_start_len: StartLen | None = None
@@ -120,11 +120,11 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
-    rid: Any = None  # taken and not used, which is said
+    rid: Any = None  # accepted with a warning, and not used
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /tokenize`: a prompt, or chat messages, which are rendered first."""
+    """Body of `POST /tokenize`: a prompt, or chat messages, which are rendered."""
 
     one_of: ClassVar = ("prompt", "messages")
 
@@ -145,7 +145,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class PinRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /v1/cache/pins`: a prompt or chat messages, and for how many seconds; 0 unpins."""
+    """Body of `POST /v1/cache/pins`: a prompt or chat messages, and a time in seconds; 0 unpins."""
 
     one_of: ClassVar = ("prompt", "messages")
 
@@ -160,7 +160,7 @@ class PinRequest(msgspec.Struct, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
-    """Body of `POST /abort_request`: the `id` of an answer, as the server gave it, or all."""
+    """Body of `POST /abort_request`: the `id` from a response, or all requests."""
 
     rid: str | None = None
     abort_all: bool | None = None
@@ -173,7 +173,7 @@ def prompts_of(value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS
     """The prompts in a field that is a string, a list of strings, token ids, or a list of token ids.
 
     Raises:
-        RequestError: anything else, or nothing in it.
+        RequestError: another type, or empty.
     """
     match value:
         case None:
@@ -210,10 +210,10 @@ def prompts_of(value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS
 
 
 def checked_template_variables(variables: dict[str, Any] | None) -> dict[str, Any]:
-    """`chat_template_kwargs`, which must not replace what the server sets.
+    """`chat_template_kwargs`, which must not replace the variables that the server sets.
 
     Raises:
-        RequestError: it would.
+        RequestError: it does.
     """
     taken = sorted(RESERVED_NAMES & (variables or {}).keys())
     if taken:
