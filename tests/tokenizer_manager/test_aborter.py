@@ -4,7 +4,10 @@ import pytest
 
 from engine.runtime.errors import RequestError
 from engine.runtime.messages import BatchTextOutput, SchedulerReport
+from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager import aborter
+from engine.tokenizer_manager.generation import GenerationRequest
+from engine.tokenizer_manager.scheduling_options import Scheduling
 from tests.tokenizer_manager.fake_engine import row
 from tests.tokenizer_manager.test_manager import Setup, run
 
@@ -27,5 +30,24 @@ def test_a_stream_that_is_not_read_ends_with_what_it_has_and_the_reason(monkeypa
             await anext(slow)
         assert caught.value.code == "client_too_slow"
         assert not reading.finished
+
+    run(test)
+
+
+def test_a_time_limit_ends_a_request_once_for_all_of_its_choices():
+    async def test(setup: Setup) -> None:
+        request = GenerationRequest(
+            prompts=["hi"], sampling=SamplingParams(), n=3, scheduling=Scheduling(timeout_s=10.0)
+        )
+        generation = await setup.manager.start(request)
+        requests = [setup.engine.next_request() for _ in range(3)]
+        setup.clock.now_s += 16.0  # the limit, and the time in which the scheduler answers itself
+        setup.manager.check_time()
+
+        aborts = [setup.engine.next_abort() for _ in range(3)]
+        assert [abort.rid for abort in aborts] == [request.rid for request in requests]
+        assert setup.engine.aborts.empty()
+        with pytest.raises(RequestError, match="the request took 16"):
+            await anext(generation)
 
     run(test)
