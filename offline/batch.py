@@ -12,7 +12,7 @@ from ..runtime.errors import EngineDeadError
 from ..runtime.messages import GenerateRequest
 from ..runtime.model_files.tokenizer import Tokenizer
 from ..runtime.sampling_params import SamplingParams
-from ..tokenizer_manager.admission.scheduling_options import Scheduling
+from ..tokenizer_manager.scheduling_options import Scheduling
 from .engine import EngineThread, RowQueue
 from .outputs import GenerationChunk, GenerationOutput, OutputBuilder, encode_token_ids
 

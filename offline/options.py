@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from ..runtime.errors import RequestError
 from ..runtime.request_checks import check_text, plain
-from ..tokenizer_manager.admission.scheduling_options import Scheduling, checked_priority, checked_timeout
+from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_timeout
 
 
 class CallOptions(TypedDict, total=False):

@@ -1,1 +1,1 @@
-"""The front door: HTTP, chat templates, tokenising, admission, one open stream per client. One process."""
+"""The tokenizer manager process: HTTP, chat templates, tokenization, admission, one open stream per client."""

@@ -1,6 +1,6 @@
-"""`AllProcesses`: what an operator has all processes of the engine do: log more or less, and profile themselves.
+"""`AllProcesses`: orders of the operator to all processes of the engine: the log level, and profiles.
 
-The orders go through the supervisor (`Child.tell_all`), so that processes that are started later follow them, too.
+Orders go through the supervisor (`Child.tell_all`), so that processes that start later follow them too.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ DEFAULT_RATE_HZ: Final = 100.0
 DEFAULT_DURATION_S: Final = 60.0
 KEPT_PROFILES: Final = 20
 _PREFIX: Final = "profile-"
-_WRITTEN_S: Final = 10.0  # for all processes to end a profile, also in the middle of a step
+_WRITTEN_S: Final = 10.0  # for all processes to write a profile, also in the middle of a step
 _LOOK_S: Final = 0.02
 
 
 class Profile(NamedTuple):
-    """A profile that was begun, or a finished one.
+    """A running or finished profile.
 
     Attributes:
-        folder: where the files are, or will be.
-        files: names within it, as far as they are there.
-        missing: processes that have not written theirs.
+        folder: of its files.
+        files: names of the files that exist.
+        missing: processes that have not written a file.
     """
 
     folder: Path
@@ -54,12 +54,14 @@ class AllProcesses:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Order nothing yet.
+        """Send no order yet.
 
         Args:
-            tell: hands an order to the supervisor; False if that does not listen.
-            config: with the level of the log at present, and the folder of the reports.
-            running: a profile that the tokenizer manager before this one has begun.
+            tell: sends an order to the supervisor; False if the supervisor does not listen.
+            config: has the current log level, and the folder of the reports.
+            running: a profile that the tokenizer manager before this one started.
+            clock: CLOCK_MONOTONIC.
+            wall_clock: Unix time.
         """
         self._tell = tell
         self._log_level: LogLevel = config.log.log_level
@@ -76,11 +78,11 @@ class AllProcesses:
 
     @property
     def log_level(self) -> LogLevel:
-        """The least severity that is logged."""
+        """The lowest severity that is logged."""
         return self._log_level
 
     def set_log_level(self, level: LogLevel) -> None:
-        """Log from this severity on. A process in the middle of a step follows after it.
+        """Set the lowest severity that is logged. A process in the middle of a step follows after it.
 
         Raises:
             EngineDeadError: the supervisor does not listen.
@@ -91,13 +93,14 @@ class AllProcesses:
     def start_profile(
         self, *, rate_hz: float = DEFAULT_RATE_HZ, duration_s: float = DEFAULT_DURATION_S
     ) -> Profile:
-        """Begin a profile, which ends by itself.
+        """Start a profile, which ends by itself.
 
         Args:
-            rate_hz: looks per second; verified, as `duration_s`.
+            rate_hz: stack samples per second; verified.
+            duration_s: verified.
 
         Raises:
-            RequestError: 409, there is one already; 503, there is no place for the files.
+            RequestError: 409, a profile is running; 503, the folder cannot be made.
             EngineDeadError: the supervisor does not listen.
         """
         if self._running is not None and (left_s := self._end_s - self._clock()) > 0:
@@ -117,7 +120,7 @@ class AllProcesses:
         """End the profile, and wait until the processes of this machine have written their files.
 
         Raises:
-            RequestError: 409, there is none, or it has ended by itself.
+            RequestError: 409, no profile is running.
             EngineDeadError: the supervisor does not listen.
         """
         running = self._running
@@ -147,7 +150,7 @@ class AllProcesses:
             raise EngineDeadError("the supervisor does not take orders: it is stopped, or hangs")
 
     def _make_folder(self) -> Path:
-        """A new one for a profile, beside those of the newest others."""
+        """Make the folder of a profile, and remove the oldest ones."""
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._wall_clock()))
         try:
             parent = self._folder
@@ -167,7 +170,7 @@ class AllProcesses:
         raise AssertionError("there is always a next number")
 
     def _missing(self, files: Iterable[str]) -> tuple[str, ...]:
-        """The processes none of whose lives has a file: `scheduler.folded`, after a restart `scheduler-1.folded`."""
+        """The processes without a file: `scheduler.folded`, after a restart `scheduler-1.folded`."""
         written = {name.removesuffix(SUFFIX).partition("-")[0] for name in files}
         return tuple(label for label in self._labels if label not in written)
 
@@ -180,7 +183,7 @@ def _files_in(folder: Path) -> tuple[str, ...]:
 
 
 def _remove_old(parent: Path) -> None:
-    """Make room for one more; what somebody else has put into a folder stays, and so does the folder."""
+    """Remove the oldest profiles, so that one more fits. Foreign files stay, and so does their folder."""
     old = sorted(path for path in parent.glob(f"{_PREFIX}*") if path.is_dir() and not path.is_symlink())
     for folder in old[: max(0, len(old) + 1 - KEPT_PROFILES)]:
         with contextlib.suppress(OSError):

@@ -1,13 +1,16 @@
-"""`Control`: what people ask of the scheduler that is no generation: flush, pin, explain, list."""
+"""`Control`: calls to the scheduler that are no generation: flush, pin, explain, list.
+
+Each is a message with an id, and its answer carries that id. `PendingCalls` matches the two.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar, assert_never
 
-from ..runtime.errors import RequestError
-from ..runtime.feasibility import Capacity
+from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import (
     Explain,
     Explanation,
@@ -17,52 +20,124 @@ from ..runtime.messages import (
     PinDone,
     PinPrefix,
     RequestList,
+    SchedulerInput,
 )
 from .admission.feasibility_check import check_may_fit
+from .engine_state import EngineState
 from .generation import Prompt
 from .prompt_encoder import PromptEncoder
-from .questions import Questions
+from .request_log import RequestLog
 
+_ANSWER_TIMEOUT_S: Final = 10.0
 _GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
+
+Answer = FlushCacheDone | PinDone | Explanation | RequestList
+A = TypeVar("A", FlushCacheDone, PinDone, Explanation, RequestList)
+
+
+class PendingCalls:
+    """Calls without an answer yet; ids are unique across the kinds of calls."""
+
+    def __init__(self, send: Callable[[SchedulerInput], None], timeout_s: float, first_id: int = 0) -> None:
+        """Send calls through `send`, and wait `timeout_s` for each answer; ids start after `first_id`."""
+        self._send = send
+        self._timeout_s = timeout_s
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._last_id = first_id
+
+    def __len__(self) -> int:
+        """How many wait for an answer."""
+        return len(self._pending)
+
+    async def call(self, make: Callable[[int], SchedulerInput], kind: type[A]) -> A:
+        """Send the message that `make` returns for a new id, and wait for its answer, which is of this kind.
+
+        Raises:
+            EngineDeadError: no answer in time, or the engine is lost.
+        """
+        self._last_id += 1
+        call_id = self._last_id
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[call_id] = future
+        try:
+            self._send(make(call_id))
+            async with asyncio.timeout(self._timeout_s):
+                answer = await future
+        except TimeoutError:
+            raise EngineDeadError(f"the scheduler did not answer within {self._timeout_s:g} s") from None
+        finally:
+            del self._pending[call_id]
+        assert isinstance(answer, kind), f"{type(answer).__name__} answers a call for {kind.__name__}"
+        return answer
+
+    def resolve(self, call_id: int, answer: Answer) -> None:
+        """Hand an answer to its caller, if that still waits."""
+        future = self._pending.get(call_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def fail(self, message: str) -> None:
+        """Raise `EngineDeadError` in every caller."""
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(message))
 
 
 class Control:
-    """Orders and their answers; each raises `EngineDeadError` where nobody would answer."""
+    """The calls and their answers; each raises `EngineDeadError` if no scheduler can answer."""
 
     def __init__(
         self,
-        questions: Questions,
+        send: Callable[[SchedulerInput], None],
         encoder: PromptEncoder,
+        engine: EngineState,
+        log: RequestLog,
         *,
-        capacity: Callable[[], Capacity],
-        check_answering: Callable[[], None],
-        first_choice: Callable[[str], str | None],
+        first_id: int = 0,
     ) -> None:
-        """Ask through `questions`.
+        """Take the parts.
 
         Args:
-            encoder: tokenises what is pinned.
-            capacity: of today's scheduler.
-            check_answering: raises where the scheduler is gone.
-            first_choice: the id of a live request's first choice, by the id of that choice or of its generation.
+            send: to the scheduler.
+            encoder: tokenizes a prompt to pin.
+            engine: its capacity, and whether it can answer.
+            log: the live requests, to look up ids.
+            first_id: ids of calls start after it.
         """
-        self._questions = questions
+        self._calls = PendingCalls(send, _ANSWER_TIMEOUT_S, first_id)
         self._encoder = encoder
-        self._capacity = capacity
-        self._check_answering = check_answering
-        self._first_choice = first_choice
+        self._engine = engine
+        self._log = log
+
+    def resolve(self, answer: Answer) -> None:
+        """Take an answer of the scheduler."""
+        match answer:
+            case FlushCacheDone():
+                self._calls.resolve(answer.flush_id, answer)
+            case PinDone():
+                self._calls.resolve(answer.pin_id, answer)
+            case Explanation():
+                self._calls.resolve(answer.explain_id, answer)
+            case RequestList():
+                self._calls.resolve(answer.list_id, answer)
+            case _:
+                assert_never(answer)
+
+    def fail(self, message: str) -> None:
+        """No scheduler will answer the pending calls: raise `EngineDeadError` in each."""
+        self._calls.fail(message)
 
     async def flush_cache(self) -> FlushCacheDone:
-        """Drop what the prefix cache can drop.
+        """Evict what the prefix cache can evict.
 
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
-        self._check_answering()
-        return await self._questions.ask(FlushCache, FlushCacheDone)
+        self._engine.check_answering()
+        return await self._calls.call(FlushCache, FlushCacheDone)
 
     async def explain(self, request_id: str) -> Explanation:
-        """Why a request fared as it did, also one that has ended, as far as the scheduler remembers.
+        """Why a request waited, was retracted or missed the cache; also an ended one that the scheduler remembers.
 
         Args:
             request_id: of one choice, or of a generation, which stands for its first choice.
@@ -70,29 +145,29 @@ class Control:
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
-        self._check_answering()
+        self._engine.check_answering()
         ended = f"{request_id}-0" if _GENERATION_ID.fullmatch(request_id) else request_id
-        rid = self._first_choice(request_id) or ended
-        return await self._questions.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
+        rid = next((choice.rid for choice in self._log.choices_of(request_id)), ended)
+        return await self._calls.call(lambda explain_id: Explain(explain_id, rid), Explanation)
 
     async def pin(
         self, prompt: Prompt, *, ttl_s: float, extra_key: str, add_special_tokens: bool, param: str
     ) -> PinDone:
-        """Keep what is cached of a prompt for `ttl_s` seconds; 0 unpins.
+        """Keep the cached prefix of a prompt for `ttl_s` seconds; 0 unpins.
 
         Args:
-            prompt: of which a prefix is pinned.
+            prompt: text or token ids.
             ttl_s: verified.
             extra_key: namespace of the prefix cache.
             add_special_tokens: as in `GenerationRequest`.
-            param: the field that errors shall name.
+            param: the field that errors name.
 
         Raises:
-            RequestError: the prompt is empty, has tokens that there are not, or is longer than any prompt that can run.
+            RequestError: the prompt is empty, has unknown tokens, or is longer than any prompt that can run.
             EngineDeadError: the scheduler does not answer.
         """
-        self._check_answering()
-        capacity = self._capacity()
+        self._engine.check_answering()
+        capacity = self._engine.capacity
         if isinstance(prompt, str):
             check_may_fit(prompt, self._encoder.tokenizer, capacity, param)
         [ids] = await self._encoder.encode([prompt], add_special_tokens=add_special_tokens, param=param)
@@ -103,17 +178,15 @@ class Control:
                 param=param,
                 code="invalid_value",
             )
-        self._check_answering()  # it may have died while we tokenised
+        self._engine.check_answering()  # a process may have died during tokenization
         input_ids = ids.tobytes()
-        return await self._questions.ask(
-            lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone
-        )
+        return await self._calls.call(lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone)
 
     async def list_requests(self, limit: int) -> RequestList:
-        """The live requests as the scheduler sees them.
+        """The live requests as the scheduler sees them, at most `limit`.
 
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
-        self._check_answering()
-        return await self._questions.ask(lambda list_id: ListRequests(list_id, limit), RequestList)
+        self._engine.check_answering()
+        return await self._calls.call(lambda list_id: ListRequests(list_id, limit), RequestList)

@@ -1,42 +1,43 @@
-"""`GenerationRequest` and `Generation`: what a front end asks for, and the open stream that answers it.
+"""`GenerationRequest` and `Generation`: a request of a front end, and the open stream that answers it.
 
-A request with p prompts and n answers each becomes p * n *choices*, numbered prompt by prompt; each is one request
-of the scheduler with an id of its own. The manager writes into a `Generation`, one HTTP handler reads from it.
+A request with p prompts and n answers each becomes p * n *choices*, numbered prompt by prompt; each is one scheduler
+request with its own id (`fan_out`). The manager writes into a `Generation`, one HTTP handler reads from it.
 
-What a slow reader has not fetched yet is kept here; `sweep` bounds it.
+Rows that the reader has not fetched are kept here; `Aborter` bounds their number.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
+from msgspec.structs import replace
 
-from ..runtime.messages import Finish, TextOutput, Usage
-from ..runtime.sampling_params import SamplingParams
-from .admission.scheduling_options import Scheduling
+from ..runtime.messages import Finish, GenerateRequest, TextOutput, Usage
+from ..runtime.sampling_params import MAX_SEED, SamplingParams
+from .scheduling_options import Scheduling
 
 Prompt = str | list[int]
-"""A text to tokenise, or token ids."""
+"""A text to tokenize, or token ids."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front end wants generated, before tokenising.
+    """A request of a front end, before tokenization.
 
     Attributes:
         prompts: at least one.
         sampling: of all choices; with n > 1, choice i of a prompt gets seed + i.
         n: answers per prompt.
-        id_prefix: first part of the request's id, which names the API it came by.
+        id_prefix: first part of the request's id; names the API that received it.
         scheduling: of all choices.
-        add_special_tokens: whether tokenising puts BOS first; no for a rendered chat template.
-        prompt_param, length_param: the fields that errors shall name.
-        probe: asks whether the engine works, and is let in however many wait.
-        arrival_s: by the manager's clock, of a request that has waited before it is started; None: it arrives now.
+        add_special_tokens: whether tokenization adds BOS; False for a rendered chat template.
+        prompt_param, length_param: the fields that errors name.
+        probe: a health check, admitted even if the queue is full.
+        arrival_s: by the manager's clock, if the request has waited before it is started; None: it arrives now.
     """
 
     prompts: Sequence[Prompt]
@@ -59,9 +60,9 @@ class Choice:
         index: position among the choices of the generation.
         prompt_ids: [prompt_len] int32.
         seed: of its sampling.
-        abort_asked: somebody wants it to end early, so an ABORT row is an answer and not a failure.
+        abort_asked: an abort was requested, so an ABORT row is an answer and not a failure.
         first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
-        usage, finish: as of the latest row that the reader has taken in with `read`.
+        usage, finish: as of the latest row that was passed to `read`.
     """
 
     __slots__ = (
@@ -88,14 +89,61 @@ class Choice:
         self.finish: Finish | None = None
 
     def read(self, output: TextOutput) -> None:
-        """Take in a row, on the reader's side: rows may wait while later ones arrive."""
+        """Apply a row, on the reader's side: unread rows may wait while later ones arrive."""
         self.usage = output.usage
         if output.finish is not None:
             self.finish = output.finish
 
 
+def fan_out(
+    request: GenerationRequest,
+    generation_id: str,
+    prompts: Sequence[array[int]],
+    resolved: Sequence[SamplingParams],
+    *,
+    arrival_s: float,
+    draw_seed: Callable[[], int],
+) -> Iterator[tuple[Choice, GenerateRequest]]:
+    """Each choice of an admitted request with its scheduler request.
+
+    Choice i of a prompt gets seed + i; the parallel samples of a prompt (n > 1) are one group.
+
+    Args:
+        request: admitted.
+        generation_id: first part of the choices' ids.
+        prompts: [p] the token ids of each.
+        resolved: [p] with `max_new_tokens` set.
+        arrival_s: CLOCK_MONOTONIC.
+        draw_seed: a seed for a prompt whose request has none.
+    """
+    scheduling = request.scheduling
+    index = 0
+    for ids, sampling in zip(prompts, resolved, strict=True):
+        seed = sampling.seed if sampling.seed is not None else draw_seed()
+        input_ids = ids.tobytes()  # one copy for all n
+        group = f"{generation_id}-{index}" if request.n > 1 else ""  # the first sample's id, which is unique
+        for i in range(request.n):
+            choice = Choice(f"{generation_id}-{index}", index, ids, (seed + i) & MAX_SEED)
+            index += 1
+            yield (
+                choice,
+                GenerateRequest(
+                    rid=choice.rid,
+                    input_ids=input_ids,
+                    sampling=replace(sampling, seed=choice.seed),
+                    arrival_s=arrival_s,
+                    priority=scheduling.priority,
+                    extra_key=scheduling.extra_key,
+                    tenant=scheduling.tenant,
+                    group=group,
+                    queue_timeout_s=scheduling.queue_timeout_s,
+                    timeout_s=scheduling.timeout_s,
+                ),
+            )
+
+
 class Row(NamedTuple):
-    """News of one choice."""
+    """A row and its choice."""
 
     choice: Choice
     output: TextOutput
@@ -104,12 +152,12 @@ class Row(NamedTuple):
 class Generation:
     """An open stream: iterate over it for lists of rows; leave its `with` block to abort what has not finished.
 
-    The iterator gives all rows that wait, so that a reader who was busy catches up in one go. It ends when every
-    choice has its finished row, and raises what `fail` was given after the rows that came before.
+    The iterator returns all unread rows at once. It ends when every choice has its finished row; after `fail` it
+    raises the error once the earlier rows are read.
 
     Attributes:
-        scheduling: the wishes it came with.
-        queue_position: how many requests had no token yet when it came.
+        scheduling: of its request.
+        queue_position: requests without a token yet when it arrived.
     """
 
     def __init__(
@@ -141,7 +189,7 @@ class Generation:
 
     @property
     def num_waiting_rows(self) -> int:
-        """Rows that nobody has read yet."""
+        """Unread rows."""
         return len(self._rows)
 
     @property

@@ -1,10 +1,10 @@
-"""`Metrics`: what `/metrics` shows, in Prometheus' text format.
+"""`Metrics`: the page `/metrics`, in Prometheus' text format.
 
-The scheduler's numbers arrive as totals in its reports and are shown as they are; what only this process can see
-(latencies as clients get them, refusals) is counted here.
+The scheduler's numbers arrive as totals in its reports and are shown unchanged. Latencies as clients see them and
+refusals are counted here.
 
-Written by hand because it is this little: prometheus_client takes 55 ms to import (it brings an HTTP server), counts
-under a lock, and wants to own counters that are the scheduler's.
+prometheus_client is not used: it takes 55 ms to import (it has an HTTP server), counts under a lock, and needs to own
+the counters, which are the scheduler's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count `value` so many times."""
+        """Count `value` `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -95,8 +95,8 @@ class Histogram:
         yield f"engine:{self._name}_count {total}"
 
 
-class LabelledCounter:
-    """A counter with one label, of few values."""
+class LabeledCounter:
+    """A counter with one label that has few values."""
 
     def __init__(self, name: str, text: str, label: str) -> None:
         self._name = name
@@ -105,7 +105,7 @@ class LabelledCounter:
         self._counts: dict[str, int] = {}
 
     def add(self, value: str) -> None:
-        """Count one of this label value."""
+        """Add 1 for this label value."""
         self._counts[value] = self._counts.get(value, 0) + 1
 
     def lines(self) -> Iterator[str]:
@@ -116,11 +116,11 @@ class LabelledCounter:
 
 
 class Metrics:
-    """Everything that is measured; one per process.
+    """All metrics of the process.
 
     Attributes:
         time_to_first_token, inter_token_latency, e2e_request_latency, queue_time: in seconds, per request, as this
-            process sees them; the inter-token latency of a row with several tokens is shared out evenly.
+            process sees them; a row with several tokens counts its time evenly for each.
         finished_reqs: by finish reason.
         http_responses: by status.
         num_resumed_reqs: submitted again because a process was lost.
@@ -139,14 +139,14 @@ class Metrics:
         self.queue_time = Histogram(
             "queue_time_seconds", "Arrival at the scheduler to first admission.", _QUEUE_BUCKETS_S
         )
-        self.finished_reqs = LabelledCounter(
+        self.finished_reqs = LabeledCounter(
             "finished_reqs_total", "Requests that ended, by reason.", "reason"
         )
         self.num_resumed_reqs = 0
-        self.http_responses = LabelledCounter("http_responses_total", "HTTP responses, by status.", "status")
+        self.http_responses = LabeledCounter("http_responses_total", "HTTP responses, by status.", "status")
 
     def row_arrived(self, generation: Generation, choice: Choice, output: TextOutput, now_s: float) -> None:
-        """Measure a row, and note its time in its choice."""
+        """Measure a row, and set the token times of its choice."""
         num_tokens = len(output.token_ids) // 4
         if num_tokens:
             if choice.last_token_s is None:
@@ -163,7 +163,7 @@ class Metrics:
                 self.e2e_request_latency.observe(now_s - generation.arrival_s)
 
     def render(self, report: SchedulerReport | None) -> str:
-        """The page, from the latest report and what was counted here."""
+        """The page, from the latest report and the counts of this process."""
         shown = report if report is not None else SchedulerReport(sent_s=0.0)
         lines: list[str] = []
         for name, text in _GAUGES:
@@ -201,7 +201,7 @@ class Metrics:
 
 
 def _label(value: str) -> str:
-    """A label's value as the text format wants it."""
+    """A label's value, escaped for the text format."""
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

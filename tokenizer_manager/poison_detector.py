@@ -1,19 +1,19 @@
-"""`Suspects`: which requests may have killed the process that was just lost, and what becomes of them.
+"""`PoisonDetector`: finds the requests that crash a process, among all that ran when one was lost.
 
-A request is suspect if a process was lost while it ran and it had got on by fewer than `MIN_PROGRESS_TOKENS` since it
-had been submitted: what kills a process does so again at the same place, while the others move on. Who had only waited
-in the scheduler's queue, and not just come, is suspect only if nobody ran. Suspect once means nothing; most losses are
-nobody's fault. Suspect twice in a row:
+A request is *suspect* at a loss if it ran and had fewer than `MIN_PROGRESS_TOKENS` new tokens since it was submitted: a
+poison request crashes at the same place again, while the others advance. A request that only waited in the scheduler's
+queue, and had not just arrived, is suspect only if no request ran. One loss has no consequence: most are caused by no
+request. After two consecutive losses with the same suspects:
 
-- If it is the only one, it is guilty: it gets an error, and is not submitted a third time.
-- If there are several, they are tried: submitted in groups one after the other, each when the one before it has got on
-  or ended, while everybody else runs. A loss during a trial is that group's doing. It is divided again, until one is
-  left: that one is guilty, and whoever still waits for a trial is let go.
+- A single suspect is poison: it gets an error, and is not submitted a third time.
+- Several suspects are quarantined: they are submitted in groups, each when the group before it has advanced or ended,
+  while all other requests run. A loss while a group runs is caused by that group, which is divided again until one
+  request is left. That one is poison, and the requests that are still quarantined are released.
 
-The groups are as large as the restarts that are left allow: halves if there are plenty; one request each if the server
-survives one more loss only, which then finds the guilty one for sure. There are at most `_MAX_GROUPS`.
-So a request that kills its process is found at the second loss, or at the third or a later one if others began
-together with it, and none of those pays for it.
+The size of a group follows from the restarts that are left: halves if there are plenty; single requests if the server
+survives one more loss only, which then finds the poison request for sure. There are at most `_MAX_GROUPS` groups.
+A request that crashes its process is thus found at the second loss, or at the third or a later one if it started
+together with others; none of the others is failed for it.
 """
 
 from __future__ import annotations
@@ -25,35 +25,38 @@ from typing import Final
 from .request_log import LoggedRequest
 
 MIN_PROGRESS_TOKENS: Final = 16
-MAX_TRIAL_S: Final = 30.0
-"""After so long the next group is let in, too, and is larger: who cannot get on shall not hold up the others."""
-_MAX_STRIKES: Final = 2
+MAX_GROUP_S: Final = 30.0
+"""After this time the next group is submitted as well, and is larger: a request without progress must not block it."""
+_MAX_CRASHES: Final = 2
 _MAX_GROUPS: Final = 32
 
-_Ordered = dict[LoggedRequest, None]
+_Group = dict[LoggedRequest, None]
+"""An ordered set."""
 
 
-class Suspects:
-    """Strikes are counted in the requests themselves; here is who is on trial."""
+class PoisonDetector:
+    """Holds the quarantine; `LoggedRequest.num_crashes` counts the losses of each request."""
 
     def __init__(self) -> None:
-        self._struck: list[LoggedRequest] = []  # at the losses since the last verdict
-        self._tried: _Ordered = {}  # submitted
-        self._held: list[_Ordered] = []  # wait for their trial; the most suspect ones are the last set
+        self._suspects: list[LoggedRequest] = []  # of the losses since the last `isolate`
+        self._running: _Group = {}  # quarantined and submitted
+        self._waiting: list[
+            _Group
+        ] = []  # quarantined and not submitted; the last group is the most suspect one
         self._restarts_left = 0
         self._group_began_s = 0.0
 
     @property
-    def num_on_trial(self) -> int:
-        """How many are tried, or wait for it."""
-        return len(self._tried) + sum(map(len, self._held))
+    def num_quarantined(self) -> int:
+        """Requests in quarantine, submitted or not."""
+        return len(self._running) + sum(map(len, self._waiting))
 
     def lost(self, live: Iterable[LoggedRequest], started: Collection[str] | None = None) -> None:
-        """A process is lost, and with it all that was sent.
+        """A process is lost, with every request that was sent to it.
 
         Args:
             live: all requests.
-            started: the ids of those that the scheduler had begun to work on or to take in; None: nobody knows.
+            started: ids of the requests that the scheduler had started or was receiving; None if unknown.
         """
         sent = [request for request in live if request.is_sent]
         ran = [each for each in sent if started is None or each.num_new_tokens or each.rid in started]
@@ -64,86 +67,86 @@ class Suspects:
             if request.num_new_tokens < MIN_PROGRESS_TOKENS:
                 stuck.append(request)
             else:
-                request.num_strikes = 0
-        tried = [request for request in stuck if request in self._tried]
-        for request in tried or stuck:
-            request.num_strikes += 1
-            self._struck.append(request)
+                request.num_crashes = 0
+        quarantined = [request for request in stuck if request in self._running]
+        for request in quarantined or stuck:
+            request.num_crashes += 1
+            self._suspects.append(request)
 
-    def judge(self, live: Iterable[LoggedRequest], restarts_left: int, now_s: float) -> list[LoggedRequest]:
-        """Those of the live requests that are guilty of the last loss; who else is suspect is tried from now on.
+    def isolate(self, live: Iterable[LoggedRequest], restarts_left: int, now_s: float) -> list[LoggedRequest]:
+        """The poison requests of the last loss; all choices of one generation. Other suspects are quarantined.
 
         Args:
             live: all requests.
-            restarts_left: how many more losses the server survives.
+            restarts_left: further losses that the server survives.
             now_s: the time.
         """
         self._restarts_left = restarts_left
-        self._group_began_s = now_s  # of whoever is on trial: it has been submitted again
-        suspects = [each for each in self._struck if each.num_strikes >= _MAX_STRIKES]
-        self._struck = []
+        self._group_began_s = now_s  # the running group is submitted again
+        suspects = [each for each in self._suspects if each.num_crashes >= _MAX_CRASHES]
+        self._suspects = []
         alive = set(live)
-        struck = [each for each in suspects if each in alive]
-        # One whose client has left meanwhile may have been the cause as well: who is left is not alone then.
+        left = [each for each in suspects if each in alive]
+        # A suspect that ended meanwhile may have been the cause: the only one left is then not proven to be it.
         if len({request.generation for request in suspects}) == 1:
-            self._let_go()
-            return struck
-        if struck:
-            others = {request: None for request in self._tried if request not in struck}  # had not begun
-            self._held += [each for each in (others, dict.fromkeys(struck)) if each]
-            self._tried = {}
-            self._try_more(now_s)
+            self._release()
+            return left
+        if left:
+            others = {request: None for request in self._running if request not in left}  # had not started
+            self._waiting += [each for each in (others, dict.fromkeys(left)) if each]
+            self._running = {}
+            self._take_group(now_s)
         return []
 
     def to_submit(self, live: Iterable[LoggedRequest]) -> list[LoggedRequest]:
-        """Those of the live requests that the new process gets now: all but those who wait for their trial."""
-        held = {request for each in self._held for request in each}
-        return [request for request in live if request not in held]
+        """The live requests that a new process gets now: all but the waiting ones of the quarantine."""
+        waiting = {request for each in self._waiting for request in each}
+        return [request for request in live if request not in waiting]
 
-    def next_to_try(self, request: LoggedRequest, now_s: float, *, ended: bool) -> list[LoggedRequest]:
-        """Called with a request of which there is news: who is to be submitted now."""
+    def next_group(self, request: LoggedRequest, now_s: float, *, ended: bool) -> list[LoggedRequest]:
+        """The requests to submit now that `request` has new tokens, or has ended."""
         if ended:
-            for each in self._held:
+            for each in self._waiting:
                 each.pop(request, None)
-            self._held = [each for each in self._held if each]
-        if request not in self._tried or not (ended or request.num_new_tokens >= MIN_PROGRESS_TOKENS):
+            self._waiting = [each for each in self._waiting if each]
+        if request not in self._running or not (ended or request.num_new_tokens >= MIN_PROGRESS_TOKENS):
             return []
-        request.num_strikes = 0
-        del self._tried[request]
-        return [] if self._tried else self._try_more(now_s)
+        request.num_crashes = 0
+        del self._running[request]
+        return [] if self._running else self._take_group(now_s)
 
-    def overdue(self, now_s: float) -> list[LoggedRequest]:
-        """Who is to be submitted now because the trial of others takes too long."""
-        if not self._held or now_s - self._group_began_s <= MAX_TRIAL_S:
+    def overdue_group(self, now_s: float) -> list[LoggedRequest]:
+        """The requests to submit now because the running group has taken longer than `MAX_GROUP_S`."""
+        if not self._waiting or now_s - self._group_began_s <= MAX_GROUP_S:
             return []
-        return self._try_more(now_s)
+        return self._take_group(now_s)
 
-    def _try_more(self, now_s: float) -> list[LoggedRequest]:
-        """The next group; siblings are tried together, since they pay together."""
-        if not self._held:
+    def _take_group(self, now_s: float) -> list[LoggedRequest]:
+        """The next group; the choices of a generation stay together, since one error fails all of them."""
+        if not self._waiting:
             return []
-        suspects = self._held[-1]
-        waiting = list(dict.fromkeys(request.generation for request in suspects))
-        num_tried = len({request.generation for request in self._tried})
-        chosen = set(waiting[: max(group_size(len(waiting), self._restarts_left), num_tried)])
+        suspects = self._waiting[-1]
+        generations = list(dict.fromkeys(request.generation for request in suspects))
+        num_running = len({request.generation for request in self._running})
+        chosen = set(generations[: max(group_size(len(generations), self._restarts_left), num_running)])
         group = [request for request in suspects if request.generation in chosen]
         for request in group:
             del suspects[request]
         if not suspects:
-            self._held.pop()
-        self._tried |= dict.fromkeys(group)
+            self._waiting.pop()
+        self._running |= dict.fromkeys(group)
         self._group_began_s = now_s
         return group
 
-    def _let_go(self) -> None:
-        """What the others were suspected of has its cause. If it has two, they are suspect again with the next loss."""
-        for each in (self._tried, *self._held):
+    def _release(self) -> None:
+        """End the quarantine: the cause is found. A second cause makes its requests suspect at the next loss."""
+        for each in (self._running, *self._waiting):
             for request in each:
-                request.num_strikes = min(request.num_strikes, _MAX_STRIKES - 1)
-        self._tried, self._held = {}, []
+                request.num_crashes = min(request.num_crashes, _MAX_CRASHES - 1)
+        self._running, self._waiting = {}, []
 
 
 def group_size(num: int, num_losses: int) -> int:
-    """How many of `num` suspects are tried at once, so that `num_losses` more losses find the guilty one."""
+    """How many of `num` suspects a group has, so that `num_losses` more losses find the poison request."""
     num_groups = math.ceil(math.pow(num, 1.0 / max(num_losses, 1)) - 1e-9)
     return math.ceil(num / min(max(num_groups, 2), _MAX_GROUPS))

@@ -1,7 +1,7 @@
-"""The tokenizer manager process: HTTP on one side, the engine's sockets on the other, one event loop between.
+"""The tokenizer manager process: HTTP on one side, the engine's sockets on the other, one event loop.
 
-The port is bound first, so that one that is taken is said at once; the process listens, and is ready, once the other
-processes are.
+The port is bound first, so that a port in use is reported at once. The process listens, and is ready, once the other
+processes are ready.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.open_files import make_room_for
 from ..runtime.transport.ipc import AsyncInbox, Outbox
 from ..runtime.version import __version__
-from .admission.overload_control import DoorLimits
+from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate, load_chat_template
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .http.app import App
-from .http.guards.auth import Gate, read_keys
+from .http.guards.auth import Authorizer, read_keys
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
@@ -47,7 +47,7 @@ _CHECK_TIME_S: Final = 0.1
 
 
 def main(child: Child) -> None:
-    """Serve HTTP until the supervisor says stop."""
+    """Serve HTTP until the supervisor sends a stop order."""
     config = child.settings.config
     keys = read_keys(config.server)
     make_room_for(config.server.max_connections)
@@ -60,11 +60,11 @@ def main(child: Child) -> None:
             # Bound before the peers are ready: ZMQ looks for a missing address only every 100 ms.
             inbox = runner.run(_bind_inbox(child.settings.endpoints.tokenizer_manager))
             capacity = child.wait_for_peers()
-            gc.freeze()  # collections look at what requests make, not at the 40,000 objects of start-up (10 ms)
-            gate = Gate(
+            gc.freeze()  # garbage collections skip the 40,000 objects of start-up (10 ms each)
+            authorizer = Authorizer(
                 keys, isolate=config.server.isolate_tenants, loopback=is_loopback(listener.getsockname()[0])
             )
-            runner.run(_serve(child, listener, inbox, gate, tokenizer, chat_template, capacity))
+            runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity))
 
 
 async def _bind_inbox(endpoint: str) -> AsyncInbox[ManagerInput]:
@@ -76,7 +76,7 @@ async def _serve(
     child: Child,
     listener: socket.socket,
     inbox: AsyncInbox[ManagerInput],
-    gate: Gate,
+    authorizer: Authorizer,
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
     capacity: Capacity,
@@ -89,20 +89,20 @@ async def _serve(
     manager = TokenizerManager(
         encoder=encoder,
         capacity=capacity,
-        limits=door_limits(settings.config),
+        limits=overload_limits(settings.config),
         watchdog_timeout_s=settings.config.server.watchdog_timeout,
         send=outbox.send,
         metrics=metrics,
         draw_seed=seed_source(settings.config),
         life=settings.life,
     )
-    if settings.life:  # the one before has left requests behind
+    if settings.life:  # abandon the requests of the manager before this one
         outbox.send(AbandonRequests(before_s=time.monotonic()))
     renderer = None if chat_template is None else TemplateRenderer(chat_template)
     services = Services(
         manager=manager,
         all_processes=AllProcesses(child.tell_all, settings.config, settings.profile),
-        gate=gate,
+        authorizer=authorizer,
         encoder=encoder,
         renderer=renderer,
         metrics=metrics,
@@ -113,12 +113,12 @@ async def _serve(
         version=__version__,
     )
     server = HttpServer(App(services), settings.config.server)
-    listener.listen(BACKLOG)  # from here on clients may connect; they are served a moment later
+    listener.listen(BACKLOG)  # clients can connect from here on
     http = asyncio.create_task(server.serve(sockets=[listener]))
     duties = [
         http,
         asyncio.create_task(_pump(inbox, manager)),
-        asyncio.create_task(_watch_the_time(manager)),
+        asyncio.create_task(_check_time_limits(manager)),
         asyncio.create_task(child.keep_beating()),
         asyncio.create_task(obey(child, manager, settings.config.server.drain_timeout)),
     ]
@@ -138,9 +138,9 @@ async def _serve(
         outbox.close()
 
 
-def door_limits(config: EngineConfig) -> DoorLimits:
-    """How much may wait before the scheduler, and how."""
-    return DoorLimits(
+def overload_limits(config: EngineConfig) -> OverloadLimits:
+    """The limits on waiting requests."""
+    return OverloadLimits(
         max_queued_requests=config.scheduler.max_queued_requests,
         max_queued_tokens=config.scheduler.max_queued_tokens,
         overload=config.scheduler.overload,
@@ -150,7 +150,7 @@ def door_limits(config: EngineConfig) -> DoorLimits:
 
 
 def warn_of_unknown_tokens(tokenizer: Tokenizer, capacity: Capacity) -> None:
-    """Say it if the tokenizer has tokens that the model has not: a sign of files that do not belong together."""
+    """Warn if the tokenizer has more tokens than the model: their files may not belong together."""
     if tokenizer.vocab_size > capacity.vocab_size:
         logger.warning(
             "the tokenizer has %d tokens and the model %d; prompts with the tokens between are refused",
@@ -160,35 +160,35 @@ def warn_of_unknown_tokens(tokenizer: Tokenizer, capacity: Capacity) -> None:
 
 
 def seed_source(config: EngineConfig) -> Callable[[], int]:
-    """Where requests that bring no seed get theirs: always the configured one, or a new one each."""
+    """Makes seeds for requests without one: the configured seed, or a new one each."""
     fixed = config.model.seed
     return (lambda: fixed) if fixed else (lambda: secrets.randbits(63))
 
 
 async def _pump(inbox: AsyncInbox[ManagerInput], manager: TokenizerManager) -> None:
-    """Hand everything that arrives to the manager."""
+    """Pass all messages to the manager."""
     while True:
         for message in await inbox.receive():
             manager.on_message(message)
 
 
-async def _watch_the_time(manager: TokenizerManager) -> None:
-    """Have it answer those whose time is over."""
+async def _check_time_limits(manager: TokenizerManager) -> None:
+    """Have the manager end requests beyond their time limits."""
     while True:
         manager.check_time()
         await asyncio.sleep(_CHECK_TIME_S)
 
 
 class Orders(Protocol):
-    """Where the supervisor's orders come from: `Child`."""
+    """The source of the supervisor's orders: `Child`."""
 
     async def next_order(self) -> Order:
-        """The next one; waits for it."""
+        """Wait for the next order."""
         ...
 
 
 async def obey(orders: Orders, manager: TokenizerManager, drain_timeout_s: float) -> None:
-    """Return when the process shall end, with every stream ended."""
+    """Carry out orders; return when the process must end, with every stream ended."""
     drained: asyncio.Task[None] | None = None
     while True:
         order = asyncio.create_task(orders.next_order())

@@ -1,7 +1,7 @@
-"""`PromptEncoder`: text to token ids without holding up the event loop.
+"""`PromptEncoder`: text to token ids without blocking the event loop.
 
-Long texts, and many, are tokenised on threads; a few short ones in place: tokenising takes about 0.2 ms per KiB, a
-thread hop 0.1 ms. How much waits for the threads is bounded, and what nobody waits for any more is not tokenised.
+Long texts, and many, are tokenized on threads; a few short ones on the event loop: tokenization takes about 0.2 ms per
+KiB, a thread hop 0.1 ms. The text that waits for the threads is bounded, and a canceled request is not tokenized.
 Ids are kept as `array("i")`, which is the messages' int32 and needs no numpy (0.1 s of start-up).
 """
 
@@ -23,25 +23,25 @@ from .admission.queue_limiter import QueueFullError
 from .generation import Prompt
 
 _IN_PLACE_CHARS: Final = 4096  # 0.8 ms
-_CHARS_PER_TEXT: Final = 48  # what a text costs besides its length, as characters: 10 us
-_SLICE_CHARS: Final = 256 << 10  # between two looks at whether anybody still waits: 50 ms
+_CHARS_PER_TEXT: Final = 48  # fixed cost of a text, as characters: 10 us
+_SLICE_CHARS: Final = 256 << 10  # tokenized between two checks for cancellation: 50 ms
 _MAX_WAITING_CHARS: Final = 64 << 20  # 6 s
 _IN_PLACE_IDS: Final = 4096  # decoding takes 0.1 us per id
 _IDS_AT_ONCE: Final = 64 << 10  # by one step of C code
 _IN_PLACE_CHECKED_IDS: Final = 128 << 10  # 5 ms
 _NUM_THREADS: Final = 2
 
-assert array("i").itemsize == 4 and sys.byteorder == "little"  # what the messages carry
+assert array("i").itemsize == 4 and sys.byteorder == "little"  # the format of the messages
 
 
 class PromptEncoder:
-    """Makes checked token ids of prompts."""
+    """Tokenizes prompts and checks token ids."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Use `tokenizer`; ids must be below `vocab_size`, the model's."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenise")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
         self._num_waiting_chars = 0
 
     async def encode(
@@ -55,8 +55,8 @@ class PromptEncoder:
             param: the request's field, for errors.
 
         Raises:
-            RequestError: an id is not in the vocabulary, or a text cannot be tokenised.
-            QueueFullError: too much text waits to be tokenised.
+            RequestError: an id is not in the vocabulary, or a text cannot be tokenized.
+            QueueFullError: too much text waits to be tokenized.
         """
         if sum(len(prompt) for _, prompt in _ids_in(prompts)) <= _IN_PLACE_CHECKED_IDS:
             ids = self._arrays(prompts, param)
@@ -92,13 +92,13 @@ class PromptEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _json_of, ids)
 
     def close(self) -> None:
-        """Let the threads end; what they have begun is finished first."""
+        """End the threads, after the work that they have begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run_on_thread(self, job: _Job) -> list[array[int]]:
         if self._num_waiting_chars and self._num_waiting_chars + job.num_chars > _MAX_WAITING_CHARS:
             raise QueueFullError(
-                f"{self._num_waiting_chars} characters wait to be tokenised, the limit is {_MAX_WAITING_CHARS}; retry "
+                f"{self._num_waiting_chars} characters wait to be tokenized, the limit is {_MAX_WAITING_CHARS}; retry "
                 f"later, or send less text at once",
                 retry_after_s=1,
             )
@@ -106,7 +106,7 @@ class PromptEncoder:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, job.run)
         finally:
-            # One that has not begun is taken off the threads' queue by the cancellation itself.
+            # Cancellation itself removes a job that has not begun from the threads' queue.
             job.wanted = False
             self._num_waiting_chars -= job.num_chars
 
@@ -139,12 +139,12 @@ class PromptEncoder:
 
 
 class _Job:
-    """Texts to tokenise.
+    """Texts to tokenize.
 
     Attributes:
-        num_chars: what it costs, as characters.
+        num_chars: its cost, as characters.
         highest: token id of each text so far.
-        wanted: somebody still waits for it; written by the event loop, read by the thread.
+        wanted: False once its request is canceled; written by the event loop, read by the thread.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> None:
@@ -156,7 +156,7 @@ class _Job:
         self._add_special_tokens = add_special_tokens
 
     def run(self) -> list[array[int]]:
-        """The ids of each text; fewer if they are not wanted any more."""
+        """The ids of each text; fewer once they are not wanted any more."""
         encoded: list[array[int]] = []
         for texts in _slices(self._texts):
             if not self.wanted:
@@ -180,7 +180,7 @@ def _json_of(ids: array[int]) -> bytes:
 
 
 def prompt_name(prompts: Sequence[Prompt], index: int, param: str) -> str:
-    """How errors call one of the prompts in the field `param`."""
+    """The name of one prompt of the field `param` in errors."""
     return f"{param}[{index}]" if len(prompts) > 1 else param
 
 

@@ -1,14 +1,17 @@
-"""`RequestLog`: for every live request its input, who reads its answer, and what was delivered of that so far.
+"""`RequestLog`: the live requests, with the input, the stream and the delivered tokens of each.
 
-What it holds is enough to submit a request again after a process died: its prompt, the tokens that arrived here, its
-seed and its counts. What was generated and never arrived is generated again, and is the same: sampling noise is a
-function of seed and position. Written by the manager only.
+An entry is enough to submit its request again after a process died: prompt, delivered tokens, seed and counts. Tokens
+that were generated and not delivered are generated again with the same values: sampling noise is a function of seed
+and position.
+
+The start and the end of a request are announced to the log's observers (`RequestObserver`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Final
+import asyncio
+from collections.abc import Collection, Iterable, Iterator
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
@@ -22,12 +25,12 @@ class LoggedRequest:
     """One live request.
 
     Attributes:
-        generation, choice: who reads its rows.
-        message: as it was sent last, or will be.
-        delivered_ids: [n] int32, the tokens whose rows have arrived here.
+        generation, choice: the stream and the choice that receive its rows.
+        message: as sent last, or as it will be sent.
+        delivered_ids: [n] int32, the tokens of the rows that have arrived here.
         usage: as of the last row; None before the first.
-        is_sent: whether the scheduler that lives now has it.
-        num_strikes: how often in a row a process was lost while it ran and had not got on; see `Suspects`.
+        is_sent: whether the running scheduler has it.
+        num_crashes: consecutive losses of a process while it ran without progress; see `PoisonDetector`.
     """
 
     __slots__ = (
@@ -39,7 +42,7 @@ class LoggedRequest:
         "generation",
         "is_sent",
         "message",
-        "num_strikes",
+        "num_crashes",
         "usage",
     )
 
@@ -50,37 +53,37 @@ class LoggedRequest:
         self.delivered_ids = bytearray()
         self.usage: Usage | None = None
         self.is_sent = False
-        self.num_strikes = 0
+        self.num_crashes = 0
         self._num_sent = 0
         self._num_bytes_before = 0
         self._num_names = 0
 
     @property
     def rid(self) -> str:
-        """Its id at present."""
+        """Its current id; it changes when the request is submitted again."""
         return self.message.rid
 
     @property
     def was_sent(self) -> bool:
-        """Whether any scheduler has ever had it."""
+        """Whether it was ever sent to a scheduler."""
         return self._num_sent > 0
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that were delivered since it was last sent."""
+        """Tokens delivered since it was last sent."""
         return (len(self.delivered_ids) - self._num_bytes_before) // _TOKEN_ID_BYTES
 
     def send(self) -> GenerateRequest:
-        """The message to send now; through the log if it was sent before.
+        """Mark it as sent, and return the message to send. Call `RequestLog.resubmit` if it was sent before.
 
-        Under a new id if it was sent before: whatever is still on its way from or to a lost process then belongs to a
-        request that nobody knows.
+        A request that was sent before gets a new id: messages still in transit from or to a lost process then carry
+        an id that is not in the log.
         """
         if self._num_sent:
             sampling, delivered = self.message.sampling, None
             if self.usage is not None and self.delivered_ids:
                 delivered = Delivered(bytes(self.delivered_ids), self.usage)
-                sampling = replace(sampling, prompt_logprobs=None)  # they came with the first token
+                sampling = replace(sampling, prompt_logprobs=None)  # delivered with the first token
             self.message = replace(self.message, sampling=sampling, delivered=delivered)
             self.rename()
         self._num_sent += 1
@@ -89,17 +92,38 @@ class LoggedRequest:
         return self.message
 
     def rename(self) -> None:
-        """Another id from now on: nobody knows the one under which it was sent."""
+        """Give it an id under which it was never sent."""
         self._num_names += 1
         self.choice.rid = rid_of_life(self.message.rid, self._num_names)
         self.message = replace(self.message, rid=self.choice.rid)
 
 
+class RequestObserver(Protocol):
+    """Is told when a request becomes live and when it ends."""
+
+    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+        """A request was added to the log; it has not been sent."""
+        ...
+
+    def ended(self, logged: LoggedRequest, now_s: float) -> None:
+        """A request was answered or aborted, and is no longer in the log."""
+        ...
+
+
 class RequestLog:
-    """The live requests, in order of arrival."""
+    """The live requests in order of arrival, and the generations that they belong to."""
 
     def __init__(self) -> None:
         self._requests: dict[str, LoggedRequest] = {}
+        self._generations: dict[str, Generation] = {}
+        self._num_live: dict[str, int] = {}  # generation id -> its live requests
+        self._observers: tuple[RequestObserver, ...] = ()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def subscribe(self, *observers: RequestObserver) -> None:
+        """Announce requests to these observers, in this order."""
+        self._observers += observers
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -111,34 +135,73 @@ class RequestLog:
         return rid in self._requests
 
     def get(self, rid: str) -> LoggedRequest | None:
-        """The live request that has this id at present."""
+        """The live request with this current id."""
         return self._requests.get(rid)
 
-    def add(self, logged: LoggedRequest) -> None:
-        """Log a request that is about to be sent."""
+    @property
+    def generations(self) -> Collection[Generation]:
+        """The generations with a live request, in order of arrival. A view: copy it to end some of them in a loop."""
+        return self._generations.values()
+
+    def choices_of(self, request_id: str) -> list[Choice]:
+        """The choices of a live generation, or the one with the client's id `<generation>-<index>`; [] if unknown."""
+        if (generation := self._generations.get(request_id)) is not None:
+            return generation.choices
+        generation_id, _, index = request_id.rpartition("-")
+        generation = self._generations.get(generation_id)
+        return [] if generation is None else [c for c in generation.choices if str(c.index) == index]
+
+    async def wait_empty(self) -> None:
+        """Return when no request is live."""
+        await self._empty.wait()
+
+    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+        """Add a request that is about to be sent."""
         assert logged.rid not in self._requests, logged.rid
         self._requests[logged.rid] = logged
+        generation = logged.generation
+        self._generations[generation.id] = generation
+        self._num_live[generation.id] = self._num_live.get(generation.id, 0) + 1
+        self._empty.clear()
+        for observer in self._observers:
+            observer.opened(logged, now_s)
 
-    def remove(self, rid: str) -> LoggedRequest:
-        """Forget a request that is answered or aborted."""
-        return self._requests.pop(rid)
+    def ended(self, logged: LoggedRequest, now_s: float) -> None:
+        """Remove a request that was answered or aborted."""
+        del self._requests[logged.rid]
+        generation_id = logged.generation.id
+        self._num_live[generation_id] -= 1
+        if self._num_live[generation_id] == 0:
+            del self._num_live[generation_id], self._generations[generation_id]
+        if not self._requests:
+            self._empty.set()
+        for observer in self._observers:
+            observer.ended(logged, now_s)
 
-    def send_again(self, requests: Iterable[LoggedRequest]) -> list[tuple[LoggedRequest, str | None]]:
-        """Prepare these requests for a new process; with the id under which a lost one had them, if it had."""
+    def resubmit(self, requests: Iterable[LoggedRequest]) -> list[tuple[LoggedRequest, str | None]]:
+        """Prepare requests for a new process.
+
+        Returns:
+            each with the id that a lost process knows it by; None if it was never sent.
+        """
         lost_rids = [(logged, logged.rid if logged.was_sent else None) for logged in requests]
         for logged, _ in lost_rids:
             logged.send()
-        self._take_in_names()
+        self._reindex()
         return lost_rids
 
-    def take_back(self, requests: Iterable[LoggedRequest]) -> list[str]:
-        """These are not to run for now: the ids under which a process may have them that has outlived the other."""
+    def hold_back(self, requests: Iterable[LoggedRequest]) -> list[str]:
+        """Give new ids to requests that do not run for now.
+
+        Returns:
+            the ids that a surviving process may know them by.
+        """
         sent = [logged for logged in requests if logged.was_sent]
         lost_rids = [logged.rid for logged in sent]
         for logged in sent:
             logged.rename()
-        self._take_in_names()
+        self._reindex()
         return lost_rids
 
-    def _take_in_names(self) -> None:
+    def _reindex(self) -> None:
         self._requests = {logged.rid: logged for logged in self._requests.values()}

@@ -38,7 +38,7 @@ class ChatSettings:
         Raises:
             RequestError: a value that it cannot have.
         """
-        from ...tokenizer_manager.http.schema.renaming import OPENAI_NAMES, renamed_fields
+        from ...tokenizer_manager.http.schema.errors import OPENAI_NAMES, renamed_fields
 
         with renamed_fields(OPENAI_NAMES):
             return self._sampling()

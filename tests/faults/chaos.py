@@ -35,7 +35,7 @@ from .load import KINDS, Answer
 HUNG_S: Final = 600.0  # a stream that is silent for longer, or an answer that is not there by then, hangs
 PROGRESS_TOKENS: Final = 20
 """So many tokens of every answer come between two faults, if it does not end before: with fewer than 16 it is
-rightly suspected of having caused both, see `Suspects`."""
+rightly suspected of having caused both, see `PoisonDetector`."""
 NUM_CLIENTS: Final = 200
 _STREAM_LENGTHS: Final = (60, 120)  # through several faults, and not too long to be computed again after each
 _WHOLE_LENGTHS: Final = (20, 40)  # all of it comes between two faults: nothing shows how it gets on

@@ -53,7 +53,7 @@ def test_only_the_request_that_kills_pays_and_who_waited_is_not_tried(start_serv
 
     assert (poison.status_code, poison.json()["error"]["code"]) == (500, "poison_request")
     assert texts == undisturbed
-    verdicts = re.findall(r"streams go on live_requests=(\d+) failed=(\d+) on_trial=(\d+)", engine.log)
+    verdicts = re.findall(r"streams go on live_requests=(\d+) failed=(\d+) quarantined=(\d+)", engine.log)
     (_, _, first), (_, _, second), (_, num_failed, third) = verdicts
     assert (first, num_failed, third) == ("0", "1", "0")
     assert 2 <= int(second) <= RUNNING

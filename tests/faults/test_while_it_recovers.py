@@ -116,7 +116,7 @@ def test_a_drain_waits_for_those_who_wait_for_their_trial(start_serve):
             engine.metrics_when(lambda metrics: metrics["num_running_reqs"] == 2)
             os.kill(engine.pids["scheduler"], signal.SIGKILL)
             engine.wait_for_log(f"recovered restart={num_recovered}")
-        engine.wait_for_log("failed=0 on_trial=2")
+        engine.wait_for_log("failed=0 quarantined=2")
         engine.process.terminate()
         for answer in answers:
             assert answer.result().json()["usage"]["completion_tokens"] == 17

@@ -14,7 +14,7 @@ from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingPara
 from engine.offline.batch import Batch, CheckedRequest
 from engine.offline.outputs import OutputBuilder
 from engine.runtime.config.presets import PRESETS
-from engine.tokenizer_manager.admission.scheduling_options import Scheduling
+from engine.tokenizer_manager.scheduling_options import Scheduling
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 PROMPTS = ["one", "a longer prompt that has more tokens", "x", "the quick brown fox jumps over the lazy dog"]

@@ -56,12 +56,12 @@ from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.http.app import App
-from engine.tokenizer_manager.http.guards.auth import Gate, read_keys
+from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
 from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.metrics import Metrics
-from engine.tokenizer_manager.process import door_limits
+from engine.tokenizer_manager.process import overload_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 
 WAIT_S = 60.0  # a bound for what must happen at once on an idle machine
@@ -283,7 +283,7 @@ def make_services(
     manager = TokenizerManager(
         encoder=encoder,
         capacity=capacity,
-        limits=door_limits(config),
+        limits=overload_limits(config),
         watchdog_timeout_s=config.server.watchdog_timeout,
         send=engine.receive,
         metrics=metrics,
@@ -295,7 +295,9 @@ def make_services(
     return Services(
         manager=manager,
         all_processes=AllProcesses(engine.take_order, config, clock=clock),
-        gate=Gate(read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback),
+        authorizer=Authorizer(
+            read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback
+        ),
         encoder=encoder,
         renderer=None
         if chat_template is None

@@ -13,10 +13,10 @@ from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import AbortRequest, BatchTextOutput, Finish, FinishKind, SchedulerReport
 from engine.runtime.sampling_params import MAX_SEED, SamplingParams
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
-from engine.tokenizer_manager.admission.scheduling_options import Scheduling
 from engine.tokenizer_manager.generation import Generation, GenerationRequest, Prompt
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
+from engine.tokenizer_manager.scheduling_options import Scheduling
 
 from .fake_engine import (
     CAPACITY,
@@ -250,7 +250,7 @@ def test_a_dead_engine_ends_every_stream_and_refuses_new_requests():
             await flush
         with pytest.raises(EngineDeadError):
             await setup.start("hi")
-        assert setup.manager.unhealthy_reason() == "the scheduler died"
+        assert setup.manager.engine.unhealthy_reason() == "the scheduler died"
         assert len(setup.manager.request_log) == 0
 
     run(test)
@@ -359,26 +359,26 @@ def test_a_full_queue_refuses_with_429_until_requests_finish():
 
 def test_health_follows_the_age_of_the_heartbeat():
     async def test(setup: Setup) -> None:
-        assert setup.manager.unhealthy_reason() is None
+        assert setup.manager.engine.unhealthy_reason() is None
         setup.clock.now_s += 61.0
         assert (
-            setup.manager.unhealthy_reason()
+            setup.manager.engine.unhealthy_reason()
             == "the scheduler's last heartbeat is 61.0 s old, the limit is 60 s"
         )
         setup.manager.on_message(SchedulerReport(sent_s=setup.clock.now_s))
-        assert setup.manager.unhealthy_reason() is None
+        assert setup.manager.engine.unhealthy_reason() is None
         setup.manager.drain()
-        assert setup.manager.unhealthy_reason() == "the server is shutting down"
+        assert setup.manager.engine.unhealthy_reason() == "the server is shutting down"
 
     run(test)
 
 
 def test_before_the_first_report_the_start_counts_as_a_heartbeat():
     async def test(setup: Setup) -> None:
-        setup.manager.report = None
-        assert setup.manager.unhealthy_reason() is None
+        setup.manager.engine.report = None
+        assert setup.manager.engine.unhealthy_reason() is None
         setup.clock.now_s += 61.0
-        assert setup.manager.unhealthy_reason() is not None
+        assert setup.manager.engine.unhealthy_reason() is not None
 
     run(test)
 
@@ -532,15 +532,15 @@ def test_a_request_that_ran_out_of_time_says_which_time(status, code):
 
 def test_a_stalled_scheduler_is_not_healthy_until_it_moves_again():
     async def test(setup: Setup) -> None:
-        assert setup.manager.unhealthy_reason() is None
+        assert setup.manager.engine.unhealthy_reason() is None
         setup.manager.on_message(
             SchedulerReport(sent_s=setup.clock.now_s, stalled="7 passes, NO_KV need 9 have 4")
         )
-        assert setup.manager.unhealthy_reason() == (
+        assert setup.manager.engine.unhealthy_reason() == (
             "requests wait and nothing moves: 7 passes, NO_KV need 9 have 4"
         )
         setup.manager.on_message(SchedulerReport(sent_s=setup.clock.now_s))
-        assert setup.manager.unhealthy_reason() is None
+        assert setup.manager.engine.unhealthy_reason() is None
 
     run(test)
 

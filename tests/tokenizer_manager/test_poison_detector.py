@@ -7,7 +7,12 @@ import pytest
 from engine.runtime.messages import GenerateRequest, Usage
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.generation import Choice, Generation
-from engine.tokenizer_manager.poison_detector import MAX_TRIAL_S, MIN_PROGRESS_TOKENS, Suspects, group_size
+from engine.tokenizer_manager.poison_detector import (
+    MAX_GROUP_S,
+    MIN_PROGRESS_TOKENS,
+    PoisonDetector,
+    group_size,
+)
 from engine.tokenizer_manager.request_log import LoggedRequest, RequestLog
 
 PROMPT = array("i", [1, 2, 3])
@@ -18,7 +23,7 @@ class Engine:
 
     def __init__(self, *names: str, siblings: int = 1, restarts_left: int = 1) -> None:
         self.log = RequestLog()
-        self.suspects = Suspects()
+        self.detector = PoisonDetector()
         self.restarts_left = restarts_left
         self.now_s = 0.0
         for name in names:
@@ -29,7 +34,7 @@ class Engine:
                     choice.rid, PROMPT.tobytes(), SamplingParams(max_new_tokens=100, seed=1)
                 )
                 logged = LoggedRequest(message, generation, choice)
-                self.log.add(logged)
+                self.log.opened(logged, 0.0)
                 logged.send()
 
     def __getitem__(self, name: str) -> LoggedRequest:
@@ -37,35 +42,36 @@ class Engine:
         return logged
 
     def deliver(self, name: str, num_tokens: int) -> list[str]:
-        """Tokens arrive; who is submitted because of it."""
+        """Tokens arrive; the requests submitted because of it."""
         logged = self[name]
         logged.delivered_ids += bytes(4 * num_tokens)
         logged.usage = Usage(3, len(logged.delivered_ids) // 4)
-        return self._submit(self.suspects.next_to_try(logged, self.now_s, ended=False))
+        return self._submit(self.detector.next_group(logged, self.now_s, ended=False))
 
     def end(self, name: str) -> list[str]:
-        """A request ends; who is submitted because of it."""
-        logged = self.log.remove(self[name].rid)
-        return self._submit(self.suspects.next_to_try(logged, self.now_s, ended=True))
+        """A request ends; the requests submitted because of it."""
+        logged = self[name]
+        self.log.ended(logged, self.now_s)
+        return self._submit(self.detector.next_group(logged, self.now_s, ended=True))
 
     def wait(self, seconds: float) -> list[str]:
-        """Nothing happens for a while; who is submitted then."""
+        """Time passes; the requests submitted then."""
         self.now_s += seconds
-        return self._submit(self.suspects.overdue(self.now_s))
+        return self._submit(self.detector.overdue_group(self.now_s))
 
     def lose(self, *started: str) -> tuple[list[str], list[str]]:
-        """The process is lost and back: who is guilty, and who is submitted; `started`: had begun, if that is known."""
+        """The process is lost and back: the poison requests, and those submitted; `started`: had begun, if known."""
         known = {self[name].rid for name in started} if started else None
-        self.suspects.lost(self.log, known)
-        guilty = self.suspects.judge(self.log, self.restarts_left, self.now_s)
-        for logged in guilty:
-            self.log.remove(logged.rid)
-        submitted = self.suspects.to_submit(list(self.log))
-        self.log.send_again(submitted)
-        return names(guilty), names(submitted)
+        self.detector.lost(self.log, known)
+        poison = self.detector.isolate(self.log, self.restarts_left, self.now_s)
+        for logged in poison:
+            self.log.ended(logged, self.now_s)
+        submitted = self.detector.to_submit(list(self.log))
+        self.log.resubmit(submitted)
+        return names(poison), names(submitted)
 
     def _submit(self, submitted: list[LoggedRequest]) -> list[str]:
-        self.log.send_again(submitted)
+        self.log.resubmit(submitted)
         return names(submitted)
 
 
@@ -79,7 +85,7 @@ def test_one_loss_is_nobodys_fault():
     assert engine.lose() == ([], ["a", "b"])
 
 
-def test_who_is_alone_at_two_losses_without_getting_on_is_guilty():
+def test_who_is_alone_at_two_losses_without_getting_on_is_poison():
     engine = Engine("a", "b")
     engine.lose()
     engine.deliver("b", MIN_PROGRESS_TOKENS)
@@ -88,7 +94,7 @@ def test_who_is_alone_at_two_losses_without_getting_on_is_guilty():
     assert engine.lose() == ([], ["b"])
 
 
-def test_who_gets_on_between_losses_is_never_guilty():
+def test_who_gets_on_between_losses_is_never_poison():
     engine = Engine("a")
     for _ in range(5):
         engine.deliver("a", MIN_PROGRESS_TOKENS)
@@ -96,7 +102,7 @@ def test_who_gets_on_between_losses_is_never_guilty():
         assert engine.lose() == ([], ["a"])
 
 
-def test_siblings_are_guilty_together():
+def test_siblings_are_poison_together():
     engine = Engine("a", siblings=2)
     engine.lose()
 
@@ -123,7 +129,7 @@ def test_a_loss_during_a_trial_has_one_suspect():
     assert engine.lose() == ([], ["a"])
     assert engine.deliver("a", MIN_PROGRESS_TOKENS) == ["b"]
     assert engine.lose() == (["b"], ["a", "c"])  # what c was suspected of has its cause
-    assert engine.suspects.num_on_trial == 0
+    assert engine.detector.num_quarantined == 0
     assert engine.lose() == (["c"], ["a"])  # it has one of its own
 
 
@@ -138,21 +144,21 @@ def test_who_ends_while_waiting_for_its_trial_is_left_out():
 
 def test_a_loss_before_anything_was_submitted_again_accuses_nobody():
     engine = Engine("a")
-    engine.suspects.lost(engine.log)
-    engine.suspects.lost(engine.log)
+    engine.detector.lost(engine.log)
+    engine.detector.lost(engine.log)
 
-    assert engine.suspects.judge(engine.log, 1, 0.0) == []
+    assert engine.detector.isolate(engine.log, 1, 0.0) == []
 
 
 def test_who_is_left_alone_because_another_suspect_went_is_tried_and_not_condemned():
     engine = Engine("a", "b")
     engine.lose()
-    engine.suspects.lost(engine.log)
+    engine.detector.lost(engine.log)
     engine.end("b")  # its client left while nothing could be judged
 
-    assert engine.suspects.judge(engine.log, 1, 0.0) == []
-    assert names(engine.suspects.to_submit(list(engine.log))) == ["a"]
-    assert engine.suspects.num_on_trial == 1
+    assert engine.detector.isolate(engine.log, 1, 0.0) == []
+    assert names(engine.detector.to_submit(list(engine.log))) == ["a"]
+    assert engine.detector.num_quarantined == 1
 
 
 def test_who_only_waited_in_the_queue_is_no_suspect():
@@ -174,12 +180,12 @@ def test_who_has_tokens_had_begun_whatever_the_scheduler_left_behind():
 
 def test_if_nobody_had_begun_whoever_waited_is_suspect():
     engine = Engine("a")
-    engine.suspects.lost(engine.log, set())
-    assert engine.suspects.judge(engine.log, 1, 0.0) == []
-    engine.log.send_again(list(engine.log))
-    engine.suspects.lost(engine.log, set())
+    engine.detector.lost(engine.log, set())
+    assert engine.detector.isolate(engine.log, 1, 0.0) == []
+    engine.log.resubmit(list(engine.log))
+    engine.detector.lost(engine.log, set())
 
-    assert names(engine.suspects.judge(engine.log, 1, 0.0)) == ["a"]
+    assert names(engine.detector.isolate(engine.log, 1, 0.0)) == ["a"]
 
 
 def test_who_waits_while_others_get_on_is_no_suspect_either():
@@ -192,26 +198,26 @@ def test_who_waits_while_others_get_on_is_no_suspect_either():
 
 @pytest.mark.parametrize("number", range(16))
 def test_with_restarts_to_spare_suspects_are_halved_until_one_is_left(number):
-    everybody, poison = [f"r{i}" for i in range(16)], f"r{number}"
+    everybody, culprit = [f"r{i}" for i in range(16)], f"r{number}"
     engine = Engine(*everybody, restarts_left=20)
     engine.lose()
-    guilty, tried = engine.lose()
+    poison, tried = engine.lose()
     num_losses = num_groups = 0
-    while not guilty:
+    while not poison:
         num_groups += 1
         assert num_groups <= 8
-        if poison in tried:
+        if culprit in tried:
             num_losses += 1
-            guilty, tried = engine.lose()
+            poison, tried = engine.lose()
             continue
         following = [name for each in tried for name in engine.deliver(each, MIN_PROGRESS_TOKENS)]
         assert set(tried).isdisjoint(following)
         tried = following
 
-    assert guilty == [poison]
+    assert poison == [culprit]
     assert num_losses <= 4  # of groups of 8, 4, 2, 1
     assert len(tried) == 15  # nobody waits any more
-    assert engine.suspects.num_on_trial == 0
+    assert engine.detector.num_quarantined == 0
 
 
 @pytest.mark.parametrize(
@@ -245,11 +251,11 @@ def test_who_does_not_get_on_holds_up_the_others_for_a_while_only():
     engine.lose()
 
     assert engine.lose() == ([], ["a"])
-    assert engine.wait(MAX_TRIAL_S) == []
+    assert engine.wait(MAX_GROUP_S) == []
     assert engine.wait(1.0) == ["b"]
-    assert engine.wait(MAX_TRIAL_S + 1.0) == ["c", "d"]
+    assert engine.wait(MAX_GROUP_S + 1.0) == ["c", "d"]
     assert engine.lose() == ([], ["a"])  # with e, who had not been tried, behind the others
-    assert engine.suspects.num_on_trial == 5
+    assert engine.detector.num_quarantined == 5
 
 
 def test_losses_during_a_trial_are_not_held_against_those_who_have_passed_theirs():
@@ -281,8 +287,8 @@ def test_the_time_of_a_recovery_is_no_time_of_a_trial():
     engine.lose()
     assert engine.lose() == ([], ["a", "other"])
     engine.deliver("other", MIN_PROGRESS_TOKENS)
-    engine.now_s += MAX_TRIAL_S + 1.0
+    engine.now_s += MAX_GROUP_S + 1.0
 
     assert engine.lose("other") == ([], ["a", "other"])
     assert engine.wait(1.0) == []
-    assert engine.wait(MAX_TRIAL_S) == ["b"]
+    assert engine.wait(MAX_GROUP_S) == ["b"]

@@ -19,8 +19,8 @@ from engine.runtime.messages import (
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
-from engine.tokenizer_manager.admission.scheduling_options import Scheduling
 from engine.tokenizer_manager.generation import Generation, GenerationRequest
+from engine.tokenizer_manager.scheduling_options import Scheduling
 
 from .fake_engine import CAPACITY, LENGTH, TOKENIZER, ids_of, row, say_all
 from .test_manager import Setup, run, texts
@@ -83,9 +83,9 @@ def test_new_requests_wait_and_the_server_says_why():
         waiting = await setup.start("hi")
 
         assert setup.engine.generate.empty()
-        assert setup.manager.unhealthy_reason() == WHY
+        assert setup.manager.engine.unhealthy_reason() == WHY
         setup.manager.peers_back(CAPACITY)
-        assert setup.manager.unhealthy_reason() is None
+        assert setup.manager.engine.unhealthy_reason() is None
         request = setup.engine.next_request()
         assert request.delivered is None
         assert setup.engine.aborts.empty()
@@ -115,12 +115,12 @@ def test_counters_do_not_fall_to_nothing_until_the_next_report():
         setup.clock.now_s += 300.0
         setup.manager.peers_lost(WHY)
         setup.manager.peers_back(CAPACITY)
-        page = setup.services.metrics.render(setup.manager.report)
+        page = setup.services.metrics.render(setup.manager.engine.report)
 
         assert "engine:generation_tokens_total 1000\n" in page
-        assert setup.manager.unhealthy_reason() is None
+        assert setup.manager.engine.unhealthy_reason() is None
         setup.manager.on_message(SchedulerReport(sent_s=now_s + 1.0, stalled="full"))  # was under way
-        assert setup.manager.unhealthy_reason() is None
+        assert setup.manager.engine.unhealthy_reason() is None
 
     run(test)
 
@@ -287,7 +287,7 @@ def test_a_scheduler_that_lives_answers_itself_unless_it_hangs():
 
         with pytest.raises(RequestError, match="the request took 10.5 s, and had generated 0 of"):
             await texts(generation)
-        assert setup.engine.next_abort().reason == "its time is over"
+        assert setup.engine.next_abort().reason == "time limit"
 
     run(test, scheduler={"request_timeout": 5.0, "queue_timeout": 4.0})
 
@@ -297,7 +297,7 @@ def test_limits_of_requests_that_have_ended_are_forgotten():
         setup.engine.script = say_all("x")
         for _ in range(200):
             assert await texts(await setup.start("hi")) == ["x"]
-        assert len(setup.manager._early_ends._time_limits._heap) <= 64 + 1
+        assert len(setup.manager._aborter._time_limits._heap) <= 64 + 1
 
     run(test, scheduler={"request_timeout": 5.0})
 

@@ -1,6 +1,6 @@
-"""Admission: may this request run at all? `runtime/feasibility.py` answers, on which the scheduler relies too.
+"""Whether a request can ever run, by the rules of `runtime/feasibility.py`, which the scheduler uses too.
 
-Whether there is room for it now is the `door`'s matter.
+`OverloadControl` decides whether there is room for it now.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MAX_UTF8_BYTES: Final = 4
 
 
 def check_may_fit(text: str, tokenizer: Tokenizer, capacity: Capacity, prompt_param: str) -> None:
-    """Refuse a text that has too many tokens however it is tokenised, before that is done.
+    """Refuse a text that must have too many tokens, before it is tokenized.
 
     Raises:
-        RequestError: it can never run.
+        RequestError: it cannot run.
     """
     longest = max_new_tokens_for(0, capacity) - 1  # one position is for the answer
     if len(text) * _MAX_UTF8_BYTES <= longest:
@@ -45,10 +45,10 @@ def resolve_length(
         sampling: verified.
         prompt_len: tokens of the prompt.
         capacity: of the scheduler.
-        prompt_param, length_param: the request's fields, for the error.
+        prompt_param, length_param: the fields that errors name.
 
     Raises:
-        RequestError: such a request can never run.
+        RequestError: the request cannot run.
     """
     if prompt_len == 0:
         message = f"{prompt_param} has no tokens; a prompt has at least one"
@@ -61,7 +61,7 @@ def resolve_length(
         if "[" in prompt_param:
             reason = reason.replace("the prompt", prompt_param, 1)
         reason = reason.replace("max_tokens", length_param)
-        # Beyond the longest possible answer it is the length that is wrong, unless no length would do.
+        # The length is at fault if a shorter answer would fit; otherwise the prompt is.
         param = length_param if asked is not None and longest >= 1 else prompt_param
         raise RequestError(reason, param=param, code="context_length_exceeded")
     if sampling.min_new_tokens > wanted:

@@ -1,11 +1,11 @@
-"""`Door`: what becomes of a request for which there is no room: refused, let in at another one's cost, or kept waiting.
+"""`OverloadControl`: what happens to a request that does not fit into the queue.
 
-    --overload refuse   it is told to come back (429) - unless something less urgent waits: that goes instead, the least
-                        urgent first, of those the latest; a request that has a token is never sent away
-    --overload queue    it waits here, before it is tokenised, most urgent first; for routers that take a 429 for a
-                        broken server. Its time limits count; how much text waits has a bound, above which it is refused
+    --overload refuse   it is refused (429), unless requests of lower priority wait: those are aborted instead, lowest
+                        priority first, then latest arrival; a request that has a token is never aborted
+    --overload queue    it waits here, before tokenization, highest priority first; for routers that take a 429 for a
+                        broken server. Its time limits apply. Beyond a bound on the waiting text it is refused
 
-The manager asks; the `QueueGate` counts.
+`QueueLimiter` counts what waits in the scheduler.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Final, NamedTuple
 
 import msgspec
 
 from ...runtime.config.server_config import OverloadMode
 from ...runtime.errors import RequestError
+from ..aborter import Aborter
+from ..engine_state import EngineState
 from ..generation import Generation, GenerationRequest
-from .queue_limiter import QueueFullError, QueueGate
+from ..request_log import LoggedRequest, RequestLog
+from .queue_limiter import QueueFullError, QueueLimiter
 
-_MAX_WAITING_BYTES: Final = 1 << 30  # of the prompts that --overload queue keeps; 64 of the largest bodies
+_MAX_WAITING_BYTES: Final = (
+    1 << 30
+)  # of the prompts that wait under --overload queue: 64 of the largest bodies
 _BYTES_PER_ID: Final = 40  # an int in a list
 
 
 class _Freed(NamedTuple):
-    """What would wait no more."""
+    """Requests and prompt tokens that aborting some requests would take off the queue."""
 
     requests: int
     tokens: int
@@ -37,18 +42,18 @@ class _Freed(NamedTuple):
 
 _NOTHING: Final = _Freed(0, 0)
 _Turn = tuple[bool, int, int]
-"""Whose turn comes first: who has its places and lacks tokens only; the more urgent; the earlier."""
+"""Sorts waiting requests: first those that only lack room for tokens, then by priority, then by arrival."""
 
 
-class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What may wait, and how.
+class OverloadLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits on waiting requests.
 
     Attributes:
-        max_queued_requests: in the scheduler.
+        max_queued_requests: that wait in the scheduler.
         max_queued_tokens: of their prompts.
-        overload: what happens beyond.
-        queue_timeout_s: the server's limit on waiting; None: none.
-        request_timeout_s: the server's limit on all of a request; None: none.
+        overload: what happens to requests beyond these.
+        queue_timeout_s: the server's limit on the time to start a request; None for none.
+        request_timeout_s: the server's limit on the time to finish a request; None for none.
     """
 
     max_queued_requests: int
@@ -58,122 +63,124 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float | None = None
 
 
-class Door:
-    """Where requests come in.
-
-    Attributes:
-        gate: for whoever sees requests start and end.
-    """
+class OverloadControl:
+    """Admits requests while there is room. A `RequestObserver`: an ended request makes room."""
 
     def __init__(
         self,
-        limits: DoorLimits,
-        max_running_requests: int,
+        limits: OverloadLimits,
+        limiter: QueueLimiter,
+        log: RequestLog,
         *,
-        generations: Callable[[], Iterable[Generation]],
-        num_live: Callable[[], int],
-        send_away: Callable[[Generation, QueueFullError], None],
-        check_open: Callable[[], None],
+        engine: EngineState,
+        aborter: Aborter,
         clock: Callable[[], float],
     ) -> None:
-        """Make a door to a scheduler without requests.
+        """Take the parts.
 
         Args:
-            limits: what may wait.
-            max_running_requests: of the scheduler.
-            generations: the open ones.
-            num_live: how many requests of the scheduler they are.
-            send_away: ends one with an error.
-            check_open: raises if no requests are taken any more.
+            limits: on waiting requests.
+            limiter: counts them.
+            log: the live requests.
+            engine: whether requests are still accepted once there is room.
+            aborter: ends requests of lower priority.
             clock: CLOCK_MONOTONIC.
         """
-        self.gate = QueueGate(limits.max_queued_requests, max_running_requests, limits.max_queued_tokens)
         self._limits = limits
-        self._generations = generations
-        self._num_live = num_live
-        self._send_away = send_away
-        self._check_open = check_open
+        self._limiter = limiter
+        self._log = log
+        self._engine = engine
+        self._aborter = aborter
         self._clock = clock
-        self._line: list[tuple[_Turn, asyncio.Future[None]]] = []  # a heap
+        self._waiters: list[tuple[_Turn, asyncio.Future[None]]] = []  # a heap
         self._num_arrivals = itertools.count()
         self._num_waiting_bytes = 0
 
     @contextlib.asynccontextmanager
-    async def places_for(self, request: GenerationRequest, arrival_s: float) -> AsyncIterator[None]:
-        """Keep the places of a request while it is tokenised; waits for them under `--overload queue`.
+    async def admit(self, request: GenerationRequest, arrival_s: float) -> AsyncIterator[None]:
+        """Reserve queue places for a request while it is tokenized; under `--overload queue`, wait for them.
 
         Raises:
-            QueueFullError: there are none.
-            RequestError: there could never be so many, or its time is over.
+            QueueFullError: the queue is full.
+            RequestError: the queue could never hold it, or its time limit has passed.
         """
         num_new = len(request.prompts) * request.n
         if request.probe:
             yield
             return
-        self.gate.check_possible(num_new)
-        await self._room(
+        self._limiter.check_possible(num_new)
+        await self._wait_for_room(
             request,
             arrival_s,
-            lambda freed: self.gate.reason_against(num_new, self._num_live(), self._clock(), freed.requests),
-            has_places=False,
+            lambda freed: self._limiter.reason_against(
+                num_new, len(self._log), self._clock(), freed.requests
+            ),
+            has_place=False,
         )
-        with self.gate.hold(num_new):
+        with self._limiter.reserve(num_new):
             self._wake_next()  # there may be room for more
             yield
         self._wake_next()
 
-    async def room_for_tokens(self, request: GenerationRequest, num_tokens: int, arrival_s: float) -> None:
-        """The same for the tokens of all its prompts, once they are known.
+    async def admit_tokens(self, request: GenerationRequest, num_tokens: int, arrival_s: float) -> None:
+        """As `admit`, for the tokens of all prompts of an admitted request.
 
         Raises:
-            QueueFullError, RequestError: as above.
+            QueueFullError, RequestError: as for `admit`.
         """
         if not request.probe:
-            await self._room(
+            await self._wait_for_room(
                 request,
                 arrival_s,
-                lambda freed: self.gate.reason_against_tokens(num_tokens, self._clock(), freed.tokens),
-                has_places=True,
+                lambda freed: self._limiter.reason_against_tokens(num_tokens, self._clock(), freed.tokens),
+                has_place=True,
             )
 
-    def may_have_room(self) -> None:
-        """Something has ended, or the scheduler has reported."""
+    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`."""
+
+    def ended(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`."""
+        self._wake_next()
+
+    def reported(self) -> None:
+        """The limiter has new counts of the scheduler."""
         self._wake_next()
 
     def close(self) -> None:
-        """Whoever waits here shall look again what has become of the engine."""
-        while self._line:
+        """Wake all waiting requests: the engine accepts none any more, and each finds that out."""
+        while self._waiters:
             self._wake_next()
 
     # ------------------------------------------------------------ internals
 
-    async def _room(
+    async def _wait_for_room(
         self,
         request: GenerationRequest,
         arrival_s: float,
         reason: Callable[[_Freed], QueueFullError | None],
         *,
-        has_places: bool,
+        has_place: bool,
     ) -> None:
-        """Return once there is no reason any more."""
+        """Return once `reason` returns None."""
         priority = request.scheduling.priority
         if self._limits.overload == "refuse":
             if (refusal := reason(_NOTHING)) is not None:
-                self._make_room(priority, reason, refusal)
+                self._abort_less_urgent(priority, reason, refusal)
             return
-        turn = (not has_places, -priority, next(self._num_arrivals))
-        while (refusal := reason(_NOTHING)) is not None or self._is_behind(turn):
+        turn = (not has_place, -priority, next(self._num_arrivals))
+        while (refusal := reason(_NOTHING)) is not None or self._has_earlier(turn):
             await self._wait(request, turn, arrival_s, refusal)
 
-    def _make_room(
+    def _abort_less_urgent(
         self, priority: int, reason: Callable[[_Freed], QueueFullError | None], refusal: QueueFullError
     ) -> None:
-        """End as many less urgent requests without a token as it takes; none if that would not be enough.
+        """Abort as many requests of lower priority without a token as needed; none if they are not enough.
 
         Raises:
-            QueueFullError: it would not.
+            QueueFullError: they are not enough.
         """
-        waiting = [g for g in self._generations() if g.scheduling.priority < priority and not g.started]
+        waiting = [g for g in self._log.generations if g.scheduling.priority < priority and not g.started]
         waiting.sort(key=lambda g: (g.scheduling.priority, -g.arrival_s))
         freed, victims = _NOTHING, list[Generation]()
         while reason(freed) is not None:
@@ -184,36 +191,37 @@ class Door:
             freed = _Freed(freed.requests + len(victim.choices), freed.tokens + num_tokens)
         for victim in victims:
             message = (
-                f"a more urgent request took the place of this one, whose priority is {victim.scheduling.priority}; "
+                f"a more urgent request took the queue place of this one (priority {victim.scheduling.priority}); "
                 f"retry later, or send a higher priority"
             )
-            self.gate.withdrawn(len(victim.choices), self._clock())
-            self._send_away(victim, QueueFullError(message, refusal.retry_after_s, refusal.position))
+            self._limiter.withdrawn(len(victim.choices), self._clock())
+            error = QueueFullError(message, refusal.retry_after_s, refusal.position)
+            self._aborter.fail(victim, error, "made room for a more urgent request")
 
-    def _is_behind(self, turn: _Turn) -> bool:
-        """Whether somebody waits here whose turn comes first."""
-        self._drop_gone()
-        return bool(self._line) and self._line[0][0] < turn
+    def _has_earlier(self, turn: _Turn) -> bool:
+        """Whether a request waits here that comes before this turn."""
+        self._drop_cancelled()
+        return bool(self._waiters) and self._waiters[0][0] < turn
 
     async def _wait(
         self, request: GenerationRequest, turn: _Turn, arrival_s: float, refusal: QueueFullError | None
     ) -> None:
-        """Wait until it may be this one's turn; whoever is woken for nothing waits again."""
+        """Wait to be woken when there may be room; the caller checks, and waits again if there is none."""
         num_bytes = sum(len(p) if isinstance(p, str) else _BYTES_PER_ID * len(p) for p in request.prompts)
         if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
             raise refusal or QueueFullError("too much text waits for a place; retry later", retry_after_s=1)
-        wishes = request.scheduling
-        own = (wishes.queue_timeout_s, wishes.timeout_s)
+        scheduling = request.scheduling
+        own = (scheduling.queue_timeout_s, scheduling.timeout_s)
         limits = (*own, self._limits.queue_timeout_s, self._limits.request_timeout_s)
         limit_s = min((limit for limit in limits if limit is not None), default=None)
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._line, (turn, place))
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiters, (turn, woken))
         self._num_waiting_bytes += num_bytes
         try:
             async with asyncio.timeout(
                 None if limit_s is None else max(arrival_s + limit_s - self._clock(), 0)
             ):
-                await place
+                await woken
         except TimeoutError:
             raise RequestError(
                 f"the request waited {limit_s:g} s for a place in the queue, which is its limit; retry later, or raise "
@@ -223,14 +231,14 @@ class Door:
             ) from None
         finally:
             self._num_waiting_bytes -= num_bytes
-            place.cancel()
-        self._check_open()
+            woken.cancel()
+        self._engine.check_accepting()
 
     def _wake_next(self) -> None:
-        self._drop_gone()
-        if self._line:
-            heapq.heappop(self._line)[1].set_result(None)
+        self._drop_cancelled()
+        if self._waiters:
+            heapq.heappop(self._waiters)[1].set_result(None)
 
-    def _drop_gone(self) -> None:
-        while self._line and self._line[0][1].done():
-            heapq.heappop(self._line)
+    def _drop_cancelled(self) -> None:
+        while self._waiters and self._waiters[0][1].done():
+            heapq.heappop(self._waiters)

@@ -1,6 +1,6 @@
-"""`QueueGate`: how much waits in the scheduler, and whether there is room for more.
+"""`QueueLimiter`: how many requests and prompt tokens wait in the scheduler, and whether more fit.
 
-It only counts and answers. What becomes of a request for which there is no room is the `door`'s matter.
+It counts and answers. `OverloadControl` decides events to a request that does not fit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final
 
 from ...runtime.errors import RequestError
 from ...runtime.messages import SchedulerReport
+from ..request_log import LoggedRequest
 
 _MAX_RETRY_AFTER_S: Final = 60
 _NUM_FINISH_TIMES: Final = 64
@@ -20,11 +21,11 @@ _FINISH_WINDOW_S: Final = 30.0
 
 
 class QueueFullError(RequestError):
-    """Too much waits: 429 with `Retry-After`.
+    """The queue is full: 429 with `Retry-After`.
 
     Attributes:
-        retry_after_s: when there should be room, from the measured rate at which requests finish.
-        position: how many requests were before this one; None where they are not what lacks room.
+        retry_after_s: estimated time until there is room, from the measured rate at which requests finish.
+        position: requests ahead of this one; None if the limit is not one on requests.
     """
 
     def __init__(self, message: str, retry_after_s: int, position: int | None = None) -> None:
@@ -33,15 +34,15 @@ class QueueFullError(RequestError):
         self.position = position
 
 
-class QueueGate:
-    """Counts what waits in the scheduler, in requests and in prompt tokens.
+class QueueLimiter:
+    """Counts waiting requests and their prompt tokens. A `RequestObserver`.
 
-    The scheduler's reports lag behind by up to half a second, so requests sent since the last report are counted too,
-    and free rows of the request pool count as room only if nobody waited at that time (else memory is what lacks).
-    Tokens are counted exactly, from when a request is sent to its first token.
+    The scheduler's reports are up to half a second old, so requests sent since the last report are counted too. Free
+    rows of the request pool count as room only if no request waited at the time of the report (otherwise memory is the
+    bottleneck). Tokens are counted exactly, from the time when a request is sent to its first token.
 
     Attributes:
-        num_unstarted: requests sent that have no token yet.
+        num_unstarted: live requests without a token yet.
     """
 
     def __init__(
@@ -56,25 +57,25 @@ class QueueGate:
         self._finished_s: deque[float] = deque(maxlen=_NUM_FINISH_TIMES)
         self._num_running = 0
         self._num_queued = 0
-        self._num_held = 0
+        self._num_reserved = 0
         self._num_tokens = 0
 
-    # ------------------------------------------------------------ is there room
+    # ------------------------------------------------------------ limits
 
     @contextlib.contextmanager
-    def hold(self, num_new: int) -> Iterator[None]:
-        """Keep places for requests while they are tokenised, so that this has a bound too."""
-        self._num_held += num_new
+    def reserve(self, num_new: int) -> Iterator[None]:
+        """Count requests as waiting while they are tokenized, so that tokenization is bounded too."""
+        self._num_reserved += num_new
         try:
             yield
         finally:
-            self._num_held -= num_new
+            self._num_reserved -= num_new
 
     def check_possible(self, num_new: int) -> None:
-        """Refuse so many requests at once that there could never be room for them.
+        """Refuse more requests at once than can ever run and wait.
 
         Raises:
-            RequestError: it is so.
+            RequestError: there are more.
         """
         if num_new > self._max_queued + self._max_running:
             raise RequestError(
@@ -88,20 +89,20 @@ class QueueGate:
     def reason_against(
         self, num_new: int, num_live: int, now_s: float, num_freed: int = 0
     ) -> QueueFullError | None:
-        """Why `num_new` more requests would have to wait in a full queue; None if there is room.
+        """Why `num_new` more requests do not fit into the queue; None if they fit.
 
         Args:
             num_new: scheduler requests to be sent.
-            num_live: those sent and not answered; exact, while what the reports say may be over by now.
+            num_live: requests sent and not answered; exact, while the last report may be outdated.
             now_s: the time.
-            num_freed: as if so many had been withdrawn.
+            num_freed: answer as if this many had been withdrawn.
         """
         num_live -= num_freed
         num_withdrawn = len(self._withdrawn_s) + num_freed
         waiting = min(max(self._num_queued + len(self._sent_s) - num_withdrawn, 0), num_live)
         running = min(self._num_running, num_live - waiting)
         free_rows = self._max_running - running if self._num_queued == 0 else 0
-        waiting += self._num_held
+        waiting += self._num_reserved
         excess = waiting + num_new - self._max_queued - free_rows
         if excess <= 0:
             return None
@@ -114,7 +115,7 @@ class QueueGate:
     def reason_against_tokens(
         self, num_tokens: int, now_s: float, num_freed: int = 0
     ) -> QueueFullError | None:
-        """The same for the tokens of their prompts. Where none wait, any number may come: else it never could."""
+        """As `reason_against`, for prompt tokens. If none wait, any number fits: it never would otherwise."""
         num_waiting = self._num_tokens - num_freed
         if num_waiting == 0 or num_waiting + num_tokens <= self._max_tokens:
             return None
@@ -126,35 +127,45 @@ class QueueGate:
             self.num_unstarted,
         )
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
+
+    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`."""
+        self.sent(now_s, len(logged.choice.prompt_ids))
+
+    def ended(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`."""
+        if logged.choice.first_token_s is None:
+            self.started(len(logged.choice.prompt_ids))
+        self.finished(now_s)
 
     def sent(self, now_s: float, num_tokens: int = 0) -> None:
-        """One request with a prompt of so many tokens went to the scheduler."""
+        """A request with a prompt of `num_tokens` tokens is sent to the scheduler."""
         self._sent_s.append(now_s)
         self.num_unstarted += 1
         self._num_tokens += num_tokens
 
     def started(self, num_tokens: int) -> None:
-        """One of them has its first token, or will never have one."""
+        """A request has its first token, or ended without one."""
         self.num_unstarted -= 1
         self._num_tokens -= num_tokens
 
     def restarted(self, num_live: int, now_s: float) -> None:
-        """A new scheduler gets all live requests at once; what the one before reported is no longer so."""
+        """A new scheduler gets all live requests at once; reports of the one before it no longer hold."""
         self._num_running = self._num_queued = 0
         self._sent_s = deque([now_s] * num_live)
         self._withdrawn_s.clear()
 
     def finished(self, now_s: float) -> None:
-        """One request has been answered."""
+        """A request was answered or aborted."""
         self._finished_s.append(now_s)
 
     def withdrawn(self, num_requests: int, now_s: float) -> None:
-        """So many that waited were taken back: there is room at once, and not with the next report."""
+        """Waiting requests were aborted: there is room at once, not only with the next report."""
         self._withdrawn_s.extend([now_s] * num_requests)
 
     def reported(self, report: SchedulerReport) -> None:
-        """Take the scheduler's own counts, as of its report."""
+        """Take the scheduler's own counts from its report."""
         self._num_running = report.num_running_reqs
         self._num_queued = report.num_queue_reqs
         for times in (self._sent_s, self._withdrawn_s):
@@ -162,7 +173,7 @@ class QueueGate:
                 times.popleft()
 
     def _seconds_for(self, num_requests: int, now_s: float) -> int:
-        """How long until so many more have finished, at the rate of the last ones."""
+        """Estimated time until `num_requests` more have finished, at the rate of the last ones."""
         times = self._finished_s
         while times and now_s - times[0] > _FINISH_WINDOW_S:
             times.popleft()

@@ -1,8 +1,7 @@
 """`ChatTemplate`: chat messages to prompt text, with the model's Jinja template in a sandbox.
 
-Templates come with model files, so they are other people's code: they run in `TemplateSandbox`, whose docstring says
-what is limited and what is not. A template is set up as Hugging Face does it, which is what template authors test
-against.
+Templates come with model files and are untrusted code: they run in `TemplateSandbox`, which documents the limits. A
+template is set up as in Hugging Face transformers, against which template authors test.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class ChatTemplate:
         Args:
             source: Jinja text.
             special_tokens: bos_token, eos_token, ...: variables of the template.
-            name: how to call it in errors.
+            name: of the template, for errors.
 
         Raises:
             ConfigError: the text is not a Jinja template.
@@ -61,12 +60,12 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                f"{name} has a syntax error in line {error.lineno}: {error.message}; mend it or give another one with "
+                f"{name} has a syntax error in line {error.lineno}: {error.message}; fix it or give another one with "
                 f"--chat-template"
             ) from error
-        except Exception as error:  # of Python's compiler, or of a stack that is not deep enough
+        except Exception as error:  # from Python's compiler, or a RecursionError
             raise ConfigError(
-                f"{name} cannot be compiled: {type(error).__name__}: {error}; mend it or give another one with "
+                f"{name} cannot be compiled: {type(error).__name__}: {error}; fix it or give another one with "
                 f"--chat-template"
             ) from error
 
@@ -81,9 +80,9 @@ class ChatTemplate:
         """The prompt of a chat. Several threads may render at the same time.
 
         Args:
-            messages: with `role` and `content`, and what else the template may know.
-            add_generation_prompt: end with the beginning of an assistant message.
-            variables: more variables of the template.
+            messages: with `role` and `content`, and further fields that the template may use.
+            add_generation_prompt: end with the start of an assistant message.
+            variables: further variables of the template.
             budget: of this rendering alone; another thread may end the rendering through it.
 
         Raises:
@@ -118,7 +117,7 @@ class ChatTemplate:
                 param="messages",
                 code="chat_template_error",
             ) from error
-        except Exception as error:  # template code may raise anything, and it is this request's own trouble
+        except Exception as error:  # template code may raise anything; only this request fails
             raise RequestError(
                 f"{self._name} cannot render these messages: {str(error) or type(error).__name__}; check their roles, "
                 f"order and contents",
@@ -132,14 +131,16 @@ def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) 
     """The template in the file `path` (`--chat-template`), else the model's own, else None.
 
     Raises:
-        ConfigError: there is no such file, or what is there is no template.
+        ConfigError: the file does not exist, or is no template.
     """
     if path is None:
         if tokenizer.chat_template is None:
             return None
         try:
             return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-        except ConfigError as error:  # clients see the template's name, and need not see a path of the server
+        except (
+            ConfigError
+        ) as error:  # clients see the template's name, which must not have a path of the server
             raise ConfigError(f"{model_path}: {error}") from error
     try:
         source = Path(path).read_text(encoding="utf-8")
@@ -152,7 +153,7 @@ def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) 
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`: marks the assistant's text for training; here its body is simply put out."""
+    """`{% generation %}`: marks the assistant's text for training; here its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's interface)
 
@@ -176,7 +177,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter escapes HTML characters, which no model was trained on."""
+    """Plain JSON. Jinja's own filter escapes HTML characters, which models are not trained on."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,15 +1,15 @@
 """`TemplateSandbox`: the Jinja environment that chat templates run in.
 
-Templates come with model files, so they are other people's code. Jinja's immutable sandbox keeps them from Python's
-insides; this one also bounds what one rendering costs:
+Templates come with model files and are untrusted code. Jinja's immutable sandbox blocks access to Python internals;
+this one also bounds the cost of one rendering:
 
-- CPU time of the thread that renders, looked at in every turn of a loop, every call and every operator that makes a
-  value (`RenderBudget`); time during which the thread waits, for a core or for the GIL, does not count;
+- CPU time of the rendering thread, checked at every iteration of a loop, every call and every operator that makes a
+  value (`RenderBudget`); time during which the thread waits for a core or for the GIL does not count;
 - the size of a value made by an operator, by `~`, by a `set` or macro block, by a width, or by `replace` and `join`.
 
 Not bounded: the sum over all variables (the time limit is what bounds it, at some hundred MB), a single step inside
 Python (sorting a long list, `tojson` of a deep value), and what Jinja does before rendering: the size of the template
-is the model file's. A process with a memory limit is the answer for model files that nobody trusts.
+is the model file's. For untrusted model files, run the process with a memory limit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WIDE_METHODS: Final = ("center", "expandtabs", "ljust", "rjust", "zfill")
 
 
 class LimitError(Exception):
-    """Rendering goes beyond a limit."""
+    """Rendering exceeded a limit on time or size."""
 
 
 class CpuTimeError(LimitError):
@@ -113,7 +113,7 @@ class _Rendering(threading.local):
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a clock and sizes that are looked at wherever template code can spend time or memory."""
+    """The sandbox. Checks the clock and sizes wherever template code can spend time or memory."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -163,18 +163,18 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop, under the clock; Jinja makes a list of them where the template wants `loop.length`."""
+        """The items of a loop, with a check of the clock; Jinja makes a list of them for `loop.length`."""
         for item in items:
             self.check_clock()
             yield item
 
     def joined(self, *parts: Any) -> str:
-        """What `~` makes."""
+        """The result of `~`."""
         return self.concat([str(part) for part in parts])
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:  # Jinja has "".join here
-        """What a block of template code puts out, where it is kept as a value."""
+        """The output of a block of template code that is kept as a value."""
         parts = list(parts)
         _check_size(sum(map(len, parts)))
         return "".join(parts)
@@ -182,13 +182,13 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _generate(
         self, source: jinja2.nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
     ) -> str:
-        """Jinja's hook between parsing and compiling: loops and `~` are sent through `each` and `joined`."""
+        """Jinja's hook between parsing and compiling: loops and `~` are rewritten to call `each` and `joined`."""
         return super()._generate(_Bounding().visit(source), name, filename, defer_init)
 
     # ------------------------------------------------------------ filters
 
     def _narrow(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # also takes over what Jinja notes at a filter
+        @functools.wraps(function)  # also copies the attributes that Jinja sets on a filter
         def narrow(*args: Any, **kwargs: Any) -> Any:
             self.check_clock()
             for value in (*args[1:], *kwargs.values()):
@@ -209,7 +209,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Bounding(jinja2.visitor.NodeTransformer):
-    """Rewrites a parsed template so that its loops and concatenations can be watched."""
+    """Rewrites a parsed template so that its loops and concatenations are bounded."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:  # noqa: N802  (Jinja's interface)
         self.generic_visit(node)
@@ -235,7 +235,7 @@ def check_percent(pattern: object, *_: object, **__: object) -> None:
     """Refuse `%` formats with huge widths.
 
     Raises:
-        LimitError: it has one.
+        LimitError: the format has one.
     """
     if any(_WIDTH.search(part) for part in re.findall(r"%[^a-zA-Z%]*", str(pattern))):
         raise LimitError("it uses a format with a huge width")

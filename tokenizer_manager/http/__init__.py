@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI-compatible API, the native one, and what operators ask. `app.py` is the way in."""
+"""HTTP: the OpenAI-compatible API, the native API, and the operators' endpoints. `app.py` is the entry point."""

@@ -1,16 +1,16 @@
-"""`Connection`: one client's TCP connection; uvicorn's protocol with bounds on how long and how large all may be.
+"""`Connection`: one client's TCP connection; uvicorn's protocol with bounds on times and sizes.
 
     head     from the first byte (of a new connection: from its opening) to the empty line   --header-timeout, 408
     body     from there to its end                                                           --body-timeout, 408
     answer   from when the client's and the kernel's buffers are full until they are read    --send-timeout, aborted
     idle     from an answer to the next request                                              --keep-alive-timeout
 
-A request that comes in one packet starts none of these clocks, and a token sent to a client that reads starts none
-either: the transport says when its buffer is full.
+A request that arrives in one packet starts none of these clocks, and neither does a token sent to a client that reads:
+the transport reports when its buffer is full.
 
 uvicorn stops reading from a client that sends a second request before the first is answered (pipelining), and so would
-not notice that it leaves. Here reading goes on: a few small requests may wait in line; one that is more than that is
-not read, and the connection closed after the answers before it, which HTTP allows at any time.
+miss its disconnect. Here reading goes on: a few small requests may wait; a further or larger one is not read, and the
+connection is closed after the answers before it, which HTTP allows at any time.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 _MAX_PIPELINED: Final = 16
 _MAX_PIPELINED_BODY: Final = 32 << 10  # below the 64 KiB at which uvicorn stops reading
 _MAX_CLOSING_S: Final = 5.0
-"""For a client to take what was said to it last; then the connection is cut."""
+"""For a client to read the last response; then the connection is aborted."""
 
 
 class _Phase(enum.Enum):
     HEAD = "head"
     BODY = "body"
-    IDLE = "idle"  # or answering: nothing is expected
+    IDLE = "idle"  # or answering: no bytes are expected
 
 
 class _Refused(Exception):
-    """Raised through the parser to stop it; whoever raised it has noted what to say."""
+    """Raised through the parser to stop it; `_refusal` has the error to send."""
 
 
 class Connection(HttpToolsProtocol):
@@ -57,15 +57,13 @@ class Connection(HttpToolsProtocol):
         self._clocked = _Phase.IDLE
         self._clock: asyncio.TimerHandle | None = None
         self._send_clock: asyncio.TimerHandle | None = None
-        self._num_head_bytes = 0  # of what has come since there last was a request, or a part of its body
-        self._had_body = False  # in what is being parsed
-        self._framing = (
-            b""  # headers with which the body of a request that wants another protocol is yet to be read
-        )
+        self._num_head_bytes = 0  # received since the last complete head or part of a body
+        self._had_body = False  # in the data that is being parsed
+        self._framing = b""  # headers that frame the body of a request for a protocol upgrade
         self._repeats_head = False
         self._refusal: RequestError | None = None
         self._answering: RequestResponseCycle | None = None
-        self._deaf = False  # what comes is thrown away; that the client leaves is still noticed
+        self._deaf = False  # received data is dropped; a disconnect is still noticed
 
     # ------------------------------------------------------------ events of the transport
 
@@ -85,18 +83,18 @@ class Connection(HttpToolsProtocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """The connection is closed."""
         for clock in (self._clock, self._send_clock):
             if clock is not None:
                 clock.cancel()
         if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True  # uvicorn tells only the newest one
+            self._answering.disconnected = True  # uvicorn tells only the newest request
             self._answering.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Something came."""
+        """Bytes have arrived."""
         self._unset_keepalive_if_required()
         if self._deaf:
             return
@@ -115,12 +113,12 @@ class Connection(HttpToolsProtocol):
         self._watch()
 
     def pause_writing(self) -> None:
-        """The client does not read, and all buffers are full."""
+        """All buffers are full: the client does not read."""
         super().pause_writing()
         self._send_clock = self.loop.call_later(self._limits.send_timeout, self._on_unread)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """The client has read."""
         super().resume_writing()
         if self._send_clock is not None:
             self._send_clock.cancel()
@@ -129,7 +127,7 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ events of the parser
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """The first byte of a request has arrived."""
         if self._repeats_head:
             return
         super().on_message_begin()
@@ -137,7 +135,7 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def on_headers_complete(self) -> None:
-        """Its head is there."""
+        """The head of a request is complete."""
         if self._repeats_head:
             return
         self._phase = _Phase.BODY
@@ -155,29 +153,29 @@ class Connection(HttpToolsProtocol):
             return
         if len(self.pipeline) >= _MAX_PIPELINED or chunked or length > _MAX_PIPELINED_BODY:
             self._deaf = True
-            self.cycle.keep_alive = False  # the last one in line: the connection is closed after it
+            self.cycle.keep_alive = False  # the newest request: the connection is closed after it
             raise _Refused
         super().on_headers_complete()
         self.flow.resume_reading()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of its headers. What stands behind a body in chunks (trailers) is none: nobody has asked for it."""
+        """A header of a request. Trailers, after a body in chunks, are ignored."""
         if self._phase is _Phase.HEAD:
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        """A part of its body."""
+        """A part of the body has arrived."""
         self._num_head_bytes = 0
         self._had_body = True
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """An answer is out; the next in line has its turn."""
+        """A response is complete; the next pipelined request is handled."""
         self._answering = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
 
     def on_message_complete(self) -> None:
-        """Its last byte."""
+        """The last byte of a request has arrived."""
         if self._framing:
             return
         self._phase = _Phase.IDLE
@@ -186,7 +184,7 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ clocks
 
     def _watch(self) -> None:
-        """Start or stop the clock for what the client has yet to send."""
+        """Start or stop the clock for the bytes that the client must send next."""
         if self._phase is self._clocked:
             return
         if self._clock is not None:
@@ -201,7 +199,7 @@ class Connection(HttpToolsProtocol):
     def _on_late(self) -> None:
         self._clock = None
         if self._phase is _Phase.HEAD and self._num_head_bytes == 0:
-            self.transport.close()  # nobody asked for anything
+            self.transport.close()  # no request was begun
             return
         limit = "header" if self._phase is _Phase.HEAD else "body"
         time_s = self._limits.header_timeout if limit == "header" else self._limits.body_timeout
@@ -221,12 +219,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a request is being answered, which another one has to wait for."""
+        """Whether a request is being answered; a further one waits for it."""
         return (cycle := self._newest) is not None and not cycle.response_complete
 
     @property
     def _newest(self) -> RequestResponseCycle | None:
-        """The request that came last, answered or not; None before the first, whatever uvicorn's type says."""
+        """The newest request, answered or not; None before the first, unlike uvicorn's type."""
         newest: RequestResponseCycle | None = self.cycle
         return newest
 
@@ -240,10 +238,10 @@ class Connection(HttpToolsProtocol):
                 self._decline_upgrade()
 
     def _decline_upgrade(self) -> None:
-        """Go on as if the request did not want another protocol, which HTTP allows.
+        """Ignore a request for a protocol upgrade, which HTTP allows.
 
-        The parser takes it for one without a body; so another parser goes on, which has read what says how its body
-        comes, and nothing else, of its head.
+        The parser takes such a request for one without a body. A new parser continues: of the head it is given only
+        the headers that frame the body.
         """
         self.parser = httptools.HttpRequestParser(self)
         if self._framing:
@@ -279,11 +277,11 @@ class Connection(HttpToolsProtocol):
         )
 
     def _refuse(self, error: RequestError) -> None:
-        """Say why, unless an answer is under way, and close."""
+        """Send the error, unless a response is being sent, and close."""
         self._deaf = True
         self._phase = _Phase.IDLE
         self._watch()
-        first = self._answering  # of those in line
+        first = self._answering  # of the pipelined ones
         answered = first is not None and first.response_started and not first.response_complete
         if not answered:
             reply = reply_to(error, "")

@@ -1,4 +1,4 @@
-"""From a generation to a response: as server-sent events, or collected into one piece."""
+"""From a generation to a response: streamed as server-sent events, or collected into one body."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def event(data: object) -> bytes:
 
 
 def error_event(data: object) -> bytes:
-    """The event that ends a stream which failed; never followed by `[DONE]`."""
+    """The event that ends a failed stream; `[DONE]` never follows it."""
     return b"event: error\n" + event(data)
 
 
 def finish_reason(finish: Finish | None) -> str | None:
-    """OpenAI's `finish_reason`; `abort` is ours, for requests ended by `/abort_request`."""
+    """OpenAI's `finish_reason`; `abort` is an extension, for requests ended by `/abort_request`."""
     return None if finish is None else finish.kind.value
 
 
 class Answer(Protocol):
-    """One API's way to write a stream."""
+    """Writes the stream of one API."""
 
     def events(self, row: Row) -> bytes:
         """The events for one row, framed; may be empty."""
@@ -46,10 +46,10 @@ class Answer(Protocol):
 async def stream(exchange: Exchange, generation: Generation, answer: Answer) -> None:
     """Send a generation as events.
 
-    The response begins with the first row: a request that fails before has a proper HTTP status.
+    The response begins with the first row, so that a request that fails before it gets an HTTP status.
 
     Raises:
-        EngineError: the generation failed; what has been sent so far is no complete answer.
+        EngineError: the generation failed; the answer sent so far is incomplete.
     """
     async for rows in generation:
         if not exchange.streaming:
@@ -64,7 +64,7 @@ async def stream(exchange: Exchange, generation: Generation, answer: Answer) -> 
 
 
 class Collected:
-    """All rows of one choice, put together."""
+    """All rows of one choice, joined."""
 
     __slots__ = ("finish", "logprobs", "prompt_logprobs", "text", "token_ids")
 
@@ -89,7 +89,7 @@ class Collected:
 
 
 async def collect(generation: Generation) -> list[Collected]:
-    """Wait for the whole of a generation; one entry per choice.
+    """Wait for a generation to finish; one entry per choice.
 
     Raises:
         EngineError: the generation failed.

@@ -1,7 +1,7 @@
 """`Exchange`: one HTTP request and its response, on bare ASGI.
 
-It reads the body under a limit, answers in one piece or as a stream of server-sent events, and notices when the
-client goes away, which ASGI only tells to who keeps asking (`abort_on_disconnect`).
+It reads the body under a limit, responds in one piece or as a stream of server-sent events, and detects a disconnect,
+which ASGI reports only to a pending `receive` call (`abort_on_disconnect`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...runtime.errors import RequestError
-from .guards.body_budget import Share
-from .guards.caller import Caller
+from .guards.auth import Caller
+from .guards.body_budget import BodyReservation
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,7 +28,7 @@ _JSON: Final = (b"content-type", b"application/json")
 _EVENT_STREAM: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events
 ]
 _encoder: Final = msgspec.json.Encoder()
 
@@ -41,13 +41,13 @@ class Exchange:
     """One request and its response.
 
     Attributes:
-        method, path: of the request; the path is decoded but not normalised.
-        headers: the request's, names in lower case; of repeated ones the first.
-        request_id: the client's `X-Request-Id` if it is usable, else one of ours; a label, never an address.
+        method, path: of the request; the path is decoded but not normalized.
+        headers: the request's, names in lower case; the first of repeated ones.
+        request_id: the client's `X-Request-Id` if it is usable, otherwise a new one; a label for logs only.
         status: of the response, 0 before it has begun.
         streaming: the response is an event stream.
-        caller: who sent it; set once it has been let in.
-        more_headers: sent with whatever the response is.
+        caller: the sender; set once it is authenticated.
+        more_headers: sent with every kind of response.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,23 +67,23 @@ class Exchange:
 
     @property
     def bearer_token(self) -> bytes:
-        """What the client sent as `Authorization: Bearer ...`, checked or not; b"" for none.
+        """The token of `Authorization: Bearer ...`, checked or not; b"" for none.
 
-        Bytes and not str: hmac refuses non-ASCII str, and a bad token must be a 401, not a 500.
+        Bytes, since hmac refuses non-ASCII str, and a bad token must be a 401, not a 500.
         """
         scheme, _, token = self.headers.get(b"authorization", b"").partition(b" ")
         return token.strip() if scheme.lower() == b"bearer" else b""
 
-    async def body(self, max_bytes: int, share: Share) -> bytes:
-        """The whole body; one that is too large is refused before it is read, or as soon as it shows.
+    async def body(self, max_bytes: int, reservation: BodyReservation) -> bytes:
+        """The whole body. One that is too large is refused before it is read, or as soon as its size is known.
 
         Args:
-            max_bytes: it may have.
-            share: told how many it has, as they come in.
+            max_bytes: of the body.
+            reservation: grows with the bytes that arrive.
 
         Raises:
-            RequestError: 413, or 429 when there is no room.
-            ClientGone: it ended early.
+            RequestError: 413, or 429 when the budget of bodies is used up.
+            ClientGone: the client disconnected.
         """
         declared = self.headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > max_bytes:
@@ -98,13 +98,13 @@ class Exchange:
             size += len(part)
             if size > max_bytes:
                 raise _too_large(max_bytes)
-            share.grow_to(size)
+            reservation.grow_to(size)
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def abort_on_disconnect(self) -> DisconnectScope:
-        """Cancels what runs inside when the client goes away. Only after the body has been read."""
+        """A scope that is canceled when the client disconnects. Only after the body has been read."""
         return DisconnectScope(self._receive)
 
     # ------------------------------------------------------------ response
@@ -112,7 +112,7 @@ class Exchange:
     async def send_json(
         self, body: object, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
     ) -> None:
-        """Answer with `body`, a msgspec struct or plain data."""
+        """Respond with `body`, a msgspec struct or plain data."""
         await self.send_bytes(_encoder.encode(body), _JSON[1], status, headers)
 
     async def send_bytes(
@@ -122,13 +122,13 @@ class Exchange:
         status: int = 200,
         headers: list[tuple[bytes, bytes]] | None = None,
     ) -> None:
-        """Answer in one piece."""
+        """Respond in one piece."""
         about_body = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         await self._start(status, about_body + (headers or []))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def send_nothing(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Answer 204, with these headers and no body."""
+        """Respond 204, with these headers and no body."""
         await self._start(204, headers)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -138,7 +138,7 @@ class Exchange:
         await self._start(200, _EVENT_STREAM)
 
     async def send_events(self, events: bytes) -> None:
-        """Send framed events; returns when the transport has taken them, which paces a fast producer."""
+        """Send framed events; returns when the transport has accepted them, which slows down a fast producer."""
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, events: bytes = b"") -> None:
@@ -152,13 +152,13 @@ class Exchange:
 
 
 class DisconnectScope:
-    """Async context manager: cancels its body when the client disconnects, and then ends quietly.
+    """Async context manager: cancels its body when the client disconnects, and then exits without an error.
 
-    Works as `asyncio.timeout` does: the body's own task is cancelled and un-cancelled, so that a cancellation from
-    outside (the server stops) still goes through.
+    As in `asyncio.timeout`, the body's own task is canceled and un-canceled, so that a cancellation from outside (the
+    server stops) still passes through.
 
     Attributes:
-        disconnected: the client is gone.
+        disconnected: the client has disconnected.
     """
 
     def __init__(self, receive: Receive) -> None:

@@ -1,6 +1,6 @@
-"""`/openapi.json` and `/docs`, made from the route table and the request structs when first asked for.
+"""`/openapi.json` and `/docs`, made from the route table and the structs at the first request.
 
-The page is plain HTML without scripts, so that it works on machines that see no other.
+The page is plain HTML without scripts, so that it works on machines without access to the internet.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from .exchange import Exchange
 from .guards.auth import OPEN_PATHS
 from .routes import Route
 from .schema.errors import ErrorBody
-from .schema.field_types import SAID
+from .schema.field_types import OVERRIDES
 from .schema.protocol import NativeSampling
 
 _REF: Final = "#/components/schemas/{name}"
 _FAILURES: Final = {
     400: "the request, or a field of it, is not valid",
-    401: "the server asks for an API key, and this is none of them",
+    401: "the server requires an API key, and the request has no valid one",
     403: "it needs the admin key, or comes from a web page that is not allowed",
-    404: "there is no such thing here",
-    408: "the request did not come in time",
-    409: "as things are, there is nothing to do",
+    404: "there is no such path, model or request",
+    408: "the request did not arrive in time",
+    409: "it conflicts with the current state of the server",
     413: "the body is too large",
     429: "there is no room for it now; see Retry-After",
     431: "the request's head is too large",
     500: "this request failed alone",
-    503: "nothing can be done at present",
-    504: "it did not end within its time-out",
+    503: "the engine is not available",
+    504: "it did not end within its timeout",
 }
 _EVERYWHERE: Final = (400, 401, 403, 408, 431, 500, 503)
 _WITH_BODY: Final = (413, 429)
@@ -56,7 +56,7 @@ class ApiDocs:
         await exchange.send_json(self.document())
 
     async def serve_page(self, exchange: Exchange) -> None:
-        """The page for people."""
+        """The HTML page."""
         await exchange.send_bytes(self.page().encode(), b"text/html; charset=utf-8")
 
     def document(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class ApiDocs:
                 "info": {"title": "engine", "version": self._version},
                 "paths": paths,
                 "components": {
-                    "schemas": _with_what_is_said(schemas),
+                    "schemas": _with_overrides(schemas),
                     "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
                 },
                 "security": [{"bearer": []}] if self._needs_key else [{}, {"bearer": []}],
@@ -88,7 +88,7 @@ class ApiDocs:
         return self._document
 
     def page(self) -> str:
-        """The page for people."""
+        """The HTML page."""
         document = self.document()
         schemas = document["components"]["schemas"]
         parts = [
@@ -105,24 +105,24 @@ class ApiDocs:
         return "".join(parts)
 
 
-def _with_what_is_said(schema: Any) -> Any:
-    """A schema in which what `field_types` says stands where it belongs."""
+def _with_overrides(schema: Any) -> Any:
+    """A schema with the overrides of `field_types` moved to their fields."""
     if isinstance(schema, list):
-        return [_with_what_is_said(item) for item in schema]
+        return [_with_overrides(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    plain = {key: _with_what_is_said(value) for key, value in schema.items() if key != SAID}
-    return plain | schema.get(SAID, {})
+    plain = {key: _with_overrides(value) for key, value in schema.items() if key != OVERRIDES}
+    return plain | schema.get(OVERRIDES, {})
 
 
 def _either(names: Sequence[str]) -> dict[str, Any]:
-    """That one of these fields must be there, and no other."""
+    """A rule that exactly one of these fields is present."""
     given = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]
     return {"oneOf": given} if given else {}
 
 
 def _types_of(route: Route) -> Iterator[Any]:
-    """What it takes and answers, as far as that is JSON."""
+    """The types of its JSON bodies."""
     yield from (each for each in (route.request, route.answer, route.events) if each is not None)
 
 
@@ -145,7 +145,7 @@ def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _success(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
-    """A stream's schema is that of each of its events: OpenAPI 3.1 has no word for a sequence of them."""
+    """A stream's schema describes each event: OpenAPI 3.1 cannot describe a sequence of events."""
     answer = {"type": "string"} if route.answer is None else schema_of[route.answer]
     content: dict[str, Any] = {route.media_type: {"schema": answer}}
     description = "success"
@@ -185,7 +185,7 @@ def _table(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _about(field: Mapping[str, Any]) -> str:
-    """What is said of a field, also if that stands with one of its types."""
+    """The description of a field, or of one of its types."""
     options = (field, *field.get("anyOf", ()))
     return next((str(option["description"]) for option in options if "description" in option), "")
 

@@ -1,4 +1,4 @@
-"""The route table: every path, what it takes, and who handles it."""
+"""The route table: every path with its bodies and its handler."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ Handler = Callable[[Exchange, Services], Awaitable[None]]
 
 
 class Route(NamedTuple):
-    """One method of one path; `{...}` stands for whatever lies between what is before and behind it. What
-    concerns everybody's requests is the admin's.
+    """One method of one path; `{...}` matches any text at its place.
 
     Attributes:
+        request: the type of the body; None for no body.
+        admin: it affects all requests, and needs an admin.
+        answer: the type of a successful JSON response; None for another media type.
+        events: the type of the JSON of each event, if it can stream.
+        media_type: of a successful response.
+        fails: statuses of failures beyond those of every route, or of every route with a body.
         bodiless: the body may be left out.
-        answer: the type of the JSON in a success; None for what is no JSON.
-        events: the type of the JSON in each event, of those that can stream.
-        media_type: of a success that is no JSON.
-        fails: statuses of failures beyond those that every route, or every one with a body, can have.
     """
 
     method: str
@@ -132,7 +133,7 @@ ROUTES: Final = (
         "GET",
         operations.REQUESTS_PATH,
         operations.live_requests,
-        "The live requests, in figures.",
+        "The live requests, in numbers.",
         admin=True,
         answer=LiveRequestsBody,
     ),
@@ -140,7 +141,7 @@ ROUTES: Final = (
         "GET",
         f"{operations.REQUESTS_PATH}/{{id}}/why",
         operations.why,
-        "Why a request fared as it did.",
+        "Why a request waited, was retracted or missed the cache.",
         answer=WhyBody,
         fails=(404,),
     ),
@@ -148,7 +149,7 @@ ROUTES: Final = (
         "POST",
         "/v1/cache/pins",
         pin_prefix,
-        "Keep a cached prefix for a time, or let it go.",
+        "Keep a cached prefix for a time, or unpin it.",
         PinRequest,
         answer=PinnedBody,
         fails=(404,),
@@ -173,7 +174,7 @@ ROUTES: Final = (
         "GET",
         diagnosis.LOG_LEVEL_PATH,
         diagnosis.log_level,
-        "The least severity that is logged.",
+        "The lowest severity that is logged.",
         admin=True,
         answer=LogLevelBody,
     ),
@@ -190,7 +191,7 @@ ROUTES: Final = (
         "POST",
         "/start_profile",
         diagnosis.start_profile,
-        "Find out where each process spends its time.",
+        "Profile every process.",
         diagnosis.ProfileRequest,
         admin=True,
         answer=ProfileStartedBody,
@@ -201,7 +202,7 @@ ROUTES: Final = (
         "POST",
         "/stop_profile",
         diagnosis.stop_profile,
-        "End that before its time.",
+        "End the profile early.",
         admin=True,
         answer=ProfileBody,
         fails=(409,),
@@ -210,7 +211,7 @@ ROUTES: Final = (
         "GET",
         "/health",
         operations.health,
-        "Whether requests can be expected to work; needs no key.",
+        "Whether requests are expected to work; needs no key.",
         answer=HealthBody,
     ),
     Route(

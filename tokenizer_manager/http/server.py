@@ -19,9 +19,9 @@ from .app import App
 from .connection import Connection
 
 BACKLOG: Final = 2048
-_LAST_WORDS_S: Final = 2  # for connections to take their error events after the end
+_LAST_WORDS_S: Final = 2  # for clients to read their error events at shutdown
 
-# A peer that vanished without a word (half-open) is found out in 60 + 3 * 10 s, though nothing is sent to it.
+# A half-open connection is detected after 60 + 3 * 10 s, even if nothing is sent on it.
 _TCP_OPTIONS: Final = (
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 60),
@@ -32,10 +32,10 @@ _TCP_OPTIONS: Final = (
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet; connections inherit its options.
+    """A socket that is bound and does not listen yet; connections inherit its options.
 
     Raises:
-        ConfigError: the address is taken or not ours.
+        ConfigError: the address is in use, or is not one of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -63,7 +63,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_tls(config: ServerConfig) -> None:
-    """Find out now that nobody could be served over TLS.
+    """Check at start that TLS can work.
 
     Raises:
         ConfigError: the certificate or its key cannot be used.
@@ -82,12 +82,12 @@ def check_tls(config: ServerConfig) -> None:
 
 
 def _no_password() -> str:
-    """Asked for where a key is encrypted; OpenSSL would ask on the terminal and wait."""
+    """Called for an encrypted key; without it OpenSSL would ask on the terminal and wait."""
     raise ValueError("the key has a password")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that leaves signals alone: the supervisor decides when to stop, and in what order."""
+    """uvicorn without signal handlers: the supervisor decides when to stop, and in what order."""
 
     def __init__(self, app: App, config: ServerConfig) -> None:
         super().__init__(
@@ -111,5 +111,5 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield

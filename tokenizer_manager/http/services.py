@@ -1,4 +1,4 @@
-"""`Services`: what the handlers work with; made once by `process.py`."""
+"""`Services`: the parts that the handlers use; made once by `process.py`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,21 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
-from ..admission.scheduling_options import checked_timeout
 from ..all_processes import AllProcesses
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
+from ..scheduling_options import checked_timeout
 from .body_reader import BodyReader
 from .exchange import Exchange
-from .guards.auth import Gate
-from .guards.body_budget import BodyRoom
+from .guards.auth import Authorizer
+from .guards.body_budget import BodyBudget
 from .schema.errors import POSITION_HEADER
+from .schema.generation_fields import GenerationFields
 from .schema.json_body import Body, show
-from .schema.protocol import (
-    ChatRequest,
-    GenerationFields,
-    PinRequest,
-    TokenizeRequest,
-    checked_template_variables,
-)
+from .schema.protocol import ChatRequest, PinRequest, TokenizeRequest, checked_template_variables
 
 RendersChat = ChatRequest | TokenizeRequest | PinRequest
 T = TypeVar("T")
@@ -42,23 +37,23 @@ class Services:
 
     Attributes:
         manager: runs generations.
-        all_processes: of the engine, as one.
-        gate: knows the keys.
-        encoder: tokenises.
-        renderer: of chats; None for a model that has no chat template.
-        metrics: what `/metrics` shows.
+        all_processes: sends orders to every process.
+        authorizer: checks API keys.
+        encoder: tokenizes.
+        renderer: renders chats; None for a model without a chat template.
+        metrics: of `/metrics`.
         config: resolved settings.
         spec: facts about the model.
-        served_model: the name clients use for it.
+        served_model: its name in requests.
         created_s: Unix time when serving began.
         version: of the engine.
-        body_room: for what comes in.
-        body_reader: parses it.
+        body_budget: bounds the bodies that are being received.
+        body_reader: parses them.
     """
 
     manager: TokenizerManager
     all_processes: AllProcesses
-    gate: Gate
+    authorizer: Authorizer
     encoder: PromptEncoder
     renderer: TemplateRenderer | None
     metrics: Metrics
@@ -67,7 +62,7 @@ class Services:
     served_model: str
     created_s: int
     version: str
-    body_room: BodyRoom = field(default_factory=BodyRoom)
+    body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
 
     @property
@@ -77,7 +72,7 @@ class Services:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: changes when the same seed may give another text."""
+        """OpenAI's `system_fingerprint`: changes when the same seed may give a different text."""
         return f"engine-{self.version}-{self.config.model.dtype}"
 
     async def read_object(self, exchange: Exchange, *, optional: bool = False) -> Body:
@@ -87,7 +82,7 @@ class Services:
             optional: an empty body is an empty object.
 
         Raises:
-            RequestError: it is too large, not one, or there is no room for it.
+            RequestError: the body is too large, is no JSON object, or exceeds the budget of bodies.
         """
         return await self.read(exchange, _as_it_is, optional=optional)
 
@@ -101,8 +96,8 @@ class Services:
         Raises:
             RequestError: the body is too large, no object, `build` refuses it, or there is no room for it.
         """
-        with self.body_room.hold() as share:
-            body = await exchange.body(int(self.config.server.max_body_mb * 2**20), share)
+        with self.body_budget.reserve() as reservation:
+            body = await exchange.body(int(self.config.server.max_body_mb * 2**20), reservation)
             return await self.body_reader.read(
                 b"{}" if optional and not body else body, self.config.limits, build
             )
@@ -115,13 +110,13 @@ class Services:
             self.renderer.close()
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
-        """Have something generated; the answer says how many requests were before it. As `TokenizerManager.start`."""
+        """As `TokenizerManager.start`; the response has the queue position in a header."""
         generation = await self.manager.start(request)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation
 
     def check_model(self, model: str | None) -> None:
-        """Accept the served model's name, or none.
+        """Check that a request names the served model, or none.
 
         Raises:
             RequestError: 404 for any other.
@@ -182,7 +177,7 @@ def _as_it_is(body: Body) -> Body:
 
 
 def unknown_model(model: str, served: str) -> RequestError:
-    """The refusal of a model that is not served."""
+    """The error for a model that is not served."""
     return RequestError(
         f"the model {show(model)} is not served here; use {show(served)}",
         param="model",

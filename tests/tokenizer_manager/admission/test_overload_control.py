@@ -12,10 +12,10 @@ from engine.runtime.config.engine_config import SchedulerConfig
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import BatchTextOutput, GenerateRequest, TextOutput
 from engine.runtime.sampling_params import SamplingParams
-from engine.tokenizer_manager.admission import overload_control as door
+from engine.tokenizer_manager.admission import overload_control
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
-from engine.tokenizer_manager.admission.scheduling_options import Scheduling
 from engine.tokenizer_manager.generation import Generation, GenerationRequest
+from engine.tokenizer_manager.scheduling_options import Scheduling
 from tests.tokenizer_manager.fake_engine import LENGTH, row
 from tests.tokenizer_manager.test_manager import Setup, run
 
@@ -63,7 +63,7 @@ def test_the_least_urgent_and_latest_makes_room_for_the_more_urgent():
         others = [await start(setup, 0) for _ in range(ROOM - 2)]
 
         await start(setup, 5)
-        with pytest.raises(QueueFullError, match="whose priority is -1; retry later") as caught:
+        with pytest.raises(QueueFullError, match=r"\(priority -1\); retry later") as caught:
             await anext(young)
         assert caught.value.retry_after_s >= 1
         assert setup.engine.next_abort().rid == young.choices[0].rid
@@ -250,7 +250,7 @@ def test_a_client_that_leaves_the_line_is_forgotten():
             await gone
         running[0].close()
         await stays
-        assert setup.manager._door._num_waiting_bytes == 0
+        assert setup.manager._overload._num_waiting_bytes == 0
 
     run(test, max_queued_requests=2, scheduler=QUEUE)
 
@@ -279,7 +279,7 @@ def test_the_end_of_the_engine_or_of_serving_is_told_to_who_waits():
 
 
 def test_how_much_text_waits_has_a_bound(monkeypatch):
-    monkeypatch.setattr(door, "_MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(overload_control, "_MAX_WAITING_BYTES", 100)
 
     async def test(setup: Setup) -> None:
         await full(setup)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest, Logprobs
-from engine.tokenizer_manager.admission.scheduling_options import tenant_of
+from engine.tokenizer_manager.scheduling_options import tenant_of
 
 from ..conftest import Serve
 from ..fake_engine import LENGTH, TOKENIZER, floats, ids_of, row, say_all

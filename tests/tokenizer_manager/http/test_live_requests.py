@@ -78,7 +78,7 @@ def test_it_is_the_admins(serve: Serve):
     """The ids of others' requests are what those could be aborted by."""
     client = serve(api_key="k", admin_api_key="boss").client
     refused = client.get("/v1/requests", headers={"Authorization": "Bearer k"})
-    check_error(refused, 403, None, "/v1/requests concerns everybody's requests")
+    check_error(refused, 403, None, "/v1/requests affects all requests")
     assert client.get("/v1/requests", headers={"Authorization": "Bearer boss"}).json()["data"] == []
 
 

@@ -102,7 +102,7 @@ def test_the_end_of_draining_is_an_error_event(serve: Serve):
 
 def test_a_bug_in_a_handler_is_a_500_without_details(serve: Serve):
     served = serve()
-    served.services.manager.report = "nonsense"  # type: ignore[assignment]
+    served.services.manager.engine.report = "nonsense"  # type: ignore[assignment]
     reply = served.client.get("/server_info", headers={"X-Request-Id": "r-1"})
 
     assert reply.status_code == 500

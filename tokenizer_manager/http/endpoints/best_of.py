@@ -1,7 +1,7 @@
-"""`best_of`: generate more answers than are wanted, and return those the model finds likeliest.
+"""`best_of`: generate more answers than are returned, and return the most likely ones.
 
-The order is OpenAI's: the mean log-probability per token, so that long answers are not at a disadvantage. It can be
-told only of complete answers, so such a request does not stream. All that was generated is accounted for.
+The order is OpenAI's: by mean log-probability per token, so that long answers are not at a disadvantage. It needs
+complete answers, so such a request does not stream. Usage counts all generated answers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ...generation import Choice, Generation
 from ..delivery import Collected
-from ..guards.limits import check_count
+from ..schema.limits import check_count
 
 
 class Wanted(NamedTuple):
-    """How many answers a request gets per prompt.
+    """The number of answers per prompt.
 
     Attributes:
         returned: `n`.
-        generated: `best_of`; the same as `returned` where nothing is chosen.
+        generated: `best_of`; the same as `returned` without ranking.
     """
 
     returned: int
@@ -34,12 +34,12 @@ class Wanted(NamedTuple):
         return self.generated > self.returned
 
     def logprobs(self, asked: int | None) -> int | None:
-        """The log-probabilities to generate with: those of the client, or the tokens' own for ranking."""
+        """The log-probabilities to compute: as the client asked, or those of the sampled tokens, for ranking."""
         return 0 if asked is None and self.ranked else asked
 
 
 def wanted_answers(n: int, best_of: int | None, limits: RequestLimits, *, stream: bool) -> Wanted:
-    """What `n`, which is checked already, and `best_of` ask for.
+    """The numbers of answers for `n`, which is checked already, and `best_of`.
 
     Raises:
         RequestError: `best_of` is out of range, below `n`, or cannot be streamed.
@@ -59,22 +59,20 @@ def wanted_answers(n: int, best_of: int | None, limits: RequestLimits, *, stream
 def best_answers(
     generation: Generation, answers: Sequence[Collected], wanted: Wanted
 ) -> list[tuple[Choice, Collected]]:
-    """The answers to return, prompt by prompt: the best first, or all in their order where none is left out."""
+    """The answers to return, prompt by prompt: the best first, or all in their order without ranking."""
     pairs = list(zip(generation.choices, answers, strict=True))
     if not wanted.ranked:
         return pairs
     best: list[tuple[Choice, Collected]] = []
     for first in range(0, len(pairs), wanted.generated):
         of_prompt = pairs[first : first + wanted.generated]
-        of_prompt.sort(
-            key=lambda pair: _mean_logprob(pair[1]), reverse=True
-        )  # stable: equals keep their order
+        of_prompt.sort(key=lambda pair: _mean_logprob(pair[1]), reverse=True)  # stable: ties keep their order
         best += of_prompt[: wanted.returned]
     return best
 
 
 def _mean_logprob(answer: Collected) -> float:
-    """An answer without tokens (ended before its first) is the worst."""
+    """An answer without tokens (it ended before the first) ranks last."""
     if not answer.logprobs:
         return -math.inf
     return math.fsum(entry.logprob for entry in answer.logprobs) / len(answer.logprobs)

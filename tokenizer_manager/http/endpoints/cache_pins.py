@@ -1,4 +1,4 @@
-"""`POST /v1/cache/pins`: keep what is cached of a prompt or chat for a time, or let it go."""
+"""`POST /v1/cache/pins`: keep the cached prefix of a prompt or chat for a time, or unpin it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 from msgspec import UNSET
 
 from ....runtime.errors import RequestError
-from ...admission.scheduling_options import checked_salt
 from ...generation import Prompt
+from ...scheduling_options import checked_salt
 from ..exchange import Exchange
 from ..schema.answers import PinnedBody
 from ..schema.chat_messages import template_messages
@@ -23,7 +23,7 @@ _POLICY: Final = FieldPolicy(PinRequest, {})
 
 
 async def pin_prefix(exchange: Exchange, services: Services) -> None:
-    """Pin the cached part of a prefix; says how many tokens are pinned, of how many, and why not all."""
+    """Pin the cached part of a prefix; the response has the number of pinned tokens, and why it is not all."""
     made = await services.read(exchange, lambda body: _read(body, services))
     request, prompt, warnings = made.request, made.prompt, made.warnings
     async with exchange.abort_on_disconnect():

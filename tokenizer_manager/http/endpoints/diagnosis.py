@@ -1,4 +1,4 @@
-"""`/log_level`, `/start_profile` and `/stop_profile`: what helps to find out what a running server does."""
+"""`/log_level`, `/start_profile` and `/stop_profile`: diagnosis of a running server."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class ProfileRequest(msgspec.Struct, kw_only=True):
 
 
 _LEVEL_POLICY: Final = FieldPolicy(LogLevelRequest, {})
-# SGLang's and vLLM's: where files go is the operator's matter (`--crash-dir`), and time is what ends a profile here.
+# Fields of SGLang and vLLM: here the operator sets the folder (`--crash-dir`), and a profile ends by time.
 _PROFILE_POLICY: Final = FieldPolicy(
     ProfileRequest, {"output_dir": (), "start_step": (0,), "num_steps": (), "profile_by_stage": (False,)}
 )
 
 
 async def log_level(exchange: Exchange, services: Services) -> None:
-    """The least severity that is logged."""
+    """The lowest severity that is logged."""
     await exchange.send_json(LogLevelBody(level=services.all_processes.log_level))
 
 
 async def set_log_level(exchange: Exchange, services: Services) -> None:
-    """Another one, in all processes."""
+    """Set it, in all processes."""
     body = await services.read_object(exchange)
     warnings = _LEVEL_POLICY.check(body, strict=services.config.server.strict)
     services.all_processes.set_log_level(convert(body, LogLevelRequest).level)
@@ -54,7 +54,7 @@ async def set_log_level(exchange: Exchange, services: Services) -> None:
 
 
 async def start_profile(exchange: Exchange, services: Services) -> None:
-    """Have each process look where its threads are, again and again."""
+    """Have each process sample the stacks of its threads."""
     body = await services.read_object(exchange, optional=True)
     warnings = _PROFILE_POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, ProfileRequest)
@@ -64,7 +64,7 @@ async def start_profile(exchange: Exchange, services: Services) -> None:
         raise _out_of_range("duration", duration_s, f"above 0 and at most {MAX_PROFILE_S:g} seconds")
     if not MIN_PROFILE_HZ <= rate_hz <= MAX_PROFILE_HZ:
         raise _out_of_range(
-            "rate", rate_hz, f"from {MIN_PROFILE_HZ:g} to {MAX_PROFILE_HZ:g} looks per second"
+            "rate", rate_hz, f"from {MIN_PROFILE_HZ:g} to {MAX_PROFILE_HZ:g} samples per second"
         )
     profile = services.all_processes.start_profile(rate_hz=rate_hz, duration_s=duration_s)
     await exchange.send_json(
@@ -75,7 +75,7 @@ async def start_profile(exchange: Exchange, services: Services) -> None:
 
 
 async def stop_profile(exchange: Exchange, services: Services) -> None:
-    """End it before its time, and say where the files are."""
+    """End the profile early; the response lists the files."""
     async with exchange.abort_on_disconnect():
         profile = await services.all_processes.stop_profile()
         await exchange.send_json(

@@ -1,7 +1,7 @@
 """`POST /generate`: the engine's own API, from texts or token ids.
 
-It speaks SGLang's dialect: `sampling_params` in an object of its own, `meta_info` beside the text, and chunks that hold
-all text so far. With `incremental` they hold what is new, which does not grow with the square of the length.
+The format is SGLang's: `sampling_params` is a nested object, `meta_info` is beside the text, and each chunk has all
+text so far, which is quadratic in the length. With `incremental` a chunk has only the new text.
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ from ....runtime.sampling_params import SamplingParams
 from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
-from ..guards.caller import Caller
+from ..guards.auth import Caller, scheduling_of
+from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
+from ..schema.generation_fields import at_least_one
 from ..schema.json_body import Body, convert
 from ..schema.logprobs import TokenLogprob
-from ..schema.protocol import (
-    NativeRequest,
-    NativeSampling,
-    at_least_one,
-    prompts_of,
-    scheduling_of,
-)
-from ..schema.renaming import renamed_fields
+from ..schema.protocol import NativeRequest, NativeSampling, prompts_of
 from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
 
@@ -56,14 +51,14 @@ _OUR_NAMES: Final = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
 }
-"""What others call a field -> where it stands in `NativeRequest`."""
+"""Usual name of a field -> its path in `NativeRequest`."""
 
 LogprobRow = tuple[float | None, int, str]
 """Log-probability, token id, token."""
 
 
 class MetaInfo(msgspec.Struct):
-    """About one answer."""
+    """Data about one answer."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -151,10 +146,10 @@ def _read(body: Body, services: Services, caller: Caller) -> _Made:
 def _generation_request(
     request: NativeRequest, caller: Caller, limits: RequestLimits, max_prompt_len: int
 ) -> tuple[GenerationRequest, Wanted, bool]:
-    """What shall be generated, what of it is returned, and whether the client sent a list of prompts.
+    """The generation request, the numbers of answers, and whether the client sent a list of prompts.
 
     Raises:
-        RequestError: the request contradicts itself, or a field is of a wrong type.
+        RequestError: fields contradict each other, or a field has a wrong type.
     """
     sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
     if (request.text is None) == (request.input_ids is None):
@@ -225,7 +220,7 @@ class _NativeStream:
         return event(body)
 
     def closing(self) -> bytes:
-        """Nothing: the last row says all."""
+        """Nothing: the event of the last row has everything."""
         return b""
 
 

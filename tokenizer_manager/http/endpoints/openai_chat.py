@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from ....runtime.sampling_params import SamplingParams
-from ...admission.scheduling_options import Scheduling
-from ...generation import Generation, GenerationRequest, Row
-from ..delivery import Collected, collect, event, finish_reason, stream
+from ...generation import GenerationRequest, Row
+from ...scheduling_options import Scheduling
+from ..delivery import Collected, collect, finish_reason, stream
 from ..exchange import Exchange
-from ..guards.caller import Caller
-from ..schema.accounting import Timings, UsageBody, timings_of, usage_of
+from ..guards.auth import Caller, scheduling_of
+from ..schema.accounting import Timings, UsageBody
 from ..schema.chat_messages import template_messages
+from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
+from ..schema.generation_fields import StreamOptions
 from ..schema.json_body import Body, convert
 from ..schema.logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
-from ..schema.protocol import ChatRequest, StreamOptions, scheduling_of
-from ..schema.renaming import OPENAI_NAMES, renamed_fields
+from ..schema.protocol import ChatRequest
 from ..services import Services
+from .openai_body import ChunkWriter, OpenAIBody, whole_body
 
 _POLICY: Final = FieldPolicy(
     ChatRequest, CHAT_NOT_YET, nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())}
@@ -29,7 +29,7 @@ _POLICY: Final = FieldPolicy(
 
 
 class ChatMessageBody(msgspec.Struct, kw_only=True):
-    """The assistant's message; clients expect `refusal` to be there."""
+    """The assistant's message; clients expect the field `refusal`."""
 
     role: str = "assistant"
     content: str
@@ -45,22 +45,16 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
+class ChatCompletion(OpenAIBody[ChatChoice], kw_only=True):
     """The body in one piece."""
 
-    id: str
     object: str = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
     usage: UsageBody
     timings: Timings
-    warnings: list[str] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """What is new of one answer."""
+    """The new part of one answer."""
 
     index: int
     delta: dict[str, str | None]
@@ -68,18 +62,10 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class ChatChunk(msgspec.Struct, kw_only=True):
+class ChatChunk(OpenAIBody[ChatChunkChoice], kw_only=True):
     """One event of a stream."""
 
-    id: str
     object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChunkChoice]
-    usage: UsageBody | UnsetType | None = UNSET
-    timings: Timings | UnsetType = UNSET
-    warnings: list[str] | UnsetType = UNSET
 
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
@@ -105,12 +91,13 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
             generation = await services.start(exchange, generation_request)
         with generation:
             if chat.options is not None:
-                await stream(
-                    exchange, generation, _ChatStream(services, generation, chat.options, chat.warnings)
-                )
+                chunks = ChunkWriter(ChatChunk, services, generation, chat.options, chat.warnings)
+                await stream(exchange, generation, _ChatStream(services, chunks))
             else:
-                answers = await collect(generation)
-                await exchange.send_json(_completion(services, generation, answers, chat.warnings))
+                choices = _choices(services, await collect(generation))
+                await exchange.send_json(
+                    whole_body(ChatCompletion, services, generation, choices, chat.warnings)
+                )
 
 
 class _Chat(NamedTuple):
@@ -162,10 +149,8 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
     )
 
 
-def _completion(
-    services: Services, generation: Generation, answers: list[Collected], warnings: list[str]
-) -> ChatCompletion:
-    choices = [
+def _choices(services: Services, answers: list[Collected]) -> list[ChatChoice]:
+    return [
         ChatChoice(
             index=index,
             message=ChatMessageBody(content=answer.text),
@@ -174,75 +159,34 @@ def _completion(
         )
         for index, answer in enumerate(answers)
     ]
-    return ChatCompletion(
-        id=generation.id,
-        created=int(time.time()),
-        model=services.served_model,
-        system_fingerprint=services.fingerprint,
-        choices=choices,
-        usage=usage_of(generation),
-        timings=timings_of(generation),
-        warnings=warnings or UNSET,
-    )
 
 
 class _ChatStream:
-    """Writes role, content and finish chunks; the last event carries the timings, a usage chunk comes if asked."""
+    """Writes a role chunk, content chunks and a finish chunk for each choice."""
 
-    def __init__(
-        self, services: Services, generation: Generation, options: StreamOptions, warnings: list[str]
-    ) -> None:
+    def __init__(self, services: Services, chunks: ChunkWriter[ChatChunkChoice]) -> None:
         self._services = services
-        self._generation = generation
-        self._options = options
-        self._warnings = warnings
-        self._created = int(time.time())
+        self._chunks = chunks
         self._begun: set[int] = set()
-        self._num_finished = 0
 
     def events(self, row: Row) -> bytes:
         """The events for one row."""
         index, output = row.choice.index, row.output
-        events: list[bytes] = []
+        events = b""
         if index not in self._begun:
             self._begun.add(index)
-            chunk = self._chunk(
-                [ChatChunkChoice(index, {"role": "assistant", "content": "", "refusal": None})]
-            )
-            if len(self._begun) == 1 and self._warnings:
-                chunk.warnings = self._warnings
-            events.append(event(chunk))
+            role = {"role": "assistant", "content": "", "refusal": None}
+            events += self._chunks.event(ChatChunkChoice(index, role))
         entries = unpack(output.logprobs, int32s(output.token_ids)) if output.logprobs is not None else []
         if output.text or entries:
             logprobs = chat_logprobs(entries, self._services.tokenizer) if entries else None
-            events.append(event(self._chunk([ChatChunkChoice(index, {"content": output.text}, logprobs)])))
+            events += self._chunks.event(ChatChunkChoice(index, {"content": output.text}, logprobs))
         if output.finish is not None:
-            self._num_finished += 1
-            chunk = self._chunk([ChatChunkChoice(index, {}, None, finish_reason(output.finish))])
-            if self._num_finished == len(self._generation.choices) and not self._options.include_usage:
-                chunk.timings = timings_of(self._generation)
-            events.append(event(chunk))
-        return b"".join(events)
+            events += self._chunks.finish_event(
+                ChatChunkChoice(index, {}, None, finish_reason(output.finish))
+            )
+        return events
 
     def closing(self) -> bytes:
-        """The usage chunk, if asked for."""
-        if not self._options.include_usage:
-            return b""
-        chunk = self._chunk([])
-        chunk.usage = usage_of(self._generation)
-        chunk.timings = timings_of(self._generation)
-        return event(chunk)
-
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        chunk = ChatChunk(
-            id=self._generation.id,
-            created=self._created,
-            model=self._services.served_model,
-            system_fingerprint=self._services.fingerprint,
-            choices=choices,
-        )
-        if self._options.continuous_usage_stats:
-            chunk.usage = usage_of(self._generation)
-        elif self._options.include_usage:
-            chunk.usage = None
-        return chunk
+        """The usage chunk, if it was asked for."""
+        return self._chunks.closing()

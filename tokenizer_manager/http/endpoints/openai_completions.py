@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from ....runtime.messages import TextOutput
 from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
-from ..delivery import Collected, collect, event, finish_reason, stream
+from ..delivery import Collected, collect, finish_reason, stream
 from ..exchange import Exchange
-from ..guards.caller import Caller
-from ..schema.accounting import Timings, UsageBody, timings_of, usage_of
+from ..guards.auth import Caller, scheduling_of
+from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
+from ..schema.generation_fields import StreamOptions, at_least_one
 from ..schema.json_body import Body, convert
 from ..schema.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, TokenLogprob, int32s, unpack
-from ..schema.protocol import CompletionRequest, StreamOptions, at_least_one, prompts_of, scheduling_of
-from ..schema.renaming import OPENAI_NAMES, renamed_fields
+from ..schema.protocol import CompletionRequest, prompts_of
 from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
+from .openai_body import ChunkWriter, OpenAIBody, whole_body
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 _POLICY: Final = FieldPolicy(
@@ -31,7 +30,7 @@ _POLICY: Final = FieldPolicy(
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer, or what is new of it."""
+    """One answer, or the new part of it."""
 
     index: int
     text: str
@@ -39,18 +38,10 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class Completion(OpenAIBody[CompletionChoice], kw_only=True):
     """The body, or one event of a stream: the completions API has one shape for both."""
 
-    id: str
     object: str = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: UsageBody | UnsetType | None = UNSET
-    timings: Timings | UnsetType = UNSET
-    warnings: list[str] | UnsetType = UNSET
 
 
 async def completions(exchange: Exchange, services: Services) -> None:
@@ -61,12 +52,13 @@ async def completions(exchange: Exchange, services: Services) -> None:
         with renamed_fields(_names(wanted)):
             generation = await services.start(exchange, made.generation)
         with generation:
-            writer = _CompletionWriter(services, generation, made.request, made.prompts, made.warnings)
+            writer = _ChoiceWriter(services, generation, made.request, made.prompts)
             if made.options is not None:
-                await stream(exchange, generation, _CompletionStream(writer, generation, made.options))
+                chunks = ChunkWriter(Completion, services, generation, made.options, made.warnings)
+                await stream(exchange, generation, _CompletionStream(writer, chunks))
             else:
-                answers = best_answers(generation, await collect(generation), wanted)
-                await exchange.send_json(writer.completion(answers))
+                choices = writer.choices(best_answers(generation, await collect(generation), wanted))
+                await exchange.send_json(whole_body(Completion, services, generation, choices, made.warnings))
 
 
 class _Made(NamedTuple):
@@ -123,8 +115,8 @@ def _names(wanted: Wanted) -> dict[str, str]:
     return OPENAI_NAMES | ({"n": "best_of"} if wanted.ranked else {})
 
 
-class _CompletionWriter:
-    """Makes the choices of one request, in one piece or in parts."""
+class _ChoiceWriter:
+    """Makes the choices of one request, whole or in parts."""
 
     def __init__(
         self,
@@ -132,9 +124,7 @@ class _CompletionWriter:
         generation: Generation,
         request: CompletionRequest,
         prompts: list[Prompt],
-        warnings: list[str],
     ) -> None:
-        self.warnings = warnings
         self._services = services
         self._generation = generation
         self._echo = bool(request.echo)
@@ -144,10 +134,9 @@ class _CompletionWriter:
         if request.logprobs is not None:
             top = request.logprobs
             self._logprobs = [CompletionLogprobsBuilder(services.tokenizer, top) for _ in generation.choices]
-        self._created = int(time.time())
 
-    def completion(self, answers: list[tuple[Choice, Collected]]) -> Completion:
-        """The body in one piece, with these answers in their order."""
+    def choices(self, answers: list[tuple[Choice, Collected]]) -> list[CompletionChoice]:
+        """Whole choices for these answers, in their order."""
         choices: list[CompletionChoice] = []
         for index, (choice, answer) in enumerate(answers):
             logprobs = None
@@ -158,14 +147,10 @@ class _CompletionWriter:
                 )
             text = self.echo(choice) + answer.text
             choices.append(CompletionChoice(index, text, logprobs, finish_reason(answer.finish)))
-        body = self.body(choices)
-        body.usage = usage_of(self._generation)
-        body.timings = timings_of(self._generation)
-        body.warnings = self.warnings or UNSET
-        return body
+        return choices
 
     def part(self, choice: Choice, output: TextOutput, *, first: bool) -> CompletionChoice:
-        """What a row adds to a choice; the first brings the echo."""
+        """The part of a choice that a row adds; the first part has the echo."""
         text = (self.echo(choice) if first else "") + output.text
         logprobs = None
         if self._logprobs is not None:
@@ -180,7 +165,7 @@ class _CompletionWriter:
         return CompletionChoice(choice.index, text, logprobs, None)
 
     def echo(self, choice: Choice) -> str:
-        """The prompt's text, if the answer shall begin with it."""
+        """The prompt's text if the answer begins with it, otherwise an empty string."""
         if not self._echo:
             return ""
         index = choice.index // self._generation.n
@@ -190,60 +175,30 @@ class _CompletionWriter:
             self._prompts[index] = prompt
         return prompt
 
-    def body(self, choices: list[CompletionChoice]) -> Completion:
-        """A body around some choices."""
-        return Completion(
-            id=self._generation.id,
-            created=self._created,
-            model=self._services.served_model,
-            system_fingerprint=self._services.fingerprint,
-            choices=choices,
-        )
-
 
 class _CompletionStream:
-    """Writes text and finish chunks; the last event carries the timings, a usage chunk comes if asked."""
+    """Writes text chunks and a finish chunk for each choice."""
 
-    def __init__(self, writer: _CompletionWriter, generation: Generation, options: StreamOptions) -> None:
+    def __init__(self, writer: _ChoiceWriter, chunks: ChunkWriter[CompletionChoice]) -> None:
         self._writer = writer
-        self._generation = generation
-        self._options = options
+        self._chunks = chunks
         self._begun: set[int] = set()
-        self._num_finished = 0
 
     def events(self, row: Row) -> bytes:
         """The events for one row."""
         choice, output = row
         index = choice.index
         events = b""
-        first = index not in self._begun
-        part = self._writer.part(choice, output, first=first)
+        part = self._writer.part(choice, output, first=index not in self._begun)
         if part.text or part.logprobs is not None:
-            events += event(self._chunk([part]))
+            events += self._chunks.event(part)
         self._begun.add(index)
         if output.finish is not None:
-            self._num_finished += 1
-            chunk = self._chunk([CompletionChoice(index, "", None, finish_reason(output.finish))])
-            if self._num_finished == len(self._generation.choices) and not self._options.include_usage:
-                chunk.timings = timings_of(self._generation)
-            events += event(chunk)
+            events += self._chunks.finish_event(
+                CompletionChoice(index, "", None, finish_reason(output.finish))
+            )
         return events
 
     def closing(self) -> bytes:
-        """The usage chunk, if asked for."""
-        if not self._options.include_usage:
-            return b""
-        chunk = self._chunk([])
-        chunk.usage = usage_of(self._generation)
-        chunk.timings = timings_of(self._generation)
-        return event(chunk)
-
-    def _chunk(self, choices: list[CompletionChoice]) -> Completion:
-        chunk = self._writer.body(choices)
-        if self._options.continuous_usage_stats:
-            chunk.usage = usage_of(self._generation)
-        elif self._options.include_usage:
-            chunk.usage = None
-        if self._writer.warnings:  # in the first chunk that is sent
-            chunk.warnings, self._writer.warnings = self._writer.warnings, []
-        return chunk
+        """The usage chunk, if it was asked for."""
+        return self._chunks.closing()

@@ -1,5 +1,5 @@
-"""What operators ask and do: `/health`, `/health_generate`, `/server_info`, `/metrics`, the list of models, why a
-request fared as it did, `/abort_request` and `/flush_cache`.
+"""The operators' endpoints: `/health`, `/health_generate`, `/server_info`, `/metrics`, the list of models, the live
+requests and their explanations, `/abort_request` and `/flush_cache`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, first_rid
 from ....runtime.sampling_params import SamplingParams
-from ...admission.scheduling_options import MAX_PRIORITY, Scheduling
 from ...generation import GenerationRequest
 from ...metrics import CONTENT_TYPE
+from ...scheduling_options import MAX_PRIORITY, Scheduling
 from ..delivery import collect
 from ..exchange import Exchange
 from ..schema.answers import (
@@ -40,18 +40,18 @@ REQUESTS_PATH: Final = "/v1/requests"
 _HEALTH_GENERATE_TIMEOUT_S: Final = 30.0
 _MAX_ID_CHARS: Final = 128
 MAX_LISTED: Final = 256
-"""Requests that `live_requests` tells of; a screen has fewer lines."""
+"""The most requests that `live_requests` lists; a screen has fewer lines."""
 _ABORT_POLICY: Final = FieldPolicy(AbortBody, {})
 
 
 async def health(exchange: Exchange, services: Services) -> None:
-    """200 if requests sent now can be expected to work; cheap, no generation."""
+    """200 if requests sent now are expected to work; cheap, no generation."""
     _check_healthy(services)
     await exchange.send_json(HealthBody())
 
 
 async def health_generate(exchange: Exchange, services: Services) -> None:
-    """200 if one token could be generated just now."""
+    """200 if one token could be generated."""
     _check_healthy(services)
     request = GenerationRequest(
         prompts=[[0]],
@@ -70,19 +70,19 @@ async def health_generate(exchange: Exchange, services: Services) -> None:
 
 
 async def metrics(exchange: Exchange, services: Services) -> None:
-    """Prometheus' text format."""
-    page = services.metrics.render(services.manager.report)
+    """The metrics in Prometheus' text format."""
+    page = services.metrics.render(services.manager.engine.report)
     await exchange.send_bytes(page.encode(), CONTENT_TYPE.encode())
 
 
 async def server_info(exchange: Exchange, services: Services) -> None:
-    """Settings (without the key), capacity, model facts, limits, and the scheduler's latest report."""
+    """Settings (without keys), capacity, model facts, limits, and the scheduler's latest report."""
     config: dict[str, Any] = msgspec.to_builtins(services.config)
     for name in SECRETS:
         group = config[config_fields()[name].group]
         group[name] = "(set)" if group[name] else None
     config["log"]["log_level"] = services.all_processes.log_level
-    report = services.manager.report
+    report = services.manager.engine.report
     await exchange.send_json(
         ServerInfoBody(
             version=services.version,
@@ -98,12 +98,12 @@ async def server_info(exchange: Exchange, services: Services) -> None:
 
 
 async def models(exchange: Exchange, services: Services) -> None:
-    """The one model."""
+    """The list of models, which has one."""
     await exchange.send_json(ModelsBody(data=[_model(services)]))
 
 
 async def model(exchange: Exchange, services: Services) -> None:
-    """One model by name; names may hold slashes, so all of the path behind `/v1/models/` is the name."""
+    """One model by name. A name may have slashes, so the whole path after `/v1/models/` is the name."""
     name = exchange.path.removeprefix(f"{MODELS_PATH}/")
     if name != services.served_model:
         raise unknown_model(name, services.served_model)
@@ -115,8 +115,8 @@ async def why(exchange: Exchange, services: Services) -> None:
     request_id = exchange.path.removeprefix(f"{REQUESTS_PATH}/").removesuffix("/why")
     if len(request_id) > _MAX_ID_CHARS:
         raise _unknown_request(f"{request_id[:_MAX_ID_CHARS]}…")
-    if exchange.caller.isolated:  # it tells where else a prefix is cached
-        services.gate.check_admin(exchange.caller, exchange.path)
+    if exchange.caller.isolated:  # the answer reveals prefixes of other tenants
+        services.authorizer.check_admin(exchange.caller, exchange.path)
     async with exchange.abort_on_disconnect():
         answer = await services.manager.control.explain(request_id)
         if not answer.found:
@@ -127,7 +127,7 @@ async def why(exchange: Exchange, services: Services) -> None:
 
 
 async def live_requests(exchange: Exchange, services: Services) -> None:
-    """The requests that are not finished, in figures: never their texts."""
+    """The state of the live requests in numbers, without their texts."""
     async with exchange.abort_on_disconnect():
         manager = services.manager
         answer = await manager.control.list_requests(MAX_LISTED)
@@ -138,7 +138,7 @@ async def live_requests(exchange: Exchange, services: Services) -> None:
 
 
 async def abort_request(exchange: Exchange, services: Services) -> None:
-    """End running requests; their clients get what there is, with `finish_reason` abort. Unknown ids are no error."""
+    """Abort requests; their clients get the text so far, with `finish_reason` abort. Unknown ids are no error."""
     body = await services.read_object(exchange)
     warnings = _ABORT_POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, AbortBody)
@@ -148,7 +148,7 @@ async def abort_request(exchange: Exchange, services: Services) -> None:
         )
     caller = exchange.caller
     if request.abort_all:
-        services.gate.check_admin(caller, "abort_all")
+        services.authorizer.check_admin(caller, "abort_all")
     num_aborted = services.manager.abort(
         None if request.abort_all else request.rid,
         "aborted by request",
@@ -173,7 +173,7 @@ def _model(services: Services) -> ModelBody:
 
 def _live_request(request: LiveRequest, ttft_s: float | None) -> LiveRequestBody:
     return LiveRequestBody(
-        id=first_rid(request.rid),  # by which it can be aborted and explained
+        id=first_rid(request.rid),  # the id for /abort_request and /why
         phase=request.phase,
         prompt_tokens=request.prompt_len,
         cached_tokens=request.cached_tokens,
@@ -193,14 +193,14 @@ def _live_request(request: LiveRequest, ttft_s: float | None) -> LiveRequestBody
 def _unknown_request(request_id: str) -> RequestError:
     return RequestError(
         f"nothing is remembered of the request {request_id!r}; use the id of an answer, or of one of its choices, "
-        f"soon after it came",
+        f"soon after that",
         code="request_not_found",
         status=404,
     )
 
 
 def _check_healthy(services: Services) -> None:
-    reason = services.manager.unhealthy_reason()
+    reason = services.manager.engine.unhealthy_reason()
     if reason is not None:
         raise _unhealthy(reason)
 

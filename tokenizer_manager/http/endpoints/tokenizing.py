@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`: what the engine makes of a text, and back."""
+"""`POST /tokenize` and `POST /detokenize`: text to token ids, and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DETOKENIZE_POLICY: Final = FieldPolicy(DetokenizeRequest, {})
 
 
 async def tokenize(exchange: Exchange, services: Services) -> None:
-    """Token ids of a prompt or of a rendered chat, with the text that was tokenised."""
+    """Token ids of a prompt or of a rendered chat, with the tokenized text."""
     made = await services.read(exchange, lambda body: _read(body, services))
     request = made.request
     async with exchange.abort_on_disconnect():

@@ -1,8 +1,8 @@
-"""`Gate`: who may come in, and who may do what concerns everybody. With keys set, every path but exactly `/health`
-needs one, known or not, however written.
+"""`Authorizer`: checks API keys, and which caller may do what affects all requests. With keys set, every path except
+exactly `/health` needs one, whether the path exists or not.
 
-Comparing paths to a list of protected ones is how `//v1` and `/V1` slip through elsewhere; here nothing is listed but
-what is open. A path is looked up once, as it came, for both the question who may go there and who answers.
+A list of protected paths would let `//v1` and `/V1` through; so only the open paths are listed. A path is used as it
+was sent, both for this check and to find its handler.
 """
 
 from __future__ import annotations
@@ -16,25 +16,32 @@ from typing import Final, NamedTuple
 
 from ....runtime.config.server_config import ServerConfig
 from ....runtime.errors import ConfigError, RequestError
-from ...admission.scheduling_options import digest_of
-from ..exchange import Exchange
-from .caller import Caller
+from ...scheduling_options import (
+    Scheduling,
+    checked_priority,
+    checked_salt,
+    checked_timeout,
+    digest_of,
+    tenant_of,
+)
+from ..schema.generation_fields import GenerationFields
+from ..schema.protocol import NativeRequest
 
 OPEN_PATHS: Final = frozenset({"/health"})
 _MAX_KEYS: Final = 10_000  # all are compared with each token: 0.3 us each
 _SENDABLE: Final = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]*[^\x00-\x20\x7f])?")
-"""What arrives as a header's value as it was sent: no control characters, no space at the ends."""
+"""A header value that arrives unchanged: no control characters, no space at the ends."""
 
 
 class Keys(NamedTuple):
-    """The keys of a server: of its clients, and of its operator."""
+    """The keys of a server: its clients' keys and the admin key."""
 
     clients: tuple[str, ...] = ()
     admin: str | None = None
 
 
 def read_keys(config: ServerConfig) -> Keys:
-    """The keys that flags, environment and `--api-key-file` give.
+    """The keys from flags, environment and `--api-key-file`.
 
     Raises:
         ConfigError: the file cannot be read or has none, or a key cannot be sent in a header.
@@ -70,22 +77,66 @@ def _keys_in(path: str) -> list[tuple[int, str]]:
     return keys
 
 
-class Gate:
+class Caller(NamedTuple):
+    """The sender of a request, as its API key identifies it.
+
+    Attributes:
+        token: the bearer token; b"" for none. Checked, if the server has keys.
+        owner: a digest of the checked key; "" if the server has no keys. A request can be aborted by its owner and by
+            an admin.
+        admin: may do what affects all requests.
+        isolated: shares prefixes only among its own requests, and is accounted separately.
+    """
+
+    token: bytes = b""
+    owner: str = ""
+    admin: bool = True
+    isolated: bool = False
+
+    def namespace(self, cache_salt: str | None) -> str:
+        """Its namespace of the prefix cache for a salt; isolated owners never share one."""
+        salt = cache_salt or ""
+        return f"{self.owner}:{salt}" if self.isolated else salt
+
+    def tenant(self, user: str | None) -> str:
+        """The tenant that a request with this `user` is accounted to; an isolated caller cannot name another's."""
+        if self.isolated and user:
+            return f"key-{self.owner}/{digest_of(user.encode())}"
+        return tenant_of(user, self.token)
+
+
+def scheduling_of(request: GenerationFields | NativeRequest, caller: Caller) -> Scheduling:
+    """The scheduling options of a request.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    return Scheduling(
+        priority=checked_priority(request.priority),
+        tenant=caller.tenant(request.user),
+        extra_key=caller.namespace(checked_salt(request.cache_salt)),
+        queue_timeout_s=checked_timeout(request.queue_timeout, "queue_timeout"),
+        timeout_s=checked_timeout(request.timeout, "timeout"),
+        owner=caller.owner,
+    )
+
+
+class Authorizer:
     """Checks bearer tokens."""
 
     def __init__(self, keys: Keys, *, isolate: bool = False, loopback: bool = True) -> None:
-        """Ask for one of `keys`, or let everyone in if there are none.
+        """Demand one of `keys`; without keys every request is authorized.
 
         Args:
             keys: verified.
             isolate: `--isolate-tenants`.
-            loopback: only this machine can connect, so that without an admin key everyone is one.
+            loopback: only this machine can connect, so that without an admin key every caller is an admin.
         """
         self._clients = tuple(map(_hashed, keys.clients))
         self._admin = None if keys.admin is None else _hashed(keys.admin)
         self._isolate = isolate
         self._loopback = loopback
-        # Tenants that must not learn of each other come through a proxy on this machine: none of them is an admin.
+        # Isolated tenants connect through a proxy on this machine, so being local makes none of them an admin.
         self._everyone_is_admin = self._admin is None and loopback and not isolate
 
     @property
@@ -95,20 +146,23 @@ class Gate:
 
     @property
     def trusts_this_machine(self) -> bool:
-        """Whether only those on this machine can connect, and all of them may."""
+        """Whether only this machine can connect, and needs no key."""
         return self._loopback and not self._clients
 
-    def admit(self, exchange: Exchange) -> Caller:
-        """Let a request in, and say on whose behalf it is made.
+    def authenticate(self, path: str, token: bytes) -> Caller:
+        """The caller that sent a bearer token.
+
+        Args:
+            path: of the request, as it was sent.
+            token: b"" for none.
 
         Raises:
             RequestError: 401.
         """
-        token = exchange.bearer_token
         hashed = hashlib.sha256(token).digest()
         if token and self._admin is not None and hmac.compare_digest(hashed, self._admin):
             return Caller(token, owner=digest_of(token), admin=True, isolated=self._isolate)
-        if self._clients and not (exchange.path in OPEN_PATHS and not token):
+        if self._clients and not (path in OPEN_PATHS and not token):
             if not (token and _is_among(hashed, self._clients)):
                 given = "is wrong" if token else "is missing"
                 raise RequestError(
@@ -122,36 +176,36 @@ class Gate:
         return Caller(token, admin=self._everyone_is_admin)
 
     def check_admin(self, caller: Caller, what: str) -> None:
-        """Refuse what concerns everybody to who may not do it.
+        """Refuse what affects all requests, unless the caller is an admin.
 
         Args:
-            caller: as `admit` gave it.
-            what: begins the message: `/flush_cache concerns ...`.
+            caller: from `authenticate`.
+            what: begins the message: `/flush_cache affects ...`.
 
         Raises:
             RequestError: 403.
         """
         if caller.admin:
             return
-        way_out = (
+        hint = (
             "start the server with --admin-api-key (ENGINE_ADMIN_API_KEY) and send that key"
             if self._admin is None
             else "send the admin key as `Authorization: Bearer <key>`"
         )
         raise RequestError(
-            f"{what} concerns everybody's requests, and this needs the admin key; {way_out}",
+            f"{what} affects all requests, and this needs the admin key; {hint}",
             code="admin_key_required",
             status=403,
         )
 
 
 def _hashed(key: str) -> bytes:
-    """What is compared: of one length, so that not even a key's length shows in the time it takes."""
+    """Keys are compared as hashes: of one length, so that the time taken does not reveal a key's length."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def _is_among(hashed: bytes, keys: Sequence[bytes]) -> bool:
-    """Whether it is one of the keys; looks at all of them, so that the time does not tell which."""
+    """Whether it is one of the keys. Compares with all of them, so that the time taken does not reveal which."""
     found = False
     for key in keys:
         found |= hmac.compare_digest(hashed, key)

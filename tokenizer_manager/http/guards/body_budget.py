@@ -1,7 +1,7 @@
-"""`BodyRoom`: how much of request bodies may be held while they come in, of all clients together.
+"""`BodyBudget`: a bound on the bytes of all request bodies that are being received.
 
-`--max-body-mb` bounds one body; a thousand clients that send all but the last byte of theirs would hold a thousand
-times as much for `--body-timeout`. What is small always has room: connections bound how much that can be.
+`--max-body-mb` bounds one body; a thousand clients that each send all but the last byte of a body would hold a thousand
+times as much for `--body-timeout`. Small bodies are not counted: the number of connections bounds them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ SMALL_BYTES: Final = 64 << 10
 _RETRY_AFTER_S: Final = 5
 
 
-class BodyRoom:
-    """One server's.
+class BodyBudget:
+    """The budget of one server.
 
     Attributes:
-        num_bytes: held now, of large bodies.
-        max_bytes: that may be.
+        num_bytes: reserved now, by large bodies.
+        max_bytes: that can be reserved.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -30,20 +30,20 @@ class BodyRoom:
         self.max_bytes = max_bytes
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[Share]:
-        """Room for one body, for as long as it is held as bytes."""
-        share = Share(self)
+    def reserve(self) -> Iterator[BodyReservation]:
+        """The reservation of one body, for as long as its bytes are kept."""
+        reservation = BodyReservation(self)
         try:
-            yield share
+            yield reservation
         finally:
-            self.num_bytes -= share.num_bytes
+            self.num_bytes -= reservation.num_bytes
 
-    def take(self, share: Share, size: int) -> None:
-        """See `Share.grow_to`."""
-        more = size - share.num_bytes
+    def grow(self, reservation: BodyReservation, size: int) -> None:
+        """See `BodyReservation.grow_to`."""
+        more = size - reservation.num_bytes
         if size <= SMALL_BYTES or more <= 0:
             return
-        others = self.num_bytes - share.num_bytes
+        others = self.num_bytes - reservation.num_bytes
         if others and others + size > self.max_bytes:
             raise QueueFullError(
                 f"the bodies of other requests take {others} bytes while they come in, and all together may take "
@@ -51,26 +51,26 @@ class BodyRoom:
                 _RETRY_AFTER_S,
             )
         self.num_bytes += more
-        share.num_bytes = size
+        reservation.num_bytes = size
 
 
-class Share:
-    """What one body takes of the room.
+class BodyReservation:
+    """The bytes of the budget that one body takes.
 
     Attributes:
-        num_bytes: 0 while it is small.
+        num_bytes: 0 while the body is small.
     """
 
-    __slots__ = ("_room", "num_bytes")
+    __slots__ = ("_budget", "num_bytes")
 
-    def __init__(self, room: BodyRoom) -> None:
+    def __init__(self, budget: BodyBudget) -> None:
         self.num_bytes = 0
-        self._room = room
+        self._budget = budget
 
     def grow_to(self, size: int) -> None:
-        """The body has so many bytes by now.
+        """Reserve for a body that has `size` bytes by now.
 
         Raises:
-            QueueFullError: others take the room.
+            QueueFullError: other bodies take the budget.
         """
-        self._room.take(self, size)
+        self._budget.grow(self, size)

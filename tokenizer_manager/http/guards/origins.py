@@ -1,17 +1,16 @@
-"""`Origins`: which web pages may use the API from a browser (CORS); none, unless `--cors-origin` says so.
+"""`Origins`: the web pages that may use the API from a browser (CORS); none without `--cors-origin`.
 
-A server that asks for no key trusts whoever can connect, and every page that is open in a browser on this machine can.
-CORS alone does not stop that: a page may not read the answer, but its request is carried out. So such a server refuses
-requests that a browser marks with an origin which is not allowed. With a key there is nothing to abuse: no page has it.
+A server without keys trusts every client that can connect, and so can every page that is open in a browser on this
+machine. CORS alone does not stop them: the page cannot read the answer, but its request runs. So a server without keys
+refuses requests with an `Origin` that is not allowed. A server with keys need not: a page does not have the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ....runtime.errors import RequestError
-from ..exchange import Exchange
 from ..schema.json_body import show
 
 Headers = list[tuple[bytes, bytes]]
@@ -24,16 +23,16 @@ _EXPOSED: Final = b"retry-after, x-engine-queue-position, x-request-id"
 
 
 class Origins:
-    """The allowed ones. Cookies are never allowed: the API has none."""
+    """The allowed origins. Cookies are never allowed: the API has none."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
-        """Allow these, or all with `*`."""
+        """Allow these; `*` allows all."""
         self._any = "*" in allowed
         self._allowed = frozenset(origin.encode() for origin in allowed)
 
-    def headers_for(self, exchange: Exchange) -> Headers:
-        """What lets the page read the answer."""
-        origin = exchange.headers.get(b"origin")
+    def headers_for(self, headers: Mapping[bytes, bytes]) -> Headers:
+        """The response headers that let an allowed page read the answer."""
+        origin = headers.get(b"origin")
         if origin is None or not self._allows(origin):
             return []
         return [
@@ -42,24 +41,22 @@ class Origins:
             (b"vary", b"origin"),
         ]
 
-    def preflight(self, exchange: Exchange) -> Headers | None:
-        """The answer to a browser that asks beforehand, which it does without a key; None if this is no such question,
-        or not from an allowed origin.
-        """
-        asks = exchange.method == "OPTIONS" and b"access-control-request-method" in exchange.headers
-        if not (asks and self.headers_for(exchange)):
+    def preflight(self, method: str, headers: Mapping[bytes, bytes]) -> Headers | None:
+        """The response headers for a preflight request, which has no key; None for another request or origin."""
+        asks = method == "OPTIONS" and b"access-control-request-method" in headers
+        if not (asks and self.headers_for(headers)):
             return None
-        # Whatever it wants to send: OpenAI's client adds ten headers of its own, and none means anything here.
-        wanted = exchange.headers.get(b"access-control-request-headers", b"")
+        # All headers are allowed: OpenAI's client adds ten of its own, and they have no effect here.
+        wanted = headers.get(b"access-control-request-headers", b"")
         return [*_PREFLIGHT_ANSWER, *([(b"access-control-allow-headers", wanted)] if wanted else [])]
 
-    def check(self, exchange: Exchange) -> None:
-        """Refuse a request that some page had a browser send.
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse a request of a page that is not allowed.
 
         Raises:
             RequestError: 403.
         """
-        origin = exchange.headers.get(b"origin")
+        origin = headers.get(b"origin")
         if origin is not None and not self._allows(origin):
             shown = show(origin.decode("latin-1"))
             raise RequestError(

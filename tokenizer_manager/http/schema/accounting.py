@@ -1,4 +1,4 @@
-"""Usage and timings of a generation, as they stand in bodies."""
+"""Usage and timings of a generation, for response bodies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ...generation import Generation
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+    """The source of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class UsageBody(msgspec.Struct):
-    """OpenAI's `usage`. A prompt counts once, however many answers it gets."""
+    """OpenAI's `usage`. A prompt counts once for all of its answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -23,9 +23,9 @@ class UsageBody(msgspec.Struct):
 
 
 class Timings(msgspec.Struct):
-    """Where the time went, under llama.cpp's names, and how long the request waited in the queue.
+    """Times of a request under llama.cpp's names, and its time in the queue.
 
-    `prompt_n` counts computed prompt tokens, `cache_n` those the prefix cache had. Generation is timed from the first
+    `prompt_n` counts computed prompt tokens, `cache_n` those from the prefix cache. Generation is timed from the first
     token to the last, so its rate counts the tokens after the first.
     """
 
@@ -42,7 +42,7 @@ class Timings(msgspec.Struct):
 
 
 def usage_of(generation: Generation) -> UsageBody:
-    """What the generation has consumed so far."""
+    """The tokens of a generation so far."""
     prompt = sum(len(choice.prompt_ids) for choice in generation.prompt_choices)
     completion = sum(choice.usage.completion_tokens for choice in generation.choices)
     cached = sum(choice.usage.cached_tokens for choice in generation.prompt_choices)
@@ -50,7 +50,7 @@ def usage_of(generation: Generation) -> UsageBody:
 
 
 def timings_of(generation: Generation) -> Timings:
-    """Where the time of a finished generation went."""
+    """The times of a finished generation."""
     usage = usage_of(generation)
     cached = usage.prompt_tokens_details.cached_tokens
     computed = usage.prompt_tokens - cached

@@ -1,6 +1,6 @@
-"""What the endpoints answer that generate nothing, as typed structs; `/openapi.json` is made from them, too.
+"""Response bodies of the endpoints that do not generate, as typed structs; `/openapi.json` is made from them, too.
 
-The answers of those that generate stand beside their handlers.
+The bodies of the generating endpoints are in the files of their handlers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Warnings = list[str] | UnsetType
 
 
 class HealthBody(msgspec.Struct):
-    """All is well."""
+    """The engine is healthy."""
 
     status: Literal["ok"] = "ok"
 
 
 class ModelBody(msgspec.Struct, kw_only=True):
-    """A model, as OpenAI lists it."""
+    """A model, in OpenAI's format."""
 
     id: str
     object: Literal["model"] = "model"
@@ -41,7 +41,7 @@ class ModelsBody(msgspec.Struct, kw_only=True):
 
 
 class TokensBody(msgspec.Struct, kw_only=True):
-    """Token ids, and the text they are of."""
+    """Token ids and their text."""
 
     tokens: list[int]
     count: int
@@ -51,7 +51,7 @@ class TokensBody(msgspec.Struct, kw_only=True):
 
 
 class TextBody(msgspec.Struct, kw_only=True):
-    """A text, under both names that clients of other engines look for."""
+    """A text, under both names that other engines use."""
 
     text: str
     prompt: str
@@ -59,7 +59,7 @@ class TextBody(msgspec.Struct, kw_only=True):
 
 
 class PinnedBody(msgspec.Struct, kw_only=True):
-    """How much of a prefix is pinned; `reason` says why not all."""
+    """How much of a prefix is pinned; `reason` says why it is not all."""
 
     pinned_tokens: int
     asked_tokens: int
@@ -68,28 +68,28 @@ class PinnedBody(msgspec.Struct, kw_only=True):
 
 
 class AbortedBody(msgspec.Struct, kw_only=True):
-    """How many requests were ended."""
+    """The number of aborted requests."""
 
     aborted: int
     warnings: Warnings = UNSET
 
 
 class FlushedBody(msgspec.Struct):
-    """Tokens that left the prefix cache, and those that could not."""
+    """Tokens evicted from the prefix cache, and those that could not be."""
 
     flushed_tokens: int
     kept_tokens: int
 
 
 class LogLevelBody(msgspec.Struct, kw_only=True):
-    """The least severity that is logged."""
+    """The lowest severity that is logged."""
 
     level: LogLevel
     warnings: Warnings = UNSET
 
 
 class ProfileStartedBody(msgspec.Struct, kw_only=True):
-    """Where the files will be, for how many seconds the processes look, and how often in each."""
+    """The folder of the files, the seconds until the profile ends, and the samples per second."""
 
     folder: str
     duration: float
@@ -98,7 +98,7 @@ class ProfileStartedBody(msgspec.Struct, kw_only=True):
 
 
 class ProfileBody(msgspec.Struct, kw_only=True):
-    """The files of a profile, and the processes that have not written theirs within ten seconds."""
+    """The files of a profile, and the processes that have not written one within ten seconds."""
 
     folder: str
     files: tuple[str, ...]
@@ -106,7 +106,7 @@ class ProfileBody(msgspec.Struct, kw_only=True):
 
 
 class WhyBody(msgspec.Struct, kw_only=True):
-    """Why a request fared as it did: a sentence and a table."""
+    """Why a request waited, was retracted or missed the cache: a sentence and a table."""
 
     id: str
     found: Literal[True] = True
@@ -116,7 +116,7 @@ class WhyBody(msgspec.Struct, kw_only=True):
 
 
 class LiveRequestBody(msgspec.Struct, kw_only=True):
-    """One live request, in figures."""
+    """The state of one live request in numbers."""
 
     id: str
     phase: str
@@ -135,7 +135,7 @@ class LiveRequestBody(msgspec.Struct, kw_only=True):
 
 
 class LiveRequestsBody(msgspec.Struct, kw_only=True):
-    """The live requests that are listed, and how many there are."""
+    """The listed live requests, and the number of all."""
 
     object: Literal["list"] = "list"
     total: int

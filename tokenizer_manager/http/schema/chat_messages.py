@@ -1,4 +1,4 @@
-"""Chat messages as clients send them, checked one by one and made what templates expect."""
+"""Chat messages of clients, checked one by one and converted to the form that templates expect."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
-from ..guards.limits import check_limit
 from .field_policy import FieldPolicy, first_warnings
 from .json_body import Body, convert, show
+from .limits import check_limit
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _ROLES_OF_TOOLS: Final = ("tool", "function")
@@ -26,7 +26,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """A text part of a message's content, the only kind supported yet."""
+    """A text part of a message's content, the only supported kind."""
 
     type: Literal["text"]
     text: str
@@ -58,10 +58,10 @@ def template_messages(
 ) -> tuple[list[dict[str, str]], list[str]]:
     """Messages for the template, and warnings for the response.
 
-    `developer` becomes `system`, its older name, which is the one templates know; text parts are joined by newlines.
+    `developer` becomes `system`, the name that templates use; text parts are joined by newlines.
 
     Raises:
-        RequestError: a message is not understood, with its path.
+        RequestError: a message is invalid or not supported; names its path.
     """
     if not messages:
         raise RequestError(

@@ -1,8 +1,14 @@
-"""Errors as OpenAI's error objects: `{"error": {"message", "type", "param", "code"}}`, one mapping for all routes."""
+"""Errors as OpenAI's error objects: `{"error": {"message", "type", "param", "code"}}`, one mapping for all routes.
+
+`renamed_fields` puts the client's names of fields into errors.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -23,7 +29,7 @@ class MethodNotAllowedError(RequestError):
     """The path exists and the method does not.
 
     Attributes:
-        allowed: what it takes.
+        allowed: methods of the path.
     """
 
     def __init__(self, message: str, allowed: list[str]) -> None:
@@ -32,7 +38,7 @@ class MethodNotAllowedError(RequestError):
 
 
 class ErrorObject(msgspec.Struct):
-    """What went wrong, for programs and for people."""
+    """OpenAI's error object."""
 
     message: str
     type: str
@@ -41,7 +47,7 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of every answer that is not a success, and the data of an error event in a stream."""
+    """The body of every unsuccessful response, and the data of an error event in a stream."""
 
     error: ErrorObject
 
@@ -55,7 +61,7 @@ class ErrorReply(msgspec.Struct):
 
 
 def reply_to(error: Exception, request_id: str) -> ErrorReply:
-    """The answer to a request whose handler raised `error`; a bug is logged here and told without details."""
+    """The response for an exception of a handler. A bug is logged here; the client gets no details of it."""
     match error:
         case RequestError():
             kind = _TYPE_OF_STATUS.get(
@@ -79,6 +85,33 @@ def reply_to(error: Exception, request_id: str) -> ErrorReply:
             return _reply(500, message, "server_error", None, "internal_error", [])
 
 
+OPENAI_NAMES: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Fields of `SamplingParams` that have another name in OpenAI's API."""
+
+
+@contextlib.contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename fields in errors that are raised inside.
+
+    `SamplingParams` and admission use a field's usual name; some requests have it under another one.
+
+    Args:
+        names: usual name -> the client's. A name with an underscore is replaced everywhere in the message, another one
+            (`n`) only at its beginning, since it may be a word elsewhere.
+    """
+    try:
+        yield
+    except RequestError as error:
+        for usual, client_name in names.items():
+            word = rf"(?<![\w.\-]){re.escape(usual)}(?![\w\-])"
+            pattern = word if "_" in usual else f"^{word}"
+            error.message = re.sub(pattern, client_name.replace("\\", r"\\"), error.message)
+        error.args = (error.message,)
+        if error.param is not None:
+            error.param = names.get(error.param, error.param)
+        raise
+
+
 def _reply(
     status: int,
     message: str,
@@ -94,5 +127,5 @@ def _reply(
 
 
 def _printable(text: str) -> str:
-    """What is quoted from a request may hold half of a surrogate pair, which has no UTF-8 form."""
+    """A value quoted from a request may have half of a surrogate pair, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()

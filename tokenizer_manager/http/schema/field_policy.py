@@ -1,8 +1,8 @@
-"""`FieldPolicy`: what happens to each field of a request, so that nobody is silently ignored.
+"""`FieldPolicy`: decides about each field of a request, so that no field is ignored silently.
 
-- honoured: a field of the endpoint's struct;
+- supported: a field of the endpoint's struct;
 - no effect: cannot change the answer; accepted;
-- not yet: would change the answer and is not honoured; refused unless it has a value that asks for nothing;
+- not yet: would change the answer and is not supported; refused unless it has a neutral value;
 - unknown: accepted with a warning in the response, since routers and clients add fields; refused under `--strict`.
 
 The same holds for objects inside a request, under their path.
@@ -19,7 +19,7 @@ from ....runtime.errors import RequestError
 from .json_body import Body, shortened, show
 
 NotYet = dict[str, tuple[Any, ...]]
-"""Field -> values that ask for nothing; null always does."""
+"""Field -> its neutral values, which have no effect; null is always neutral."""
 
 NO_EFFECT: Final = frozenset(
     {
@@ -31,7 +31,7 @@ NO_EFFECT: Final = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
-        # Other engines' ways to say where a result shall stand, for features that are refused or always on here.
+        # Other engines' options for the place of a result, for features that are refused or always on here.
         "cache_prompt",
         "include_reasoning",
         "separate_reasoning",
@@ -85,7 +85,7 @@ CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "function_call": ("none", "auto"),  # without functions both ask for nothing
+    "function_call": ("none", "auto"),  # without functions both have no effect
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
@@ -110,36 +110,36 @@ _MAX_NAME_CHARS: Final = 100
 
 
 class FieldPolicy:
-    """What one kind of object may hold."""
+    """The fields that one kind of object may have."""
 
     def __init__(
         self,
-        honoured: type[msgspec.Struct],
+        supported: type[msgspec.Struct],
         not_yet: NotYet,
         *,
         no_effect: Iterable[str] = NO_EFFECT,
         nested: Mapping[str, FieldPolicy] | None = None,
     ) -> None:
-        """State the fields.
+        """Define the fields.
 
         Args:
-            honoured: the struct whose fields do something.
-            not_yet: fields that would, and the values of each that ask for nothing.
+            supported: the struct with the supported fields.
+            not_yet: fields that would change the answer, and the neutral values of each.
             no_effect: fields that cannot change the answer.
-            nested: honoured fields that hold an object, and its policy.
+            nested: supported fields with an object as value -> its policy.
         """
-        self._honoured = frozenset(field.encode_name for field in msgspec.structs.fields(honoured))
+        self._supported = frozenset(field.encode_name for field in msgspec.structs.fields(supported))
         self._not_yet = not_yet
         self._no_effect = frozenset(no_effect)
         self._nested = nested or {}
-        assert not self._honoured & (self._not_yet.keys() | self._no_effect)
+        assert not self._supported & (self._not_yet.keys() | self._no_effect)
 
     def check(self, body: Body, *, strict: bool, at: str = "") -> list[str]:
-        """Go through the fields of an object.
+        """Check the fields of an object.
 
         Args:
             body: the object.
-            strict: refuse what nobody knows.
+            strict: refuse unknown fields.
             at: path of the object in the request, for errors.
 
         Returns:
@@ -151,7 +151,7 @@ class FieldPolicy:
         warnings: list[str] = []
         for field, value in body.items():
             param = f"{at}.{field}" if at else field
-            if field in self._honoured:
+            if field in self._supported:
                 if field in self._nested and isinstance(value, dict):
                     warnings += self._nested[field].check(value, strict=strict, at=param)
             elif field in self._not_yet:
@@ -174,7 +174,7 @@ class FieldPolicy:
         return first_warnings(warnings)
 
     def _is_neutral(self, field: str, value: object) -> bool:
-        # `1 == True` in Python, so the type counts where booleans are concerned.
+        # `1 == True` in Python, so booleans are compared by type too.
         return value is None or any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
             for neutral in self._not_yet[field]
@@ -182,7 +182,7 @@ class FieldPolicy:
 
 
 def first_warnings(warnings: list[str]) -> list[str]:
-    """As many warnings as somebody reads, and how many more there are."""
+    """The first `_MAX_WARNINGS` warnings, and the number of the others."""
     if len(warnings) <= _MAX_WARNINGS + 1:
         return warnings
     return [*warnings[:_MAX_WARNINGS], f"and {len(warnings) - _MAX_WARNINGS} warnings more"]

@@ -17,7 +17,7 @@ _IMPOSSIBLE: Final = -9999.0  # JSON has no infinity; OpenAI writes this
 
 
 class TokenLogprob(NamedTuple):
-    """One token, its log-probability, and the likeliest tokens in its place."""
+    """One token, its log-probability, and the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -56,7 +56,7 @@ def _finite(value: float) -> float:
 
 
 class ChatTopLogprob(msgspec.Struct):
-    """One of the likeliest tokens."""
+    """One of the most likely tokens."""
 
     token: str
     logprob: float
@@ -108,8 +108,8 @@ class CompletionLogprobs(msgspec.Struct):
 class CompletionLogprobsBuilder:
     """Turns entries into the completions API's shape, chunk after chunk of one choice.
 
-    `text_offset` counts characters of the returned text, echoed prompt included. It is made from the tokens' bytes: a
-    character that several tokens share begins with the first of them.
+    `text_offset` counts characters of the returned text, echoed prompt included. It is computed from the tokens' bytes:
+    a character that several tokens share belongs to the first of them.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
@@ -123,14 +123,14 @@ class CompletionLogprobsBuilder:
 
         Args:
             entries: of consecutive tokens.
-            first_id: a prompt's first token, which has no log-probability, to stand before them.
+            first_id: a prompt's first token, which has no log-probability; it comes first.
         """
         chunk = CompletionLogprobs([], [], [] if self._num_top else None, [])
         if first_id is not None:
             self._add(chunk, first_id, None, None)
         for entry in entries:
             top = {self._token(token_id): value for token_id, value in entry.top}
-            top.setdefault(self._token(entry.token_id), entry.logprob)  # OpenAI lists the chosen one too
+            top.setdefault(self._token(entry.token_id), entry.logprob)  # OpenAI lists the sampled token too
             self._add(chunk, entry.token_id, entry.logprob, top)
         return chunk
 
@@ -145,7 +145,7 @@ class CompletionLogprobsBuilder:
         self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def _token(self, token_id: int) -> str:
-        r"""A token as text; one that is no valid UTF-8 by itself as OpenAI writes it, `bytes:\xe2\x80`."""
+        r"""A token as text; one that is not valid UTF-8 in OpenAI's form, `bytes:\xe2\x80`."""
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()

@@ -171,5 +171,7 @@ def test_the_docs_page_lists_every_route_and_loads_nothing_from_elsewhere(serve:
 
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert all(route.path in reply.text for route in ROUTES)
-    assert "<code>priority</code><td>integer or string<td>optional<td>Larger goes first" in reply.text
+    assert (
+        "<code>priority</code><td>integer or string<td>optional<td>Larger is scheduled earlier" in reply.text
+    )
     assert not re.search(r"https?://|<script|<link", reply.text)

@@ -1,6 +1,6 @@
-"""`Scheduling`: how a request wants to be scheduled, and the rules for what clients may ask.
+"""`Scheduling`: the scheduling options of a request, and the checks of the values that clients send.
 
-Shared by the HTTP endpoints and `LLM`, so that a priority or a timeout means the same everywhere.
+The HTTP endpoints and `LLM` share it, so that a priority or a timeout means the same in both.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Final
 
 import msgspec
 
-from ...runtime.errors import RequestError
+from ..runtime.errors import RequestError
 
 PRIORITY_CLASSES: Final[Mapping[str, int]] = {"high": 20, "normal": 0, "low": -20}
-"""Further apart than the 10 levels by which a request must exceed one whose place it takes."""
+"""Further apart than the 10 levels by which a request must exceed the running one that it preempts."""
 MAX_PRIORITY: Final = 1_000_000
 MAX_TIMEOUT_S: Final = 86_400.0
 MAX_SALT_CHARS: Final = 256
@@ -23,15 +23,15 @@ _MAX_TENANT_CHARS: Final = 64
 
 
 class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
-    """Verified wishes, for all choices of a request.
+    """Verified options, for all choices of a request.
 
     Attributes:
-        priority: larger is scheduled earlier where the policy looks at it.
-        tenant: whom to account the request to.
+        priority: larger is scheduled earlier by policies that use it.
+        tenant: the tenant that the request is accounted to.
         extra_key: namespace of the prefix cache.
         queue_timeout_s: seconds from arrival within which it must be started; None: the server's limit.
         timeout_s: seconds from arrival within which it must have ended; None: the server's limit.
-        owner: who may end it besides the operator; "" where nobody is told apart.
+        owner: may abort it, as the admin may; "" on a server without keys.
     """
 
     priority: int = 0
@@ -85,10 +85,10 @@ def checked_timeout(value: float | None, param: str) -> float | None:
 
 
 def tenant_of(user: str | None, api_key: bytes) -> str:
-    """Whom to account a request to: the `user` it names, else the API key it came with, else nobody in particular.
+    """The tenant of a request: its `user`, else its API key, else "".
 
-    What the scheduler keeps per tenant is bounded by hashing long names, and a key is never kept or shown: the hash is
-    the same on every start, so that logs of several days can be compared.
+    A long name is hashed, which bounds the scheduler's state per tenant, and so is a key, which is never kept or shown.
+    The hash is the same on every start, so that logs of several days can be compared.
     """
     if user:
         return user if len(user) <= _MAX_TENANT_CHARS else f"user-{digest_of(user.encode())}"
@@ -96,7 +96,7 @@ def tenant_of(user: str | None, api_key: bytes) -> str:
 
 
 def checked_salt(value: str | None, param: str = "cache_salt") -> str | None:
-    """A namespace of the prefix cache, which is kept as long as something is cached under it.
+    """A namespace of the prefix cache.
 
     Raises:
         RequestError: too long.
@@ -111,5 +111,5 @@ def checked_salt(value: str | None, param: str = "cache_salt") -> str | None:
 
 
 def digest_of(data: bytes) -> str:
-    """A name for a secret, or for something long: 16 hex digits that are the same on every start."""
+    """A name for a secret or a long value: 16 hex digits that are the same on every start."""
     return hashlib.blake2b(data, digest_size=8, person=b"engine-tenant").hexdigest()

@@ -9,7 +9,7 @@ import pytest
 
 from engine.runtime.config.engine_config import SchedulerConfig
 from engine.runtime.errors import RequestError
-from engine.tokenizer_manager.admission.scheduling_options import (
+from engine.tokenizer_manager.scheduling_options import (
     MAX_PRIORITY,
     MAX_TIMEOUT_S,
     PRIORITY_CLASSES,

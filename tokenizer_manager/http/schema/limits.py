@@ -1,4 +1,4 @@
-"""`check_limit`: the answer to who asks for more than `RequestLimits` lets it, before anything is tokenised."""
+"""`check_limit`: refuses requests beyond `RequestLimits` before anything is tokenized."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def check_limit(param: str, count: int, what: str, limit: int, setting: str) -> 
     """Refuse a list that is too long.
 
     Args:
-        param: the field, as the client calls it.
-        count: how many there are.
-        what: of what: "messages".
-        limit: how many there may be.
-        setting: the flag's name, for the way out.
+        param: the client's name of the field.
+        count: of its items.
+        what: the items, such as "messages".
+        limit: the largest count.
+        setting: the setting that raises the limit, for the error.
 
     Raises:
         RequestError: there are more.
@@ -33,10 +33,10 @@ def check_limit(param: str, count: int, what: str, limit: int, setting: str) -> 
 
 
 def check_count(param: str, count: int, low: int, limit: int, setting: str) -> None:
-    """Refuse a number of things asked for that is out of range.
+    """Refuse a requested number that is out of range.
 
     Raises:
-        RequestError: it is.
+        RequestError: it is out of range.
     """
     if not low <= count <= limit:
         raise RequestError(

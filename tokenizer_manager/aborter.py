@@ -1,0 +1,223 @@
+"""`Aborter`: ends requests before their answer is complete: aborts, time limits, failed and unread streams.
+
+The scheduler ends the requests that it has, since only it knows what was computed by then. A request that no scheduler
+has (a process is lost, or the request is quarantined) is answered here, at once; so is one whose scheduler hangs.
+Such an answer is a finished row, which the caller handles like a row of the detokenizer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from ..runtime.errors import RequestError
+from ..runtime.messages import AbortRequest, Finish, FinishKind, SchedulerInput, TextOutput, Usage
+from .generation import Generation
+from .metrics import Metrics
+from .request_log import LoggedRequest, RequestLog
+
+MAX_WAITING_ROWS: Final = 32_768
+"""Unread rows of one stream, some 20 MB. `http/connection.py` bounds the time that a client may take to read."""
+_ANSWER_GRACE_S: Final = 5.0
+"""How long a running scheduler may take to answer a request timeout itself. A queue timeout is left to it without a
+bound: only the scheduler knows whether the prompt is being computed."""
+_MIN_COMPACTED: Final = 64
+_QUEUE_TIMEOUT_STATUS: Final = 503
+_REQUEST_TIMEOUT_STATUS: Final = 504
+
+
+class Aborter:
+    """Sends aborts, ends streams with errors, and makes finished rows where no scheduler does. A `RequestObserver`."""
+
+    def __init__(
+        self,
+        log: RequestLog,
+        *,
+        send: Callable[[SchedulerInput], None],
+        metrics: Metrics,
+        queue_timeout_s: float | None,
+        request_timeout_s: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            log: the live requests.
+            send: to the scheduler.
+            metrics: counts aborted requests.
+            queue_timeout_s, request_timeout_s: the server's time limits; None for none.
+            clock: CLOCK_MONOTONIC.
+        """
+        self._log = log
+        self._send = send
+        self._metrics = metrics
+        self._clock = clock
+        self._time_limits = TimeLimits(log, queue_timeout_s, request_timeout_s)
+
+    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`."""
+        self._time_limits.add(logged)
+
+    def ended(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`. Its time limits are dropped when they come up."""
+
+    # ------------------------------------------------------------ streams
+
+    def fail(
+        self, generation: Generation, error: Exception, reason: str = "another choice of the request failed"
+    ) -> None:
+        """End a stream with an error, and abort its requests for `reason`, which the logs show."""
+        generation.fail(error)
+        self.drop(generation, reason)
+
+    def drop(self, generation: Generation, reason: str) -> None:
+        """Abort the live requests of a generation that has no reader any more."""
+        now_s = self._clock()
+        for choice in generation.choices:
+            if (logged := self._log.get(choice.rid)) is not None:
+                # The message first: a request must not leave the log before its abort was sent.
+                self._send(AbortRequest(rid=choice.rid, reason=reason))
+                self._metrics.finished_reqs.add("dropped")
+                self._log.ended(logged, now_s)
+
+    def fail_slow_readers(self) -> None:
+        """End the streams that have more than `MAX_WAITING_ROWS` unread rows."""
+        for generation in [one for one in self._log.generations if one.num_waiting_rows > MAX_WAITING_ROWS]:
+            error = RequestError(
+                f"{generation.num_waiting_rows} events waited for the client to read them, the limit is "
+                f"{MAX_WAITING_ROWS}; read faster, or ask for less at once",
+                code="client_too_slow",
+                status=408,
+            )
+            self.fail(generation, error, "its client does not read")
+
+    # ------------------------------------------------------------ requests
+
+    def abort(self, requests: Iterable[LoggedRequest], reason: str) -> list[TextOutput]:
+        """Abort requests as a client or the operator asked, for a reason that the logs show.
+
+        Returns:
+            finished rows of the requests that no scheduler has; the scheduler makes those of the others.
+        """
+        rows: list[TextOutput] = []
+        for logged in requests:
+            logged.choice.abort_asked = True
+            self._send(AbortRequest(rid=logged.rid, reason=reason))
+            if not logged.is_sent:
+                rows.append(_finished_row(logged, Finish(FinishKind.ABORT, message=reason)))
+        return rows
+
+    def peers_lost(self, message: str) -> list[TextOutput]:
+        """Finished rows of the requests with an abort that the lost scheduler had not answered."""
+        return [
+            _finished_row(logged, Finish(FinishKind.ABORT, message=message))
+            for logged in self._log
+            if logged.choice.abort_asked
+        ]
+
+    def time_out(self, now_s: float) -> list[TextOutput]:
+        """Abort the requests that are beyond their time limit and that no scheduler answers; their finished rows."""
+        rows: list[TextOutput] = []
+        for logged, finish in self._time_limits.take_expired(now_s):
+            self._send(AbortRequest(rid=logged.rid, reason="time limit"))
+            rows.append(_finished_row(logged, finish))
+        return rows
+
+
+def _finished_row(logged: LoggedRequest, finish: Finish) -> TextOutput:
+    usage = logged.usage or Usage(prompt_tokens=len(logged.choice.prompt_ids), completion_tokens=0)
+    return TextOutput(logged.rid, "", b"", usage, finish)
+
+
+class _Due(NamedTuple):
+    """One time limit of one request; the heap sorts by the first two fields."""
+
+    at_s: float
+    seq: int
+    limit_s: float
+    is_queue: bool
+    logged: LoggedRequest
+
+
+class TimeLimits:
+    """Time limits that the scheduler does not enforce: it is lost, it hangs, or it does not have the request.
+
+    A heap. Limits of requests that have ended stay in it until they come up, or until they are half of it.
+    """
+
+    def __init__(
+        self, log: RequestLog, queue_timeout_s: float | None, request_timeout_s: float | None
+    ) -> None:
+        """Use the server's limits; None for none. A request may have shorter ones."""
+        self._log = log
+        self._queue_timeout_s = queue_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._heap: list[_Due] = []
+        self._late: list[_Due] = []  # expired, and left to the running scheduler
+        self._num_added = 0
+        self._compact_at = _MIN_COMPACTED
+
+    def add(self, logged: LoggedRequest) -> None:
+        """Add the limits of a new request."""
+        message = logged.message
+        limits = (
+            (_shorter(self._queue_timeout_s, message.queue_timeout_s), True),
+            (_shorter(self._request_timeout_s, message.timeout_s), False),
+        )
+        for limit_s, is_queue in limits:
+            if limit_s is not None:
+                self._num_added += 1
+                due = _Due(message.arrival_s + limit_s, self._num_added, limit_s, is_queue, logged)
+                heapq.heappush(self._heap, due)
+        if len(self._heap) > self._compact_at:  # an entry keeps the prompt of its request
+            self._heap = [due for due in self._heap if self._matters(due)]
+            heapq.heapify(self._heap)
+            self._compact_at = max(2 * len(self._heap), _MIN_COMPACTED)
+
+    def take_expired(self, now_s: float) -> list[tuple[LoggedRequest, Finish]]:
+        """The requests to answer now, each with its finish; one per generation, since an error ends all of it."""
+        while self._heap and self._heap[0].at_s <= now_s:
+            self._late.append(heapq.heappop(self._heap))
+        if not self._late:
+            return []
+        late = [due for due in self._late if self._matters(due)]
+        over = {due.logged.generation: due for due in reversed(late) if _is_over(due, now_s)}
+        self._late = [due for due in late if due.logged.generation not in over]
+        return [(due.logged, _finish(due, now_s)) for due in over.values()]
+
+    def _matters(self, due: _Due) -> bool:
+        logged = due.logged
+        if self._log.get(logged.rid) is not logged:
+            return False  # it has ended
+        return not (due.is_queue and logged.choice.first_token_s is not None)
+
+
+def _is_over(due: _Due, now_s: float) -> bool:
+    if due.logged.is_sent:
+        return not due.is_queue and now_s - due.at_s > _ANSWER_GRACE_S
+    return True
+
+
+def _finish(due: _Due, now_s: float) -> Finish:
+    logged = due.logged
+    took_s = now_s - logged.message.arrival_s
+    why = "" if logged.is_sent else ", while a process of the server was lost or being restarted"
+    if due.is_queue:
+        message = (
+            f"the request waited {took_s:.1f} s to be started{why}, the limit is {due.limit_s:g} s; retry later, or "
+            f"raise queue_timeout"
+        )
+        return Finish(FinishKind.ERROR, message=message, status=_QUEUE_TIMEOUT_STATUS)
+    num_tokens = 0 if logged.usage is None else logged.usage.completion_tokens
+    message = (
+        f"the request took {took_s:.1f} s{why}, and had generated {num_tokens} of at most "
+        f"{logged.message.sampling.max_new_tokens} tokens, the limit is {due.limit_s:g} s; retry, lower max_tokens, or "
+        f"raise timeout"
+    )
+    return Finish(FinishKind.ERROR, message=message, status=_REQUEST_TIMEOUT_STATUS)
+
+
+def _shorter(server_s: float | None, own_s: float | None) -> float | None:
+    limits = [limit for limit in (server_s, own_s) if limit is not None]
+    return min(limits, default=None)

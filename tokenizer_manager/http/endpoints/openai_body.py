@@ -1,0 +1,112 @@
+"""The part that `/v1/chat/completions` and `/v1/completions` share: the body around the choices, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ...generation import Generation
+from ..delivery import event
+from ..schema.accounting import Timings, UsageBody, timings_of, usage_of
+from ..schema.generation_fields import StreamOptions
+from ..services import Services
+
+C = TypeVar("C")
+
+
+class OpenAIBody(msgspec.Struct, Generic[C], kw_only=True):
+    """A response in one piece, or one event of a stream. A subclass sets `object`."""
+
+    id: str
+    object: str = ""
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[C]
+    usage: UsageBody | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+def whole_body(
+    kind: type[OpenAIBody[C]],
+    services: Services,
+    generation: Generation,
+    choices: list[C],
+    warnings: list[str],
+) -> OpenAIBody[C]:
+    """The response of a finished generation in one piece."""
+    return kind(
+        id=generation.id,
+        created=int(time.time()),
+        model=services.served_model,
+        system_fingerprint=services.fingerprint,
+        choices=choices,
+        usage=usage_of(generation),
+        timings=timings_of(generation),
+        warnings=warnings or UNSET,
+    )
+
+
+class ChunkWriter(Generic[C]):
+    """Writes the events of one stream, with usage, timings and warnings where `stream_options` puts them.
+
+    The first event has the warnings. The last event has the timings: the usage chunk, if it was asked for, otherwise
+    the chunk that finishes the last choice.
+    """
+
+    def __init__(
+        self,
+        kind: type[OpenAIBody[C]],
+        services: Services,
+        generation: Generation,
+        options: StreamOptions,
+        warnings: list[str],
+    ) -> None:
+        self._kind = kind
+        self._services = services
+        self._generation = generation
+        self._options = options
+        self._warnings = warnings
+        self._created = int(time.time())
+        self._num_finished = 0
+
+    def event(self, choice: C) -> bytes:
+        """An event with new text of a choice."""
+        return event(self._chunk([choice]))
+
+    def finish_event(self, choice: C) -> bytes:
+        """The event that finishes a choice; once per choice."""
+        self._num_finished += 1
+        chunk = self._chunk([choice])
+        if self._num_finished == len(self._generation.choices) and not self._options.include_usage:
+            chunk.timings = timings_of(self._generation)
+        return event(chunk)
+
+    def closing(self) -> bytes:
+        """The usage chunk if it was asked for, otherwise nothing."""
+        if not self._options.include_usage:
+            return b""
+        chunk = self._chunk([])
+        chunk.usage = usage_of(self._generation)
+        chunk.timings = timings_of(self._generation)
+        return event(chunk)
+
+    def _chunk(self, choices: list[C]) -> OpenAIBody[C]:
+        chunk = self._kind(
+            id=self._generation.id,
+            created=self._created,
+            model=self._services.served_model,
+            system_fingerprint=self._services.fingerprint,
+            choices=choices,
+        )
+        if self._options.continuous_usage_stats:
+            chunk.usage = usage_of(self._generation)
+        elif self._options.include_usage:
+            chunk.usage = None
+        if self._warnings:
+            chunk.warnings, self._warnings = self._warnings, []
+        return chunk

@@ -1,0 +1,184 @@
+"""Request fields that several generating endpoints share, and the sampling parameters made from them.
+
+Only types are checked here: ranges by `SamplingParams.verify`, lengths by admission.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.errors import RequestError
+from ....runtime.sampling_params import MAX_SEED, SamplingParams
+from .field_types import (
+    Count,
+    CountOrNone,
+    Int,
+    LogitBias,
+    Penalty,
+    Priority,
+    RepetitionPenalty,
+    Salt,
+    Seconds,
+    Share,
+    StopString,
+    Temperature,
+    TokenId,
+    TopK,
+)
+from .json_body import show
+from .limits import check_count, check_limit
+
+V = TypeVar("V")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """The contents of a stream besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding of the traffic: no effect on the answer
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The sampling fields that have the same name everywhere."""
+
+    n: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    seed: Int | None = None
+    stop: StopString | list[StopString] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    skip_special_tokens: bool | None = None
+
+    def num_choices(self, limits: RequestLimits) -> int:
+        """Answers per prompt.
+
+        Raises:
+            RequestError: out of range.
+        """
+        count = _or(self.n, 1)
+        check_count("n", count, 1, limits.max_n, "max_n")
+        return count
+
+    def sampling(
+        self,
+        limits: RequestLimits,
+        *,
+        max_new_tokens: int | None,
+        min_new_tokens: int | None,
+        keep_stop: bool | None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """The sampling parameters; errors use the names of their fields, which `renamed_fields` changes.
+
+        Raises:
+            RequestError: a bad key in `logit_bias`, a value out of range, or a limit is exceeded.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        check_limit("stop", len(stop), "strings", limits.max_stop_strings, "max_stop_strings")
+        longest = max(map(len, stop), default=0)
+        check_limit("stop", longest, "characters in a string", limits.max_stop_chars, "max_stop_chars")
+        num_ids = len(self.stop_token_ids or ())
+        check_limit("stop_token_ids", num_ids, "ids", limits.max_stop_strings, "max_stop_strings")
+        num_biases = len(self.logit_bias or ())
+        check_limit("logit_bias", num_biases, "entries", limits.max_logit_bias, "max_logit_bias")
+        for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+            if count is not None:
+                check_count(name, count, 0, limits.max_logprobs, "max_logprobs")
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=_or(min_new_tokens, 0),
+            temperature=_or(self.temperature, 1.0),
+            # OpenAI's range includes 0, which keeps the most likely token only; `SamplingParams` excludes it.
+            top_p=_or(self.top_p, 1.0) if self.top_p != 0 else 1.0,
+            top_k=_or(self.top_k, -1) if self.top_p != 0 else 1,
+            min_p=_or(self.min_p, 0.0),
+            seed=None if self.seed is None else self.seed & MAX_SEED,  # OpenAI accepts negative ones
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            logit_bias=_logit_bias(self.logit_bias),
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=_or(self.skip_special_tokens, True),
+            include_stop_str_in_output=bool(keep_stop),
+        )
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """The common fields of chat completions and completions: OpenAI's, and those of other open engines.
+
+    `queue_timeout` and `timeout` count from arrival, to the start and to the end of the generation. `user` names the
+    tenant that the request is accounted to; without it, the requests of one API key are one tenant.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: CountOrNone | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    user: str | None = None
+    queue_timeout: Seconds | None = None
+    timeout: Seconds | None = None
+
+    def events(self) -> StreamOptions | None:
+        """The options of the stream, or None for a response in one piece.
+
+        Raises:
+            RequestError: `stream_options` without `stream`.
+        """
+        if self.stream:
+            return self.stream_options or StreamOptions()
+        if self.stream_options is not None:
+            raise RequestError(
+                "stream_options is set, but stream is not true; leave it out or stream",
+                param="stream_options",
+                code="invalid_value",
+            )
+        return None
+
+
+def at_least_one(value: int | None, param: str) -> int | None:
+    """`value`, checked under the client's name of the field.
+
+    Raises:
+        RequestError: it is below 1.
+    """
+    if value is not None and value < 1:
+        raise RequestError(
+            f"{param} is {value}, but it must be at least 1", param=param, code="invalid_value"
+        )
+    return value
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    by_id: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 16):
+            message = f"logit_bias has the key {show(key)}, but keys must be token ids"
+            raise RequestError(message, param="logit_bias", code="invalid_value")
+        by_id[int(key)] = value
+    return by_id
+
+
+def _or(value: V | None, default: V) -> V:
+    return default if value is None else value
