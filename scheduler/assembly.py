@@ -60,8 +60,6 @@ class SchedulerParts:
     """What a scheduler is made of; each part says in its module what it does."""
 
     requests: Requests
-    allocator: PageAllocator
-    prefix_cache: PrefixCache
     kv: KVMemory
     host: HostMemory
     states: RowStates
@@ -171,8 +169,6 @@ def assemble(
     )
     return SchedulerParts(
         requests=requests,
-        allocator=allocator,
-        prefix_cache=prefix_cache,
         kv=kv,
         host=host,
         states=states,

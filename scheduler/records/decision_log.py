@@ -248,12 +248,3 @@ class DecisionLog:
         """The records, as far as kept, that came after the first `num_records`, oldest first."""
         count = min(self.num_records - num_records, len(self._records))
         return [self._records[idx] for idx in range(-count, 0)]
-
-    def about(self, rid: str) -> list[tuple[PassRecord, Verdict]]:
-        """Every verdict of its own that is still kept about a request, oldest first."""
-        return [
-            (record, verdict)
-            for record in self.passes
-            for verdict in (*record.verdicts, *record.continued)
-            if verdict.rid == rid
-        ]

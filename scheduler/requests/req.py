@@ -47,11 +47,6 @@ TRANSITIONS: Final[dict[ReqStatus, frozenset[ReqStatus]]] = {
 }
 
 
-_WAITING: Final = frozenset(
-    {ReqStatus.WAITING_GRAMMAR, ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.SWAPPED}
-)
-
-
 class Req:
     """One request.
 
@@ -186,11 +181,6 @@ class Req:
     def max_kv_len(self) -> int:
         """KV slots of the whole request at most; the last token is never fed back and needs none."""
         return self.prompt_len + self.max_new_tokens - 1
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it stands in the queue."""
-        return self.status in _WAITING
 
     @property
     def has_grammar(self) -> bool:

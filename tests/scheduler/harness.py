@@ -25,8 +25,10 @@ from engine.runtime.messages import (
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.memory.page_allocator import PageAllocator
+from engine.scheduler.prefix_cache.base import PrefixCache
 from engine.scheduler.records.decision_log import PassRecord
-from engine.scheduler.records.verdict import AddReqResult
+from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.scheduler import Scheduler
 
 from .fake_runner import FakeRunner, Launched, expected_output, ints
@@ -227,6 +229,22 @@ class Harness:
     @property
     def last_pass(self) -> PassRecord:
         return self.scheduler.decisions.last
+
+    def verdicts_about(self, rid: str) -> list[Verdict]:
+        """Every verdict of its own that the log still has about a request, oldest first."""
+        passes = self.scheduler.decisions.passes
+        verdicts = [verdict for record in passes for verdict in (*record.verdicts, *record.continued)]
+        return [verdict for verdict in verdicts if verdict.rid == rid]
+
+    # ------------------------------------------------------------ for tests that break the accounting
+
+    @property
+    def allocator(self) -> PageAllocator:
+        return self.scheduler._parts.ledger._allocator
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        return self.scheduler._parts.ledger._cache
 
     # ------------------------------------------------------------ output
 

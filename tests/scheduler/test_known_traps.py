@@ -304,7 +304,7 @@ def test_a_retraction_does_not_make_a_request_young_again(make_scheduler):
     req.num_overtaken = MAX_OVERTAKEN
     while not req.num_retractions:
         harness.step()
-    while req.is_waiting:
+    while req.row < 0:
         harness.step()
 
     assert req.num_overtaken >= MAX_OVERTAKEN

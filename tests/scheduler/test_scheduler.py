@@ -324,10 +324,10 @@ def test_who_has_got_its_prompt_logprobs_uses_the_cache_after_a_retraction(make_
     req = harness.scheduler._parts.requests.by_id[rid]
     while not req.num_retractions:
         harness.step()
-    while req.is_waiting:
+    while req.row < 0:
         harness.step()
 
-    again = harness.scheduler.decisions.about(rid)[-1][1]
+    again = harness.verdicts_about(rid)[-1]
     assert again.result is AddReqResult.CONTINUE and again.prefix_len > 0
     assert req.prompt_logprobs == []  # nobody would ever send them
     harness.run_until_idle()

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from engine.runtime.errors import ConfigError
 from engine.scheduler.step_size.step_work import StepWork
-from engine.simulator.cost_model import LinearCost, Roofline
+from engine.simulator.cost_model import Roofline
 from engine.simulator.device_facts import DEVICES
 from engine.simulator.fitted import MIN_STEPS, Fitted, MeasuredStep
 from engine.simulator.model_facts import MODELS, ModelFacts
+from tests.simulator.linear_cost import LinearCost
 
 COUNTS = st.integers(0, 100_000)
 WORK = st.builds(

@@ -11,13 +11,14 @@ import pytest
 from engine.runtime.errors import ConfigError
 from engine.simulator.arrivals import Lengths
 from engine.simulator.cluster import Cluster, ClusterSettings
-from engine.simulator.cost_model import LinearCost, Roofline
+from engine.simulator.cost_model import Roofline
 from engine.simulator.device_facts import DEVICES
 from engine.simulator.generated import GENERATED, Arrival, Batch, Chat, Rag, given_lengths
 from engine.simulator.measurements import Measurements
 from engine.simulator.model_facts import MODELS
 from engine.simulator.sim_request import SimRequest
 from engine.simulator.simulate import simulate
+from tests.simulator.linear_cost import LinearCost
 
 COST = LinearCost(step_s=0.005, prefill_token_s=2e-5, decode_row_s=5e-5, kv_token_s=1e-8)
 CHAT = Chat(question=Lengths(30, 0.8, 4, 300), answer=Lengths(40, 0.7, 1, 200), system_len=64)

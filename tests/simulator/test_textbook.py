@@ -9,10 +9,10 @@ import math
 
 import pytest
 
-from engine.simulator.cost_model import LinearCost
 from engine.simulator.generated import Arrival, given_lengths
 from engine.simulator.report import Report
 from engine.simulator.simulate import simulate
+from tests.simulator.linear_cost import LinearCost
 
 PROMPTS = [10, 50, 20, 100, 30, 15, 80, 25]
 AT_ONCE = Arrival(num_requests=8, rate=math.inf)

@@ -31,7 +31,6 @@ from engine.scheduler.step_size.step_work import StepWork
 from engine.simulator import recorded_run
 from engine.simulator.arrivals import Lengths
 from engine.simulator.cluster import Cluster, ClusterSettings
-from engine.simulator.cost_model import LinearCost
 from engine.simulator.generated import Arrival, Chat, Rag, given_lengths
 from engine.simulator.measurements import Measurements
 from engine.simulator.recorded_run import read_recorded_run
@@ -40,6 +39,7 @@ from engine.simulator.sim_request import VOCAB_SIZE, SimRequest, Workload
 from engine.simulator.simulated_engine import ReplicaSettings
 from engine.simulator.what_if import fit_log, what_if
 from tests.scheduler.journal.recorded import finish, record
+from tests.simulator.linear_cost import LinearCost
 
 TRUTH = LinearCost(step_s=0.004, prefill_token_s=4e-5, decode_row_s=1e-4, kv_token_s=1e-7)
 RAG = Rag(document=Lengths(600, 0.3, 200, 1500), answer=Lengths(30, 0.5, 4, 80), num_documents=8)

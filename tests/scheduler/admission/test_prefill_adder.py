@@ -131,9 +131,9 @@ def test_a_prompt_is_cut_at_a_page_and_reserves_its_output_once(make_scheduler):
 
     assert [extend_lens(step) for step in steps[:4]] == [[8], [8], [8], [6]]
     assert [step.plan.mode for step in steps[:5]] == [ForwardMode.EXTEND] * 4 + [ForwardMode.DECODE]
-    admission = harness.scheduler.decisions.about("r0")
-    assert [verdict.reason for _, verdict in admission] == [Reason.CHUNKED] + [Reason.CHUNK_CONTINUED] * 3
-    assert [verdict.output_len for _, verdict in admission] == [5, 0, 0, 0]
+    admission = harness.verdicts_about("r0")
+    assert [verdict.reason for verdict in admission] == [Reason.CHUNKED] + [Reason.CHUNK_CONTINUED] * 3
+    assert [verdict.output_len for verdict in admission] == [5, 0, 0, 0]
 
 
 def test_the_rest_of_a_cut_prompt_and_its_output_are_promised_in_each_pass(make_scheduler):

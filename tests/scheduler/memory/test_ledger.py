@@ -18,7 +18,7 @@ def harness(make_scheduler):
 
 
 def test_a_leaked_page_is_named_with_all_terms(harness):
-    harness.scheduler._parts.allocator.allocate(1)
+    harness.allocator.allocate(1)
 
     with pytest.raises(
         LedgerError, match=r"free \d+ \+ evictable \d+ \+ locked \d+ \+ held \d+ = 31, but .* 32"
@@ -29,14 +29,14 @@ def test_a_leaked_page_is_named_with_all_terms(harness):
 def test_a_page_with_two_owners_is_found(harness):
     pool = harness.scheduler._parts.pool
     row = next(iter(harness.scheduler._parts.requests.running.reqs)).row
-    pool.pages[row, pool.num_pages[row] - 1] = harness.scheduler._parts.allocator.free_pages()[0]
+    pool.pages[row, pool.num_pages[row] - 1] = harness.allocator.free_pages()[0]
 
     with pytest.raises(LedgerError, match="owners instead of one"):
         harness.scheduler.audit()
 
 
 def test_a_lock_without_owner_is_found(harness):
-    cache = harness.scheduler._parts.prefix_cache
+    cache = harness.prefix_cache
     match = cache.match("", np.arange(1, 22, dtype=np.int32).tobytes(), 5)
     cache.lock("", match)
 
@@ -48,7 +48,7 @@ def test_idle_with_something_left_is_an_error(make_scheduler):
     harness = make_scheduler()
     harness.submit(prompt=list(range(1, 22)), max_new_tokens=2)
     harness.run_until_idle()
-    cache = harness.scheduler._parts.prefix_cache
+    cache = harness.prefix_cache
     cache.lock("", cache.match("", np.arange(1, 22, dtype=np.int32).tobytes(), 5))
 
     with pytest.raises(LedgerError, match="no request is left, but 0 pages are held, 5 are locked"):

@@ -133,7 +133,7 @@ def test_hrrn_lowers_the_mean_wait_without_starving_the_long():
 
 def lookups(harness, monkeypatch):
     """Counts what the radix tree is asked, per call of the returned function."""
-    cache, asked = harness.scheduler._parts.prefix_cache, []
+    cache, asked = harness.prefix_cache, []
     match = cache.match
 
     def counted(self, *args):
@@ -177,11 +177,11 @@ def test_everybodys_turn_to_be_looked_up_comes():
     parts = harness.scheduler._parts
     reqs = [parts.requests.by_id[rid] for rid in rids]
     generation = reqs[0].match_generation
-    while parts.prefix_cache.generation == generation:
+    while harness.prefix_cache.generation == generation:
         harness.step()
 
     def num_current():
-        return sum(req.match_generation == parts.prefix_cache.generation for req in reqs)
+        return sum(req.match_generation == harness.prefix_cache.generation for req in reqs)
 
     known = []
     for _ in range(8):

@@ -102,7 +102,7 @@ def test_what_a_victim_computed_stays_in_the_cache_while_nobody_needs_it(crowded
     run_to_retraction(harness)
     harness.run_until_idle()
 
-    (_, first), *_, (_, again) = harness.scheduler.decisions.about("b")
+    first, *_, again = harness.verdicts_about("b")
     assert first.prefix_len == 0
     assert again.prefix_len > 0
 
@@ -124,7 +124,7 @@ def test_steps_in_flight_are_waited_for_instead_of_retracting(make_scheduler):
     harness.submit("b", prompt_len=7, max_new_tokens=10)
     harness.step()
     harness.step()
-    allocator = harness.scheduler._parts.allocator
+    allocator = harness.allocator
     taken = allocator.allocate(allocator.num_free)  # the rest of the pool is used by others, let us say
     harness.scheduler.audit = lambda: None
 
@@ -145,7 +145,7 @@ def test_the_last_one_that_cannot_fit_is_answered(make_scheduler, overlap):
     harness.scheduler.audit = lambda: None
     rid = harness.submit(prompt_len=8, max_new_tokens=20)
     harness.step()
-    harness.scheduler._parts.allocator.allocate(5)
+    harness.allocator.allocate(5)
 
     for _ in range(30):
         harness.step()
@@ -164,7 +164,7 @@ def test_whoever_waits_runs_at_once_when_the_one_in_the_way_was_answered(make_sc
     first = harness.submit(prompt_len=8, max_new_tokens=20)
     second = harness.submit(prompt_len=8, max_new_tokens=1)
     harness.step()
-    harness.scheduler._parts.allocator.allocate(6)
+    harness.allocator.allocate(6)
 
     batch = harness.step()
 
