@@ -11,11 +11,11 @@ from .arrays import EMPTY, IntArray
 from .estimator.base import OutputEstimator
 from .memory.kv_memory import KVMemory
 from .memory.row_states import RowStates
+from .pass_state import PassState
 from .policy.base import SchedulePolicy
 from .preemption.chaos import Chaos
 from .preemption.preemption import Preemption
 from .preemption.retraction import make_room
-from .records.decision_log import PassRecord
 from .requests.answers import Answers
 from .requests.req import Req
 from .requests.requests import Requests
@@ -59,10 +59,10 @@ class Decodes:
         self._answers = answers
         self._policy = policy
 
-    def plan(self, record: PassRecord, now_s: float) -> tuple[IntArray, list[Req]]:
+    def plan(self, state: PassState) -> tuple[IntArray, list[Req]]:
         """([B] rows, [B] requests) that decode in this step, each with a page for its next token."""
-        requests = self._requests
-        self._cause_chaos(record, now_s)
+        requests, now_s = self._requests, state.now_s
+        self._cause_chaos(state)
         if not requests.running:
             return EMPTY, []
         room = make_room(
@@ -70,13 +70,13 @@ class Decodes:
             requests.partial,
             self._states,
             self._kv,
-            lambda victim: self._preemption.take_place(victim, "memory", record),
+            lambda victim: state.add_retraction(self._preemption.take_place(victim, "memory")),
             by_priority=self._policy.by_priority,
         )
         if room.retracted or room.starved:
             if room.starved:
                 self._starve(room.starved, now_s)
-                record.gave_memory_back = True
+                state.gave_memory_back = True
             self._preemption.put_back(now_s)
             requests.forget_departed()
             left = requests.with_row
@@ -87,11 +87,11 @@ class Decodes:
             self._estimator.after_decode()
         return room.rows, room.reqs
 
-    def _cause_chaos(self, record: PassRecord, now_s: float) -> None:
+    def _cause_chaos(self, state: PassState) -> None:
         victim = self._chaos.victim(self._requests.with_row)
         if victim is not None:
-            self._preemption.take_place(victim, "chaos", record)
-            self._preemption.put_back(now_s)
+            state.add_retraction(self._preemption.take_place(victim, "chaos"))
+            self._preemption.put_back(state.now_s)
 
     def _starve(self, req: Req, now_s: float) -> None:
         available, total = self._kv.available_pages, self._kv.num_pages

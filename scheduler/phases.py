@@ -9,8 +9,8 @@ from .admission.admission import Admission
 from .admission.prefill_adder import Chunk
 from .arrays import EMPTY, IntArray
 from .decodes import Decodes, still_decoding
+from .pass_state import PassState
 from .preemption.out_of_memory import OutOfMemory
-from .records.decision_log import PassRecord
 from .records.verdict import Reason
 from .requests.req import Req
 from .requests.requests import Requests
@@ -27,7 +27,7 @@ class Work(NamedTuple):
 class StepPhases(Protocol):
     """Plans the work of a pass."""
 
-    def plan(self, record: PassRecord, now_s: float) -> Work:
+    def plan(self, state: PassState) -> Work:
         """Decide; takes rows and pages only for what it admits."""
         ...
 
@@ -45,11 +45,11 @@ class Together:
         self._admission = admission
         self._decodes = decodes
 
-    def plan(self, record: PassRecord, now_s: float) -> Work:
-        rows, reqs = self._decodes.plan(record, now_s)
-        num_retracted = len(record.retractions)
-        chunks = self._admission.plan(record, rows, now_s)
-        if len(record.retractions) > num_retracted:
+    def plan(self, state: PassState) -> Work:
+        rows, reqs = self._decodes.plan(state)
+        num_retractions = state.num_retractions
+        chunks = self._admission.plan(state, rows)
+        if state.num_retractions > num_retractions:
             rows, reqs = still_decoding(rows, reqs)
         return Work(chunks, rows, reqs)
 
@@ -88,17 +88,17 @@ class PrefillFirst:
         self._prefill_steps = 0  # in a row, up to now
         self._decode_steps = decode_interval  # since the last prefill step
 
-    def plan(self, record: PassRecord, now_s: float) -> Work:
+    def plan(self, state: PassState) -> Work:
         if self._requests.running and not self._may_prefill:
-            chunks = self._admission.skip(record, Reason.DECODES_FIRST)
+            chunks = self._admission.skip(state, Reason.DECODES_FIRST)
         else:
-            chunks = self._admission.plan(record, EMPTY, now_s)
+            chunks = self._admission.plan(state, EMPTY)
         if chunks:
             self._prefill_steps += 1
             self._decode_steps = 0
             return Work(chunks, EMPTY, [])
         self._prefill_steps = 0
-        rows, reqs = self._decodes.plan(record, now_s)
+        rows, reqs = self._decodes.plan(state)
         self._decode_steps += bool(reqs)
         return Work([], rows, reqs)
 
@@ -119,10 +119,10 @@ class UnlessHeld:
         self._admission = admission
         self._out_of_memory = out_of_memory
 
-    def plan(self, record: PassRecord, now_s: float) -> Work:
-        if not self._out_of_memory.holds(now_s):
-            return self._phases.plan(record, now_s)
-        return Work(self._admission.skip(record, Reason.NO_DEVICE_MEMORY), EMPTY, [])
+    def plan(self, state: PassState) -> Work:
+        if not self._out_of_memory.holds(state.now_s):
+            return self._phases.plan(state)
+        return Work(self._admission.skip(state, Reason.NO_DEVICE_MEMORY), EMPTY, [])
 
 
 def make_phases(

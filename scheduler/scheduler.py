@@ -41,8 +41,9 @@ from .arrays import TOKEN_ID_BYTES, BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .memory.ledger import LedgerError
+from .pass_state import PassState, record_of
 from .phases import Work
-from .records.decision_log import Arrived, DecisionLog, PassRecord, Settled
+from .records.decision_log import Arrived, DecisionLog, Settled
 from .records.verdict import AddReqResult
 from .request_list import list_requests
 from .requests.intake import reason_to_refuse
@@ -88,6 +89,7 @@ class Scheduler:
         self._requests, self._kv, self._stats = parts.requests, parts.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._last_step_id = 0
+        self._last_pass: PassState | None = None  # in which there was something to decide
         self._abandoned_before_s = 0.0
 
     # ------------------------------------------------------------ messages
@@ -212,40 +214,44 @@ class Scheduler:
             self._end(expired, now_s)
         self._kv.expire_pins(now_s)
         while True:
-            record = PassRecord(now_s, policy=self._policy.active_name)
-            batch = self._plan_pass(record, now_s)
-            if batch is not None or not record.gave_memory_back:
+            state = PassState(now_s, self._policy.active_name)
+            batch = self._plan_pass(state)
+            if batch is not None or not state.gave_memory_back:
                 return batch  # else whoever stood in the way has left
 
-    def _plan_pass(self, record: PassRecord, now_s: float) -> ScheduleBatch | None:
-        """One pass: who decodes, whose prompts are computed, and the batch made of them; `record` tells about it."""
+    def _plan_pass(self, state: PassState) -> ScheduleBatch | None:
+        """One pass: which requests decode, whose prompts are computed, and the batch made of them."""
         evicted_before = self._kv.evicted_pages_total
-        self._parts.out_of_memory.tell(record)
-        work = self._parts.phases.plan(record, now_s)
+        self._parts.out_of_memory.tell(state)
+        work = self._parts.phases.plan(state)
         batch = None
-        if work.chunks or work.decode_reqs or self._must_tell_runner(record):
-            batch = self._make_batch(work, record)
-        record.num_running = self._requests.num_with_row
-        record.num_decodes = len(work.decode_reqs)
-        record.evicted_pages = self._kv.evicted_pages_total - evicted_before
-        record.pages = self._kv.page_counts()
-        record.notes += self._policy.take_notes()
-        if not record.is_empty:  # else an idle server would soon remember nothing
+        if work.chunks or work.decode_reqs or self._must_tell_runner(state):
+            batch = self._make_batch(work)
+        state.notes += self._policy.take_notes()
+        if work.decode_reqs or not state.is_empty:  # else an idle server would soon remember nothing
+            self._last_pass = state
+            record = record_of(
+                state,
+                batch,
+                num_running=self._requests.num_with_row,
+                evicted_pages=self._kv.evicted_pages_total - evicted_before,
+                pages=self._kv.page_counts(),
+            )
             self.decisions.append(record)
             if departed := self._requests.take_departed():
-                self.decisions.append(Settled(now_s, 0, left=departed))
+                self.decisions.append(Settled(state.now_s, 0, left=departed))
         return batch
 
-    def _must_tell_runner(self, record: PassRecord) -> bool:
+    def _must_tell_runner(self, state: PassState) -> bool:
         """Whether a step without tokens (IDLE) is needed: nobody runs any more, and the runner does not know it yet.
 
         No other step may come for hours to tell it, nor could what it still has to copy to the host come back. After a
         loss of places another pass is tried first.
         """
         nobody_runs = not self._requests.num_with_row
-        return self._parts.pool.has_left_rows and nobody_runs and not record.gave_memory_back
+        return self._parts.pool.has_left_rows and nobody_runs and not state.gave_memory_back
 
-    def _make_batch(self, work: Work, record: PassRecord) -> ScheduleBatch:
+    def _make_batch(self, work: Work) -> ScheduleBatch:
         drafts = self._parts.speculation.plan(work)
         num_rounds = self._parts.bursts.plan(work, drafts)
         self._last_step_id += 1
@@ -261,12 +267,10 @@ class Scheduler:
             drafts=drafts,
             num_rounds=num_rounds,
         )
-        record.num_drafts, record.num_rounds = batch.num_drafts, num_rounds
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()
             self._policy.planned(work.chunks, work.decode_reqs)
-        record.step_id, record.mode, record.plan_crc = batch.plan.step_id, batch.plan.mode, batch.checksum()
         return batch
 
     # ------------------------------------------------------------ settling
@@ -336,12 +340,11 @@ class Scheduler:
             return
         if self._requests.num_with_row:
             raise LedgerError(f"{self._requests.num_with_row} requests run, but no step comes of it")
-        record = self.decisions.last
-        if record.num_waiting == record.num_grammar or self._policy.hold(
-            self._requests.waiting, record.now_s
-        ):
+        state = self._last_pass
+        assert state is not None, "requests wait, and no pass was made"
+        if state.num_waiting == state.num_grammar or self._policy.hold(self._requests.waiting, state.now_s):
             sentinel.progress()
-        elif sentinel.no_progress(record) is StallAction.REPAIR:
+        elif sentinel.no_progress(state) is StallAction.REPAIR:
             self._parts.ledger.check()
             self._kv.flush()
             self._parts.estimator.reset()
@@ -390,13 +393,13 @@ class Scheduler:
 
     def _waiting_by_reason(self) -> dict[str, int]:
         """Why those who wait do, as of the last pass."""
-        if not self._requests.num_waiting or not self.decisions.num_passes:
+        state = self._last_pass
+        if not self._requests.num_waiting or state is None:
             return {}
-        record = self.decisions.last
-        refused = (each for each in record.verdicts if each.result is not AddReqResult.CONTINUE)
+        refused = (each for each in state.verdicts if each.result is not AddReqResult.CONTINUE)
         reasons = Counter(str(verdict.reason) for verdict in refused)
-        if record.rest_reason is not None:
-            reasons[str(record.rest_reason)] += record.num_rest
-        if record.num_grammar:
-            reasons["grammar_pending"] += record.num_grammar
+        if state.rest_reason is not None:
+            reasons[str(state.rest_reason)] += state.num_rest
+        if state.num_grammar:
+            reasons["grammar_pending"] += state.num_grammar
         return dict(reasons)

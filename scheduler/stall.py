@@ -10,7 +10,7 @@ import enum
 import logging
 from typing import Final
 
-from .records.decision_log import PassRecord
+from .pass_state import PassState
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,20 @@ class StallSentinel:
         self._num_passes = 0
         self.stalled = ""
 
-    def no_progress(self, record: PassRecord) -> StallAction:
+    def no_progress(self, state: PassState) -> StallAction:
         """Requests wait, nothing is in flight, and a pass has admitted nobody; no reason will pass by itself."""
         self._num_passes += 1
         if self._num_passes == PASSES_BEFORE_REPAIR:
-            for line in record.lines():
-                logger.error("stalled after %d passes: %s", self._num_passes, line)
+            for verdict in state.verdicts:
+                logger.error("stalled after %d passes: %s", self._num_passes, verdict.text())
+            if state.rest_reason is not None:
+                rest, why = state.num_rest, state.rest_reason.text
+                logger.error("stalled after %d passes: %d others: %s", self._num_passes, rest, why)
             return StallAction.REPAIR
         if self._num_passes >= PASSES_BEFORE_ALARM:
             if not self.stalled:
-                first = next((verdict.text() for verdict in record.verdicts), "no request was looked at")
-                self.stalled = f"{record.num_waiting} requests wait and none can be admitted: {first}"
+                first = next((verdict.text() for verdict in state.verdicts), "no request was looked at")
+                self.stalled = f"{state.num_waiting} requests wait and none can be admitted: {first}"
                 logger.error("stalled: %s", self.stalled)
             return StallAction.ALARM
         return StallAction.NOTHING

@@ -8,7 +8,7 @@ from itertools import islice
 from ..arrays import IntArray
 from ..estimator.base import OutputEstimator
 from ..memory.req_to_token_pool import ReqToTokenPool
-from ..records.decision_log import PassRecord
+from ..pass_state import PassState
 from ..records.verdict import Reason, Verdict
 from ..requests.req import Req, ReqStatus
 from ..stats import SchedulerStats
@@ -55,47 +55,47 @@ class Admission:
         self._make_shared = make_shared
         self._stats = stats
 
-    def skip(self, record: PassRecord, reason: Reason) -> list[Chunk]:
+    def skip(self, state: PassState, reason: Reason) -> list[Chunk]:
         """No prompt is computed in this pass: one verdict for all."""
-        self._count_waiting(record)
-        record.end(reason)
+        self._count_waiting(state)
+        state.refuse_rest(reason)
         return []
 
-    def plan(self, record: PassRecord, decode_rows: IntArray, now_s: float) -> list[Chunk]:
+    def plan(self, state: PassState, decode_rows: IntArray) -> list[Chunk]:
         """Continue the prompts in progress, then admit waiting requests; gives those admitted rows and pages.
 
         Args:
             decode_rows: rows of the requests that decode in the same step.
         """
-        parts, requests = self._parts, self._parts.requests
-        self._count_waiting(record)
-        if not (record.num_waiting or requests.partial):
+        parts, requests, now_s = self._parts, self._parts.requests, state.now_s
+        self._count_waiting(state)
+        if not (state.num_waiting or requests.partial):
             return []
         adder = self._adder(decode_rows)
-        record.budget_before = adder.budget.state()
+        state.budget_before = adder.budget.state()
         for req in requests.partial:
-            record.continued.append(adder.continue_chunk(req, int(parts.states.num_computed[req.row])))
+            state.continued.append(adder.continue_chunk(req, int(parts.states.num_computed[req.row])))
         sources: dict[Req, Req] = {}
-        reason = Reason.RETRACTING if record.retractions else parts.policy.hold(requests.waiting, now_s)
+        reason = Reason.RETRACTING if state.num_retractions else parts.policy.hold(requests.waiting, now_s)
         if reason is None:
-            admission_pass = AdmissionPass(parts, adder, self._make_shared(), record)
+            admission_pass = AdmissionPass(parts, adder, self._make_shared(), state)
             admission_pass.walk()
             sources = admission_pass.sources
         else:
-            record.end(reason)
-        _replace(record, adder.use_leftover())
-        record.budget_after = adder.budget.state()
-        record.step_time = self._target.explain(adder.budget.time)
-        record.cache_misses = parts.kv.take_misses()
+            state.refuse_rest(reason)
+        _replace(state, adder.use_leftover())
+        state.budget_after = adder.budget.state()
+        state.step_time = self._target.explain(adder.budget.time)
+        state.cache_misses = parts.kv.take_misses()
         for chunk in adder.chunks:
             self._start(chunk, sources.get(chunk.req), now_s)
         parts.preemption.put_back(now_s)
         self._note_overtaken(adder.chunks)
         return adder.chunks
 
-    def _count_waiting(self, record: PassRecord) -> None:
-        record.num_waiting = self._parts.requests.num_waiting
-        record.num_grammar = len(self._parts.requests.grammar)
+    def _count_waiting(self, state: PassState) -> None:
+        state.num_waiting = self._parts.requests.num_waiting
+        state.num_grammar = len(self._parts.requests.grammar)
 
     def _adder(self, decode_rows: IntArray) -> PrefillAdder:
         parts, page_size = self._parts, self._parts.kv.page_size
@@ -179,10 +179,10 @@ class Admission:
             req.num_overtaken += 1
 
 
-def _replace(record: PassRecord, changed: list[Verdict]) -> None:
-    """Put verdicts in the place of those that the same requests have in a record."""
+def _replace(state: PassState, changed: list[Verdict]) -> None:
+    """Put verdicts in the place of those that the same requests have."""
     for verdict in changed:
-        for verdicts in (record.continued, record.verdicts):
+        for verdicts in (state.continued, state.verdicts):
             for idx, each in enumerate(verdicts):
                 if each.rid == verdict.rid:
                     verdicts[idx] = verdict

@@ -12,10 +12,10 @@ import numpy as np
 from ..memory.kv_memory import KVMemory
 from ..memory.row_states import RowStates
 from ..memory.swap_pool import HostMemory
+from ..pass_state import PassState
 from ..policy.base import MAX_OVERTAKEN, SchedulePolicy
 from ..preemption.preemption import Preemption
 from ..prefix_cache.prefix import Prefix
-from ..records.decision_log import PassRecord
 from ..records.verdict import AddReqResult, Reason, Verdict
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
@@ -52,16 +52,16 @@ class AdmissionPass:
         sources: who starts from a copy of a sibling's last page -> that sibling, which keeps its place in this pass.
     """
 
-    __slots__ = ("_adder", "_look_ahead", "_lowest_running", "_parts", "_record", "_shared", "sources")
+    __slots__ = ("_adder", "_look_ahead", "_lowest_running", "_parts", "_shared", "_state", "sources")
 
     def __init__(
-        self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, record: PassRecord
+        self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, state: PassState
     ) -> None:
         """`shared` is empty, and learns here which prefixes are being computed."""
         self._parts = parts
         self._adder = adder
         self._shared = shared
-        self._record = record
+        self._state = state
         self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
         self._lowest_running: int | None = None  # priority; None: not looked up since somebody left
         self.sources: dict[Req, Req] = {}
@@ -75,7 +75,7 @@ class AdmissionPass:
         overtaken `MAX_OVERTAKEN` times is overtaken no more, so its turn comes when enough of the running have ended.
         Nobody overtakes a request on the host that lacks memory: it has been running already.
         """
-        adder, record, policy = self._adder, self._record, self._parts.policy
+        adder, state, policy = self._adder, self._state, self._parts.policy
         refused = ""  # the first that lacks memory
         num_ahead = num_skipped = 0
         most = policy.max_offers(self._parts.requests.waiting)
@@ -86,21 +86,22 @@ class AdmissionPass:
             elif spent is None and (num_ahead > self._look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
                 spent = Reason.LOOK_AHEAD_SPENT
             if spent is not None:
-                record.end(spent, behind=refused)
+                state.refuse_rest(spent, behind=refused)
                 return
             verdict = self._offer(req)
-            record.verdicts.append(verdict)
+            state.verdicts.append(verdict)
             match verdict.result:
                 case AddReqResult.CONTINUE:
                     self._admitted(req)
                 case AddReqResult.SKIP:
                     num_skipped += 1
                 case AddReqResult.OTHER:
-                    record.end(Reason.NO_ROW if verdict.reason is Reason.NO_ROW else Reason.BEHIND, req.rid)
+                    no_row = verdict.reason is Reason.NO_ROW
+                    state.refuse_rest(Reason.NO_ROW if no_row else Reason.BEHIND, req.rid)
                     return
                 case AddReqResult.NO_TOKEN:
                     if (reason := self._reason_to_stop_at(req)) is not None:
-                        record.end(reason, req.rid)
+                        state.refuse_rest(reason, req.rid)
                         return
                     refused = refused or req.rid
             num_ahead += bool(refused)
@@ -108,7 +109,7 @@ class AdmissionPass:
     def _candidates(self) -> Iterator[Req]:
         """Those on the host first, unless a waiting one is so urgent that it would take their place anyway."""
         parts = self._parts
-        waiting = parts.policy.order(parts.requests.waiting, self._record.now_s)
+        waiting = parts.policy.order(parts.requests.waiting, self._state.now_s)
         if not (parts.policy.preempts and parts.requests.swapped):
             return chain(parts.requests.swapped, waiting)
         return _merged(parts.requests.swapped, iter(waiting), parts.policy.may_displace)
@@ -198,7 +199,7 @@ class AdmissionPass:
         if req.status is ReqStatus.SWAPPED:
             parts.host.promise_in()  # so that nobody is swapped out for it
         for victim in victims:
-            parts.preemption.take_place(victim, "priority", self._record)
+            self._state.add_retraction(parts.preemption.take_place(victim, "priority"))
         freed_tokens = (parts.kv.available_pages - pages_before) * parts.kv.page_size
         adder.make_room(freed_tokens, promised_tokens, len(victims))
         self._lowest_running = None

@@ -24,7 +24,8 @@ from ...runtime.messages import Finish, FinishKind, TokenOutput
 from ...runtime.step_plan import StepResult
 from ..arrays import BoolArray
 from ..batch import ScheduleBatch
-from ..records.decision_log import PassRecord
+from ..pass_state import PassState
+from ..records.decision_log import Retraction
 from ..requests.req import Req
 from ..requests.requests import Requests
 from ..step_size.step_caps import Lowered, StepCaps
@@ -45,13 +46,23 @@ class OutOfMemory:
         hold_until_s: before then no step is made; None: one may be.
     """
 
-    __slots__ = ("_caps", "_num_unsaid", "_preemption", "_requests", "_since", "_warn_at_s", "hold_until_s")
+    __slots__ = (
+        "_caps",
+        "_notes",
+        "_num_unsaid",
+        "_preemption",
+        "_requests",
+        "_retractions",
+        "_warn_at_s",
+        "hold_until_s",
+    )
 
     def __init__(self, requests: Requests, preemption: Preemption, caps: StepCaps) -> None:
         self._requests = requests
         self._preemption = preemption
         self._caps = caps
-        self._since = PassRecord(0.0)  # what happened since the last pass
+        self._notes: list[str] = []  # since the last pass
+        self._retractions: list[Retraction] = []  # since the last pass
         self._warn_at_s = 0.0
         self._num_unsaid = 0  # warnings that came too soon after another
         self.hold_until_s: float | None = None
@@ -85,9 +96,9 @@ class OutOfMemory:
             note += f"; now {self._caps.text()}"
             way_out = f"lower {_FLAGS[lowered]} or --mem-fraction to avoid it"
             self._warn(f"{note}; {way_out}: {result.out_of_memory}", now_s)
-        self._since.notes.append(note)
+        self._notes.append(note)
         for idx in np.flatnonzero(here).tolist():
-            self._preemption.take_place(batch.reqs[idx], "device memory", self._since)
+            self._retractions.append(self._preemption.take_place(batch.reqs[idx], "device memory"))
         self._preemption.put_back(now_s)
         return []
 
@@ -97,13 +108,13 @@ class OutOfMemory:
             self.hold_until_s = None
         return self.hold_until_s is not None
 
-    def tell(self, record: PassRecord) -> None:
-        """Let the record of the next pass say who lost its place since the last one, and why."""
-        if self._since.notes:
-            record.retractions += self._since.retractions
-            record.notes += self._since.notes
-            record.gave_memory_back = True
-            self._since = PassRecord(0.0)
+    def tell(self, state: PassState) -> None:
+        """Tell a pass that begins which requests lost their place since the last one, and why."""
+        if self._notes:
+            for retraction in self._retractions:
+                state.add_retraction(retraction)
+            state.notes += self._notes
+            self._notes, self._retractions = [], []
 
     def _answer(self, req: Req, size: str, reason: str, now_s: float) -> TokenOutput:
         message = (

@@ -14,7 +14,7 @@ from typing import Literal
 from ..memory.kv_memory import KVMemory
 from ..memory.row_states import RowStates
 from ..memory.swap_pool import HostMemory
-from ..records.decision_log import PassRecord, Retraction
+from ..records.decision_log import Retraction
 from ..requests.req import Req
 from ..requests.requests import Requests
 from ..stats import SchedulerStats
@@ -49,7 +49,7 @@ class Preemption:
         self._threshold = priority_threshold
         self._without_place: list[Req] = []
 
-    def take_place(self, victim: Req, cause: Cause, record: PassRecord) -> None:
+    def take_place(self, victim: Req, cause: Cause) -> Retraction:
         """Take a running request's row and pages; its KV goes to the host, or stays cached while there is room."""
         row = victim.row
         num_pages = self._kv.num_swappable_pages(victim)
@@ -63,8 +63,7 @@ class Preemption:
         self._stats.retracted_reqs += 1
         self._stats.preempted_reqs += cause == "priority"
         mode = "swap" if swapped else "recompute"
-        record.retractions.append(Retraction(victim.rid, mode, cause, num_pages, victim.output_len))
-        record.gave_memory_back = True
+        return Retraction(victim.rid, mode, cause, num_pages, victim.output_len)
 
     def put_back(self, now_s: float) -> None:
         """Queue those whose places were taken."""

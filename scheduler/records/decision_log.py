@@ -163,18 +163,6 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         """The ids of those who lost their place."""
         return [each.rid for each in self.retractions]
 
-    def end(self, reason: Reason, behind: str = "") -> None:
-        """Give all waiting requests that have no verdict yet this one."""
-        self.num_rest = self.num_waiting - self.num_grammar - len(self.verdicts)
-        if self.num_rest:
-            self.rest_reason = reason
-            self.rest_behind = behind
-
-    @property
-    def is_empty(self) -> bool:
-        """Nobody was there to decide about, and nothing came of it."""
-        return not (self.num_waiting or self.num_decodes or self.continued or self.gave_memory_back)
-
     def lines(self) -> Iterator[str]:
         """For people: the pass, then each verdict."""
         retracted = ",".join(f"{each.rid}({each.cause}, {each.mode})" for each in self.retractions)

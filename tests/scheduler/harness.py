@@ -27,7 +27,7 @@ from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.memory.page_allocator import PageAllocator
 from engine.scheduler.prefix_cache.base import PrefixCache
-from engine.scheduler.records.decision_log import PassRecord
+from engine.scheduler.records.decision_log import DecisionLog, PassRecord
 from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.scheduler import Scheduler
 
@@ -87,6 +87,7 @@ class Harness:
         reads_in_order: bool = False,
         eos: Sequence[int] = (0,),
         cache: dict[str, Any] | None = None,
+        decisions: DecisionLog | None = None,
         **config: Any,
     ) -> None:
         config.setdefault("chunked_prefill_size", 64)
@@ -107,6 +108,7 @@ class Harness:
             CacheConfig(radix_cache=radix_cache, **(cache or {})),
             self.capacity,
             self.eos,
+            decisions,
         )
         self.runner = FakeRunner(
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory

@@ -81,8 +81,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 class Life:
     """One scheduler and what clients do to it."""
 
-    def __init__(self, config: dict[str, Any], seed: int) -> None:
-        self.harness = Harness(**config)
+    def __init__(self, harness: Harness, seed: int) -> None:
+        self.harness = harness
         self.rng = np.random.default_rng(seed)
         self.harness.has_news = lambda: bool(self.rng.random() < 0.2)
         self.without_grammar: list[str] = []
@@ -175,8 +175,9 @@ class Life:
         return values[int(self.rng.integers(len(values)))]
 
 
-def live(config: dict[str, Any], seed: int, num_acts: int) -> None:
-    life = Life(config, seed)
+def live(harness: Harness, seed: int, num_acts: int) -> None:
+    """A life of so many acts, to the end."""
+    life = Life(harness, seed)
     for _ in range(num_acts):
         life.act()
     life.drain()
@@ -185,7 +186,7 @@ def live(config: dict[str, Any], seed: int, num_acts: int) -> None:
 @settings(max_examples=120, deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**32), num_acts=one_of(20, 60))
 def test_any_life_under_any_settings(config, seed, num_acts):
-    live(config, seed, num_acts)
+    live(Harness(**config), seed, num_acts)
 
 
 @pytest.mark.slow
@@ -193,4 +194,4 @@ def test_any_life_under_any_settings(config, seed, num_acts):
 @settings(max_examples=1500, deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**32), num_acts=one_of(60, 120))
 def test_many_long_lives(config, seed, num_acts):
-    live(config, seed, num_acts)
+    live(Harness(**config), seed, num_acts)

@@ -173,16 +173,16 @@ class SampleEngine:
         refused = 0
         for request in list(self._waiting):
             if len(self._running) + len(done) + (self._partial is not None) >= self.max_running:
-                record.end(Reason.NO_ROW)
+                refuse_rest(record, Reason.NO_ROW)
                 break
             if budget <= 0:
-                record.end(Reason.CHUNK_BUDGET)
+                refuse_rest(record, Reason.CHUNK_BUDGET)
                 break
             if record.retractions:
-                record.end(Reason.RETRACTING)
+                refuse_rest(record, Reason.RETRACTING)
                 break
             if refused >= LOOK_AHEAD:
-                record.end(Reason.LOOK_AHEAD_SPENT, request.rid)
+                refuse_rest(record, Reason.LOOK_AHEAD_SPENT, request.rid)
                 break
             prefix = request.computed if request.on_host else request.cached_len
             extend = request.prompt_len - prefix
@@ -198,7 +198,7 @@ class SampleEngine:
                 continue
             if self._partial:
                 record.verdicts.append(Verdict(request.rid, AddReqResult.OTHER, Reason.PARTIAL_LIMIT, *facts))
-                record.end(Reason.BEHIND, request.rid)
+                refuse_rest(record, Reason.BEHIND, request.rid)
                 break
             length = min(extend, budget)
             budget -= length
@@ -266,6 +266,13 @@ class SampleEngine:
                 self._held -= request.pages
         self._running += done
         return left
+
+
+def refuse_rest(record: PassRecord, reason: Reason, behind: str = "") -> None:
+    """Give all waiting requests of a pass that have no verdict yet this one."""
+    record.num_rest = record.num_waiting - record.num_grammar - len(record.verdicts)
+    if record.num_rest:
+        record.rest_reason, record.rest_behind = reason, behind
 
 
 @pytest.fixture

@@ -463,7 +463,7 @@ def test_a_cap_bounds_prompts_cut_or_not():
 )
 def test_any_life_on_a_device_that_is_too_small(config, seed, most_tokens, most_requests, chance):
     """Whoever can run in steps of a page finishes with his own tokens, whatever else fails by size or by chance."""
-    life = Life(config, seed)
+    life = Life(Harness(**config), seed)
     too_large = beyond(config["page_size"] + most_tokens, most_requests)
     rng = np.random.default_rng(seed)
     left = 5
