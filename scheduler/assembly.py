@@ -27,6 +27,7 @@ from .memory.ledger import Ledger
 from .memory.page_allocator import PageAllocator
 from .memory.page_supply import PageSupply
 from .memory.req_to_token_pool import ReqToTokenPool
+from .memory.row_memory import RowMemory
 from .memory.row_states import RowStates
 from .memory.swap_pool import HostMemory
 from .phases import StepPhases, make_phases
@@ -60,10 +61,7 @@ class SchedulerParts:
     """What a scheduler is made of; each part says in its module what it does."""
 
     requests: Requests
-    kv: KVMemory
-    host: HostMemory
-    states: RowStates
-    pool: ReqToTokenPool
+    memory: RowMemory
     ledger: Ledger
     policy: SchedulePolicy
     estimator: OutputEstimator
@@ -101,6 +99,7 @@ def assemble(
     supply = PageSupply(allocator, prefix_cache, reads_in_order=capacity.reads_in_order)
     lookahead = config.num_lookahead_tokens
     kv = KVMemory(supply, pool, states, prefix_cache, host, num_lookahead_tokens=lookahead)
+    memory = RowMemory(states, pool, kv, host)
 
     def load() -> Load:
         taken = (kv.num_pages - kv.available_pages) / kv.num_pages
@@ -110,15 +109,13 @@ def assemble(
     siblings, max_loras = Siblings(states), MaxLoras(config.max_loras_per_batch)
     limits = StepLimits.of(config)
     caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
-    speculation = make_speculation(config, limits, states=states, pool=pool, kv=kv, caps=caps)
+    speculation = make_speculation(config, limits, memory=memory, caps=caps)
     requests = Requests(kv, policy, (siblings, max_loras, speculation))
     mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
     preemption = Preemption(
         requests,
         mode,
-        states=states,
-        kv=kv,
-        host=host,
+        memory=memory,
         stats=stats,
         priority_threshold=config.priority_preemption_threshold,
     )
@@ -134,15 +131,12 @@ def assemble(
             promises=Promises(requests, states, estimator, page_size),
             siblings=siblings,
             constraints=(max_loras,),
-            states=states,
-            kv=kv,
-            host=host,
+            memory=memory,
             look_ahead=limits.look_ahead,
         ),
         limits,
         caps=caps,
         target=target,
-        pool=pool,
         estimator=estimator,
         make_shared=partial(HeldBack, page_size) if shares else NobodyHeldBack,
         stats=stats,
@@ -150,8 +144,7 @@ def assemble(
     decodes = Decodes(
         requests,
         preemption,
-        states=states,
-        kv=kv,
+        memory=memory,
         estimator=estimator,
         chaos=make_chaos(parse_chaos(config.chaos), config.policy_seed),
         answers=answers,
@@ -161,19 +154,14 @@ def assemble(
     bursts = Bursts(
         requests,
         burst_s=limits.decode_burst_ms / 1000,
-        states=states,
-        pool=pool,
-        kv=kv,
+        memory=memory,
         caps=caps,
         stop_rules=stop_rules,
     )
     return SchedulerParts(
         requests=requests,
-        kv=kv,
-        host=host,
-        states=states,
-        pool=pool,
-        ledger=Ledger(allocator, pool, prefix_cache, kv, host),
+        memory=memory,
+        ledger=Ledger(allocator, prefix_cache, memory),
         policy=policy,
         estimator=estimator,
         phases=make_phases(config, admission, decodes, requests, out_of_memory),
@@ -182,9 +170,7 @@ def assemble(
         out_of_memory=out_of_memory,
         settler=ResultSettler(
             requests,
-            states=states,
-            pool=pool,
-            kv=kv,
+            memory=memory,
             stop_rules=stop_rules,
             caps=caps,
             out_of_memory=out_of_memory,

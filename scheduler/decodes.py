@@ -9,8 +9,7 @@ import numpy as np
 from ..runtime.messages import Finish, FinishKind
 from .arrays import EMPTY, IntArray
 from .estimator.base import OutputEstimator
-from .memory.kv_memory import KVMemory
-from .memory.row_states import RowStates
+from .memory.row_memory import RowMemory
 from .pass_state import PassState
 from .policy.base import SchedulePolicy
 from .preemption.chaos import Chaos
@@ -42,8 +41,7 @@ class Decodes:
         requests: Requests,
         preemption: Preemption,
         *,
-        states: RowStates,
-        kv: KVMemory,
+        memory: RowMemory,
         estimator: OutputEstimator,
         chaos: Chaos,
         answers: Answers,
@@ -52,8 +50,7 @@ class Decodes:
         """`policy`: says whether, when memory runs out, requests of lowest priority lose their place first."""
         self._requests = requests
         self._preemption = preemption
-        self._states = states
-        self._kv = kv
+        self._states, self._kv = memory.states, memory.kv
         self._estimator = estimator
         self._chaos = chaos
         self._answers = answers

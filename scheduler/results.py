@@ -9,9 +9,7 @@ from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .batch import ScheduleBatch
 from .estimator.base import OutputEstimator
-from .memory.kv_memory import KVMemory
-from .memory.req_to_token_pool import ReqToTokenPool
-from .memory.row_states import RowStates
+from .memory.row_memory import RowMemory
 from .policy.base import SchedulePolicy
 from .preemption.out_of_memory import OutOfMemory
 from .preemption.preemption_mode import PreemptionMode
@@ -50,9 +48,7 @@ class ResultSettler:
         self,
         requests: Requests,
         *,
-        states: RowStates,
-        pool: ReqToTokenPool,
-        kv: KVMemory,
+        memory: RowMemory,
         stop_rules: StopRules,
         caps: StepCaps,
         out_of_memory: OutOfMemory,
@@ -67,9 +63,7 @@ class ResultSettler:
     ) -> None:
         """`streams`: whether tokens are sent as they come; else a request's first row and its last one are."""
         self._requests = requests
-        self._states = states
-        self._pool = pool
-        self._kv = kv
+        self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
         self._stop_rules = stop_rules
         self._caps = caps
         self._out_of_memory = out_of_memory

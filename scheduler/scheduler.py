@@ -50,6 +50,7 @@ from .requests.intake import reason_to_refuse
 from .requests.outputs import text_options
 from .requests.req import Req
 from .stall import StallAction
+from .step_planner import plan_step
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class Scheduler:
         self._parts = parts = assemble(
             config, cache, capacity, eos_token_ids, self.decisions, streams=streams
         )
-        self._requests, self._kv, self._stats = parts.requests, parts.kv, parts.stats
+        self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._last_step_id = 0
         self._last_pass: PassState | None = None  # in which there was something to decide
@@ -249,24 +250,13 @@ class Scheduler:
         loss of places another pass is tried first.
         """
         nobody_runs = not self._requests.num_with_row
-        return self._parts.pool.has_left_rows and nobody_runs and not state.gave_memory_back
+        return self._parts.memory.pool.has_left_rows and nobody_runs and not state.gave_memory_back
 
     def _make_batch(self, work: Work) -> ScheduleBatch:
         drafts = self._parts.speculation.plan(work)
         num_rounds = self._parts.bursts.plan(work, drafts)
         self._last_step_id += 1
-        batch = ScheduleBatch(
-            self._last_step_id,
-            work.chunks,
-            work.decode_rows,
-            work.decode_reqs,
-            states=self._parts.states,
-            pool=self._parts.pool,
-            kv=self._kv,
-            host=self._parts.host,
-            drafts=drafts,
-            num_rounds=num_rounds,
-        )
+        batch = plan_step(self._last_step_id, work, self._parts.memory, drafts, num_rounds)
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()
@@ -298,7 +288,7 @@ class Scheduler:
 
     def rows_still_here(self, batch: ScheduleBatch) -> BoolArray:
         """[B] whether `settle` would take the batch's tokens of each request: not if it has left its row since."""
-        return batch.still_here(self._parts.pool)
+        return batch.still_here(self._parts.memory.pool)
 
     # ------------------------------------------------------------ idle, and figures
 
@@ -359,7 +349,7 @@ class Scheduler:
 
     def report(self, now_s: float) -> SchedulerReport:
         """The figures of the moment and the totals."""
-        stats, kv, host, page_size = self._stats, self._kv, self._parts.host, self._capacity.page_size
+        stats, kv, host, page_size = self._stats, self._kv, self._parts.memory.host, self._capacity.page_size
         return SchedulerReport(
             sent_s=now_s,
             num_running_reqs=self._requests.num_with_row,

@@ -9,9 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-from ..memory.kv_memory import KVMemory
-from ..memory.row_states import RowStates
-from ..memory.swap_pool import HostMemory
+from ..memory.row_memory import RowMemory
 from ..pass_state import PassState
 from ..policy.base import MAX_OVERTAKEN, SchedulePolicy
 from ..preemption.preemption import Preemption
@@ -39,9 +37,7 @@ class AdmissionParts:
     promises: Promises
     siblings: Siblings
     constraints: Sequence[Constraint]
-    states: RowStates
-    kv: KVMemory
-    host: HostMemory
+    memory: RowMemory
     look_ahead: int
 
 
@@ -66,7 +62,7 @@ class AdmissionPass:
         self._lowest_running: int | None = None  # priority; None: not looked up since somebody left
         self.sources: dict[Req, Req] = {}
         for req in self._still_computing():
-            shared.computing(req, int(parts.states.num_settled[req.row]))
+            shared.computing(req, int(parts.memory.states.num_settled[req.row]))
 
     def walk(self) -> None:
         """Offer the waiting requests until a budget is spent: first those on the host, then in the policy's order.
@@ -123,7 +119,7 @@ class AdmissionPass:
 
     def _admitted(self, req: Req) -> None:
         if req.status is ReqStatus.SWAPPED:
-            self._parts.host.promise_in()
+            self._parts.memory.host.promise_in()
         for constraint in self._parts.constraints:
             constraint.admitted(req)
         self._shared.computing(req, self._adder.chunks[-1].start)
@@ -137,17 +133,17 @@ class AdmissionPass:
         if verdict is not None:
             return verdict
         sibling = self._parts.siblings.source(req)
-        prefix = self._parts.kv.prefix(req, sibling)
+        prefix = self._parts.memory.kv.prefix(req, sibling)
         verdict = self._rule_against(req, prefix, sibling)
         if verdict is not None:
             return verdict
         if not adder.has_row:
             if not self._preempt(req, prefix, sibling):
                 return Verdict(req.rid, AddReqResult.OTHER, Reason.NO_ROW, prefix.ready_len)
-            prefix = self._parts.kv.prefix(req, sibling)  # whoever left has changed the cache
+            prefix = self._parts.memory.kv.prefix(req, sibling)  # whoever left has changed the cache
         verdict = adder.add(req, prefix)
         if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, prefix, sibling):
-            prefix = self._parts.kv.prefix(req, sibling)
+            prefix = self._parts.memory.kv.prefix(req, sibling)
             verdict = adder.add(req, prefix)
         if verdict.result is AddReqResult.CONTINUE and sibling is not None:
             self.sources[req] = sibling
@@ -157,7 +153,7 @@ class AdmissionPass:
         """Why a request had better wait although there may be room for it."""
         reason = None
         if req.status is ReqStatus.SWAPPED:
-            if self._parts.host.has_outs:  # never in and out in the same step
+            if self._parts.memory.host.has_outs:  # never in and out in the same step
                 reason = Reason.RETRACTING
         elif req.group and sibling is None and self._sibling_prefills(req):
             reason = Reason.SIBLING_PREFILLS
@@ -169,14 +165,14 @@ class AdmissionPass:
 
     def _sibling_prefills(self, req: Req) -> bool:
         """Whether waiting for a sibling's prompt saves computing it: one step, against a prompt."""
-        if not self._parts.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
+        if not self._parts.memory.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
             return False
         starts = any(chunk.is_first and chunk.req.group == req.group for chunk in self._adder.chunks)
         return starts or self._parts.siblings.is_coming(req)
 
     def _still_computing(self) -> list[Req]:
         """Requests with a row whose prompt no settled step has finished."""
-        states, running = self._parts.states, self._parts.requests.running
+        states, running = self._parts.memory.states, self._parts.requests.running
         unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
         return self._parts.requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
 
@@ -194,13 +190,13 @@ class AdmissionPass:
         )
         if not victims:
             return False
-        pages_before = parts.kv.available_pages
+        pages_before = parts.memory.kv.available_pages
         promised_tokens = sum(map(parts.promises.to_output_of, victims))
         if req.status is ReqStatus.SWAPPED:
-            parts.host.promise_in()  # so that nobody is swapped out for it
+            parts.memory.host.promise_in()  # so that nobody is swapped out for it
         for victim in victims:
             self._state.add_retraction(parts.preemption.take_place(victim, "priority"))
-        freed_tokens = (parts.kv.available_pages - pages_before) * parts.kv.page_size
+        freed_tokens = (parts.memory.kv.available_pages - pages_before) * parts.memory.kv.page_size
         adder.make_room(freed_tokens, promised_tokens, len(victims))
         self._lowest_running = None
         return True

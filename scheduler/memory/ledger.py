@@ -13,10 +13,8 @@ import numpy as np
 from ...runtime.errors import EngineError
 from ..prefix_cache.base import PrefixCache
 from ..requests.req import Req
-from .kv_memory import KVMemory
 from .page_allocator import PageAllocator
-from .req_to_token_pool import ReqToTokenPool
-from .swap_pool import HostMemory
+from .row_memory import RowMemory
 
 
 class LedgerError(EngineError):
@@ -28,19 +26,10 @@ class Ledger:
 
     __slots__ = ("_allocator", "_cache", "_host", "_kv", "_pool")
 
-    def __init__(
-        self,
-        allocator: PageAllocator,
-        pool: ReqToTokenPool,
-        prefix_cache: PrefixCache,
-        kv: KVMemory,
-        host: HostMemory,
-    ) -> None:
-        self._host = host
+    def __init__(self, allocator: PageAllocator, prefix_cache: PrefixCache, memory: RowMemory) -> None:
         self._allocator = allocator
-        self._pool = pool
         self._cache = prefix_cache
-        self._kv = kv
+        self._pool, self._kv, self._host = memory.pool, memory.kv, memory.host
 
     def check(self) -> None:
         """The equation from the counters; cost does not grow with what is cached.

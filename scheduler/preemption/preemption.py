@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from ..memory.kv_memory import KVMemory
-from ..memory.row_states import RowStates
-from ..memory.swap_pool import HostMemory
+from ..memory.row_memory import RowMemory
 from ..records.decision_log import Retraction
 from ..requests.req import Req
 from ..requests.requests import Requests
@@ -33,18 +31,14 @@ class Preemption:
         requests: Requests,
         mode: PreemptionMode,
         *,
-        states: RowStates,
-        kv: KVMemory,
-        host: HostMemory,
+        memory: RowMemory,
         stats: SchedulerStats,
         priority_threshold: int,
     ) -> None:
         """`priority_threshold`: levels by which a waiting request must exceed one whose place it takes."""
         self._requests = requests
         self._mode = mode
-        self._states = states
-        self._kv = kv
-        self._host = host
+        self._states, self._kv, self._host = memory.states, memory.kv, memory.host
         self._stats = stats
         self._threshold = priority_threshold
         self._without_place: list[Req] = []

@@ -34,9 +34,7 @@ from typing import Final
 import numpy as np
 
 from ..batch import ScheduleBatch
-from ..memory.kv_memory import KVMemory
-from ..memory.req_to_token_pool import ReqToTokenPool
-from ..memory.row_states import RowStates
+from ..memory.row_memory import RowMemory
 from ..phases import Work
 from ..requests.outputs import StopRules
 from ..requests.requests import Requests
@@ -67,18 +65,14 @@ class Bursts:
         requests: Requests,
         *,
         burst_s: float,
-        states: RowStates,
-        pool: ReqToTokenPool,
-        kv: KVMemory,
+        memory: RowMemory,
         caps: StepCaps,
         stop_rules: StopRules,
     ) -> None:
         """`burst_s`: how long one may last; 0: there are none."""
         self._requests = requests
         self._burst_s = burst_s
-        self._states = states
-        self._pool = pool
-        self._kv = kv
+        self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
         self._caps = caps
         self._stop_rules = stop_rules
         self._round_s = math.inf

@@ -40,9 +40,7 @@ import numpy as np
 from ...runtime.config.engine_config import SchedulerConfig
 from ...runtime.feasibility import pages_for
 from ...runtime.sampling_params import SamplingParams
-from ..memory.kv_memory import KVMemory
-from ..memory.req_to_token_pool import ReqToTokenPool
-from ..memory.row_states import RowStates
+from ..memory.row_memory import RowMemory
 from ..phases import Work
 from ..requests.req import Req
 from ..step_size.step_caps import StepCaps
@@ -115,9 +113,7 @@ class NgramSpeculation:
         *,
         max_drafts: int,
         limits: StepLimits,
-        states: RowStates,
-        pool: ReqToTokenPool,
-        kv: KVMemory,
+        memory: RowMemory,
         caps: StepCaps,
     ) -> None:
         """`max_drafts`: of one request in one step."""
@@ -125,9 +121,7 @@ class NgramSpeculation:
         self._max_drafts = min(
             max_drafts, self._max_step_tokens
         )  # chances are computed for so many in each step
-        self._states = states
-        self._pool = pool
-        self._kv = kv
+        self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
         self._caps = caps
         self._costs = StepCosts()
         self._shared = HitRates()
@@ -246,9 +240,7 @@ def make_speculation(
     config: SchedulerConfig,
     limits: StepLimits,
     *,
-    states: RowStates,
-    pool: ReqToTokenPool,
-    kv: KVMemory,
+    memory: RowMemory,
     caps: StepCaps,
 ) -> Speculation:
     """What `--speculative` asks for."""
@@ -257,8 +249,6 @@ def make_speculation(
     return NgramSpeculation(
         max_drafts=config.speculative_num_draft_tokens,
         limits=limits,
-        states=states,
-        pool=pool,
-        kv=kv,
+        memory=memory,
         caps=caps,
     )

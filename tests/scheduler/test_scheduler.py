@@ -135,8 +135,8 @@ def test_pages_that_move_in_several_settled_steps_are_told_in_one_update(make_sc
         harness.submit(rid, prompt=prompt, max_new_tokens=5)
     (batch, kv, states) = (
         harness.scheduler.next_batch(0.0),
-        harness.scheduler._parts.kv,
-        harness.scheduler._parts.states,
+        harness.scheduler._parts.memory.kv,
+        harness.scheduler._parts.memory.states,
     )
     for num_settled in (8, 16, 32):  # as if it came in three chunks, settled before the next step is planned
         states.num_settled[batch.rows] = num_settled

@@ -114,10 +114,10 @@ def test_lookahead_slots_are_there_before_they_are_needed(make_scheduler, num_lo
         if batch is None:
             continue
         decodes = batch.rows[batch.num_extends :]
-        here = batch.still_here(parts.pool)[batch.num_extends :]
+        here = batch.still_here(parts.memory.pool)[batch.num_extends :]
         for row, end in zip(decodes[here], batch.end[batch.num_extends :][here], strict=True):
-            wanted = min(int(end) + num_lookahead_tokens, int(parts.states.max_kv_len[row]))
-            assert parts.pool.num_pages[row] * 4 >= wanted
+            wanted = min(int(end) + num_lookahead_tokens, int(parts.memory.states.max_kv_len[row]))
+            assert parts.memory.pool.num_pages[row] * 4 >= wanted
     harness.run_until_idle()
 
 

@@ -27,7 +27,7 @@ def test_a_leaked_page_is_named_with_all_terms(harness):
 
 
 def test_a_page_with_two_owners_is_found(harness):
-    pool = harness.scheduler._parts.pool
+    pool = harness.scheduler._parts.memory.pool
     row = next(iter(harness.scheduler._parts.requests.running.reqs)).row
     pool.pages[row, pool.num_pages[row] - 1] = harness.allocator.free_pages()[0]
 

@@ -11,7 +11,7 @@ from tests.scheduler.harness import Harness
 
 def share_of_neighbours(harness: Harness) -> float:
     """Of the pages of running requests, how many lie behind the one before. (No prompt has a cached prefix here.)"""
-    pool = harness.scheduler._parts.pool
+    pool = harness.scheduler._parts.memory.pool
     counts: list[bool] = []
     for row in np.flatnonzero(pool.num_pages):
         counts += (np.diff(pool.pages[row, : pool.num_pages[row]]) == 1).tolist()

@@ -185,7 +185,7 @@ def test_everybodys_turn_to_be_looked_up_comes():
 
     known = []
     for _ in range(8):
-        parts.kv.known_matches(reqs)
+        parts.memory.kv.known_matches(reqs)
         known.append(num_current())
 
     assert known[-1] == 100

@@ -1,0 +1,27 @@
+"""`RowMemory`: what the rows of the pool have: lengths and token ids, pages of KV memory, and pages on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .kv_memory import KVMemory
+from .req_to_token_pool import ReqToTokenPool
+from .row_states import RowStates
+from .swap_pool import HostMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RowMemory:
+    """Four parts that describe the same rows; most users need several of them.
+
+    Attributes:
+        states: lengths and token ids, by row.
+        pool: the rows, and the pages of each.
+        kv: gives pages to rows and takes them back.
+        host: pages of swapped requests.
+    """
+
+    states: RowStates
+    pool: ReqToTokenPool
+    kv: KVMemory
+    host: HostMemory
