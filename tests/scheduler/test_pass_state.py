@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.messages import SchedulerReport
 from engine.runtime.step_plan import ForwardMode, StepPlan
+from engine.scheduler import pass_state
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.pass_state import PassState, record_of
 from engine.scheduler.records.decision_log import (
@@ -26,6 +29,8 @@ from engine.scheduler.stall import PASSES_BEFORE_ALARM, PASSES_BEFORE_REPAIR
 from .harness import Harness
 from .test_stall import break_admission, idle_passes
 from .test_whole_scheduler import configs, live, one_of
+
+SCHEDULER = Path(pass_state.__file__).parent
 
 
 class NoLog(DecisionLog):
@@ -118,6 +123,32 @@ def test_a_stall_is_repaired_and_reported_without_a_log(monkeypatch):
     report = harness.scheduler.report(harness.now_s)
     assert report.stalled.startswith("1 requests wait and none can be admitted: NO_KV r")
     assert report.waiting_by_reason == {"no_kv": 1}
+
+
+MAY_NAME_RECORDS = (
+    "records/",
+    "journal/",
+    "assembly.py",
+    "event_loop.py",
+    "explainer.py",
+    "pass_state.py",
+    "request_list.py",
+    "scheduler.py",
+    "why.py",
+    "request_story.py",
+)
+"""They make records, keep them, or answer questions from them; the rest of the scheduler decides."""
+
+
+def test_no_part_that_decides_knows_the_records_of_passes():
+    wrong = []
+    for path in SCHEDULER.rglob("*.py"):
+        name = path.relative_to(SCHEDULER).as_posix()
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        named = {alias.name for node in imports for alias in node.names} & {"DecisionLog", "PassRecord"}
+        if named and not any(part in name for part in MAY_NAME_RECORDS):
+            wrong.append(f"{name} imports {sorted(named)}")
+    assert wrong == []
 
 
 # ---------------------------------------------------------------- the state, and the record made of it
