@@ -30,7 +30,7 @@ _MAX_COUNTED = 32
 class Admission:
     """Continues the prompts in progress, has an `AdmissionPass` choose who else starts, and starts them."""
 
-    __slots__ = ("_caps", "_estimator", "_limits", "_make_shared", "_parts", "_stats", "_target")
+    __slots__ = ("_caps", "_estimator", "_limits", "_make_shared", "_memory", "_parts", "_stats", "_target")
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Admission:
         stats: SchedulerStats,
     ) -> None:
         """Compose; `make_shared` makes what remembers, for one pass, which prefixes are being computed."""
-        self._parts = parts
+        self._parts, self._memory = parts, parts.memory
         self._limits = limits
         self._caps = caps
         self._target = target
@@ -71,7 +71,7 @@ class Admission:
         adder = self._adder(decode_rows)
         state.budget_before = adder.budget.state()
         for req in requests.partial:
-            state.continued.append(adder.continue_chunk(req, int(parts.memory.states.num_computed[req.row])))
+            state.continued.append(adder.continue_chunk(req, int(self._memory.states.num_computed[req.row])))
         sources: dict[Req, Req] = {}
         reason = Reason.RETRACTING if state.num_retractions else parts.policy.hold(requests.waiting, now_s)
         if reason is None:
@@ -83,7 +83,7 @@ class Admission:
         _replace(state, adder.use_leftover())
         state.budget_after = adder.budget.state()
         state.step_time = self._target.explain(adder.budget.time)
-        state.cache_misses = parts.memory.kv.take_misses()
+        state.cache_misses = self._memory.kv.take_misses()
         for chunk in adder.chunks:
             self._start(chunk, sources.get(chunk.req), now_s)
         parts.preemption.put_back(now_s)
@@ -95,13 +95,13 @@ class Admission:
         state.num_grammar = len(self._parts.requests.grammar)
 
     def _adder(self, decode_rows: IntArray) -> PrefillAdder:
-        parts, page_size = self._parts, self._parts.memory.kv.page_size
+        parts, page_size = self._parts, self._memory.kv.page_size
         num_decodes = len(decode_rows)
-        kv_tokens = int(parts.memory.states.num_computed[decode_rows].sum()) + num_decodes
+        kv_tokens = int(self._memory.states.num_computed[decode_rows].sum()) + num_decodes
         limits = self._limits.capped(self._caps.max_step_tokens)
         budget = PrefillBudget(
             page_size=page_size,
-            available_tokens=parts.memory.kv.available_pages * page_size,
+            available_tokens=self._memory.kv.available_pages * page_size,
             expected_tokens=parts.promises.to_all(),
             max_prefill_tokens=limits.max_prefill_tokens,
             chunk_size=limits.chunk_size,
@@ -111,7 +111,7 @@ class Admission:
             time=self._target.for_prompts(num_decodes, kv_tokens, *self._waiting_work(), page_size),
         )
         return PrefillAdder(
-            parts.memory.kv,
+            self._memory.kv,
             budget,
             num_free_rows=self._num_free_rows,
             nothing_runs=not parts.requests.num_with_row,
@@ -130,7 +130,7 @@ class Admission:
 
         Of the prompts that wait, the first ones count, and none for which there is no row.
         """
-        requests, states = self._parts.requests, self._parts.memory.states
+        requests, states = self._parts.requests, self._memory.states
         lengths = [req.fill_len - int(states.num_computed[req.row]) for req in requests.partial]
         num_waiting = min(_MAX_COUNTED, max(0, self._num_free_rows))
         lengths += [req.fill_len for req in islice(requests.waiting, num_waiting)]
@@ -139,26 +139,26 @@ class Admission:
     @property
     def _num_free_rows(self) -> int:
         """Below 0 while more run than a cap allows: then a place that is taken from somebody is nobody else's."""
-        free = self._parts.memory.pool.num_free_rows
+        free = self._memory.pool.num_free_rows
         if self._caps.max_running is None:
             return free
         return min(free, self._caps.max_running - self._parts.requests.num_with_row)
 
     def _start(self, chunk: Chunk, sibling: Req | None, now_s: float) -> None:
         """Give a chunk its row and pages, and the request its new status."""
-        req, parts = chunk.req, self._parts
+        req, requests, memory = chunk.req, self._parts.requests, self._memory
         if chunk.is_first:
             self._note_start(req, chunk, now_s)
-            req.row = self._parts.memory.pool.allocate()
-            parts.memory.states.open(req, chunk.start)
-            parts.memory.kv.open_row(req)
-            parts.requests.start(req, now_s)
-            parts.memory.kv.grow(req.row, chunk.start + chunk.length)
-            parts.memory.kv.restore(req, chunk.start, sibling)
+            req.row = memory.pool.allocate()
+            memory.states.open(req, chunk.start)
+            memory.kv.open_row(req)
+            requests.start(req, now_s)
+            memory.kv.grow(req.row, chunk.start + chunk.length)
+            memory.kv.restore(req, chunk.start, sibling)
         else:
-            parts.memory.kv.grow(req.row, chunk.start + chunk.length)
+            memory.kv.grow(req.row, chunk.start + chunk.length)
         if chunk.is_last:
-            parts.requests.begin_decode(req, now_s)
+            requests.begin_decode(req, now_s)
 
     def _note_start(self, req: Req, chunk: Chunk, now_s: float) -> None:
         if req.status is not ReqStatus.WAITING:

@@ -48,13 +48,22 @@ class AdmissionPass:
         sources: who starts from a copy of a sibling's last page -> that sibling, which keeps its place in this pass.
     """
 
-    __slots__ = ("_adder", "_look_ahead", "_lowest_running", "_parts", "_shared", "_state", "sources")
+    __slots__ = (
+        "_adder",
+        "_look_ahead",
+        "_lowest_running",
+        "_memory",
+        "_parts",
+        "_shared",
+        "_state",
+        "sources",
+    )
 
     def __init__(
         self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, state: PassState
     ) -> None:
         """`shared` is empty, and learns here which prefixes are being computed."""
-        self._parts = parts
+        self._parts, self._memory = parts, parts.memory
         self._adder = adder
         self._shared = shared
         self._state = state
@@ -62,7 +71,7 @@ class AdmissionPass:
         self._lowest_running: int | None = None  # priority; None: not looked up since somebody left
         self.sources: dict[Req, Req] = {}
         for req in self._still_computing():
-            shared.computing(req, int(parts.memory.states.num_settled[req.row]))
+            shared.computing(req, int(self._memory.states.num_settled[req.row]))
 
     def walk(self) -> None:
         """Offer the waiting requests until a budget is spent: first those on the host, then in the policy's order.
@@ -119,7 +128,7 @@ class AdmissionPass:
 
     def _admitted(self, req: Req) -> None:
         if req.status is ReqStatus.SWAPPED:
-            self._parts.memory.host.promise_in()
+            self._memory.host.promise_in()
         for constraint in self._parts.constraints:
             constraint.admitted(req)
         self._shared.computing(req, self._adder.chunks[-1].start)
@@ -133,17 +142,17 @@ class AdmissionPass:
         if verdict is not None:
             return verdict
         sibling = self._parts.siblings.source(req)
-        prefix = self._parts.memory.kv.prefix(req, sibling)
+        prefix = self._memory.kv.prefix(req, sibling)
         verdict = self._rule_against(req, prefix, sibling)
         if verdict is not None:
             return verdict
         if not adder.has_row:
             if not self._preempt(req, prefix, sibling):
                 return Verdict(req.rid, AddReqResult.OTHER, Reason.NO_ROW, prefix.ready_len)
-            prefix = self._parts.memory.kv.prefix(req, sibling)  # whoever left has changed the cache
+            prefix = self._memory.kv.prefix(req, sibling)  # whoever left has changed the cache
         verdict = adder.add(req, prefix)
         if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, prefix, sibling):
-            prefix = self._parts.memory.kv.prefix(req, sibling)
+            prefix = self._memory.kv.prefix(req, sibling)
             verdict = adder.add(req, prefix)
         if verdict.result is AddReqResult.CONTINUE and sibling is not None:
             self.sources[req] = sibling
@@ -153,7 +162,7 @@ class AdmissionPass:
         """Why a request had better wait although there may be room for it."""
         reason = None
         if req.status is ReqStatus.SWAPPED:
-            if self._parts.memory.host.has_outs:  # never in and out in the same step
+            if self._memory.host.has_outs:  # never in and out in the same step
                 reason = Reason.RETRACTING
         elif req.group and sibling is None and self._sibling_prefills(req):
             reason = Reason.SIBLING_PREFILLS
@@ -165,20 +174,20 @@ class AdmissionPass:
 
     def _sibling_prefills(self, req: Req) -> bool:
         """Whether waiting for a sibling's prompt saves computing it: one step, against a prompt."""
-        if not self._parts.memory.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
+        if not self._memory.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
             return False
         starts = any(chunk.is_first and chunk.req.group == req.group for chunk in self._adder.chunks)
         return starts or self._parts.siblings.is_coming(req)
 
     def _still_computing(self) -> list[Req]:
         """Requests with a row whose prompt no settled step has finished."""
-        states, running = self._parts.memory.states, self._parts.requests.running
+        states, running = self._memory.states, self._parts.requests.running
         unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
         return self._parts.requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
 
     def _preempt(self, req: Req, prefix: Prefix, sibling: Req | None) -> bool:
         """Take the places of less urgent requests if that lets this one start; True if it did."""
-        parts, adder = self._parts, self._adder
+        parts, memory, adder = self._parts, self._memory, self._adder
         if not (parts.policy.preempts and self._outranks_somebody(req) and adder.can_compute(req, prefix)):
             return False
         keeps_place = {sibling, *self.sources.values()}
@@ -190,13 +199,13 @@ class AdmissionPass:
         )
         if not victims:
             return False
-        pages_before = parts.memory.kv.available_pages
+        pages_before = memory.kv.available_pages
         promised_tokens = sum(map(parts.promises.to_output_of, victims))
         if req.status is ReqStatus.SWAPPED:
-            parts.memory.host.promise_in()  # so that nobody is swapped out for it
+            memory.host.promise_in()  # so that nobody is swapped out for it
         for victim in victims:
             self._state.add_retraction(parts.preemption.take_place(victim, "priority"))
-        freed_tokens = (parts.memory.kv.available_pages - pages_before) * parts.memory.kv.page_size
+        freed_tokens = (memory.kv.available_pages - pages_before) * memory.kv.page_size
         adder.make_room(freed_tokens, promised_tokens, len(victims))
         self._lowest_running = None
         return True
