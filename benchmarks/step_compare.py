@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
+LAYERS: Final = 30
+"""Of SmolLM2-135M."""
+
 LENGTH: Final = 100
 """Tokens of a request before its first decode."""
 
@@ -57,15 +60,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="fewer leave more of a step to the host")
     parser.add_argument("--quantization", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quantization:
-        work(options.quantization, options.steps, options.num_threads)
+        work(options)
         return
     old, new = options.checkouts
     print(f"{'':28} {'old us':>9} {'new us':>9} {'cpu':>7} {'clock':>7}")
     for quantization in dict.fromkeys(case.quantization for case in CASES):
-        processes = [start(path, quantization, options.steps, options.num_threads) for path in (old, new)]
+        processes = [start(path, quantization, options) for path in (old, new)]
         for case in (case for case in CASES if case.quantization == quantization):
             compare(case, processes, options.rounds)
         for process in processes:
@@ -73,11 +77,12 @@ def main() -> None:
             process.wait()
 
 
-def start(checkout: Path, quantization: str, num_steps: int, num_threads: int) -> subprocess.Popen[str]:
+def start(checkout: Path, quantization: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     """The process of one checkout."""
     root = checkout.resolve()
     command = [sys.executable, str(Path(__file__).resolve()), "--quantization", quantization]
-    command += ["--steps", str(num_steps), "--num-threads", str(num_threads)]
+    command += ["--steps", str(options.steps), "--num-threads", str(options.num_threads)]
+    command += ["--layers", str(options.layers)]
     environment = {**os.environ, "PYTHONPATH": f"{root.parent}{os.pathsep}{root}"}
     return subprocess.Popen(
         command,
@@ -110,49 +115,52 @@ def compare(case: Case, processes: list[subprocess.Popen[str]], num_rounds: int)
     print(f"{case!s:28} {old_us:9.0f} {new_us:9.0f} {ratios['cpu']:7.3f} {ratios['clock']:7.3f}", flush=True)
 
 
-def work(quantization: str, num_steps: int, num_threads: int) -> None:
+def work(options: argparse.Namespace) -> None:
     """Answer each line of stdin, numbers of requests and rounds, by the medians of some steps."""
     import torch
     from msgspec.structs import replace
 
     from benchmarks.player import MAX_LEN, MAX_REQUESTS, Player
-    from benchmarks.smollm2 import LAYERS, PAGE_SIZE, VOCAB, model_spec
+    from benchmarks.smollm2 import PAGE_SIZE, VOCAB, model_spec
     from engine.model_runner.load import load_model_runner
     from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
     from engine.runtime.feasibility import Capacity
     from engine.runtime.model_files.source import ModelSource
 
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(options.num_threads)
     model = ModelConfig(
         dtype="bfloat16",
         device="cpu",
-        num_threads=num_threads,
+        num_threads=options.num_threads,
         load_format="dummy",
         seed=1,
-        quantization=cast("Any", quantization),
+        quantization=options.quantization,
     )
     capacity = Capacity(MAX_LEN, MAX_REQUESTS * MAX_LEN // PAGE_SIZE, PAGE_SIZE, MAX_REQUESTS, VOCAB, 0)
     config = EngineConfig(model=model, cache=CacheConfig(page_size=PAGE_SIZE))
     source = ModelSource("hf", "dummy", "benchmark")
-    player = Player(load_model_runner(config, source, model_spec(LAYERS), capacity))
+    player = Player(load_model_runner(config, source, model_spec(options.layers), capacity))
 
     def burst(num_requests: int, length: int, num_rounds: int) -> Any:
         plans = [player.plan([length + n] * num_requests, 1, None) for n in range(num_rounds)]
         loc = b"".join(plan.out_cache_loc for plan in plans)
         return replace(plans[0], out_cache_loc=loc, num_rounds=num_rounds)
 
+    num_started = 0
     for line in sys.stdin:
         num_requests, num_rounds = json.loads(line)
-        prompts = [[(7 * row + n) % VOCAB for n in range(LENGTH)] for row in range(num_requests)]
-        player.step([LENGTH] * num_requests, LENGTH, prompts)
+        if num_requests > num_started:  # each turn decodes the same positions again
+            prompts = [[(7 * row + n) % VOCAB for n in range(LENGTH)] for row in range(num_requests)]
+            player.finished = list(range(num_started))
+            player.step([LENGTH] * num_requests, LENGTH, prompts)
+            num_started = num_requests
         taken: dict[str, list[float]] = {"cpu": [], "clock": []}
-        for number in range(num_steps):
+        for number in range(options.steps):
             plan = burst(num_requests, LENGTH + 1 + number * num_rounds, num_rounds)
             cpu_s, clock_s = time.process_time(), time.perf_counter()
             player.runner.launch(plan).wait()
             taken["cpu"].append((time.process_time() - cpu_s) * 1e6)
             taken["clock"].append((time.perf_counter() - clock_s) * 1e6)
-        player.finished = list(range(num_requests))
         print(json.dumps({name: statistics.median(values) for name, values in taken.items()}), flush=True)
 
 
