@@ -2,7 +2,7 @@
 
 llama.cpp stores some tensors in another layout. They are converted back here, so that models know one layout:
 
-- It orders the rows of Llama's q and k projections so that rotary pairs are neighbours; Hugging Face pairs the first
+- It orders the rows of Llama's q and k projections so that rotary pairs are adjacent; Hugging Face pairs the first
   half of a head with the second. Of the architectures here only `llama` is stored in this order.
 - Gemma's norm weights w are stored as 1 + w.
 - The experts of a layer are one tensor; Hugging Face has one tensor per expert.
