@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: one protocol, several backends, chosen once at start."""
+"""Attention over the paged KV pool: one protocol and several backends, selected once at start."""

@@ -1,4 +1,4 @@
-"""What an attention backend is given and what it promises."""
+"""`AttentionBackend`: the protocol of attention backends, and `BatchLayout`, their input."""
 
 # Shapes: B requests, T new tokens in the batch, Hq query heads, H KV heads on this rank, D head dim.
 
@@ -22,15 +22,16 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Who is in a batch and how long; all a backend plans from. Host arrays.
+    """The requests of a batch and their lengths: all that a backend needs to plan a step. Host arrays.
 
     Attributes:
         rows: [B] pool rows; extends first, then the requests with one new token.
         prefix_lens: [B] tokens before the first new one.
         extend_lens: [B] new tokens, at least 1; they sum to T.
-        num_extends: requests before the trailing ones that have a single new token.
-        num_drafts: [B] drafts among the new tokens; None if nobody has any. Who has one more new token than drafts
-            decodes, and gets, where a backend promises it, the bits of as many decodes in the same company.
+        num_extends: number of leading requests, before those with a single new token.
+        num_drafts: [B] drafts among the new tokens; None if no request has any. A request with one more new token than
+            drafts decodes. Some backends promise that its result has the bits of that many single-token decodes, one
+            after the other, in the same batch.
     """
 
     rows: Int64s
@@ -40,7 +41,7 @@ class BatchLayout:
     num_drafts: Int64s | None = None
 
     def decodes(self) -> Int64s:
-        """[B] whether a request decodes: its new tokens are the last one that was sampled, and drafts."""
+        """[B] whether a request decodes: its new tokens are the last sampled token and drafts."""
         expected = 1 if self.num_drafts is None else 1 + self.num_drafts
         decodes: Int64s = (self.extend_lens == expected).astype(np.int64)
         return decodes
@@ -53,11 +54,11 @@ class StepAttention(Protocol):
         """Attend to each request's tokens up to the query's position.
 
         Scores are divided by sqrt(D). A layer with a window (`ModelSpec.window_of`) of W tokens attends to the query's
-        own and the W - 1 before it.
+        own token and the W - 1 before it.
 
         Args:
-            q: [T, Hq, D], rotated; query head h reads KV head h // (Hq // H). Keys and values of the new tokens are in
-                the pool already.
+            q: [T, Hq, D], rotated; query head h reads KV head h // (Hq // H). The keys and values of the new tokens are
+                already in the pool.
 
         Returns:
             [T, Hq * D].
@@ -67,16 +68,16 @@ class StepAttention(Protocol):
 
 @runtime_checkable
 class PlannedAttention(StepAttention, Protocol):
-    """One whose calls of our library are the same in each step of T tokens, but for the plan that they are given."""
+    """A `StepAttention` that makes the same library calls in each step of T tokens, except for the plan argument."""
 
     @property
     def plan_addresses(self) -> list[int]:
-        """Of the step's plans, one for each distinct window of the model, always in the same order."""
+        """Addresses of the step's plans, one for each distinct window of the model, always in the same order."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention, bound to a model's heads and a KV pool; backends inherit what has a default."""
+    """One implementation of attention, bound to a model's heads and a KV pool. Backends inherit the defaults."""
 
     name: ClassVar[str]
 
@@ -84,12 +85,12 @@ class AttentionBackend(Protocol):
     def reasons_against(
         spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
-        """Why it cannot run this model here: all reasons, none if it can.
+        """All reasons why this backend cannot run the model here; empty if it can.
 
         Args:
-            spec: with the heads of this rank.
-            dtype: of queries and of what comes out.
-            kv_dtype: of the KV pool.
+            spec: the model, with the heads of this rank.
+            dtype: dtype of queries and output.
+            kv_dtype: dtype of the KV pool.
         """
         ...
 
@@ -98,51 +99,51 @@ class AttentionBackend(Protocol):
         ...
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
-        """Plan one step; the slots of the new tokens are in `req_to_token` already."""
+        """Plan one step; the slots of the new tokens are already in `req_to_token`."""
         ...
 
     @property
     def gathered_token_bytes(self) -> int:
-        """Memory that a step takes of each token in the KV pool that it attends to; 0 where the pool is read itself."""
+        """Temporary bytes that a step takes per attended token of the KV pool; 0 if the pool is read in place."""
         return 0
 
     def capturable(self) -> CapturableAttention | None:
-        """What plans decodes that can be recorded in a CUDA graph; None: they need the host in each step."""
+        """The planner of decodes that can be recorded in a CUDA graph; None: decodes need the host in each step."""
         return None
 
     def repeatable(self) -> RepeatableAttention | None:
-        """What plans decodes that can be recorded in a native program; None: they are not native calls."""
+        """The planner of decodes that can be recorded in a native program; None: decodes are not native calls."""
         return None
 
 
 class CapturableAttention(Protocol):
-    """Attention whose decode steps can be recorded in a CUDA graph and replayed with other numbers."""
+    """Attention with decode steps that can be recorded in a CUDA graph and replayed with other inputs."""
 
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
-        """Plan a step in which everybody decodes one token, from numbers that stay on the device.
+        """Plan a step in which every request decodes one token, from inputs that stay on the device.
 
-        May launch kernels; they are recorded with the rest of the step. What it launches, and with what grids, depends
-        on shapes only.
+        May launch kernels; they are recorded with the rest of the step. The kernels and their grids depend only on
+        shapes.
 
         Args:
-            rows: [B] int64, device, fixed memory. Padding has a row whose slots are all of the dummy page.
-            seq_lens: [B] int32, device, fixed memory: tokens of each request, the new one included; 1 for padding.
+            rows: [B] int64, device, fixed memory. All slots of a padding row are in the dummy page.
+            seq_lens: [B] int32, device, fixed memory: tokens of each request, including the new one; 1 for padding.
         """
         ...
 
 
 class RepeatableAttention(Protocol):
-    """Attention on the CPU whose steps are calls to our library that may be made again for other requests."""
+    """Attention on the CPU with steps of library calls that can be repeated for other requests."""
 
     def repeatable_step(self, rows: Tensor, prefix_lens: Tensor, extend_lens: Tensor) -> StepAttention:
-        """Plan a step of T tokens in which everybody decodes, from numbers in memory that stays.
+        """Plan a step of T tokens in which every request decodes, from inputs in fixed memory.
 
-        The calls that plan it, and those of its `forward`, may be repeated as they are once other numbers stand there:
-        all their arguments are numbers and addresses that stay, as long as this object and the arguments live.
-        Repeated is a whole step: the calls of `forward` rest on the plan made last, be it another step's.
+        The planning calls and those of `forward` can be repeated unchanged after other values are written into that
+        memory: their arguments are constants and addresses, valid while this object and the arguments live. Only a
+        whole step may be repeated, because `forward` uses the plan made last, which can be another step's.
 
         Args:
-            rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; the lengths sum to T. Who has several tokens
-                has drafts. Where there are fewer requests than tokens, the others have no tokens: extend_lens is 0.
+            rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; the lengths sum to T. A request with several
+                tokens has drafts. With fewer requests than tokens, the remaining entries have extend_lens 0.
         """
         ...

@@ -1,10 +1,10 @@
-"""Attention on the CPU by our own kernels: pages are read in place, a prefix that requests share once for all of them.
+"""Attention on the CPU by our own kernels: pages are read in place, and a shared prefix is read once for its requests.
 
-A step is planned once for all layers of a window, in C++, too (`kernels/cpu/attention_plan.h`): which tokens attend to
-which piece of whose keys. Who shares a prefix is read off the slot table: the prefix cache gives requests with the same
-beginning the same pages.
+A step is planned once for all layers of a window, also in C++ (`kernels/cpu/attention_plan.h`): the plan assigns tokens
+to pieces of the keys that they attend to. Shared prefixes are found in the slot table, because the prefix cache gives
+the same pages to requests with the same prefix.
 
-The tokens of a request that checks drafts get the bits of as many decodes, one after the other, in the same company.
+The tokens of a request with drafts get the bits of that many decodes, one after the other, in the same batch.
 """
 
 # Shapes: B requests, T new tokens in the batch, Hq query heads, H KV heads, D head dim.
@@ -35,7 +35,7 @@ _ALL_DECODE: Final = None
 
 
 class CpuNativeAttention(AttentionBackend):
-    """Plans steps."""
+    """Attention backend for CPUs; see the module."""
 
     name: ClassVar[str] = "native"
 
@@ -51,7 +51,7 @@ class CpuNativeAttention(AttentionBackend):
             reasons.append(f"computes in bfloat16 and float32 only, not in {dtype}")
         if kv_dtype not in (dtype, torch.int8):
             reasons.append(
-                f"reads keys and values of the queries' dtype or int8, not {kv_dtype} beside {dtype}"
+                f"reads keys and values of the queries' dtype or int8, not {kv_dtype} with queries of {dtype}"
             )
         if spec.head_dim % _HEAD_DIM_MULTIPLE:
             reasons.append(f"head_dim {spec.head_dim} is not a multiple of {_HEAD_DIM_MULTIPLE}")
@@ -70,8 +70,8 @@ class CpuNativeAttention(AttentionBackend):
         """See `AttentionBackend`.
 
         Args:
-            library: another than that of this CPU.
-            fixed_order: a token's bits depend on the tokens before it only; decodes take longer.
+            library: kernels to use instead of those for this CPU.
+            fixed_order: a token's bits depend only on the tokens before it; decodes take longer.
         """
         self._library = load_library() if library is None else library
         self._kv_pool = kv_pool
@@ -97,7 +97,7 @@ class CpuNativeAttention(AttentionBackend):
         self._repeatable: _Plans | None = None
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
-        """See `AttentionBackend`. A plan's memory is used again once its step is forgotten."""
+        """See `AttentionBackend`. A plan's memory is reused when its step has been deleted."""
         plans = self._spare.pop() if self._spare else self._make_plans()
         columns = layout.rows, layout.prefix_lens, layout.extend_lens, layout.decodes()
         numbers = tuple(map(_int64s, columns))
@@ -115,8 +115,8 @@ class CpuNativeAttention(AttentionBackend):
     def repeatable_step(self, rows: Tensor, prefix_lens: Tensor, extend_lens: Tensor) -> StepAttention:
         """See `RepeatableAttention`.
 
-        All of them have one plan, which each makes anew: what a plan once had room for it keeps, and there may be as
-        many steps as batch sizes.
+        All repeatable steps share one plan, and each step fills it again: a plan keeps the memory of its largest step,
+        and there can be as many steps as batch sizes.
         """
         columns = rows, prefix_lens, extend_lens
         for column in columns:
@@ -138,7 +138,7 @@ class CpuNativeAttention(AttentionBackend):
         )
 
     def _step(self, plans: _Plans, num_tokens: int) -> _Step:
-        """The calls are the same ones for any number of tokens (`ForwardProgram`)."""
+        """The library calls are the same for any number of tokens (`ForwardProgram`)."""
         return _Step(
             self._library.attend,
             self._addresses,
@@ -152,7 +152,7 @@ class _Plans:
     """One plan for each distinct window of a model.
 
     Attributes:
-        addresses: of the plans.
+        addresses: addresses of the plans.
         of_layer: address of each layer's plan.
     """
 
@@ -188,10 +188,10 @@ class _Plans:
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Step:
     attend: ctypes._NamedFuncPointer
-    addresses: list[tuple[int | None, ...]]  # of each layer's keys, values, and their scales
+    addresses: list[tuple[int | None, ...]]  # addresses of each layer's keys, values, and their scales
     plans: _Plans
     kv_dtype: torch.dtype
-    shape: tuple[int, int, int]  # of the queries
+    shape: tuple[int, int, int]  # shape of the queries
 
     @property
     def plan_addresses(self) -> list[int]:

@@ -1,10 +1,10 @@
 """Attention over gathered keys and values: the arithmetic of `torch_native`, without pages.
 
-Three ways, by what is fastest. SDPA, which is flash attention on GPUs and on the CPU. For extends in bfloat16 on the
-CPU, matrix products block by block: SDPA's CPU kernel multiplies bfloat16 at the speed of float32, oneDNN's products
-are 3.3 times as fast on CPUs that have the instructions (512 tokens, 9 heads: 1.2 ms instead of 3.8). The scores are
-then rounded to bfloat16, as they are in transformers' eager attention. Against float32 that costs nothing that the
-rounding of q and k has not cost already: mean error of log-probabilities 0.0397 instead of 0.0391, SmolLM2-135M.
+The fastest method is used. SDPA is flash attention on GPUs and on the CPU. Extends in bfloat16 on the CPU use matmuls
+block by block: SDPA's CPU kernel multiplies bfloat16 at the speed of float32, and oneDNN's matmuls are 3.3 times as
+fast on CPUs with bfloat16 instructions (512 tokens, 9 heads: 1.2 ms instead of 3.8). Scores are then rounded to
+bfloat16, as in transformers' eager attention. The loss against float32 is small, because q and k are rounded already:
+mean error of log-probabilities 0.0397 instead of 0.0391, SmolLM2-135M.
 """
 
 # Shapes: n requests or queries, H KV heads, G query heads per KV head, D head dim, P keys.
@@ -19,11 +19,11 @@ from torch import Tensor
 
 _SDPA_BLOCK: Final = 256
 _PRODUCT_BLOCK: Final = 64
-"""Queries at a time: scores of 9 heads x 64 x 1024 keys just fit the second-level cache."""
+"""Queries at a time: scores of 9 heads x 64 x 1024 keys just fit into the L2 cache."""
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """One query per request; the heads of a group are the rows of one small matrix.
+    """Attend with one query per request; the heads of a group are the rows of one small matrix.
 
     Args:
         q: [n, H, G, D].
@@ -37,9 +37,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 
 
 class ExtendAttention:
-    """The last n of P tokens attend to all P, causally, in blocks of queries; what a block cannot see is skipped.
+    """Causal attention of the last n of P tokens, in blocks of queries; keys that a block cannot see are skipped.
 
-    With a window a token sees its own and the window - 1 tokens before it.
+    With a window a token attends to itself and the window - 1 tokens before it.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, window: int | None = None) -> None:
@@ -51,12 +51,12 @@ class ExtendAttention:
         self._block = block
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Attend.
+        """Compute attention into `out`.
 
         Args:
             q: [n, H, G, D].
             k, v: [P, H, D].
-            out: [n, H, G, D], is filled.
+            out: [n, H, G, D], filled by the call.
         """
         num_queries, prefix_len = q.shape[0], k.shape[0] - q.shape[0]
         q, out = q.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
@@ -79,23 +79,23 @@ class ExtendAttention:
             out[:, :, start:stop].copy_(attended)
 
     def _first_key(self, query: int) -> int:
-        """The first of the P tokens that this one sees."""
+        """Index of the first of the P tokens to which this query attends."""
         return 0 if self._window is None else max(0, query - self._window + 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """KV heads are the batch, and all heads of a group read the same keys with stride 0: [H, G, n, D]."""
+    """SDPA with the KV heads as batch; all heads of a group read the same keys with stride 0: [H, G, n, D]."""
     group = q.shape[1]
     k, v = k.unsqueeze(1).expand(-1, group, -1, -1), v.unsqueeze(1).expand(-1, group, -1, -1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k / sqrt(D)) v, the heads of a group stacked as rows of one product: [H, G, n, D].
+    """softmax(q k / sqrt(D)) v, with the heads of a group stacked as rows of one matmul: [H, G, n, D].
 
     Args:
-        mask: [n, m], of the last m keys. Without a window these are the block's own: no others can lie in the future
-            of a query.
+        mask: [n, m], for the last m keys. Without a window these are the block's own keys: only these can lie after a
+            query.
     """
     num_kv_heads, group, num_queries, head_dim = q.shape
     rows = q.reshape(num_kv_heads, group * num_queries, head_dim)
@@ -105,7 +105,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class CausalMask:
-    """The mask of a block of queries at the end of what they may see; one buffer, views of it for every block.
+    """The causal mask of a block of queries after its visible keys; every block uses a view of one buffer.
 
         keys  0 ........... visible-1
     query 0   0 0 0 0 0 0 | 0 - -        - is -inf
@@ -116,7 +116,7 @@ class CausalMask:
     def __init__(self, block: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block = block
         self._mask = torch.empty(0, dtype=dtype, device=device)
-        self._width = -1  # keys before the block that the buffer has room for
+        self._width = -1  # number of keys before the block for which the buffer is large enough
 
     def get(self, num_queries: int, visible: int) -> Tensor:
         """[num_queries, visible], for num_queries up to the block."""
@@ -129,23 +129,25 @@ class CausalMask:
 
 
 class BandMask:
-    """The mask of a block of queries that see a window of W tokens; one buffer, views of it for every block.
+    """The mask of a block of queries with a window of W tokens; every block uses a view of one buffer.
 
         keys  0 ...  W-1 .........          W = 3: three zeros in each row
     query 0   0 0 0 | - -                   - is -inf
     query 1   - 0 0 | 0 -                   the last key is the last query's own
     query 2   - - 0 | 0 0
 
-    A block near the start of its text has fewer keys before it: the first columns fall away.
+    A block near the start of its sequence has fewer keys before it: its view lacks the first columns.
     """
 
     def __init__(self, block: int, window: int, dtype: torch.dtype, device: torch.device) -> None:
         self.window = window
         self._block = block
-        self._mask = torch.empty(0, dtype=dtype, device=device)  # made when a text outgrows the window
+        self._mask = torch.empty(
+            0, dtype=dtype, device=device
+        )  # made when a sequence is longer than the window
 
     def get(self, num_queries: int, visible: int) -> Tensor:
-        """[num_queries, visible]: the keys that the first query sees, and those of the other queries."""
+        """[num_queries, visible]: keys that the first query attends to, and the own keys of the other queries."""
         if self._mask.numel() == 0:
             shape = (self._block, self.window - 1 + self._block)
             hidden = torch.ones(shape, dtype=torch.bool, device=self._mask.device)

@@ -1,7 +1,7 @@
 """FlashAttention-3 from sgl_kernel: extends and decodes of a batch in one call per layer, which reads the pool's pages.
 
-Once per step, and not once per layer, it makes the page table of the batch's requests and FA3's own plan of who
-computes what (*scheduler metadata*), one for each window of the layers.
+The page table of the batch and FA3's own work plan (*scheduler metadata*, one for each window of the layers) are made
+once per step, not once per layer.
 
 Shah et al. 2024; the interface is `sgl_kernel/flash_attn.py` of sglang-kernel 0.4.
 """
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 _MODULE: Final = "sgl_kernel.flash_attn"
 _MAX_HEAD_DIM: Final = 256
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-_CAPABILITIES: Final = (8, 9)  # major ones that the wheels have code for
-_NUM_SPLITS: Final = 0  # FA3's own choice, which it revises on the device by the lengths
+_CAPABILITIES: Final = (8, 9)  # major versions for which the wheels have code
+_NUM_SPLITS: Final = 0  # FA3 chooses, and adapts the choice to the lengths on the device
 
 
 class FlashAttention3(AttentionBackend):
-    """Plans steps."""
+    """Attention backend for Hopper and Ampere GPUs; see the module."""
 
     name: ClassVar[str] = "fa3"
 
@@ -58,7 +58,7 @@ class FlashAttention3(AttentionBackend):
             reasons.append(f"computes in bfloat16 and float16, not in {_short(dtype)}")
         if kv_dtype != dtype:
             reasons.append(
-                f"wants queries and keys in one precision, not {_short(dtype)} and {_short(kv_dtype)}"
+                f"needs queries and keys in one precision, not {_short(dtype)} and {_short(kv_dtype)}"
             )
         return reasons
 
@@ -79,7 +79,7 @@ class FlashAttention3(AttentionBackend):
         views, num_layers = kv_pool.page_views, spec.num_layers
         self._pages = list(zip(views[:num_layers], views[num_layers:], strict=True))
         self._windows = [_window_size(spec.window_of(layer_id)) for layer_id in range(spec.num_layers)]
-        # Where each request's query is when everybody has one; longer than any batch.
+        # Query offsets of a step in which every request has one new token; longer than any batch.
         self._one_each = torch.arange(
             req_to_token.shape[0] + 1, dtype=torch.int32, device=req_to_token.device
         )
@@ -105,9 +105,9 @@ class FlashAttention3(AttentionBackend):
     def _plan(
         self, rows: Tensor, seq_lens: Tensor, cu_seqlens: Tensor, longest_query: int, longest: int
     ) -> StepAttention:
-        """`longest`: no request is longer; the page table is as wide as that needs."""
+        """Plan a step; `longest` is an upper bound of `seq_lens` and sets the width of the page table."""
         page_table = self._page_table(rows, longest)
-        # The kernel takes the table's width for the longest length, and what it is told beforehand must agree with it.
+        # The kernel takes the table's width as the longest length; the metadata made before must agree with it.
         common: dict[str, Any] = {
             "batch_size": len(rows),
             "max_seqlen_q": longest_query,
@@ -139,7 +139,7 @@ class FlashAttention3(AttentionBackend):
         return _Step(self._flash_attention, self._pages, layers)
 
     def _page_table(self, rows: Tensor, longest: int) -> Tensor:
-        """[B, pages] int32. Behind the end of a request it has pages of others, which nobody reads."""
+        """[B, pages] int32. After the end of a request it holds pages of other requests, which are not read."""
         first_slots = self._req_to_token[:, : longest : self._page_size]
         table = first_slots.index_select(0, rows)
         return table if self._page_size == 1 else table.div_(self._page_size, rounding_mode="floor")
@@ -152,15 +152,15 @@ def _reasons_against_package(probe: KernelProbe) -> list[str]:
         return [
             f"is built for compute capabilities 8.x and 9.0, this GPU has {'.'.join(map(str, probe.capability))}"
         ]
-    try:  # in a library of its own, which small bundles leave out
+    try:  # a separate library, which some wheels do not contain
         import_module(_MODULE)
     except (ImportError, OSError) as error:
-        return [f"sgl_kernel {probe.sgl_kernel.version} is without it: {error}"]
+        return [f"sgl_kernel {probe.sgl_kernel.version} does not contain it: {error}"]
     return []
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """Keys before and behind the query's own; -1: all."""
+    """Number of keys before and after the query's own; -1: all."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 
@@ -170,7 +170,7 @@ def _short(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The pages of each layer, keys and values as [pages, page size, H, D], and all other arguments of its call."""
+    """The pages of each layer, keys and values as [pages, page size, H, D], and the other arguments of its call."""
 
     flash_attention: Callable[..., Tensor]
     pages: list[tuple[Tensor, Tensor]]

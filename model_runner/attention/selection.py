@@ -1,4 +1,4 @@
-"""Choice of the attention backends, one for prompts and one for decodes: what was asked for, or the first that can."""
+"""Selects the attention backends for prompts and for decodes: those requested, or the first that can run here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (
     CpuNativeAttention,
     TorchNativeAttention,
 )
-"""In the order of preference; the last one runs everywhere."""
+"""In order of preference; the last one runs everywhere."""
 
 
 def select_backend(
@@ -37,14 +37,14 @@ def select_backend(
     asked: tuple[str, str] | None = None,
     backends: tuple[type[AttentionBackend], ...] = BACKENDS,
 ) -> type[AttentionBackend]:
-    """Choose, and log who was passed over and why.
+    """Select the backends, and log those passed over with the reasons.
 
     Args:
-        spec, device, dtype, kv_dtype: what for; see `AttentionBackend.reasons_against`.
-        asked: names for prompts and for decodes (`parse_attention_backend`); None: the first that can, for both.
+        spec, device, dtype, kv_dtype: see `AttentionBackend.reasons_against`.
+        asked: names for prompts and for decodes (`parse_attention_backend`); None: the first that can run, for both.
 
     Raises:
-        ConfigError: one that was asked for cannot run here.
+        ConfigError: a requested backend cannot run here.
     """
     reasons = {
         backend.name: backend.reasons_against(spec, device, dtype, kv_dtype)
@@ -60,8 +60,8 @@ def select_backend(
         ]
         against = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items() if found)
         raise ConfigError(
-            f"attention_backend is {','.join(dict.fromkeys(asked))!r}, but that cannot run here: {against}; leave "
-            f"--attention-backend away, or use {' or '.join(possible)}"
+            f"attention_backend is {','.join(dict.fromkeys(asked))!r}, but that cannot run here: {against}; omit "
+            f"--attention-backend, or use {' or '.join(possible)}"
         )
     for name, found in reasons.items():
         if found:

@@ -29,7 +29,7 @@ def split_backend(prompts: type[AttentionBackend], decodes: type[AttentionBacken
 
 
 class Split(AttentionBackend):
-    """Plans steps; the parts are class attributes, which `split_backend` sets."""
+    """A backend made of two; `split_backend` sets them as class attributes."""
 
     name: ClassVar[str]
     prompts: ClassVar[type[AttentionBackend]]
@@ -39,7 +39,7 @@ class Split(AttentionBackend):
     def reasons_against(
         cls, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
-        """Those of both."""
+        """The reasons of both parts."""
         parts = (cls.prompts, cls.decodes)
         return [
             f"{part.name}: {reason}"
@@ -53,7 +53,7 @@ class Split(AttentionBackend):
 
     @property
     def gathered_token_bytes(self) -> int:
-        """See `AttentionBackend`; prompts and decodes take turns."""
+        """See `AttentionBackend`; the larger of both, because prompts and decodes run one after the other."""
         return max(self._prompts.gathered_token_bytes, self._decodes.gathered_token_bytes)
 
     def capturable(self) -> CapturableAttention | None:
@@ -82,7 +82,7 @@ def _part(layout: BatchLayout, requests: slice, num_extends: int) -> BatchLayout
 
 @dataclass(frozen=True, slots=True)
 class _SplitStep:
-    """`num_prompt_tokens` come first in the batch."""
+    """The attention of both parts; `num_prompt_tokens` tokens come first in the batch."""
 
     prompts: StepAttention
     decodes: StepAttention

@@ -1,12 +1,11 @@
 """Attention in plain torch, on any device: gather a request's keys and values by the slot table, then attend.
 
-Layers with a sliding window gather no more than the window; each distinct window of a model is planned on its own.
+Layers with a sliding window gather only the window; each distinct window of a model is planned separately. Extends run
+one by one. Decodes run together, padded to the longest request of their group; requests are grouped by length to keep
+the padding small. The cost of this backend is the gathering: it copies keys and values in every layer.
 
-Extends run one by one. Decodes run together, padded to the longest of their group, and groups are made by length so
-that padding stays small. The gathering is the price of this backend: it copies keys and values in every layer.
-
-It computes in the precision of the KV pool, whatever the queries have; of 8-bit pools, in bfloat16. Numbers with scales
-are multiplied by them as they are gathered.
+It computes in the dtype of the KV pool for queries of any dtype, and in bfloat16 for 8-bit pools. Values with scales
+are multiplied by their scale while they are gathered.
 """
 
 # Shapes: T new tokens in the batch, Hq query heads, H KV heads, G = Hq // H, D head dim, n requests of a decode group,
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
     from .backend import BatchLayout, Int64s, StepAttention
 
 _MAX_PADDING: Final = 1024
-"""Padded slots that cost as much as starting one more group: about 50 us each way, two Zen 5 cores, D = 64, H = 3."""
+"""Padded slots that cost as much as one more group: both about 50 us, two Zen 5 cores, D = 64, H = 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
-    """One request with several new tokens: `start`.. in the batch, behind old ones.
+    """One request with several new tokens, which begin at token `start` of the batch.
 
     Attributes:
-        slots: [old + extend_len] int32, of all tokens that a new one sees.
+        slots: [old + extend_len] int32, of all tokens to which a new one attends.
     """
 
     start: int
@@ -54,8 +53,8 @@ class _DecodeGroup:
     """Requests with one new token and similar lengths.
 
     Attributes:
-        tokens: where they are in the batch: a slice, or [n] int64.
-        slots: [n * P] int32; beyond its length a request repeats its last slot: padding reads its own numbers only.
+        tokens: their positions in the batch: a slice, or [n] int64.
+        slots: [n * P] int32; padding repeats the request's last slot, so it reads only the request's own values.
         mask: [n, 1, G, P], 0 or -inf; None without padding.
     """
 
@@ -66,7 +65,7 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What the layers of one window see of the batch."""
+    """The plan of a step for the layers of one window."""
 
     extends: list[_Extend]
     groups: list[_DecodeGroup]
@@ -74,7 +73,7 @@ class _View:
 
 
 class TorchNativeAttention(AttentionBackend):
-    """Plans steps."""
+    """Attention backend in plain torch; see the module."""
 
     name: ClassVar[str] = "torch_native"
 
@@ -82,7 +81,7 @@ class TorchNativeAttention(AttentionBackend):
     def reasons_against(
         spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
-        """Runs everywhere."""
+        """Empty: this backend runs everywhere."""
         return []
 
     def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
@@ -100,7 +99,7 @@ class TorchNativeAttention(AttentionBackend):
 
     @property
     def gathered_token_bytes(self) -> int:
-        """See `AttentionBackend`: keys and values in one layer, and their copies."""
+        """See `AttentionBackend`: keys and values of one layer, and their copies."""
         _, num_kv_heads, head_dim = self._kv_pool.k[0].shape
         return 2 * num_kv_heads * head_dim * self._dtype.itemsize * GATHERED_COPIES
 
@@ -118,7 +117,7 @@ class TorchNativeAttention(AttentionBackend):
 
     def _view(self, layout: BatchLayout, starts: Int64s, window: int | None) -> _View:
         seq_lens = layout.prefix_lens + layout.extend_lens
-        firsts = np.zeros_like(seq_lens)  # the first token of each request that a new one of it sees
+        firsts = np.zeros_like(seq_lens)  # the first token to which a new token of each request attends
         if window is not None:
             firsts = np.maximum(layout.prefix_lens - window + 1, 0)
         extends = [
@@ -149,7 +148,7 @@ class TorchNativeAttention(AttentionBackend):
         if int(lens.min()) < padded_len:
             beyond = np.arange(padded_len) >= lens[:, None]
             penalty = put(np.where(beyond, -np.inf, 0.0).astype(np.float32)).to(self._dtype)
-            # Contiguous: with a broadcast mask SDPA on the CPU leaves its fast path.
+            # Contiguous: with a broadcast mask SDPA on the CPU does not use its fast path.
             mask = penalty[:, None, None, :].expand(-1, 1, self._group_size, -1).contiguous()
         first, last = int(members[0]), int(members[-1])
         if last - first + 1 == len(members):
@@ -182,10 +181,10 @@ def group_by_length(seq_lens: Int64s) -> list[Int64s]:
 @dataclass(frozen=True, slots=True)
 class _Step:
     kv_pool: KVPool
-    views: list[_View]  # of each layer
+    views: list[_View]  # one per layer
     num_kv_heads: int
     group_size: int
-    dtype: torch.dtype  # to compute in
+    dtype: torch.dtype  # of the computation
 
     def forward(self, layer_id: int, q: Tensor) -> Tensor:
         """See `StepAttention`."""
@@ -231,6 +230,6 @@ class _Step:
         if scales is not None:
             numbers = pool.flatten(1).index_select(0, slots).view(len(slots), *pool.shape[1:])
             return (numbers * scales.index_select(0, slots).unsqueeze(-1)).flatten(1).to(self.dtype)
-        if pool.dtype.itemsize == 1:  # not every version selects rows of float8
+        if pool.dtype.itemsize == 1:  # some torch versions cannot select rows of float8
             return pool.flatten(1).view(torch.uint8).index_select(0, slots).view(pool.dtype).to(self.dtype)
         return pool.flatten(1).index_select(0, slots)

@@ -1,7 +1,7 @@
-"""Attention by our own Triton kernels: slots are read straight from the pool, nothing is gathered.
+"""Attention by our own Triton kernels: slots are read directly from the pool, nothing is gathered.
 
-Extends and decodes of a batch go to one kernel each (`kernels/triton/attention_prefill`, `attention_decode`). A step's
-host arrays travel in one copy; how decodes are cut into parts is decided on the device.
+Extends and decodes of a batch use one kernel each (`kernels/triton/attention_prefill`, `attention_decode`). The host
+arrays of a step are uploaded in one copy; decodes are split into parts on the device.
 """
 
 # Shapes: B requests, T new tokens in the batch, Hq query heads, H KV heads on this rank, D head dim.
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _MAX_HEAD_DIM: Final = 256
 _MAX_GROUP: Final = 64
-_SMS_OF_NO_GPU: Final = 8  # in the interpreter: enough to cut requests into parts
+_SMS_OF_NO_GPU: Final = 8  # in the interpreter: enough to split requests into parts
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES: Final = (*_DTYPES, torch.float8_e4m3fn)
 
 
 class TritonAttention(AttentionBackend):
-    """Plans steps."""
+    """Attention backend by Triton kernels; see the module."""
 
     name: ClassVar[str] = "triton"
 
@@ -61,7 +61,7 @@ class TritonAttention(AttentionBackend):
         return reasons
 
     def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
-        # Where there is no GPU there need be no triton.
+        # Imported here: triton may be missing on machines without a GPU.
         from ..kernels.triton import attention_decode, attention_prefill, attention_tiles, extend_cut
 
         self._decode_kernels, self._prefill_kernels = attention_decode, attention_prefill
@@ -126,7 +126,7 @@ class TritonAttention(AttentionBackend):
         return _Step(self, [None] * len(self._windows), self._plan_decodes(rows, seq_lens), 0)
 
     def _plan_decodes(self, rows: Tensor, seq_lens: Tensor) -> list[DecodePlan | None]:
-        """Of each layer."""
+        """Decode plan of each layer; None where there are no decodes."""
         if len(rows) == 0:
             return [None] * len(self._windows)
         plans = self._decode_kernels.plan_decodes(
@@ -137,7 +137,7 @@ class TritonAttention(AttentionBackend):
     def attend(
         self, layer_id: int, q: Tensor, extends: ExtendPlan | None, decodes: DecodePlan | None, split: int
     ) -> Tensor:
-        """[T, Hq, D] -> [T, Hq * D], for a step that this has planned; its decodes begin at token `split`."""
+        """[T, Hq, D] -> [T, Hq * D], for a step planned by this backend; its decodes begin at token `split`."""
         if q.stride(2) != 1:
             q = q.contiguous()
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
@@ -155,7 +155,7 @@ class TritonAttention(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Plans of each layer: of its extends and of its decodes, None without any; decodes begin at token `split`."""
+    """Plans of each layer for extends and for decodes, None without any; decodes begin at token `split`."""
 
     backend: TritonAttention
     extends: list[ExtendPlan | None]

@@ -1,1 +1,1 @@
-"""Tensor parallelism: process groups, the loop of ranks above 0, the runner that sends steps to them."""
+"""Tensor parallelism: process groups, the loop of the ranks above 0, and the runner that sends steps to them."""

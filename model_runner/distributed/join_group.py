@@ -1,8 +1,8 @@
-"""`join_group`: a rank's place among the others, from the settings of its process: device and connections.
+"""`join_group`: connects a rank to the others and chooses its device, from the settings of its process.
 
-Ranks on the CPU share its cores by their number of threads (`resolve`), and are not pinned: gloo's own threads would be
-pinned with them and take turns with the ones that compute. A product of 1024 x 1024 and the sum over two ranks took
-0.5 ms unpinned and 2 ms pinned, one thread each on two cores.
+Ranks on the CPU share its cores by their number of threads (`resolve`) and are not pinned: gloo's own threads would be
+pinned with them and compete with the computing threads. A matmul of 1024 x 1024 and the sum over two ranks took 0.5 ms
+unpinned and 2 ms pinned, one thread each on two cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a rank works: its group, and its device (None: the one the configuration names)."""
+    """A rank's group and device (None: the device of the configuration)."""
 
     group: TPGroup
     device: torch.device | None
@@ -35,13 +35,13 @@ ALONE: Final = Place(SINGLE_RANK, None)
 
 
 def join_group(child: Child) -> Place:
-    """Wait for the other ranks and connect to them; at once where there is one rank only.
+    """Wait for the other ranks and connect to them; returns at once if there is only one rank.
 
-    Also lets the child send heartbeats while it waits for others in a step.
+    Also lets the child send heartbeats while it waits for other ranks in a step.
 
     Raises:
-        RankLostError: they have not come.
-        ConfigError: rank 0 cannot listen for them, or they have other weights.
+        RankLostError: a rank has not connected in time.
+        ConfigError: rank 0 cannot listen for the others, or the ranks have different weights.
     """
     settings = child.settings
     config, parallel = settings.config, settings.config.parallel
@@ -70,11 +70,11 @@ def join_group(child: Child) -> Place:
 
 
 def check_weights(group: TorchGroup, path: Path, load_format: str) -> None:
-    """Find out, before they are loaded, whether the machines have the same weights.
+    """Check before loading that all machines have the same weights.
 
     Raises:
-        ConfigError: they do not.
-        RankLostError: somebody has gone.
+        ConfigError: the weights differ.
+        RankLostError: a rank is gone.
     """
     try:
         differing = group.differing("weight files", weights_fingerprint(path, load_format))
@@ -83,13 +83,13 @@ def check_weights(group: TorchGroup, path: Path, load_format: str) -> None:
     if differing:
         ranks = " and ".join(map(str, differing))
         raise ConfigError(
-            f"the weight files of rank {ranks} are not those of rank 0, though the configurations are the same; copy "
+            f"the weight files of rank {ranks} are not those of rank 0, although the configurations are equal; copy "
             "one model to all machines"
         )
 
 
 def store_address(dist_init_addr: str | None) -> tuple[str, int]:
-    """Host and port at which ranks of several machines find each other."""
+    """Host and port of the store through which ranks of several machines connect."""
     assert dist_init_addr is not None
     host, port = parse_address(dist_init_addr)
     return host, port + STORE

@@ -1,8 +1,8 @@
-"""The network interface that gloo and NCCL use between ranks, where the user has not chosen one.
+"""Chooses the network interface that gloo and NCCL use between ranks, if the user has not chosen one.
 
-Left alone, gloo takes the address of this machine's own name, which many systems resolve to loopback (Debian writes
-127.0.1.1 into /etc/hosts): ranks of two machines would then tell each other to connect to themselves. The interface
-from which machine 0 is reached is one that connects the machines.
+By default gloo uses the address of this machine's host name, which many systems resolve to loopback (Debian writes
+127.0.1.1 into /etc/hosts). Ranks of two machines would then announce loopback addresses to each other. The interface
+from which machine 0 is reached connects the machines.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _MAX_ADDRESSES: Final = 1024
 
 
 def use_loopback(environ: MutableMapping[str, str] | None = None) -> None:
-    """Let gloo and NCCL use the loopback interface: ranks of one machine need no other. The user's choice stays."""
+    """Let gloo and NCCL use loopback, which suffices for the ranks of one machine. The user's choice is kept."""
     names = [name for _, name in socket.if_nameindex() if name in _LOOPBACK_NAMES]
     if names:
         _choose(names[0], environ)
 
 
 def use_interface_towards(host: str, port: int, environ: MutableMapping[str, str] | None = None) -> None:
-    """Let gloo and NCCL use the interface from which `host` is reached, if it can be found. The user's choice stays."""
+    """Let gloo and NCCL use the interface from which `host` is reached, if it is found. The user's choice is kept."""
     name = interface_towards(host, port)
     if name is not None:
         _choose(name, environ)
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """The interface with the address from which packets to `host` leave; None: unknown.
+    """The interface with the source address of packets to `host`; None: unknown.
 
-    On the machine that has this address itself it is the interface of the address, though packets stay inside.
+    On the machine that has this address itself it is the interface of the address, although packets do not leave it.
     """
     with contextlib.suppress(OSError):
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -58,7 +58,7 @@ def _choose(name: str, environ: MutableMapping[str, str] | None) -> None:
 
 
 def _addresses() -> Iterator[tuple[str, bytes]]:
-    """The addresses of this machine with the names of their interfaces; none where it is not Linux."""
+    """The addresses of this machine with the names of their interfaces; empty if the system is not Linux."""
     if sys.platform != "linux":
         return
     import array
@@ -69,8 +69,8 @@ def _addresses() -> Iterator[tuple[str, bytes]]:
         request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
         used, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
     for label, packed in _IFREQ.iter_unpack(buffer.tobytes()[:used]):
-        yield label.rstrip(b"\0").decode().partition(":")[0], packed  # an alias is labelled eth0:1
-    with contextlib.suppress(OSError):  # there is no such file without IPv6
+        yield label.rstrip(b"\0").decode().partition(":")[0], packed  # an alias has a label like eth0:1
+    with contextlib.suppress(OSError):  # the file does not exist without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
             yield name, bytes.fromhex(digits)

@@ -1,7 +1,7 @@
-"""`RankLoop`: a rank other than 0 in motion: it executes the steps that rank 0 sends, in their order.
+"""`RankLoop`: the loop of a rank other than 0; it executes the steps that rank 0 sends, in order.
 
-Like rank 0 it launches a step before it waits for the one before, if steps overlap; it never runs further ahead,
-because rank 0 does not send further ahead.
+With overlap it launches a step before it waits for the previous one, like rank 0. It is never more than one step
+ahead, because rank 0 does not send more.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ class RankLoop:
         self._last_step_id = 0
 
     def run(self) -> None:
-        """Go round until the supervisor says stop."""
+        """Run until the supervisor requests a stop."""
         while not self._child.stop_requested():
             self.step()
             self._child.heartbeat()
 
     def step(self) -> None:
-        """Take what rank 0 has sent, and execute it; without anything, wait for it for half a second."""
+        """Execute the steps that rank 0 has sent.
+
+        Without a message it waits for the oldest step in flight, or half a second for a message if there is none.
+        """
         messages = self._inbox.poll(0.0 if self._in_flight else HEARTBEAT_INTERVAL_S)
         for message in messages:
             self._launch(message)

@@ -1,4 +1,4 @@
-"""`RankedRunner`: rank 0's runner where several ranks share a model: each step goes to the others, then to its own."""
+"""`RankedRunner`: rank 0's runner with tensor parallelism: sends each step to the other ranks, then launches it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Sender(Protocol):
-    """Sends to all other ranks, in order, and loses nothing."""
+    """Sends messages to all other ranks, in order and without loss."""
 
     def send(self, message: Message) -> None: ...
 
 
 class RankedRunner:
-    """A `Runner`. The others are told first: they take the plan in while rank 0 builds its own batch."""
+    """A `Runner`. A plan is sent to the other ranks first; they decode it while rank 0 builds its own batch."""
 
     def __init__(self, runner: Runner, others: Sender, group: TPGroup) -> None:
         self._runner = runner
@@ -37,13 +37,13 @@ class RankedRunner:
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         """See `Runner`."""
-        assert plan.num_rounds == 1, "the others would not know when a burst ends"
+        assert plan.num_rounds == 1, "the other ranks cannot know when a burst ends"
         self._others.send(LaunchStep(plan))
         return WaitingPending(self._runner.launch(plan, go_on), self._group)
 
 
 class WaitingPending:
-    """A step under way, whose end may depend on the other ranks: on a GPU it is here that a rank waits for them."""
+    """A step in flight that may depend on the other ranks: on a GPU a rank waits for them in `wait`."""
 
     def __init__(self, pending: Pending, group: TPGroup) -> None:
         self._pending = pending
@@ -56,13 +56,16 @@ class WaitingPending:
 
 
 class OtherRanks:
-    """The way to all other ranks: a local socket each on this machine, one listening port for other machines."""
+    """The connections to all other ranks: one local socket per rank of this machine, one port for other machines."""
 
     def __init__(self, endpoints: Sequence[str], parallel: ParallelConfig) -> None:
-        """`endpoints`: of the ranks on this machine.
+        """Connect to the ranks of this machine and listen for those of other machines.
+
+        Args:
+            endpoints: endpoints of the ranks on this machine.
 
         Raises:
-            ConfigError: nobody can listen for the other machines' ranks.
+            ConfigError: the port for the ranks of other machines cannot be opened.
         """
         self._local = FanOutbox(endpoints)
         self._remote: ClusterServer[RankInput] | None = None
@@ -76,7 +79,7 @@ class OtherRanks:
         """Wait until the ranks of other machines are connected.
 
         Raises:
-            RankLostError: one is not.
+            RankLostError: a rank has not connected in time.
         """
         if self._remote is not None:
             self._remote.wait_for(self._names, timeout_s)
@@ -98,5 +101,5 @@ class OtherRanks:
 
 
 def rank_name(rank: int) -> str:
-    """How a rank of another machine is called on its connection."""
+    """The name of a rank of another machine on its connection."""
     return f"rank {rank}"

@@ -1,11 +1,11 @@
-"""`TPGroup`: the ranks that share one model, and how they add up and put together what each has computed.
+"""`TPGroup`: the ranks that share one model, with the collective operations that combine their results.
 
-Layers call it and do not know how many ranks there are: `SingleRank` does nothing. With more, every rank executes the
-same `StepPlan`s in the same order, and so makes the same calls with the same shapes. The sum is the same, bit for bit,
-on all ranks: each number is added up at one place and handed out.
+Layers call it and do not depend on the number of ranks: `SingleRank` does nothing. With several ranks every rank
+executes the same `StepPlan`s in the same order, and so makes the same calls with the same shapes. A sum is the same,
+bit for bit, on all ranks: each element is reduced on one rank and then distributed.
 
-Ranks find each other through a file in the engine's private directory, or, on several machines, through a TCP store
-that rank 0 holds; then gloo (CPU) or NCCL (CUDA) connects them, through the interface that `network_interface` chooses.
+Ranks rendezvous through a file in the engine's private directory, or, on several machines, through a TCP store of rank
+0. Then gloo (CPU) or NCCL (CUDA) connects them through the interface that `network_interface` chooses.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ...runtime.errors import RankLostError
 from ...runtime.transport.cluster_ipc import is_loopback, listening_socket
 from .network_interface import INTERFACE_VARIABLES, use_interface_towards, use_loopback
 
-c10d: Any = dist  # its classes of stores are not exported as the type checker wants it
+c10d: Any = dist  # torch does not export its store classes for type checkers
 
 _MEETING_POLL_S: Final = 0.02
 _SOURCE_PLACE: Final = re.compile(r"^\[\S+:\d+\] ")
 
 
 class TPGroup(Protocol):
-    """See the module.
+    """The ranks that share one model; see the module.
 
     Attributes:
-        rank, size: this rank, 0 <= rank < size.
+        rank, size: this rank and the number of ranks, 0 <= rank < size.
     """
 
     @property
@@ -49,39 +49,39 @@ class TPGroup(Protocol):
     def size(self) -> int: ...
 
     def wait_for_others(self) -> AbstractContextManager[None]:
-        """Around what waits for other ranks without being an operation of the group: for results of a GPU."""
+        """Context around a wait for other ranks outside the group's operations, such as for results of a GPU."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, on all of them; may overwrite `x`, use what comes back."""
+        """The sum of all ranks' tensors, on all ranks; may overwrite `x`, so use the returned tensor."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' tensors, one behind the other along the last axis: [n, k] -> [n, size * k], contiguous."""
+        """All ranks' tensors, concatenated along the last axis: [n, k] -> [n, size * k], contiguous."""
         ...
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The tensor of rank 0, on all ranks; `x` of the others gives shape and dtype and is overwritten."""
+        """The tensor of rank 0, on all ranks; on the others `x` gives shape and dtype and is overwritten."""
         ...
 
     def min_over_ranks(self, value: int) -> int:
-        """The smallest of all ranks' numbers; for decisions at start that must be the same everywhere."""
+        """The smallest value of all ranks; for decisions at start that must be the same on all ranks."""
         ...
 
     def meet(self, place: str) -> None:
-        """Wait until all ranks have come to a place of this name; each name serves once.
+        """A named barrier: wait until all ranks have called it with this name. Each name can be used once.
 
-        For what may take minutes and differs between ranks, like loading weights: time-outs of the operations above
-        are for steps.
+        For work that may take minutes and differs between ranks, like loading weights: the timeouts of the operations
+        above are for steps.
 
         Raises:
-            RankLostError: somebody has not come in time, which names who; or rank 0, who knows who came, is gone.
+            RankLostError: a rank has not come in time (the message names it), or rank 0 with the store is gone.
         """
         ...
 
 
 class SingleRank:
-    """The group of a model that has one device to itself."""
+    """The group of a model on one device; its operations do nothing."""
 
     rank: Final = 0
     size: Final = 1
@@ -115,15 +115,15 @@ SINGLE_RANK: Final = SingleRank()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of a group find each other.
+    """How the ranks of a group connect.
 
     Attributes:
-        rank, size: this rank, and how many there are.
-        device: of this rank.
+        rank, size: this rank, and the number of ranks.
+        device: device of this rank.
         file: a path in a private directory, for ranks of one machine; it need not exist.
         address: host and port of the store that rank 0 opens, for ranks of several machines.
-        step_timeout_s: how long an operation waits for the others.
-        start_timeout_s: how long a rank waits for the others before and after it loads.
+        step_timeout_s: longest wait of an operation for the other ranks.
+        start_timeout_s: longest wait for the other ranks before and after loading.
     """
 
     rank: int
@@ -136,25 +136,25 @@ class Rendezvous:
 
 
 class TorchGroup:
-    """A group over torch.distributed; one in a process.
+    """A group over torch.distributed; one per process.
 
     Attributes:
-        waiting: whether it waits for the others at this moment. Operations on a GPU do not wait: they are queued, and
-            whoever asks the GPU for results waits, and says so with `wait_for_others`.
+        waiting: whether this rank is waiting for the others. Operations on a GPU are queued and do not wait; code that
+            waits for the GPU's results does so inside `wait_for_others`.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         """Wait for all ranks and connect to them.
 
         Raises:
-            RankLostError: not all have come.
-            ConfigError: rank 0 cannot listen for those of other machines.
+            RankLostError: a rank has not come in time.
+            ConfigError: rank 0 cannot listen for the ranks of other machines.
         """
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.device = rendezvous.device
         self._start_timeout_s = rendezvous.start_timeout_s
         self.waiting = False
-        # The second name is deprecated since torch 2.13, the first does not exist in 2.11.
+        # The second name is deprecated since torch 2.13; the first does not exist in 2.11.
         self._gather: Any = getattr(dist, "all_gather_single", None) or c10d.all_gather_into_tensor
         self._interface_advice = ""
         if rendezvous.address is None or is_loopback(rendezvous.address[0]):
@@ -171,7 +171,7 @@ class TorchGroup:
             torch.cuda.set_device(self.device)
         try:
             self._store = _open_store(rendezvous)
-            # The operations' time-out also bounds how long ranks wait for each other while they connect.
+            # The operations' timeout also bounds how long ranks wait for each other while they connect.
             self.meet("start")
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
@@ -182,7 +182,7 @@ class TorchGroup:
                 device_id=self.device if on_gpu else None,
             )
             if not on_gpu:
-                # gloo's threads must end before the interpreter does, or they abort the process at its end.
+                # gloo's threads must end before the interpreter, or they abort the process at exit.
                 atexit.register(dist.destroy_process_group)
         except RuntimeError as error:
             raise RankLostError(
@@ -193,7 +193,7 @@ class TorchGroup:
         """See `TPGroup`.
 
         Raises:
-            RankLostError: another rank is gone, or silent for the group's time-out.
+            RankLostError: another rank is gone, or silent for longer than the group's timeout.
         """
         self._run(dist.all_reduce, x)
         return x
@@ -239,10 +239,10 @@ class TorchGroup:
                 raise RankLostError(
                     f"{self._name} has waited {self._start_timeout_s:g} s at {place!r} for rank {ranks}"
                 )
-            time.sleep(_MEETING_POLL_S)  # the file store's own wait looks once a second
+            time.sleep(_MEETING_POLL_S)  # the file store's own wait polls only once a second
 
     def differing(self, what: str, value: str) -> list[int]:
-        """The ranks that say something else about `what` than rank 0; waits as `meet`, and each name serves once."""
+        """The ranks with another value of `what` than rank 0; waits like `meet`, and each name can be used once."""
         self._ask_store("set", f"{what}={self.rank}", value)
         self.meet(what)
         said = [self._ask_store("get", f"{what}={rank}") for rank in range(self.size)]
@@ -284,7 +284,7 @@ def _open_store(rendezvous: Rendezvous) -> Any:
     if rendezvous.address is None:
         return c10d.FileStore(str(rendezvous.file), rendezvous.size)
     host, port = rendezvous.address
-    # The store's own socket would listen on all interfaces, and it asks nobody who he is.
+    # The store's own socket would listen on all interfaces, and it has no authentication.
     listening = listening_socket(host, port).detach() if rendezvous.rank == 0 else None
     return c10d.TCPStore(
         host,
@@ -298,6 +298,6 @@ def _open_store(rendezvous: Rendezvous) -> Any:
 
 
 def _cause(error: Exception) -> str:
-    """What happened, of a message of gloo's or NCCL's: without the place in their sources, and advice."""
+    """The cause in a message of gloo or NCCL, without source location and advice."""
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
     return _SOURCE_PLACE.sub("", first_line).partition(". ")[0]

@@ -1,1 +1,1 @@
-"""`--model-impl transformers`: models of architectures without a page in `models/`."""
+"""`--model-impl transformers`: architectures without a module in `models/`."""

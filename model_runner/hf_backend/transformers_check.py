@@ -1,15 +1,17 @@
-"""`check_model`: does a model of transformers attend as our backends do? Asked once, when it is loaded.
+"""`check_model`: tests when a transformers model is loaded whether its attention is the one that our backends compute.
 
-Configurations do not say it reliably: position biases, sinks, capped scores, windows, latent and bidirectional
-attention are spelt differently in every architecture, and what is overlooked makes a model that talks nonsense. So the
-model is asked itself. Two short texts of random tokens run through it with its own eager attention, and in each layer
-that is compared with the plain causal attention that our backends promise. Then both run through our backend: side by
-side in one step, the end of the second in a step of its own. This shows that no layer mixes neighbours in other ways
-and that the KV pool holds all that a later step needs. What a model is compared with knows nothing of our positions,
-0, 1, 2 and so on: some count from elsewhere. At last the head: its logits are those of the untouched model.
+Configurations do not say this reliably: every architecture names position biases, sinks, capped scores, windows, latent
+and bidirectional attention differently, and an overlooked feature makes the output wrong. So the model itself is run:
 
-Each layer is compared on its own because a whole model hides differences: with random weights attention adds little.
-It costs six forward passes over a few tokens.
+1. Two short texts of random tokens run through it with its own eager attention. In each layer the result is compared
+   with the plain causal attention that our backends promise.
+2. Both texts run through our backend: together in one step, with the end of the second in a step of its own. This
+   shows that no layer mixes tokens in other ways than attention, and that the KV pool holds all that a later step
+   needs. The reference run does not get our positions 0, 1, 2 and so on, because some models count from another number.
+3. The logits of the head alone are compared with those of the unmodified model.
+
+Each layer is compared separately, because with random weights attention changes the output of a whole model little.
+The check costs six forward passes over a few tokens.
 """
 
 # Shapes: T tokens, Hq query heads, H KV heads, D head dim.
@@ -40,11 +42,11 @@ _CHECK_NAME: Final = "engine_check"
 _LENGTHS: Final = (24, 9)
 _FIRST_PART: Final = 5  # tokens of the second text in the first step
 _LAYER_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Of the largest difference in a layer's attention, relative to its largest number. What is refused differs by more: a
-single sink takes 1/25 of the last token's attention and one half of the first's."""
+"""Largest difference in a layer's attention, relative to its largest value. Unsupported attention differs by more: a
+single sink takes 1/25 of the last token's attention and one half of the first token's."""
 _MODEL_TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Of the difference in hidden states, relative to their length, for the median token: rounding lets single tokens of a
-mixture of experts take another expert."""
+"""Difference in hidden states, relative to their norm, of the median token: in a mixture of experts rounding can send
+single tokens to another expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class _Pool:
         self._backend = TorchNativeAttention(spec, self._kv, self._table, InputBuffers(device))
 
     def step(self, spans: dict[int, tuple[int, int]]) -> _Step:
-        """A step with the tokens start..stop of some texts."""
+        """A step with the tokens start..stop-1 of some texts."""
         starts, stops = np.asarray(list(spans.values())).T
         layout = BatchLayout(np.asarray(list(spans)), starts, stops - starts, len(spans))
         loc = torch.cat([self._table[text, start:stop].long() for text, (start, stop) in spans.items()])
@@ -83,7 +85,7 @@ class _Pool:
 
 
 class _Layers:
-    """What was seen of each layer's attention."""
+    """The results of the comparison of each layer's attention."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -108,12 +110,12 @@ class _Layers:
             )
         if layer_id in self.seen:
             raise _Different(
-                f"layer {layer_id} attends twice, and there is room for its keys and values once"
+                f"layer {layer_id} attends twice, but the KV pool holds its keys and values once"
             )
         self.seen.append(layer_id)
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if eager is None:
-            raise _Different(f"there is no eager attention beside {type(module).__name__} to compare with")
+            raise _Different(f"the module of {type(module).__name__} has no eager attention to compare with")
         theirs, weights = eager(module, query, key, value, mask, **options)
         if reason := self._reason(query, key, value, theirs, options):
             self.reasons.append(f"layer {layer_id} {reason}")
@@ -122,39 +124,39 @@ class _Layers:
     def _reason(
         self, query: Tensor, key: Tensor, value: Tensor, theirs: Tensor, options: dict[str, Any]
     ) -> str | None:
-        """Why our backends cannot stand in here; compares the numbers if nothing simpler is to be said."""
+        """Why our backends cannot replace this attention; compares values if shapes and options give no reason."""
         spec = self.spec
         layer_id = self.seen[-1]
         expected = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         if value.shape[-1] != key.shape[-1]:
-            return f"has values of {value.shape[-1]} numbers behind keys of {key.shape[-1]} (as latent attention has)"
+            return f"has values of size {value.shape[-1]} and keys of size {key.shape[-1]} (as in latent attention)"
         if (query.shape[1], key.shape[1], key.shape[-1]) != expected:
             found = f"{query.shape[1]} heads, {key.shape[1]} KV heads, head dim {key.shape[-1]}"
             return f"has {found}; config.json says {expected[0]}, {expected[1]}, {expected[2]}"
         for name, what in (("softcap", "caps its scores"), ("s_aux", "has attention sinks")):
             if options.get(name) is not None:
-                return f"{what} ({name}), which our attention does not"
+                return f"{what} ({name}), which our attention does not support"
         window, ours = options.get("sliding_window"), spec.window_of(layer_id)
         if window != ours:
-            return f"sees {window or 'all'} tokens in transformers, {ours or 'all'} by config.json"
+            return f"attends to {window or 'all'} tokens in transformers, {ours or 'all'} by config.json"
         scaling = options.get("scaling")
         plain = _plain_attention(query, key, value, scaling or spec.head_dim**-0.5, ours)
         difference = float((theirs.float() - plain).abs().max() / theirs.float().abs().max().clamp_min(1e-30))
         self.worst = max(self.worst, difference)
         if difference > _LAYER_TOLERANCE[query.dtype]:
             return (
-                f"does not compute plain causal attention: numbers differ by {difference:.1%} of the largest (position "
-                "biases, sinks and attention in both directions do that)"
+                f"does not compute plain causal attention: values differ by {difference:.1%} of the largest (as with "
+                "position biases, sinks and attention in both directions)"
             )
         return None
 
 
 class _Different(Exception):
-    """Raised inside of a forward pass that cannot go on."""
+    """Raised inside a forward pass that cannot continue."""
 
 
 class ModelCheck:
-    """The answers of a model with its own attention, to compare with."""
+    """The reference results of a model with its own attention."""
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class ModelCheck:
         logits: Tensor,
         worst: float,
     ) -> None:
-        """`hidden`: of each text; `logits`: of the second, by the whole model before it was taken apart."""
+        """Take the results of the whole, unmodified model: `hidden` of each text, `logits` of the second text."""
         self._name = name
         self._spec = spec
         self._texts = texts
@@ -175,10 +177,10 @@ class ModelCheck:
 
     @torch.inference_mode()
     def compare(self, model: TransformersModel) -> float:
-        """Run both texts through our backend; returns the largest relative difference that any comparison found.
+        """Run both texts through our backend; returns the largest relative difference of all comparisons.
 
         Raises:
-            ConfigError: the hidden states or the logits are not those of the model alone.
+            ConfigError: the hidden states or the logits differ from those of the unmodified model.
         """
         device, dtype = self._hidden[0].device, self._hidden[0].dtype
         first, second = self._texts
@@ -189,11 +191,13 @@ class ModelCheck:
         difference = _median_difference(found, self._hidden[1])
         if not difference <= _MODEL_TOLERANCE[dtype]:
             raise self._error(
-                f"a text beside another and in two steps gives other hidden states (by {difference:.1%}): its layers "
-                "use tokens before the current one in other ways than attention, or ignore positions"
+                f"a text computed with another one and in two steps gives other hidden states (by {difference:.1%}): "
+                "its layers use tokens before the current one in other ways than attention, or ignore positions"
             )
         try:
-            logits = model.logits(self._hidden[1])  # the same hidden states: nothing but the head is compared
+            logits = model.logits(
+                self._hidden[1]
+            )  # the reference hidden states, so only the head is compared
         except (AttributeError, TypeError, LookupError, RuntimeError, ValueError) as error:
             raise self._error(f"its head does not run without its decoder ({error})") from error
         if logits.shape[-1] != self._spec.vocab_size:
@@ -207,7 +211,7 @@ class ModelCheck:
 
     @staticmethod
     def _in_two_steps(model: TransformersModel, first: Tensor, second: Tensor, pool: _Pool) -> Tensor:
-        """Hidden states of the second text: its beginning beside the first one, the rest in a step of its own."""
+        """Hidden states of the second text: its beginning in a step with the first text, the rest in another step."""
         split, device = _FIRST_PART, first.device
         hidden = model.hidden_states(
             torch.cat([first, second[:split]]),
@@ -227,10 +231,10 @@ class ModelCheck:
 
 @torch.inference_mode()
 def check_model(causal_lm: Any, spec: ModelSpec, path: str) -> ModelCheck:
-    """Compare the attention of every layer; call before the model is taken apart.
+    """Compare the attention of every layer; call before `TransformersModel` modifies the model.
 
     Raises:
-        ConfigError: the architecture does not let others attend, or attends otherwise.
+        ConfigError: the architecture does not support external attention, or has another kind of attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
@@ -238,14 +242,14 @@ def check_model(causal_lm: Any, spec: ModelSpec, path: str) -> ModelCheck:
     name = f"{path}: {spec.model_type} ({type(causal_lm).__name__})"
     decoder = causal_lm.base_model
     if decoder is causal_lm:
-        raise _error(name, ["its decoder and its head cannot be told apart"])
+        raise _error(name, ["its decoder and its head cannot be separated"])
     AttentionInterface.register(_CHECK_NAME, _look)
     AttentionMaskInterface.register(_CHECK_NAME, eager_mask)
     with contextlib.suppress(ValueError, KeyError, NotImplementedError):
         decoder.set_attn_implementation(_CHECK_NAME)
     if decoder.config._attn_implementation != _CHECK_NAME:
         raise _error(
-            name, ["its code does not let others compute attention (transformers' AttentionInterface)"]
+            name, ["its code does not support external attention (transformers' AttentionInterface)"]
         )
     device = next(causal_lm.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -256,8 +260,8 @@ def check_model(causal_lm: Any, spec: ModelSpec, path: str) -> ModelCheck:
         hidden.append(_hidden_states(decoder, text, layers, name))
         if missing := sorted(set(range(spec.num_layers)) - set(layers.seen)):
             layers.reasons.append(
-                f"layer {missing[0]} has no attention that others can compute ({len(missing)} of {spec.num_layers} "
-                "layers have none)"
+                f"layer {missing[0]} does not call the attention interface ({len(missing)} of {spec.num_layers} "
+                "layers do not)"
             )
         if layers.reasons:
             raise _error(name, layers.reasons)
@@ -274,20 +278,20 @@ def check_model(causal_lm: Any, spec: ModelSpec, path: str) -> ModelCheck:
 
 
 def _median_difference(found: Tensor, expected: Tensor) -> float:
-    """Between rows [T, n], relative to the expected row's length."""
+    """Median difference between rows [T, n], relative to the norm of the expected row."""
     expected = expected.float()
     differences = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     return float(differences.median())
 
 
 def _hidden_states(decoder: Any, text: Tensor, layers: _Layers, name: str, **positions: Tensor) -> Tensor:
-    """`positions`: `position_ids`, or nothing for the model's own."""
+    """Hidden states of a text; `positions`: `position_ids`, or nothing for the model's own positions."""
     try:
         out = decoder(input_ids=text.unsqueeze(0), use_cache=False, engine_check=layers, **positions)
     except _Different as error:
         raise _error(name, [str(error)]) from error
     except TypeError as error:
-        raise _error(name, [f"its code does not hand arguments on to attention ({error})"]) from error
+        raise _error(name, [f"its code does not pass arguments on to attention ({error})"]) from error
     except RuntimeError as error:
         raise _error(name, [f"it cannot run at all ({error})"]) from error
     hidden: Tensor = out.last_hidden_state[0]
@@ -303,14 +307,14 @@ def _look(
     engine_check: _Layers | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Transformers' attention function while a model is looked at."""
+    """The attention function of transformers while a model is checked."""
     if engine_check is None:
-        raise _Different(f"{type(module).__name__} is not handed what the step brings for attention")
+        raise _Different(f"{type(module).__name__} does not get the step's arguments for attention")
     return engine_check.look(module, query, key, value, attention_mask, options)
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-    """What a backend promises, in float32, for one text: q [1, Hq, T, D], k and v [1, H, T, D] -> [1, T, Hq, D]."""
+    """The attention that a backend promises, in float32: q [1, Hq, T, D], k and v [1, H, T, D] -> [1, T, Hq, D]."""
     group, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     position = torch.arange(length, device=q.device)

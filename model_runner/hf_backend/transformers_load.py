@@ -1,4 +1,4 @@
-"""`load_transformers_model`: a model folder through transformers' own code, refused where that is not ours to serve."""
+"""`load_transformers_model`: loads a model folder with transformers' own code, and refuses unsupported models."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def load_transformers_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TransformersModel:
-    """Load a folder in Hugging Face layout with transformers' own code, and compare our attention with its own.
+    """Load a folder in Hugging Face layout with transformers' own code, and compare our attention with the model's.
 
-    The weights pass through host memory as a whole.
+    The whole model is loaded into host memory first.
 
     Raises:
-        ConfigError: transformers is missing or does not know the architecture, the weights are not its, or attention
-            is not what our backends compute.
+        ConfigError: transformers is missing or does not know the architecture, the weights do not belong to it, or its
+            attention is not what our backends compute.
     """
     _refuse_formats(config, source)
     transformers = _import_transformers()
     name = spec.model_type
     if name not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"{source.path}: transformers {transformers.__version__} has no model of its own for model_type {name!r}, "
+            f"{source.path}: transformers {transformers.__version__} has no built-in model for model_type {name!r}, "
             "and code from a model's folder is never run; a newer transformers may know it: pip install -U transformers"
         )
     model_config = _read_config(transformers, source)
     if getattr(model_config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"{source.path}: the weights are quantised, but model_impl transformers computes with plain ones only; use "
+            f"{source.path}: the weights are quantized, but model_impl transformers computes with plain ones only; use "
             "the original weights or --model-impl engine"
         )
     _refuse_changing_rotary(source, model_config, spec, max_model_len)
@@ -107,11 +107,11 @@ def _import_transformers() -> Any:
 
 
 def _keep_compiler_cache() -> None:
-    """Its models import torch's compiler, which makes its folder at once: among temporary files, if not told."""
+    """Set the cache folder of torch's compiler, which its models import; by default it is a temporary folder."""
     try:
         folder = cache_dir() / "torchinductor"
         folder.mkdir(parents=True, exist_ok=True)
-    except (ConfigError, OSError):  # torch's own choice will do
+    except (ConfigError, OSError):  # torch's default folder is used
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
@@ -121,12 +121,12 @@ def _read_config(transformers: Any, source: ModelSource) -> Any:
         return transformers.AutoConfig.from_pretrained(
             source.path, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # any type: configurations check themselves in many ways
+    except Exception as error:  # any type: configuration classes raise many kinds of errors
         raise ConfigError(f"{source.path}: transformers refuses config.json: {error}") from error
 
 
 def _refuse_changing_rotary(source: ModelSource, config: Any, spec: ModelSpec, max_model_len: int) -> None:
-    """Rotations that depend on the longest text of a batch would not fit the keys that are in the pool already."""
+    """Refuse rotary angles that depend on the longest sequence of a batch: cached keys have other angles."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
     for kind in kinds:
@@ -139,8 +139,8 @@ def _refuse_changing_rotary(source: ModelSource, config: Any, spec: ModelSpec, m
         if name == "dynamic" or (name == "longrope" and max_model_len > original):
             way_out = f"; use --max-model-len {original}" if name == "longrope" else ""
             raise ConfigError(
-                f"{source.path}: {config.model_type} has rope_type {name!r}, which in transformers turns all tokens of "
-                f"a batch by the longest text in it, so cached keys would not fit{way_out}"
+                f"{source.path}: {config.model_type} has rope_type {name!r}; in transformers its angles depend on the "
+                f"longest sequence of a batch, so cached keys would not fit{way_out}"
             )
 
 
@@ -184,7 +184,7 @@ def _not_loadable(source: ModelSource, config: Any, error: Exception) -> ConfigE
 
 @torch.no_grad()
 def _fill(causal_lm: Any, weights: DummyStore) -> None:
-    """Random numbers of the parameters' names, except norms: they stay as transformers initialises them."""
+    """Fill parameters with dummy weights by their names, except norms, which keep transformers' initial values."""
     for name, parameter in causal_lm.named_parameters():
         if parameter.ndim > 1:
             weights.read(name, parameter)

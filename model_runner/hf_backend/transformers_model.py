@@ -1,11 +1,12 @@
-"""`TransformersModel`: any decoder of transformers around our KV pool and attention, for `--model-impl transformers`.
+"""`TransformersModel`: any decoder of transformers with our KV pool and attention, for `--model-impl transformers`.
 
-The fallback for architectures without a page in `models`: their own code computes everything but attention, which
-transformers lets others provide (`AttentionInterface`). Each layer's rotated q, k and v come here, k and v go into the
-pool, and the batch's attention backend answers. A step is one sequence of all its tokens, each with its position, so
-chunks, prefixes and mixed steps work as with our own models; only the fused kernels and CUDA graphs do not.
+This is the fallback for architectures without a module in `models`. Transformers' code computes everything except
+attention, which is replaced through its `AttentionInterface`. `attend` gets the rotated q, k and v of each layer,
+stores k and v in the pool, and calls the batch's attention backend. A step is one sequence of all its tokens with
+their positions, so chunks, prefixes and mixed steps work as with our own models. Fused kernels and CUDA graphs are not
+used.
 
-What transformers would compute differently is refused at start, with the reason: `transformers_check` compares.
+`transformers_check` refuses models with another kind of attention at start, with the reason.
 """
 
 # Shapes: T new tokens in the batch, Hq query heads, H KV heads, D head dim, n rows that need logits.
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from ..memory.kv_pool import KVPool
 
 ATTENTION_NAME: Final = "engine"
-"""What our attention is called among those of transformers."""
+"""The name under which our attention is registered in transformers."""
 
 
 class AttentionStep(Protocol):
-    """What attention needs of a `ForwardBatch`; see there."""
+    """The attributes of a `ForwardBatch` that attention needs; see there."""
 
     @property
     def kv_pool(self) -> KVPool: ...
@@ -41,19 +42,19 @@ class AttentionStep(Protocol):
 
 
 class TransformersModel:
-    """See `CausalLM`."""
+    """The `CausalLM` around a model of transformers."""
 
     def __init__(self, causal_lm: Any) -> None:
-        """`causal_lm`: a model of transformers with a language-model head; it is taken apart and belongs to us now."""
+        """Take over `causal_lm`, a model of transformers with a language-model head, and split decoder and head."""
         self._causal_lm = causal_lm
         self._decoder = causal_lm.base_model
-        # The head alone, with all that the architecture does around it (scaling, caps): its forward runs with a decoder
-        # that returns what it is given.
+        # The head with all that the architecture does around it (scaling, caps): the model's forward runs with a
+        # decoder that returns its input.
         setattr(causal_lm, causal_lm.base_model_prefix, _GivenHidden())
         self._decoder.set_attn_implementation(ATTENTION_NAME)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM`; here the final norm is part of it, and all tokens are computed to the end."""
+        """See `CausalLM`; here it includes the final norm, and all tokens pass through all layers."""
         hidden = self.hidden_states(batch.input_ids, batch.positions, batch)
         return hidden if batch.wanted is None else hidden.index_select(0, batch.wanted)
 
@@ -75,19 +76,19 @@ class TransformersModel:
 
 
 class _GivenHidden(nn.Module):
-    """Stands where the decoder was: what goes in as embeddings comes out as its hidden states."""
+    """Replaces the decoder: returns its input embeddings as hidden states."""
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _DecoderOutput:
         return _DecoderOutput(inputs_embeds)
 
     @property
     def decoder(self) -> _GivenHidden:
-        """Heads such as OPT's do not call their base model but the decoder in it."""
+        """This object: models such as OPT call the decoder inside their base model."""
         return self
 
 
 class _DecoderOutput:
-    """A decoder's output with nothing but hidden states, whatever else an architecture looks for."""
+    """A decoder's output with hidden states only; all other attributes are None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -109,7 +110,7 @@ def attend(
     engine_step: AttentionStep | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function: store the new keys and values, and ask the step's backend.
+    """The attention function for transformers: store the new keys and values, and call the step's backend.
 
     Args:
         query: [1, Hq, T, D], rotated.
@@ -119,18 +120,15 @@ def attend(
         [1, T, Hq, D], and no weights.
 
     Raises:
-        ValueError: the model brings a mask; ours are made of positions. `check_model` sees it at start.
+        ValueError: the model passes a mask; our masks follow from positions. `check_model` finds this at start.
     """
     if attention_mask is not None:
-        raise ValueError("a mask of its own making for attention")
-    assert engine_step is not None  # `check_model` has seen that every layer hands it on
+        raise ValueError("a mask of its own for attention")
+    assert engine_step is not None  # `check_model` has verified that every layer passes it on
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     store_kv(engine_step.kv_pool.layer(module.layer_idx), k, v, engine_step.out_cache_loc)
     root = q.shape[-1] ** 0.5
-    if scaling is not None and abs(scaling * root - 1.0) > 1e-6:  # the backend divides by the root
+    if scaling is not None and abs(scaling * root - 1.0) > 1e-6:  # the backend divides by sqrt(D)
         q = q * (scaling * root)
     out = engine_step.attention.forward(module.layer_idx, q.contiguous())
     return out.view(1, q.shape[0], q.shape[1], -1), None
-
-
-# ---------------------------------------------------------------- loading

@@ -1,1 +1,1 @@
-"""Building blocks of decoder models, shared by all architectures. They compute through `ops` only."""
+"""Building blocks of decoder models, shared by all architectures. They compute only through `ops`."""

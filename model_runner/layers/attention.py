@@ -1,4 +1,4 @@
-"""Self-attention block: projections, norms of the heads and rotary around the batch's attention backend."""
+"""Self-attention block: projections, head norms and rotary around the batch's attention backend."""
 
 # Shapes: T new tokens in the batch, W of them kept, Hq query heads, H KV heads (both of this rank), D head dim.
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class SelfAttention:
-    """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matrix product.
+    """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul.
 
-    Which tokens a layer sees (its window) is known to the attention backend, from the `ModelSpec`.
+    The attention backend takes the window of a layer from the `ModelSpec`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SelfAttention:
 
         Args:
             fused: the checkpoint holds q, k and v as one `qkv_proj`.
-            qk_norms: applied to each head of q and of k, before rotary; with the same eps.
+            qk_norms: applied to each head of q and of k, before rotary; both have the same eps.
         """
         spec = context.spec
         self.layer_id = layer_id
@@ -58,7 +58,7 @@ class SelfAttention:
         self.o = RowLinear(context, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.attention_out_bias)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep) -> Tensor:
-        """[T, hidden] -> [W, hidden]: what attention gave is projected where it is kept."""
+        """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
         qkv_THD = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         q_THD = self.rotate_and_store(
             qkv_THD, self.head_norms, cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc
@@ -70,7 +70,7 @@ def _rank_outputs(context: ModelContext, stacked: list[int] | None) -> list[Span
     """This rank's rows of q, k and v; None if it has all of them.
 
     Args:
-        stacked: rows of q, k and v, if they stand one below the other in one matrix.
+        stacked: number of rows of q, k and v, if one matrix holds all three.
     """
     spec, group = context.spec, context.group
     if group.size == 1:

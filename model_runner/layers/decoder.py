@@ -1,6 +1,6 @@
-"""What decoder-only models have in common around their layers: embedding, rotary tables, last norm, head."""
+"""The common frame of decoder-only models around their layers: embedding, rotary tables, final norm, head."""
 
-# Shapes: T new tokens in the batch, W of them wanted (see `ForwardBatch`), R numbers of a head that rotate.
+# Shapes: T new tokens in the batch, W of them need logits (see `ForwardBatch`), R rotated dimensions of a head.
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ if TYPE_CHECKING:
     from .norm import RMSNorm
 
 Keep = Callable[["Tensor"], "Tensor"]
-"""From rows of all tokens to those of the tokens that are computed further."""
+"""Selects the rows of the tokens that are computed further from the rows of all tokens."""
 
 
 def every_row(x: Tensor) -> Tensor:
-    """The `Keep` of all layers but the last one."""
+    """The `Keep` of all layers except the last: keeps every row."""
     return x
 
 
 class Layer(Protocol):
-    """One layer of a decoder; called with the angles of its kind of layer."""
+    """One layer of a decoder; called with the rotary angles of its kind of layer."""
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep
     ) -> tuple[Tensor, Tensor]:
-        """What the block before added, not yet in the residual stream (None at first) -> what this one adds.
+        """Output of the previous block -> output of this block; neither is added to the residual stream yet.
 
         Args:
-            keep: goes over attention's result and the residual stream, as soon as no other token looks at this one:
-                behind attention itself.
+            x: output of the previous block; None in the first layer.
+            keep: applied to the attention output and to the residual stream right after attention, where the other
+                tokens are not read any more.
         """
         ...
 
 
 class PreNormLayer:
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Decoder:
         self.take_rows = take_rows
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM`. Behind the last layer's attention only the wanted tokens are computed."""
+        """See `CausalLM`. After the last layer's attention only the tokens that need logits are computed."""
         residual = self.embedding(batch.input_ids)
         angles = self.rotary.at(batch.positions)
         keeps = chain(repeat(every_row, len(self.layers) - 1), [self._keep_wanted(batch)])
@@ -114,7 +115,7 @@ class Decoder:
 
 
 class LayerRotary:
-    """The angles for each layer: one table, or one for the windowed layers and one for the others."""
+    """The rotary angles of each layer: one table, or one for the windowed layers and one for the others."""
 
     def __init__(self, context: ModelContext) -> None:
         spec = context.spec
@@ -125,16 +126,16 @@ class LayerRotary:
             self._table_of_layer = [int(spec.window_of(n) is not None) for n in range(spec.num_layers)]
 
     def at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin at [T] int64 positions for each layer: [T, R] each."""
+        """cos and sin for each layer at [T] int64 positions: [T, R] each."""
         angles = [table.at(positions) for table in self._tables]
         return [angles[table] for table in self._table_of_layer]
 
 
 def build_head(context: ModelContext, embedding: Embedding) -> OutputHead:
-    """The head of a checkpoint, or one tied to the embedding."""
+    """Build the output head from the checkpoint, or from the embedding if they are tied."""
     spec, weights = context.spec, context.weights
     if spec.tie_word_embeddings:
-        weights.ignore("lm_head.weight")  # some checkpoints hold the tied weight twice
+        weights.ignore("lm_head.weight")  # some checkpoints store the tied weight twice
         assert embedding.head is not None
         return OutputHead(context, embedding.head)
     size = spec.hidden_size

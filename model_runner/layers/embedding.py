@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Embedding:
-    """Token ids to vectors. Each rank looks up the tokens of its rows; the sum over ranks has all."""
+    """Token ids to vectors. Each rank looks up the tokens in its rows of the table; an all-reduce combines them."""
 
     def __init__(
         self, context: ModelContext, name: str, vocab_size: int, size: int, scale: float | None = None
     ) -> None:
-        """Take the table from a checkpoint, and where the head is tied to it, pack it for that.
+        """Take the table from a checkpoint; pack it for a tied head.
 
         Args:
-            scale: a factor of the vectors, not of the table, which the head may share.
+            scale: a factor of the looked-up vectors. The table itself is not scaled, because a tied head shares it.
         """
         table = functools.cache(lambda: vocabulary_rows(context, f"{name}.weight", vocab_size, size))
         self.head: LinearWeight | None = None
@@ -56,15 +56,15 @@ class Embedding:
 
 
 class OutputHead:
-    """Vectors to logits over the vocabulary, each rank those of its rows; then all get all.
+    """Hidden states to logits. Each rank computes the logits of its vocabulary rows; an all-gather combines them.
 
-    A head tied to the embedding is packed for the matrix product. Our own kernels then look up the embedding's rows
-    in it; for others it becomes a copy of the table: 57 MB for SmolLM2-135M in bfloat16, for which a decode step of one
-    token gets 0.8 ms (of 10) shorter.
+    A head tied to the embedding is packed for the matmul. Our own kernels look up embedding rows in the packed weight.
+    For other kernels it is a copy of the table: 57 MB for SmolLM2-135M in bfloat16, which makes a decode step of one
+    token 0.8 ms (of 10) shorter.
     """
 
     def __init__(self, context: ModelContext, weight: LinearWeight) -> None:
-        """`weight`: see `head_weight`."""
+        """Take the packed weight, see `head_weight`."""
         self.weight = weight
         self._all_gather = context.group.all_gather
         self._vocab_size = context.spec.vocab_size
@@ -77,18 +77,18 @@ class OutputHead:
         """[n, size] -> [n, vocab] float32."""
         if self._float32_product is not None:
             return self._float32_product(hidden)
-        # Put together in the serving dtype, which is half of what would travel in float32; then without the padding.
+        # Gathered in the serving dtype, half the bytes of float32; then the padding is cut off.
         return self._to_float32(self._all_gather(self.weight(hidden))[:, : self._vocab_size])
 
 
 def head_weight(
     context: ModelContext, name: str, size: int, plain_rows: Callable[[], Tensor]
 ) -> LinearWeight:
-    """This rank's rows of an output head, for the matrix product.
+    """This rank's rows of an output head, packed for the matmul.
 
     Args:
-        name: of the module with the weight, which may be the embedding.
-        plain_rows: reads them as `vocabulary_rows` does.
+        name: name of the module with the weight, which may be the embedding.
+        plain_rows: reads the rows as `vocabulary_rows` does.
     """
     vocab_size = context.spec.vocab_size
     rows = padded_span(vocab_size, context.group)
@@ -99,7 +99,7 @@ def vocabulary_rows(context: ModelContext, name: str, vocab_size: int, size: int
     """This rank's rows of a weight [vocab_size, size]; rows beyond its end are zeros."""
     weights, span = context.weights, padded_span(vocab_size, context.group)
     stop = min(span.stop, vocab_size)
-    if span.start >= stop:  # a tiny vocabulary and many ranks
+    if span.start >= stop:  # a tiny vocabulary on many ranks
         weights.ignore(name)
         return torch.zeros((len(span), size), dtype=context.dtype, device=context.device)
     rows = weights.stacked([name], [(vocab_size, size)], slices=[Slice(0, span.start, stop)])

@@ -1,9 +1,9 @@
-"""Mixture of experts: a router chooses a few of many small MLPs for each token.
+"""Mixture of experts: a router selects a few of many small MLPs for each token.
 
-With several ranks each has a part of every expert's width, so that all have the same work whatever the router says.
+With several ranks each rank has a part of every expert's width, so the work is balanced for any routing.
 """
 
-# Shapes: T tokens, E experts, k active ones of a token, N width of an expert (of this rank).
+# Shapes: T tokens, E experts, k active experts of a token, N width of an expert (of this rank).
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..model_context import ModelContext
 
 _Request = tuple[list[str], list[tuple[int, int]], list[Slice] | None]
-"""What a `LinearFormat` is asked for: names, shapes, and the part of each or None: all of it."""
+"""Arguments for a `LinearFormat`: names, shapes, and the slice of each weight (None: all of it)."""
 
 
 class SparseMLP:
@@ -41,7 +41,7 @@ class SparseMLP:
 
 
 class _CheckpointExperts:
-    """This rank's part of a layer's experts, still in the checkpoint; `ExpertSource`."""
+    """`ExpertSource` that reads this rank's part of a layer's experts from the checkpoint."""
 
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
         self._format, self._weights = context.linear_format, context.weights
@@ -67,7 +67,7 @@ class _CheckpointExperts:
         return names, [(self._inner, self._size)] * len(names), self._slices(0, len(names))
 
     def _down(self, modules: list[str]) -> _Request:
-        # Stacked along their first axis, which is not the one that is cut.
+        # Stacked along the first axis, cut along the other one.
         names = [f"{module}.down_proj" for module in modules]
         return names, [(self._size, self._inner)] * len(names), self._slices(1, len(names))
 

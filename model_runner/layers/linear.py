@@ -1,8 +1,7 @@
-"""Linear layers and their merged forms: one matrix product where the architecture names two or three.
+"""Linear layers, also merged: one matmul for two or three projections of the architecture.
 
-With several ranks a block of a layer is cut twice: its first matrix by outputs (`Linear` with spans), so that each
-rank has some of the heads or of the MLP's width, and its second by inputs (`RowLinear`), after which the ranks add up
-what they have: one sum over ranks for each block.
+With several ranks the first matrix of a block is cut by outputs (`Linear` with spans): each rank has some of the heads,
+or a part of the MLP's width. The second is cut by inputs (`RowLinear`) and is followed by an all-reduce: one per block.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Linear:
 
         Args:
             names: module names; `<name>.weight` is [out, in], `<name>.bias` is [out].
-            out_features: of each whole weight.
-            outputs: which of them to take; a name may come several times, for several parts. None: all.
+            out_features: number of outputs of each whole weight.
+            outputs: the outputs of each weight to take; a name may occur several times, for several parts. None: all.
         """
         weights = context.weights
         shapes = [(rows, in_features) for rows in out_features]
@@ -55,17 +54,21 @@ class Linear:
 
 
 class RowLinear:
-    """y = x @ W.T (+ b), where each rank has a part of x and all get the whole y."""
+    """y = x @ W.T (+ b), where each rank has a part of x and every rank gets the whole y."""
 
     def __init__(
         self, context: ModelContext, name: str, in_features: int, out_features: int, *, bias: bool
     ) -> None:
-        """Take this rank's part of the weight from a checkpoint; `in_features`: of the whole."""
+        """Take this rank's part of the weight from a checkpoint.
+
+        Args:
+            in_features: number of inputs of the whole weight.
+        """
         weights, group = context.weights, context.group
         slices = None if group.size == 1 else [Slice(1, *equal_span(in_features, group))]
         self.weight = context.linear_format.load(weights, [name], [(out_features, in_features)], slices)
         self.bias: Tensor | None = None
-        if bias and group.rank == 0:  # one rank brings it into the sum
+        if bias and group.rank == 0:  # only one rank adds the bias to the sum
             self.bias = weights.tensor(f"{name}.bias", (out_features,))
         elif bias:
             weights.ignore(f"{name}.bias")

@@ -1,4 +1,4 @@
-"""Gated feed-forward block, act(gate) * up, with gate and up in one matrix product."""
+"""Gated feed-forward block, act(gate) * up, with gate and up in one matmul."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GatedMLP:
 
         Args:
             fused: the checkpoint holds gate and up as one `gate_up_proj`.
-            activation: of the context's `Ops`; None: that of SiLU.
+            activation: an op of the context's `Ops`; None: `silu_and_mul`.
         """
         names, sizes = [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner]
         outputs = None
@@ -52,7 +52,7 @@ class GatedMLP:
         weight = self.gate_up.weight
         if activation is None and isinstance(weight, GateableWeight) and weight.end_with_silu():
             self.activation = _done
-            logger.debug("%s: the product of gate and up ends with the activation", name)
+            logger.debug("%s: the gate/up matmul applies the activation", name)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""
@@ -60,5 +60,5 @@ class GatedMLP:
 
 
 def _done(gate_up: Tensor) -> Tensor:
-    """The activation of a product that has ended with it."""
+    """Stands for the activation if the gate/up matmul has applied it already."""
     return gate_up

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone and together with the residual addition before it."""
+"""Root-mean-square normalization, alone and fused with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ class RMSNorm:
 
 
 class UnitOffsetRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + weight), as Gemma has it.
+    """x / rms(x) * (1 + weight), as in Gemma.
 
-    Kept as 1 + weight in float32, whatever the serving dtype: the sum would lose most of a small weight's digits.
+    1 + weight is stored in float32 for every serving dtype: in a 16-bit dtype the sum loses most digits of a small
+    weight.
     """
 
     def __init__(self, context: ModelContext, name: str, size: int, eps: float, scale: float = 1.0) -> None:
-        """`scale`: a factor of the result."""
+        """Take the weight from a checkpoint.
+
+        Args:
+            scale: a factor of the result.
+        """
         self.weight = (context.weights.tensor(f"{name}.weight", (size,), dtype=torch.float32) + 1.0) * scale
         self.eps = eps
         self._ops = context.ops

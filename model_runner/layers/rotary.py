@@ -1,6 +1,6 @@
 """Rotary position embedding: the table of angles, with the scaling variants of long-context models."""
 
-# Shapes: T tokens, R numbers of a head that rotate.
+# Shapes: T tokens, R rotated dimensions of a head.
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class RotaryEmbedding:
-    """cos and sin of every position's angles, in the form that `RotateAndStore` takes."""
+    """cos and sin of the angles of every position, in the form that `RotateAndStore` takes."""
 
     def __init__(self, frequencies: Tensor, scale: float, context: ModelContext) -> None:
-        """Compute the table in float32, as Hugging Face does, and keep it so on GPUs.
+        """Compute the table in float32, as Hugging Face does, and store it in float32 on GPUs.
 
-        On the CPU, where rotation is plain torch, it is kept in the model's dtype, as Hugging Face has it.
+        On the CPU, where rotation is plain torch, the table is stored in the model's dtype, as in Hugging Face.
 
         Args:
             frequencies: [R / 2] float32, angle per position.
-            scale: of cos and sin, see `RopeScaling.attention_factor`.
+            scale: factor of cos and sin, see `RopeScaling.attention_factor`.
         """
         angles = torch.outer(torch.arange(context.max_model_len, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -40,7 +40,7 @@ class RotaryEmbedding:
 
     @classmethod
     def of(cls, context: ModelContext) -> RotaryEmbedding:
-        """That of the model, or of its layers without a window where the others differ."""
+        """The table of the model; if windowed layers have their own, the table of the other layers."""
         spec, max_model_len = context.spec, context.max_model_len
         scaling = spec.rope_scaling
         if scaling.kind == "longrope":
@@ -55,7 +55,7 @@ class RotaryEmbedding:
 
     @classmethod
     def local(cls, context: ModelContext) -> RotaryEmbedding:
-        """That of the windowed layers of a model whose windowed layers have their own."""
+        """The table of the windowed layers, for models where they have their own."""
         spec = context.spec
         assert spec.local_rope_theta is not None
         rotary_dim = spec.rotary_dim or spec.head_dim
@@ -70,10 +70,10 @@ class RotaryEmbedding:
 
 
 def rotary_frequencies(theta: float, rotary_dim: int, scaling: RopeScaling, max_model_len: int) -> Tensor:
-    """Angle per position of each pair of numbers, [R / 2] float32; see `RopeScaling`.
+    """Angle per position of each pair of dimensions, [R / 2] float32; see `RopeScaling`.
 
-    One set for the whole life of the engine, also with longrope: if it depended on the lengths in a batch, as it does
-    in transformers, a request's text would depend on its neighbours and on what of it is cached.
+    The frequencies are fixed at start, also with longrope. In transformers they depend on the lengths in a batch; then
+    a request's output would depend on the other requests of its batches and on its cached prefix.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     frequencies = 1.0 / (theta**exponents)
@@ -92,7 +92,7 @@ def rotary_frequencies(theta: float, rotary_dim: int, scaling: RopeScaling, max_
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretch slow rotations by `factor`, keep fast ones, blend between (Llama 3.1)."""
+    """Stretch slow rotations by `factor`, keep fast ones, and blend in between (Llama 3.1)."""
     turns = scaling.original_max_position * frequencies / (2 * math.pi)  # within the original context
     kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(
         0.0, 1.0
@@ -101,9 +101,11 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn_frequencies(frequencies: Tensor, theta: float, rotary_dim: int, scaling: RopeScaling) -> Tensor:
-    """Keep fast rotations, stretch slow ones, blend linearly by the index of the pair between (YaRN)."""
+    """Keep fast rotations, stretch slow ones, and blend linearly by the index of the pair in between (YaRN)."""
 
-    def pair_that_turns(times: float) -> float:  # so often within the original context
+    def pair_that_turns(
+        times: float,
+    ) -> float:  # index of the pair with `times` turns in the original context
         wavelength = scaling.original_max_position / (times * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(theta))
 

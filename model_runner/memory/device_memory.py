@@ -1,4 +1,4 @@
-"""`DeviceMemory`: how much of a device's memory is free, and how much of it something takes at most."""
+"""`DeviceMemory`: measures the free memory of a device and the peak that a piece of work takes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ...runtime.resolve.memory_budget import size_text
 
 
 class DeviceMemory(Protocol):
-    """One device, as this process sees it."""
+    """The memory of one device, as seen by this process."""
 
     def free_bytes(self) -> int:
-        """What nobody has, after everything unused was given back."""
+        """Free bytes of the device, after this process has returned its unused memory."""
         ...
 
     def watch_peak(self) -> Callable[[], int]:
-        """Watch from now on; returns what tells the most bytes that were taken at a time beyond those taken now."""
+        """Start watching; returns a function that gives the peak since then, in bytes above the present use."""
         ...
 
 
 class CudaMemory:
-    """What torch's allocator has reserved, not what tensors occupy: the pieces it cannot use are gone as well."""
+    """Counts the memory reserved by torch's allocator, not only by tensors: fragments are not available either."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,10 +56,12 @@ class CudaMemory:
 
 @contextmanager
 def explained(what: str, memory: DeviceMemory | None, way_out: str) -> Iterator[None]:
-    """Around what takes memory at start.
+    """Context around an allocation at start: turns an out-of-memory error into a `ConfigError`.
 
     Args:
+        what: what the memory is for.
         memory: None where nothing is measured.
+        way_out: how the user can avoid the error.
 
     Raises:
         ConfigError: memory has run out.
@@ -74,5 +76,5 @@ def explained(what: str, memory: DeviceMemory | None, way_out: str) -> Iterator[
 
 
 def make_device_memory(device: torch.device) -> DeviceMemory | None:
-    """None where nothing is measured: the memory of the CPU is shared with everybody, so the estimate stands there."""
+    """None on the CPU: other processes share its memory, so it is not measured and the estimate is used."""
     return CudaMemory(device) if device.type == "cuda" else None

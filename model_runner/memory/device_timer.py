@@ -1,4 +1,4 @@
-"""`DeviceTimer`: how long the device took for work that a step queued, without waiting for it while it is queued."""
+"""`DeviceTimer`: measures the device time of the work that a step queues, without waiting while it is queued."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class DeviceTimer:
-    """Sums what is queued on the current stream inside its `with` blocks.
+    """Sums the time of the work queued on the current stream inside its `with` blocks.
 
-    On the CPU, where work is done when its call returns, that is the host's time. On a GPU it lies between two events
-    in the stream: the host only queues, and its time would make every copy look free.
+    On the CPU work is done when its call returns, so the host's time is measured. On a GPU the time between two events
+    of the stream is measured: the host only queues, and by its time every copy would look free.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class DeviceTimer:
             self._host_s += time.perf_counter() - self._started_s
 
     def wait_for_seconds(self) -> float:
-        """Seconds so far; waits until the device has done it all."""
+        """Seconds so far; waits until the device has done all of the work."""
         if not self._events:
             return self._host_s
         self._events[-1].synchronize()

@@ -1,8 +1,8 @@
-"""`HostKVPool`: KV pages of requests that lost their place on the device, in host memory. Tensors only, as `KVPool`.
+"""`HostKVPool`: KV pages of retracted requests in host memory (the swap pool). Tensors only, like `KVPool`.
 
-Copies are queued on the current stream, behind whatever the device still computes, and nobody waits for them: what a
-later copy or step on that stream reads is there. So a page may be written right after it was copied out, and come back
-right after that.
+Copies are queued on the current stream after the work that the device still computes, without waiting. Later copies and
+steps on that stream see their results. So a page may be overwritten right after its copy out is queued, and be copied
+in right after that.
 """
 
 # Shapes: L layers, H KV heads on this rank, D head dim, n pages of one copy.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 _STAGED_BYTES: Final = 32 << 20
-"""Memory on the device that a copy may take for pages in host layout (twice this for a moment)."""
+"""Device memory that a copy may take for pages in host layout (temporarily twice this)."""
 
 
 class HostPages(Protocol):
-    """Where swapped pages go, or the knowledge that there is no such place."""
+    """The host side of swapping; `NoHostKVPool` if swapping is off."""
 
     def copy_out(self, pages: Int64s, host_pages: Int64s) -> None:
         """Queue copies device -> host: [n] page ids each, no host page twice."""
@@ -43,7 +43,7 @@ class HostPages(Protocol):
 
 
 class NoHostKVPool:
-    """Swapping is off; a plan that swaps is the scheduler's bug."""
+    """Swapping is off; a plan that swaps is a bug of the scheduler."""
 
     def copy_out(self, pages: Int64s, host_pages: Int64s) -> None:
         """Never called."""
@@ -57,13 +57,13 @@ class NoHostKVPool:
 class HostKVPool:
     """Pages of KV on the host.
 
-    A page holds all layers in one piece, unlike on the device, where each layer has its own tensor: whoever is swapped
-    out moves all of them, and neighbouring pages move in one copy. Within a layer the bytes are the device's.
+    A page holds all layers in one piece; on the device each layer has its own tensor. A swapped request moves all
+    layers, and adjacent pages move in one copy. Within a layer the bytes are the same as on the device.
 
     Attributes:
-        pages: [num_pages, 2L, page_size, H, D] host; per page the keys of all layers, then the values. Behind it, of
-            quantised pools, their scales, [num_pages, 2L, page_size, H]. Pinned where the device is a GPU; elsewhere
-            resident only where it has been written.
+        pages: [num_pages, 2L, page_size, H, D] host; per page the keys of all layers, then the values. Quantized pools
+            have a second tensor with their scales, [num_pages, 2L, page_size, H]. Pinned where the device is a GPU;
+            elsewhere resident only where it has been written.
         num_bytes: memory reserved.
     """
 
@@ -71,7 +71,7 @@ class HostKVPool:
         """Reserve the memory.
 
         Raises:
-            ConfigError: the host does not let that much be pinned.
+            ConfigError: the host cannot pin that much memory.
         """
         self._buffers = buffers
         self._views = [views for views in (kv_pool.page_views, kv_pool.scale_views) if views]
@@ -108,7 +108,7 @@ class HostKVPool:
                     view.index_copy_(0, where, staged[:, n])
 
     def _parts(self, pages: Int64s, host_pages: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-        """(pages, host pages) in the order of the latter, so that runs are long, in parts that may be staged."""
+        """(pages, host pages), sorted by host page for long runs, in parts that fit the staging memory."""
         order = np.argsort(host_pages)
         for start in range(0, len(order), self._pages_per_copy):
             part = order[start : start + self._pages_per_copy]
@@ -116,15 +116,15 @@ class HostKVPool:
 
 
 def _runs(ascending: Int64s) -> list[tuple[int, int]]:
-    """Where numbers follow each other: [first, last) indices of each run."""
+    """[first, last) indices of each run of consecutive numbers."""
     ends = [*(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(ascending)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _pin(tensor: Tensor, owner: object) -> None:
-    """Lock a tensor's memory for the GPU, as long as `owner` lives.
+    """Pin a tensor's memory for the GPU, for the lifetime of `owner`.
 
-    Not `pin_memory=True`: torch's allocator of pinned memory rounds up to a power of two, 5 GiB would take 8.
+    Not `pin_memory=True`: torch's allocator of pinned memory rounds up to a power of two, so 5 GiB would take 8 GiB.
     """
     cudart: Any = torch.cuda.cudart()
     code = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))

@@ -1,11 +1,12 @@
-"""Large tensors in the host's memory: `reserve`, in huge pages where the system has them, and `Populator`.
+"""Large tensors in host memory: `reserve`, in huge pages where the system has them, and `Populator`.
 
-A decode reads keys and values from all over a pool. In pages of 4 KB the core's table of addresses (4,096 entries, 16
-MB) does not reach that far, and a look-up goes to memory, too: a fifth of the time of attention over 64 x 512 tokens.
+A decode reads keys and values from all parts of a pool. With pages of 4 KB the TLB (4,096 entries) covers 16 MB, and a
+miss reads the page table from memory: a fifth of the time of attention over 64 x 512 tokens.
 
-What is only reserved becomes resident when it is first written: then the system clears it, in the middle of a step, for
-all layers at once. In a virtual machine, whose own memory may have to be found first, 60 huge pages took 0.3 s, in a
-decode step that takes 0.08 s without them. So it is done before, while nobody waits.
+Reserved memory becomes resident when it is first written. The system then clears it in the middle of a step, for all
+layers at once. In a virtual machine, where the hypervisor may have to allocate the memory first, 60 huge pages took
+0.3 s in a decode step that takes 0.08 s without them. So `Populator` makes memory resident before, while no request
+waits.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ MADV_POPULATE_WRITE: Final = 23
 
 _SMALL_PAGE: Final = mmap.PAGESIZE
 _PLAIN_BYTES: Final = 4 << 20
-"""At the beginning of each tensor: whoever uses little of it, and prepares none, pays for no huge pages. 60 of them are
-120 MB."""
+"""Bytes at the beginning of each tensor without huge pages: a barely used pool takes little memory. With huge pages
+60 tensors take at least 120 MB."""
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that nobody has written; what nobody touches is not resident."""
+    """Uninitialized memory; only the parts that are written become resident."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if num_bytes < _PLAIN_BYTES + HUGE_PAGE_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -45,14 +46,14 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _ask_for_huge_pages(address: int, num_bytes: int) -> None:
-    """In whole pages from an address where one begins; a system that has none refuses, and nothing is lost."""
+    """Ask for huge pages from the first page boundary on; a system without huge pages refuses, which is harmless."""
     madvise = find_madvise()
     if madvise is not None:
         madvise(address, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE)
 
 
 class _Piece(NamedTuple):
-    """Memory of one tensor, a huge page or less; `begins_at`: the share of the tensor that lies before it."""
+    """Part of a tensor's memory, a huge page or less; `begins_at`: the share of the tensor before it."""
 
     begins_at: float
     address: int
@@ -60,30 +61,30 @@ class _Piece(NamedTuple):
 
 
 class Populator:
-    """Makes tensors resident from their beginnings on, a piece of one of them at a time; their numbers stay.
+    """Makes tensors resident from their beginnings on, one piece of one tensor at a time; their values do not change.
 
-    Systems that cannot do that (Linux before 5.14, others) do it when the memory is written, as ever.
+    On systems without this call (Linux before 5.14, others) memory becomes resident when it is written.
     """
 
     def __init__(self, tensors: Sequence[Tensor], madvise: Madvise | None = None) -> None:
         """Take the tensors.
 
         Args:
-            madvise: the system's by default.
+            madvise: replaces the system's call.
         """
         self._madvise = madvise or find_madvise()
         self._pieces = sorted(piece for tensor in tensors for piece in _pieces(tensor))
         self._next = 0
 
     def populate_some(self, share: float) -> bool:
-        """Make the next piece resident, if it belongs to this share of each tensor; whether there are more of those."""
+        """Make the next piece in the first `share` of each tensor resident; returns whether there are more of them."""
         if not self._has_more(share):
             return False
         assert self._madvise is not None
         _, address, num_bytes = self._pieces[self._next]
         error = self._madvise(address, num_bytes, MADV_POPULATE_WRITE)
         self._next += 1
-        if error:  # the system does not know how, or will not: no reason not to serve
+        if error:  # the system does not support or refuses it; serving goes on without
             logger.info("populate=none: %s", errno.errorcode.get(error, error))
             self._next = len(self._pieces)
         return self._has_more(share)
@@ -95,7 +96,7 @@ class Populator:
 
 
 def _pieces(tensor: Tensor) -> list[_Piece]:
-    """Cut where huge pages may begin."""
+    """Cut a tensor's memory at the boundaries of huge pages."""
     start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first_cut = (start // HUGE_PAGE_BYTES + 1) * HUGE_PAGE_BYTES
     cuts = [start, *range(first_cut, stop, HUGE_PAGE_BYTES), stop]

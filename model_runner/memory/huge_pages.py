@@ -1,10 +1,10 @@
-"""Huge pages for memory that exists already: the weights, once they are loaded.
+"""Huge pages for memory that exists already: the weights after loading.
 
-A decode step reads all weights once. In pages of 4 KB that is a page walk for each of them (two nested ones in a
-virtual machine), the core's prefetcher stops at each of them, and afterwards the table of addresses knows nothing any
-more of what Python needs between two steps. Weights lie in hundreds of allocations, most of them smaller than a huge
-page, so they are not asked for one by one: what this process has in its memory when loading is done is moved, wherever
-it stands close together (`MADV_COLLAPSE`, Linux 6.1). The addresses stay.
+A decode step reads all weights once. With pages of 4 KB each page costs a page walk (two nested ones in a virtual
+machine), the core's prefetcher stops at every page boundary, and afterwards the TLB holds no entries for the memory
+that Python uses between two steps. Weights are in hundreds of allocations, most of them smaller than a huge page, so
+huge pages are not requested per allocation. Instead, all densely filled memory of the process is moved into huge pages
+when loading is done (`MADV_COLLAPSE`, Linux 6.1). Addresses do not change.
 
 Memory that is reserved for later belongs to `host_memory`.
 """
@@ -28,33 +28,33 @@ MADV_HUGEPAGE: Final = 14
 MADV_COLLAPSE: Final = 25
 
 _LEAST_FILLED: Final = 0.9
-"""Of a mapping: what nobody has touched would become resident, too."""
+"""Least resident share of a mapping to move it: the parts never written would become resident too."""
 _SMAPS: Final = Path("/proc/self/smaps")
 _SETTING: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPPING: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ [0-9a-f:]+ 0 *(?:\[heap\])?\n")
 _OTHER_MAPPING: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")
 
 Madvise = Callable[[int, int, int], int]
-"""(address, bytes, advice) -> 0, or the number of the system's error."""
+"""(address, bytes, advice) -> 0, or the errno."""
 
 
 class Mapping(NamedTuple):
-    """Private memory of this process that is no file's."""
+    """Private anonymous memory of this process."""
 
     start: int
     stop: int
     resident_bytes: int
 
     def inner(self) -> tuple[int, int]:
-        """(address, bytes) of the whole huge pages in it."""
+        """(address, bytes) of the whole huge pages in the mapping."""
         start = -(-self.start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         return start, max(0, self.stop // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start)
 
 
 def collapse_resident_memory() -> int:
-    """Move what is resident of this process into huge pages; returns the bytes that moved, 0 where none may.
+    """Move the resident memory of this process into huge pages; returns the bytes moved, 0 if it is not possible.
 
-    Only speed depends on it: a system that has no huge pages, or whose owner wants none, is left alone.
+    This affects only speed. Nothing is done on a system without huge pages, or where they are set to `never`.
     """
     madvise = find_madvise()
     if madvise is None or not _allowed():
@@ -63,7 +63,7 @@ def collapse_resident_memory() -> int:
     try:
         with _SMAPS.open() as lines:
             found = list(mappings(lines))
-    except OSError as error:  # a sandbox may show no process its memory
+    except OSError as error:  # a sandbox may hide smaps
         logger.info("huge_pages=none: %s", error)
         return 0
     moved_bytes = collapse(found, madvise)
@@ -73,9 +73,9 @@ def collapse_resident_memory() -> int:
 
 
 def collapse(found: Iterable[Mapping], madvise: Madvise) -> int:
-    """Move those mappings that are filled; where the kernel cannot do it now it is asked to do so in time."""
+    """Move the filled mappings; MADV_HUGEPAGE lets the kernel move the rest later."""
     moved_bytes = 0
-    for mapping in list(found):  # before anything of it changes
+    for mapping in list(found):  # read in full, before the mappings change
         start, num_bytes = mapping.inner()
         if num_bytes and mapping.resident_bytes >= _LEAST_FILLED * (mapping.stop - mapping.start):
             madvise(start, num_bytes, MADV_HUGEPAGE)
@@ -84,7 +84,7 @@ def collapse(found: Iterable[Mapping], madvise: Madvise) -> int:
 
 
 def _collapse_range(start: int, num_bytes: int, madvise: Madvise) -> int:
-    """Whole huge pages. A call ends at the first one of which nobody has touched anything: then they go one by one."""
+    """Move whole huge pages. A call fails at the first page that was never written; then they are moved one by one."""
     error = madvise(start, num_bytes, MADV_COLLAPSE)
     if error != errno.EINVAL:
         return 0 if error else num_bytes
@@ -94,7 +94,7 @@ def _collapse_range(start: int, num_bytes: int, madvise: Madvise) -> int:
         if error in (
             errno.ENOMEM,
             errno.EBUSY,
-        ):  # the system or the container has none left: a further try would look
+        ):  # the system or the container has none left: further calls would search again
             break
         if error == 0:
             moved_bytes += HUGE_PAGE_BYTES
@@ -102,7 +102,7 @@ def _collapse_range(start: int, num_bytes: int, madvise: Madvise) -> int:
 
 
 def mappings(lines: Iterable[str]) -> Iterator[Mapping]:
-    """Those of a file like `/proc/self/smaps`."""
+    """The private anonymous mappings in a file like `/proc/self/smaps`."""
     where: tuple[int, int] | None = None
     for line in lines:
         if (found := _MAPPING.fullmatch(line)) is not None:
@@ -114,7 +114,7 @@ def mappings(lines: Iterable[str]) -> Iterator[Mapping]:
 
 
 def find_madvise() -> Madvise | None:
-    """The system's; None where there is none of this kind."""
+    """The system's `madvise`; None if the system is not Linux."""
     if not sys.platform.startswith("linux"):
         return None
     function = ctypes.CDLL(None, use_errno=True).madvise
@@ -127,7 +127,7 @@ def find_madvise() -> Madvise | None:
 
 
 def _allowed() -> bool:
-    """Whether the system's owner lets those have huge pages who ask: `MADV_COLLAPSE` alone would not care."""
+    """Whether the system allows huge pages on request; `MADV_COLLAPSE` itself ignores this setting."""
     try:
         return "[never]" not in _SETTING.read_text()
     except OSError:

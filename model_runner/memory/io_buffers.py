@@ -1,7 +1,7 @@
 """`InputBuffers` and `OutputBuffers`: copies of a step's arrays between host and device.
 
 All uploads of a step go through `InputBuffers`: without a copy on the CPU, through pinned memory and without waiting on
-a GPU. Results come back through `OutputBuffers`, queued, so that a launch never waits.
+a GPU. Results are fetched through `OutputBuffers`: the copies are queued, so a launch never waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class InputBuffers:
         self._pinned = device.type == "cuda"
 
     def put(self, array: Array) -> Tensor:
-        """The array on the device, in its dtype. On the CPU the tensor shares the array's memory: hand it over."""
+        """The array on the device, in its dtype. On the CPU the tensor shares its memory: do not reuse the array."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
@@ -45,7 +45,7 @@ class InputBuffers:
 
 
 def layout(arrays: list[Array]) -> tuple[list[int], int]:
-    """Where each array starts when all lie behind each other, aligned; and the bytes of all."""
+    """Byte offset of each array when all are stored one after the other, aligned; and the total bytes."""
     starts, end = [], 0
     for array in arrays:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -55,7 +55,7 @@ def layout(arrays: list[Array]) -> tuple[list[int], int]:
 
 
 def fill(staging: npt.NDArray[np.uint8], arrays: list[Array], starts: list[int]) -> None:
-    """Copy each array to its start."""
+    """Copy each array to its offset."""
     for array, start in zip(arrays, starts, strict=True):
         staging[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -71,7 +71,7 @@ def views(staging: Tensor, arrays: list[Array], starts: list[int]) -> list[Tenso
 class OutputBuffers:
     """Copies a step's results from one device to the host, without waiting; the counterpart of `InputBuffers`.
 
-    The caller knows when the copies are done: they lie between the events of its `DeviceTimer`.
+    The caller knows when the copies are done: it waits for the end of its `DeviceTimer`, which encloses them.
     """
 
     def __init__(self, device: torch.device) -> None:

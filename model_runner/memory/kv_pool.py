@@ -1,4 +1,4 @@
-"""`KVPool`: the keys and values of all tokens, tensors only. Which page belongs to whom is the scheduler's business."""
+"""`KVPool`: the tensors with the keys and values of all tokens. The scheduler assigns the pages to requests."""
 
 # Shapes: L layers, H KV heads on this rank, D head dim, slots = (pages + the dummy page) * page size.
 
@@ -17,18 +17,18 @@ class KVPool:
     """KV memory, [slots, H, D] per layer for keys and for values.
 
     A page is contiguous, so it can be copied to another page, to the host or to another process in one piece. Page 0
-    is the dummy page: padding writes there and nobody reads it.
+    is the dummy page: padding tokens write there and it is never read.
 
-    Of int8 numbers each token and head has a scale: a number is the stored one times that.
+    In an int8 pool each token and head has a scale: a value is the stored integer times the scale.
 
     Attributes:
         k, v: L tensors each.
-        k_scale, v_scale: L tensors [slots, H] float32 each; none unless the numbers are int8.
-        page_views: the same memory as 2L tensors [pages, page_size, H, D], the keys of all layers first. Of 8-bit
-            numbers, some of which torch cannot index everywhere, it shows the bytes.
-        scale_views: the same of the scales, [pages, page_size, H]; none where there are none.
-        page_size: slots of a page.
-        page_bytes: of one page, all layers.
+        k_scale, v_scale: L tensors [slots, H] float32 each; empty unless the pool is int8.
+        page_views: the same memory as 2L tensors [pages, page_size, H, D], the keys of all layers first. Views of 8-bit
+            pools have the dtype uint8, because torch cannot index some 8-bit dtypes on every device.
+        scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
+        page_size: slots per page.
+        page_bytes: bytes of one page, all layers.
         num_bytes: memory reserved; on the CPU only what has been written or prepared (`populate_some`) is resident.
     """
 
@@ -51,8 +51,8 @@ class KVPool:
         shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
         self.page_size = page_size
         scales_shape = shape[:2]
-        # FA3 may load whole pages and give what is behind a request's end the weight 0: memory must not hold NaN there.
-        # On the CPU nobody reads it, and what nobody touches takes no memory.
+        # FA3 may load whole pages and multiply the slots after a request's end by 0, so they must not hold NaN. On the
+        # CPU such slots are not read, and memory that is never written is not resident.
         make = reserve if device.type == "cpu" else partial(_zeros, device)
         self.k, self.v = ([make(shape, dtype) for _ in range(num_layers)] for _ in "kv")
         num_scales = num_layers if dtype == torch.int8 else 0
@@ -72,18 +72,18 @@ class KVPool:
         self._populator = Populator([*self.page_views, *self.scale_views] if device.type == "cpu" else [])
 
     def populate_some(self, used_pages: int, ahead_bytes: int) -> bool:
-        """On the CPU: make some more of the memory behind the pages 0..used_pages resident; whether there is more.
+        """On the CPU: make more of the memory after the pages 0..used_pages resident; returns whether there is more.
 
-        Takes a millisecond, or a few in a virtual machine; for when nobody waits.
+        Takes a millisecond, or a few in a virtual machine; called while no request waits.
 
         Args:
-            ahead_bytes: of all layers, how much of it.
+            ahead_bytes: bytes after the used pages, of all layers together, that are to be resident.
         """
         ahead_pages = ahead_bytes // self.page_bytes
         return self._populator.populate_some((used_pages + 1 + ahead_pages) / (self._num_pages + 1))
 
     def layer(self, layer_id: int) -> LayerKV:
-        """One layer's part."""
+        """The tensors of one layer."""
         k, v = self.k[layer_id], self.v[layer_id]
         if not self.k_scale:
             return LayerKV(k, v)
@@ -93,7 +93,7 @@ class KVPool:
         """Copy whole pages in all layers.
 
         Args:
-            sources, destinations: [C] int64 page ids, device. No page is both, and no destination comes twice.
+            sources, destinations: [C] int64 page ids, device. No page is in both, and no destination occurs twice.
         """
         for pages in (*self.page_views, *self.scale_views):
             pages.index_copy_(0, destinations, pages.index_select(0, sources))

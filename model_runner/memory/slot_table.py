@@ -18,11 +18,11 @@ Int64s = npt.NDArray[np.int64]
 
 
 class SlotTable:
-    """The KV slot of each position of each row's request. Every entry is the dummy slot at first.
+    """The KV slot of each position of each row's request. Every entry is initially the dummy slot.
 
     Attributes:
-        req_to_token: [rows + 1, max_model_len] int32, device; the last row, whose slots stay the dummy one, is for
-            padding.
+        req_to_token: [rows + 1, max_model_len] int32, device; the last row is for padding: its slots
+            stay the dummy slot.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, buffers: InputBuffers) -> None:
@@ -34,11 +34,11 @@ class SlotTable:
 
     @property
     def width(self) -> int:
-        """Positions of a row."""
+        """Number of positions per row."""
         return self.req_to_token.shape[1]
 
     def update(self, plan: StepPlan) -> None:
-        """Write what a plan changes: the slots of cached prefixes, and replaced slots.
+        """Write the changes of a plan: the slots of cached prefixes, and replaced slots.
 
         The slots of the step's new tokens are written by its executor.
         """
@@ -54,7 +54,7 @@ class SlotTable:
         self.store(*self._buffers.put_all([*_last_wins(np.concatenate(indices), np.concatenate(slots))]))
 
     def store(self, indices: Tensor, slots: Tensor) -> None:
-        """Write `slots` [n] int32 at `indices` [n] int64 of the flat table, each once; both on the device."""
+        """Write `slots` [n] int32 at `indices` [n] int64 of the flat table, without repeats; both on the device."""
         if self._flat_np is None:
             self._flat.index_copy_(0, indices, slots)
         else:  # with cold caches, as between two steps, an operation of torch takes some 40 us
@@ -62,6 +62,6 @@ class SlotTable:
 
 
 def _last_wins(indices: Int64s, slots: Int32s) -> tuple[Int64s, Int32s]:
-    """Without repeated indices, each with its last slot: torch leaves the order of writes open."""
+    """Remove repeated indices and keep the last slot of each: torch does not define the order of writes."""
     unique, last = np.unique(indices[::-1], return_index=True)
     return unique, slots[::-1][last]

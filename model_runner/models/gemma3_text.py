@@ -1,8 +1,8 @@
 """Gemma 3, text only (Gemma Team 2025).
 
-Unlike Llama: embeddings times sqrt(hidden size); norms before and after attention and MLP, with weights around zero;
-a norm for each head of q and of k; a scale of the scores of its own; GELU. Five of six layers see a sliding window
-and rotate with another base; both are in the `ModelSpec`.
+Differences to Llama: embeddings are multiplied by sqrt(hidden size); attention and MLP have a norm before and after
+them, with weights around zero; each head of q and of k has a norm; scores have a scale of their own; GELU. Five of six
+layers have a sliding window and another rotary base; both are in the `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """The decoder."""
+    """Build the decoder."""
     spec = context.spec
     embedding = Embedding(
         context, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5
@@ -46,7 +46,7 @@ class Gemma3Layer:
     def __init__(self, context: ModelContext, layer_id: int) -> None:
         spec = context.spec
         name, size, eps = f"model.layers.{layer_id}", spec.hidden_size, spec.rms_norm_eps
-        # Backends divide the scores by sqrt(head_dim); what differs from that goes into the norm of q.
+        # Backends divide the scores by sqrt(head_dim); the rest of the scale is part of the norm of q.
         q_scale = 1.0 if spec.query_scale is None else spec.query_scale * spec.head_dim**0.5
         qk_norms = (
             UnitOffsetRMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps, scale=q_scale),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """Pre-norm layers of attention and a SiLU-gated MLP."""
+    """Build a decoder with pre-norm layers of attention and a SiLU-gated MLP."""
     spec = context.spec
     size, eps = spec.hidden_size, spec.rms_norm_eps
     embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)

@@ -1,6 +1,6 @@
-"""Mistral (Jiang et al. 2023): Llama's layers; the first releases let every layer see a sliding window only.
+"""Mistral (Jiang et al. 2023): Llama's layers; in the first releases every layer has a sliding window.
 
-The window is in the `ModelSpec`, where the attention backends find it.
+The attention backends take the window from the `ModelSpec`.
 """
 
 from __future__ import annotations

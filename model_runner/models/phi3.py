@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4-mini (Abdin et al. 2024): Llama's layers with q, k, v and gate, up stored as one matrix each.
+"""Phi-3 and Phi-4-mini (Abdin et al. 2024): Llama's layers; q, k, v are one matrix, gate and up another.
 
-Long-context releases scale rotary frequencies one by one (longrope), Phi-4-mini rotates a part of each head only, and
-the short-context ones have a sliding window: all in the `ModelSpec`.
+Long-context releases scale each rotary frequency separately (longrope), Phi-4-mini rotates only a part of each head,
+and short-context releases have a sliding window. All of this is in the `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """The decoder."""
+    """Build the decoder."""
     spec = context.spec
     size, eps = spec.hidden_size, spec.rms_norm_eps
     embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): Llama's layers with biases on q, k and v.
 
-Biases and windows are in the `ModelSpec`, where the layers and the attention backends find them.
+The layers take the biases, and the attention backends the windows, from the `ModelSpec`.
 """
 
 from __future__ import annotations

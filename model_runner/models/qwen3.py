@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """Every layer has an ordinary MLP."""
+    """Build the decoder; every layer has a `GatedMLP`."""
 
     def mlp(name: str, layer_id: int) -> GatedMLP:
         return GatedMLP(context, name, context.spec.hidden_size, context.spec.intermediate_size)
@@ -28,7 +28,7 @@ def build(context: ModelContext) -> Decoder:
 
 
 def build_decoder(context: ModelContext, mlp: Callable[[str, int], Callable[[Tensor], Tensor]]) -> Decoder:
-    """Qwen3's decoder around MLPs of any kind, made by name and layer."""
+    """Build Qwen3's decoder; `mlp` makes the MLP of a layer from its name and layer id."""
     spec = context.spec
     size, eps = spec.hidden_size, spec.rms_norm_eps
     embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)

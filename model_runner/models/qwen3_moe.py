@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """Experts, except in the layers that the configuration names."""
+    """Build the decoder; layers have experts, except the dense ones named in the configuration."""
     spec = context.spec
     experts = spec.experts
     assert experts is not None

@@ -1,4 +1,4 @@
-"""From a `model_type` to its implementation, imported on demand."""
+"""Maps a `model_type` to its implementation, which is imported on demand."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Protocol):
-    """A decoder with a language-model head. The two halves are apart because few positions need logits."""
+    """A decoder with a language-model head. The two are separate calls because few positions need logits."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """The batch's tokens through all layers: [W, hidden] of the wanted ones, before the final norm."""
+        """Run the batch's tokens through all layers: [W, hidden] of those that need logits, before the final norm."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of `forward`'s result to logits: [n, hidden] -> [n, vocab] float32."""
+        """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab] float32."""
         ...
 
 
 def build_model(context: ModelContext) -> CausalLM:
-    """Make the model with its weights.
+    """Build the model with its weights.
 
     Raises:
-        ConfigError: the architecture is unknown, or the checkpoint does not hold what it needs.
+        ConfigError: the architecture is unknown, or a weight is missing in the checkpoint.
     """
     spec = context.spec
     if spec.model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ConfigError(f"no model for model_type {spec.model_type!r}; there are: {supported}")
+        raise ConfigError(f"model_type {spec.model_type!r} is not supported; supported are: {supported}")
     page: Any = import_module(f".{spec.model_type}", __package__)
     model: CausalLM = page.build(context)
     return model

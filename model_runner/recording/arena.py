@@ -1,11 +1,11 @@
-"""`Arena`: memory for what recorded steps make on their way, the same for all of them.
+"""`Arena`: memory for the intermediate tensors of recorded steps, shared by all recordings.
 
-A recording holds addresses, so its tensors must be where they were whenever it is replayed. Replays run one after the
-other, and none reads what another has left, so all recordings lie on top of each other in the same memory; within one,
-a tensor's block is given to the next one as soon as Python drops it, as torch's allocator would.
+A recording holds addresses, so its tensors must have the same addresses in each replay. Replays run one after the
+other, and none reads the results of another, so all recordings use the same memory. Within a recording a tensor's block
+is reused as soon as Python drops the tensor, as in torch's allocator.
 
-A block is a numpy array over the arena, and a tensor over that array keeps it alive, through all its views. When the
-last of them is gone, so is the array, and the block is free again.
+A block is a numpy array over the arena. A tensor over that array and all its views keep the array alive. When the last
+of them is deleted, the array is deleted too, and the block is free.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Arena:
-    """Chunks of memory that never move and are never given back.
+    """Chunks of memory that never move and are never freed.
 
     Attributes:
-        num_bytes: of all chunks; what nobody has touched of them takes no memory.
+        num_bytes: bytes of all chunks; only the parts that were written are resident.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class Arena:
         self.num_bytes = 0
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same shape, strides and dtype, with memory of the arena; its numbers are arbitrary."""
+        """A tensor of the same shape, strides and dtype, with memory of the arena; its values are arbitrary."""
         num_bytes = tensor.untyped_storage().nbytes()
         block = self._take(max(_ALIGNMENT, -(-num_bytes // _ALIGNMENT) * _ALIGNMENT))
         numbers = torch.from_numpy(block).view(tensor.dtype)
         return numbers.as_strided(tensor.shape, tensor.stride())
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """The same tensor without a claim on its block: others will write there."""
+        """The same tensor without ownership of its block: later tensors may overwrite it."""
         for chunk in self._chunks:
             start = tensor.data_ptr() - chunk.memory.ctypes.data
             if 0 <= start < len(chunk.memory):
@@ -55,7 +55,7 @@ class Arena:
         raise AssertionError("the tensor is not of this arena")
 
     def fill(self, byte: int) -> None:
-        """Overwrite everything; what is to survive must lie elsewhere."""
+        """Overwrite all memory of the arena."""
         for chunk in self._chunks:
             chunk.memory.fill(byte)
 
@@ -63,7 +63,7 @@ class Arena:
         for chunk in self._chunks:
             if (block := chunk.take(num_bytes)) is not None:
                 return block
-        # As large as all before it, so that there are few; from the system as it is needed.
+        # As large as all chunks before it, so there are few; the system provides the memory when it is written.
         chunk = _Chunk(max(_CHUNK_BYTES, self.num_bytes, num_bytes))
         self._chunks.append(chunk)
         self.num_bytes += len(chunk.memory)
@@ -73,18 +73,18 @@ class Arena:
 
 
 class _Chunk:
-    """One piece of memory, and what of it is free: (start, stop) pairs in order, with something taken between them."""
+    """One piece of memory and its free ranges: (start, stop) pairs in order, separated by taken ranges."""
 
     def __init__(self, num_bytes: int) -> None:
         memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         self.memory: Bytes = memory[start : start + num_bytes]
         self._free = [(0, num_bytes)]
-        # A block may come back at any moment, even within `take`: the garbage collector runs where it likes.
+        # A block may be dropped at any time, even within `take`, because the garbage collector may run there.
         self._dropped: deque[tuple[int, int]] = deque()
 
     def take(self, num_bytes: int) -> Bytes | None:
-        """The first block that is large enough: what was used last is most likely still in the cache."""
+        """The first block that is large enough: recently used memory is most likely still in the cache."""
         self._collect()
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= num_bytes:

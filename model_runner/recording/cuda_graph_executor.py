@@ -1,9 +1,9 @@
 """`CudaGraphExecutor`: decodes recorded for some batch sizes and replayed: one call instead of hundreds of launches.
 
-A recording reaches from the step's numbers (`DecodeInputMemory`) to the logits: slot table, input tokens (which the
-`TokenRelay` has, where they were sampled in the last step), model, head. The sampler comes behind it, as in any step. A
-batch takes the next larger recording; padded rows compute a token of the dummy row, in the dummy page, and nobody looks
-at what comes of it.
+A recording covers the step from its inputs (`DecodeInputMemory`) to the logits: slot table, input tokens (from the
+`TokenRelay`, if they were sampled in the last step), model, head. The sampler runs after it, as in any step. A batch
+uses the next larger recording. Padded rows compute a token of the dummy row in the dummy page; their result is not
+read.
 """
 
 # Shapes: n requests of a recorded step, padding included; B of them real; V tokens of the vocabulary.
@@ -46,7 +46,7 @@ _STEPS_PER_DOUBLING: Final = 4
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
-    """The sizes to record, ascending: 1 to 8, then four per doubling, so that at most a fifth of a step is padding."""
+    """The sizes to record, ascending: 1 to 8, then four per doubling, so at most a fifth of a step is padding."""
     sizes = list(range(1, min(_ALL_SIZES_UP_TO, max_batch_size) + 1))
     while sizes[-1] < max_batch_size:
         last = sizes[-1]
@@ -56,7 +56,7 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 
 
 class _Graph(NamedTuple):
-    """The recording of one batch size: where it reads its numbers, what queues it, and where it leaves the logits."""
+    """The recording of one batch size: its inputs, the call that queues it, and the logits that it writes."""
 
     inputs: DecodeInputs[Tensor]
     replay: Replay
@@ -64,12 +64,12 @@ class _Graph(NamedTuple):
 
 
 class CudaGraphExecutor:
-    """A `StepExecutor` that replays decodes of all sizes up to a largest one, and leaves other steps to `eager`.
+    """A `StepExecutor` that replays decodes of all sizes up to a largest one; `eager` runs the other steps.
 
     Attributes:
         eager: runs the other steps.
-        recorded_bytes: what each recording took of the device, the largest first.
-        num_replayed: steps that were replayed.
+        recorded_bytes: device memory that each recording took, the largest batch first.
+        num_replayed: number of replayed steps.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CudaGraphExecutor:
         sizes: Sequence[int],
         device: GraphDevice,
     ) -> None:
-        """Record.
+        """Record the decodes.
 
         Args:
             sizes: ascending; see `batch_sizes`.
@@ -109,7 +109,7 @@ class CudaGraphExecutor:
         self._graphs, self.recorded_bytes = self._record(device)
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """See `StepExecutor`. Attention is recorded for one token of each request, so drafts are checked eagerly."""
+        """See `StepExecutor`. Attention is recorded for one token per request, so drafts are verified eagerly."""
         num = batch.num_tokens
         if not batch.samples_all or batch.drafts is not None:
             return self.eager.run(batch)
@@ -127,20 +127,20 @@ class CudaGraphExecutor:
         if not self._has_told:
             self._has_told = True
             logger.info(
-                "decodes of %d requests are launched kernel by kernel: --max-recorded-bs is %d (said once)",
+                "decodes of %d requests are launched kernel by kernel: --max-recorded-bs is %d (logged once)",
                 num_rows,
                 self._sizes[-1],
             )
 
     @torch.inference_mode()
     def _record(self, device: GraphDevice) -> tuple[dict[int, _Graph], list[int]]:
-        """The recordings, and what each took of the device."""
+        """The recordings, and the device memory that each took."""
         free_bytes, started_s = [device.free_bytes()], time.perf_counter()
         largest = self._sizes[-1]
-        # One for all sizes: a recording's own result would keep its memory from the others.
+        # One result for all sizes: the other recordings could not reuse the memory of a recording's own result.
         all_logits = torch.empty_like(self._compute(self._inputs.upload_padding(largest)))
         graphs: dict[int, _Graph] = {}
-        for size in reversed(self._sizes):  # the smaller ones find their memory in what the largest needed
+        for size in reversed(self._sizes):  # smaller recordings reuse the memory of the largest
             inputs, logits = self._inputs.upload_padding(size), all_logits[:size]
             graphs[size] = _Graph(inputs, device.capture(partial(self._fill, logits, inputs)), logits)
             free_bytes.append(device.free_bytes())
@@ -156,11 +156,11 @@ class CudaGraphExecutor:
         return graphs, recorded_bytes
 
     def _fill(self, logits: Tensor, inputs: DecodeInputs[Tensor]) -> None:
-        """What is recorded."""
+        """The recorded computation."""
         logits.copy_(self._compute(inputs))
 
     def _compute(self, inputs: DecodeInputs[Tensor]) -> Tensor:
-        """[n, V] logits of a step. Of the host's numbers only shapes go into the recording."""
+        """[n, V] logits of a step. The recording depends only on the shapes of the host's arrays."""
         self._slot_table.index_copy_(0, inputs.table_indices, inputs.slots)
         batch = ForwardBatch(
             input_ids=self._relay.input_ids(inputs.known_ids, inputs.rows),
@@ -173,7 +173,7 @@ class CudaGraphExecutor:
 
 
 def sizes_to_record(kernels: KernelConfig, num_rows: int, device: torch.device) -> list[int]:
-    """The batch sizes that the configuration wants recorded as CUDA graphs, ascending; none on other devices."""
+    """The batch sizes to record as CUDA graphs by the configuration, ascending; empty on other devices."""
     if kernels.record_steps is False or device.type != "cuda":
         return []
     max_batch_size = kernels.max_recorded_bs
@@ -190,12 +190,12 @@ def cuda_graph_executor(
     slot_table: SlotTable,
     make_device: Callable[[], GraphDevice],
 ) -> StepExecutor:
-    """Record decodes of these batch sizes, if the attention can be recorded; otherwise all steps are `eager`'s."""
+    """Record decodes of these batch sizes if the attention can be recorded; otherwise `eager` runs all steps."""
     attention = eager.attention.capturable()
     if not sizes:
         return eager
     if attention is None:
-        # A resolved configuration says "on" also where nobody asked, so this is no reason not to serve.
+        # Not an error: a resolved configuration says "on" also if the user has not asked for recordings.
         logger.warning(
             "decode_graphs=0: attention by %s needs the host in each step; decodes are slower than with another "
             "--attention-backend",

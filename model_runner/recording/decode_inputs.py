@@ -1,11 +1,11 @@
-"""`DecodeInputMemory`: the numbers of a recorded decode step in fixed device memory, and the one copy that brings them.
+"""`DecodeInputMemory`: the inputs of a recorded decode step in fixed device memory, uploaded with one copy.
 
     host    staging 0   [rows | positions | ... ]   written for step N while step N-1 may still be read from staging 1
                  │  one copy per step
     device  memory      [rows | positions | ... ]   the same layout for each batch size, from the same first byte
 
-The device's memory exists once: the copy of step N waits in the stream for the step before. The host's exists twice,
-because the host does not wait: it writes the numbers of a step while the copy of the one before may not have begun.
+The device memory exists once: the copy of step N waits in the stream for step N-1. The host memory exists twice,
+because the host does not wait: it writes the inputs of a step before the copy of the previous step may have begun.
 """
 
 # Shapes: n requests of a recorded step, padding included; B of them real.
@@ -32,16 +32,16 @@ _DTYPES: Final[tuple[type[np.generic], ...]] = (*(np.int64,) * 5, *(np.int32,) *
 
 
 class DecodeInputs(NamedTuple, Generic[_Column]):
-    """[n] each, of a decode step: all that one step has and another has not. Tensors, or arrays of the host.
+    """The inputs that differ between decode steps, [n] each; device tensors or host arrays.
 
     Attributes:
         rows: int64, pool rows; the dummy row for padding.
-        positions: int64, of the new token.
-        out_cache_loc: int64, the slot of the new token; one of the dummy page for padding.
+        positions: int64, position of the new token.
+        out_cache_loc: int64, slot of the new token; a slot of the dummy page for padding.
         known_ids: int64, the input token, or `RELAYED` (`input_batch`).
-        table_indices: int64, where in the flat slot table the new token's slot stands.
+        table_indices: int64, index of the new token in the flat slot table.
         slots: int32, `out_cache_loc` in the table's dtype.
-        seq_lens: int32, tokens of the request, the new one included.
+        seq_lens: int32, tokens of the request, including the new one.
     """
 
     rows: _Column
@@ -54,7 +54,7 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
 
 
 class _Staging:
-    """One of the host's two buffers."""
+    """One of the two host buffers."""
 
     def __init__(self, memory: Tensor, sizes: Sequence[int]) -> None:
         self.memory = memory
@@ -65,7 +65,7 @@ class _Staging:
 
 
 class DecodeInputMemory:
-    """The memory of all batch sizes.
+    """The input memory of all batch sizes.
 
     Attributes:
         on_device: batch size -> tensors over the device's memory.
@@ -80,7 +80,12 @@ class DecodeInputMemory:
         device: torch.device,
         graph_device: GraphDevice,
     ) -> None:
-        """`table_width`: positions of a row of the slot table, in which row `dummy_row` has slots of the dummy page."""
+        """Allocate the memory.
+
+        Args:
+            dummy_row: the row for padding; its slots are in the dummy page.
+            table_width: positions per row of the slot table.
+        """
         self._dummy_row = dummy_row
         self._table_width = table_width
         self._graph_device = graph_device
@@ -95,10 +100,10 @@ class DecodeInputMemory:
     def upload(
         self, size: int, rows: Int64s, positions: Int64s, out_cache_loc: Int64s, known_ids: Int64s
     ) -> DecodeInputs[Tensor]:
-        """Queue the copy of a step's numbers, [B] each; what comes back has them, and padding up to `size`."""
+        """Queue the upload of a step's inputs, [B] each; returns the device tensors, padded to `size`."""
         staging = self._staging.pop(0)
         self._staging.append(staging)
-        staging.wait_until_read()  # of two steps ago: done long since, unless somebody launches more ahead
+        staging.wait_until_read()  # its copy of two steps ago has ended, unless more steps are in flight
         host, num = staging.inputs[size], len(rows)
         for column, values, padding in (
             (host.rows, rows, self._dummy_row),
@@ -118,13 +123,13 @@ class DecodeInputMemory:
         return self.on_device[size]
 
     def upload_padding(self, size: int) -> DecodeInputs[Tensor]:
-        """The same for a step of nobody."""
+        """The same for a step with padding only."""
         nothing = np.empty(0, dtype=np.int64)
         return self.upload(size, nothing, nothing, nothing, nothing)
 
 
 def _templates(size: int) -> list[npt.NDArray[Any]]:
-    """Arrays as those of `DecodeInputs`; their numbers are never looked at."""
+    """Arrays with the dtypes and shapes of `DecodeInputs`; their values are not read."""
     return [np.empty(size, dtype=dtype) for dtype in _DTYPES]
 
 

@@ -1,6 +1,6 @@
-"""`EagerExecutor`: steps of any kind, brought to the device in one copy and launched kernel by kernel."""
+"""`EagerExecutor`: runs steps of any kind: uploads the inputs in one copy and launches kernel by kernel."""
 
-# Shapes: T new tokens in the batch, W of them wanted, K hidden size.
+# Shapes: T new tokens in the batch, W of them need logits, K hidden size.
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Forward = Callable[[ForwardBatch], Tensor]
 
 
 class EagerExecutor:
-    """A `StepExecutor`; it is also the one that others leave to what they have no recording of.
+    """A `StepExecutor`; the other executors use it for steps without a recording.
 
     Attributes:
-        forward: the model's layers: its own `forward`, or a `ProgrammedForward`. The result need not outlive the step.
+        forward: the model's own `forward`, or a `ProgrammedForward`. The result is valid until the next step.
         attention: plans the attention of its steps.
     """
 
@@ -77,7 +77,7 @@ class EagerExecutor:
                 batch.out_cache_loc.astype(np.int32),
                 batch.out_cache_loc,
                 batch.positions,
-                batch.input_ids.copy(),  # on the CPU the tensor has the array's memory, and the relay writes there
+                batch.input_ids.copy(),  # on the CPU the tensor shares the array's memory, and the relay writes to it
                 relayed,
                 batch.token_rows[relayed],
                 batch.layout.rows[batch.sampled_idx],
@@ -101,7 +101,7 @@ class EagerExecutor:
         )
         logits = None
         if len(batch.sampled_idx):
-            # Mostly the wanted tokens are those to sample after.
+            # In most steps these are all tokens that need logits, and no selection is needed.
             last = hidden if batch.sample_indices is None else hidden.index_select(0, sample_indices)
             logits = self._model.logits(last)
         return StepOutput(logits, sample_rows, hidden, cut_indices if len(batch.cut_idx) else None)

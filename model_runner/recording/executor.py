@@ -1,13 +1,13 @@
-"""`StepExecutor`: the place where a step runs: launched kernel by kernel, as a CUDA graph, or as a native program.
+"""`StepExecutor`: runs a step: launched kernel by kernel, as a CUDA graph, or as a native program.
 
 InputBatch (host)  ->  executor  ->  StepOutput (device)  ->  sampler
 
 `EagerExecutor`      every step
 `CudaGraphExecutor`  decodes on a GPU, up to a number of requests; others by its `EagerExecutor`
-`NativeExecutor`     decodes on the CPU, with drafts, too; others by its `EagerExecutor`
+`NativeExecutor`     decodes on the CPU, also with drafts; others by its `EagerExecutor`
 """
 
-# Shapes: S requests that sample in this step, R rows of logits, W wanted tokens, K hidden size, V size of the
+# Shapes: S requests that sample in this step, R rows of logits, W tokens that need logits, K hidden size, V size of the
 # vocabulary.
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StepOutput(NamedTuple):
     Attributes:
         logits: [R, V] float32, see `InputBatch.sample_indices`; None if no request samples.
         sample_rows: [S] int64, the pool rows of the requests that sample.
-        hidden: [W, K] of the wanted tokens; None where only logits are read (`InputBatch.samples_all`).
-        cut_indices: [n] int64, see `InputBatch`; None if there is none.
+        hidden: [W, K] of the tokens that need logits; None where only logits are read (`InputBatch.samples_all`).
+        cut_indices: [n] int64, see `InputBatch`; None if there are none.
     """
 
     logits: Tensor | None
@@ -42,14 +42,13 @@ class StepExecutor(Protocol):
     """Runs the steps of one model."""
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """Queue a step on the device, the slot table's entries of its new tokens included.
+        """Queue a step on the device, including the slot table's entries of its new tokens.
 
-        Steps run in the order of the calls. Nothing of a step is kept by the executor but what the KV pool and the
-        slot table hold.
+        Steps run in the order of the calls. After a step only the KV pool and the slot table keep its data.
         """
         ...
 
     @property
     def recorded_bytes(self) -> Sequence[int]:
-        """Memory of the device that each recording made at start took, the largest first; empty without any."""
+        """Device memory of each recording made at start, the largest batch first; empty without recordings."""
         ...

@@ -1,20 +1,19 @@
 """`ForwardProgram`: a model's layers for any number of tokens as one call to our CPU library.
 
-Layer by layer, Python makes some 280 calls for a step with prompts, from caches that the kernels have emptied: 6 ms for
-16 tokens and 22 ms for 512, while the other threads wait. A decode step is recorded for each batch size instead
-(`native_executor`), but steps with prompts hardly ever have a length twice. Their calls are always the same ones,
-though, and so are their addresses if what they allocate lies where the largest step would have it. What is left are
-numbers like "tokens" and "tokens times width": each is a constant and so much per token, or, behind the last layer's
-attention, per wanted token (see `ForwardBatch`).
+Without it Python makes some 280 calls, layer by layer, for a step with prompts, with its caches evicted by the kernels:
+6 ms for 16 tokens and 22 ms for 512, while the other threads wait. Decode steps are recorded for each batch size
+(`native_executor`), but steps with prompts rarely have the same length twice. Their calls are always the same, and so
+are the addresses, if every allocation is placed where the largest step has it. Only arguments like "tokens" and "tokens
+times width" differ. Each is a constant plus a multiple of T plus, after the last layer's attention, a multiple of W.
 
-So the model is run for several numbers of both without computing anything, its calls are only told. If they are the
-same but for numbers on a plane over the two, they are a program with three columns, from which a step's arguments are
-made; otherwise, and for models that compute anything in another way, there is none, and the reason is logged. Kernels
-may be other ones from a number of tokens on; then there is a program for fewer wanted tokens than that, and one for
-others.
+So the model is traced for several sizes (T, W): its calls are noted, but not made. If the calls are equal except for
+arguments on a plane over (T, W), they become a program with three columns, from which the arguments of a step are
+computed. Otherwise, and for models that compute in another way, there is no program, and the reason is logged. Some
+kernels change from a number of tokens on; then there is one program for fewer tokens that need logits than this number,
+and one for the others.
 """
 
-# Shapes: T tokens of a step, W of them wanted, K hidden size.
+# Shapes: T tokens of a step, W of them need logits (see `ForwardBatch`), K hidden size.
 
 from __future__ import annotations
 
@@ -56,15 +55,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAME_FOR_ALL: Final = ["p", "f"]
-"""Kinds of arguments that must not depend on numbers of tokens, see `kernels.cpu.library`."""
+"""Kinds of arguments that must not depend on the number of tokens, see `kernels.cpu.library`."""
 
 
 class ProgrammedForward:
-    """A model's `forward`, which runs as a program where it can; what it returns stays until the next one.
+    """A model's `forward` that runs as a program where possible; a result is valid until the next call.
 
     Attributes:
-        programs: those, each for other steps.
-        arena: what they work in.
+        programs: the programs, each for other steps.
+        arena: the memory of their intermediate tensors.
     """
 
     def __init__(self, model: CausalLM, programs: Sequence[ForwardProgram], arena: Arena) -> None:
@@ -84,10 +83,10 @@ class ProgrammedForward:
 
 
 class ForwardProgram:
-    """See the module.
+    """A model's layers as a program; see the module.
 
     Attributes:
-        steps: which it can compute.
+        steps: the steps that it can compute.
         program: its calls, with the arguments of the last step.
     """
 
@@ -101,12 +100,12 @@ class ForwardProgram:
         hidden: Tensor,
         plan_words: list[Words],
     ) -> None:
-        """Take what was traced.
+        """Take the traced calls.
 
         Args:
-            numbers: [4, MAX_TOKENS] int64: where input tokens, positions, slots and wanted tokens are read.
-            hidden: [W, K] of the largest step: where the result is left.
-            plan_words: which arguments are the address of the step's attention plan, for each of its plans.
+            numbers: [4, MAX_TOKENS] int64: the memory from which input tokens, positions, slots and `wanted` are read.
+            hidden: [W, K] of the largest step: the memory to which the result is written.
+            plan_words: for each attention plan of the step, the indices of the arguments that hold its address.
         """
         self.steps = steps
         self.program = program
@@ -119,12 +118,12 @@ class ForwardProgram:
         self._plan_words = plan_words
 
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
-        """[W, K], until the next run; `plan_addresses`: see `PlannedAttention`."""
+        """Compute a step: [W, K], valid until the next run; `plan_addresses`: see `PlannedAttention`."""
         *numbers, wanted = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
         for row, column in zip(numbers, columns, strict=True):
             row[: size.tokens] = column.numpy()
-        # All of them are taken in order, which is rare and costs two copies.
+        # None: all rows are copied in order; this is rare and costs two copies.
         wanted[: size.wanted] = np.arange(size.tokens) if batch.wanted is None else batch.wanted.numpy()
         self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
@@ -134,21 +133,21 @@ class ForwardProgram:
 
 
 class _Blocks:
-    """Memory of what a computation allocates, laid out by its first run; then each allocation gets its block again.
+    """The allocations of a computation: the first run lays out blocks, and further runs get the same blocks.
 
     Attributes:
-        reason: why that cannot be.
+        reason: why this is not possible; empty if it is.
     """
 
     def __init__(self, arena: Arena) -> None:
-        """`arena`: where the blocks are."""
+        """Take the arena that holds the blocks."""
         self._arena = arena
         self.reason = ""
         self._blocks: list[Tensor] = []
         self._next: int | None = None
 
     def begin_again(self) -> None:
-        """The next allocation is the first one of a further run."""
+        """Start a further run: the next allocation gets the first block."""
         self._next = 0
         self.reason = ""
 
@@ -157,7 +156,7 @@ class _Blocks:
         if not tensor.numel():
             return tensor
         if not tensor.is_contiguous():
-            self.reason = "it allocates what is not contiguous"
+            self.reason = "it allocates a tensor that is not contiguous"
             return tensor
         if self._next is None:
             block = self._arena.like(tensor)
@@ -171,12 +170,12 @@ class _Blocks:
         return self._blocks[index][:num_bytes].view(tensor.dtype).view(tensor.shape)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The same tensor without a claim on its block."""
+        """The same tensor without ownership of its block."""
         return self._arena.borrowed(tensor)
 
 
 class _Tracer:
-    """Runs a model without computing anything."""
+    """Traces a model: runs it without computing anything."""
 
     def __init__(
         self, model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, library: ctypes.CDLL
@@ -190,10 +189,10 @@ class _Tracer:
         self.plan_addresses: list[int] = []
 
     def trace(self, size: StepSize, blocks: _Blocks) -> Traced:
-        """The calls of such a step.
+        """The calls of a step of this size.
 
         Raises:
-            NoProgramError: some of them are no calls of the library, or need memory beside the blocks.
+            NoProgramError: some operations are not library calls, or need other memory than the blocks.
         """
         row, none, tokens = (np.array([number], dtype=np.int64) for number in (0, 0, size.tokens))
         with told_of_calls(self._library, lambda function, arguments: None, only_told=True):
@@ -223,7 +222,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
     """The program of these steps.
 
     Raises:
-        NoProgramError: their calls are not so much per token.
+        NoProgramError: their arguments are not linear in T and W.
     """
     blocks = _Blocks(tracer.arena)
     largest = tracer.trace(steps.largest, blocks)  # lays the blocks out
@@ -238,7 +237,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
         if [call.function for call in traced.calls] != functions:
             raise NoProgramError(f"it calls other functions for {size}")
         if traced.result.data_ptr() != hidden.data_ptr():
-            raise NoProgramError(f"its result lies elsewhere for {size}")
+            raise NoProgramError(f"its result has another address for {size}")
         return _words(traced)
 
     planes = Planes.through(steps, words_of)
@@ -250,7 +249,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
             raise NoProgramError(f"{NOT_PER_TOKEN}: {size}")
     plan_words = [(planes.constants == address).nonzero()[0] for address in tracer.plan_addresses]
     if not all(map(len, plan_words)):
-        raise NoProgramError("its attention has no plan that could be exchanged")
+        raise NoProgramError("its attention has no plan argument that could be replaced")
     return ForwardProgram(
         steps,
         NativeProgram(library, largest.calls),
@@ -265,9 +264,9 @@ def _make_programs(tracer: _Tracer, library: ctypes.CDLL) -> list[ForwardProgram
     """A model's programs.
 
     Raises:
-        NoProgramError: it has none.
+        NoProgramError: the model has none.
     """
-    # First of all for few tokens: what cannot be recorded is computed, if only the first operation of it.
+    # First with few tokens: a torch operation that cannot be recorded is computed before it ends the trace.
     tracer.trace(StepSize(LEAST_TOKENS, 1), _Blocks(tracer.arena))
     reasons = []
     for border in BORDERS:
@@ -282,7 +281,7 @@ def _make_forward(
     model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
 ) -> ProgrammedForward:
     if num_ranks > 1:
-        raise NoProgramError("ranks that share a model wait for each other within a step")
+        raise NoProgramError("tensor-parallel ranks wait for each other within a step")
     if attention.repeatable() is None:
         raise NoProgramError(f"attention by {attention.name} is not a native call")
     library = load_library()
@@ -293,7 +292,7 @@ def _make_forward(
 def programmed_forward(
     kernels: KernelConfig, *, model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
 ) -> Forward:
-    """The model's forward pass, as a program if the configuration wants steps recorded and there is one."""
+    """The model's forward pass; as a program if the configuration enables recorded steps and there is a program."""
     if kernels.record_steps is False:
         return model.forward
     started_s = time.perf_counter()

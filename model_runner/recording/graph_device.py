@@ -1,7 +1,7 @@
-"""`GraphDevice`: what recording steps and replaying them needs of a device; CUDA's is `CudaGraphDevice`.
+"""`GraphDevice`: the device operations for recording and replaying steps; `CudaGraphDevice` is the one for CUDA.
 
-A recording holds kernels with their arguments: addresses, shapes and whatever numbers the host put in. So everything
-that differs from step to step has to lie in device memory that stays where it is.
+A recording holds kernels with their arguments: addresses, shapes and values from the host. So all inputs that differ
+between steps must be in device memory with fixed addresses.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from torch import Tensor
 Replay = Callable[[], None]
 
 _WARM_UP_RUNS: Final = 2
-"""Runs before a recording: kernels are compiled, tuned and loaded, and libraries make their workspaces, in the first;
-the second would show an allocation that only the first one should need."""
+"""Runs before a recording. In the first one kernels are compiled, tuned and loaded, and libraries allocate workspaces.
+The second one shows allocations that are needed in every run."""
 
 
 class GraphDevice(Protocol):
     """One device, its current stream, and one memory pool that all recordings share."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """Record what `run` queues on the device; it is really run, too, before or meanwhile.
+        """Record the work that `run` queues on the device; `run` is also executed, before or during the recording.
 
-        Recordings are replayed one after the other, never at the same time, so they use the same memory for what they
-        do not hand out. The largest should come first: the others then find enough of it.
+        Recordings are replayed one after the other, never at the same time, so they share the memory of their
+        intermediate tensors. The largest should be recorded first; the others then fit into its memory.
 
         Returns:
-            what queues all of it again.
+            a call that queues all of the work again.
         """
         ...
 
     def staging(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 on the host, from which the device can copy while the host goes on."""
+        """[num_bytes] uint8 on the host, from which the device can copy while the host continues."""
         ...
 
     def upload(self, target: Tensor, staged: Tensor) -> Callable[[], None]:
-        """Queue a copy from staging memory to the device; returns what waits until it is done."""
+        """Queue a copy from staging memory to the device; returns a call that waits until it is done."""
         ...
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody has."""
+        """Free memory of the device."""
         ...
 
 
 class CudaGraphDevice:
-    """CUDA graphs by torch."""
+    """CUDA graphs through torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class CudaGraphDevice:
                 run()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are forbidden meanwhile: NCCL's watchdog asks for its events at any time.
+        # Only calls of this thread are forbidden during the capture: NCCL's watchdog queries its events at any time.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
@@ -79,6 +79,6 @@ class CudaGraphDevice:
         return event.synchronize
 
     def free_bytes(self) -> int:
-        """See `GraphDevice`; what torch keeps for itself counts as taken."""
+        """See `GraphDevice`; memory cached by torch counts as taken."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.mem_get_info(self._device)[0]

@@ -1,12 +1,11 @@
-"""`NativeExecutor`: decodes on the CPU as one call to our library each; the sister of `CudaGraphExecutor`.
+"""`NativeExecutor`: runs a decode on the CPU as one call to our library; the counterpart of `CudaGraphExecutor`.
 
-A number of tokens is recorded when it is first met, without padding, because that costs one step hardly more than
-computing it: the recording is that step. So there is nothing to do at start, and nothing for sizes that never come.
-Whose tokens they are, one of each request or some of one that check drafts, is a matter of the attention's plan, which
-is made anew by each replay.
+A number of tokens is recorded when it first occurs, without padding. The recording computes that step, so it costs
+hardly more than the step. There is no work at start, and none for sizes that never occur. The tokens may be one of each
+request, or several of a request with drafts: the attention plan holds this, and each replay makes the plan again.
 
-The host and the device are one, so input tokens and slot table are brought up to date before the replay. The recording
-reaches from there to the logits.
+Host and device share memory, so input tokens and slot table are updated before the replay. The recording covers the
+rest of the step, up to the logits.
 """
 
 # Shapes: T tokens of a step.
@@ -43,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 
 class NativeExecutor:
-    """A `StepExecutor` with recordings of all numbers of tokens met so far; it leaves other steps to `eager`.
+    """A `StepExecutor` with recordings of all numbers of tokens seen so far; `eager` runs the other steps.
 
     Attributes:
         eager: runs the other steps.
-        arena: what all recordings work in.
-        reason_against: what cannot be recorded of this model, once that is known.
-        num_replayed: steps that were replayed; those that were recorded are not among them.
+        arena: memory of the intermediate tensors of all recordings.
+        reason_against: why this model cannot be recorded, set when that is known.
+        num_replayed: number of replayed steps, without the recorded ones.
     """
 
     recorded_bytes = ()
@@ -66,7 +65,7 @@ class NativeExecutor:
         max_tokens: int,
         library: ctypes.CDLL,
     ) -> None:
-        """`max_tokens`: larger steps are not recorded."""
+        """Take the parts; steps of more than `max_tokens` are not recorded."""
         self.eager = eager
         self.arena = Arena()
         self.reason_against = ""
@@ -101,7 +100,7 @@ class NativeExecutor:
         return recording.numbers.output(batch, recording.logits)
 
     def _record(self, batch: InputBatch, input_ids: Int64s) -> StepOutput:
-        """Compute the step, and keep what can be kept of that."""
+        """Compute the step and keep its recording, if there is one."""
         started_s, size = time.perf_counter(), batch.num_tokens
         numbers = _Numbers(size)
         numbers.take(batch, input_ids)
@@ -114,7 +113,7 @@ class NativeExecutor:
         if not self._recordings:
             logger.info(
                 "decode_recordings=native calls=%d tokens=%d arena_mib=%.1f record_ms=%.0f "
-                "(said once; other sizes follow when they come)",
+                "(logged once; other sizes are recorded when they occur)",
                 program.num_calls,
                 size,
                 self.arena.num_bytes / (1 << 20),
@@ -124,7 +123,7 @@ class NativeExecutor:
         return numbers.output(batch, logits)
 
     def _compute(self, numbers: _Numbers) -> Tensor:
-        """[T, V] logits; what is recorded, the planning of attention included."""
+        """[T, V] logits; this is recorded, including the planning of attention."""
         batch = ForwardBatch(
             input_ids=numbers.input_ids,
             positions=numbers.positions,
@@ -136,10 +135,10 @@ class NativeExecutor:
 
 
 class _Numbers:
-    """The numbers of a step of T tokens, in memory that stays: what one step has and another has not.
+    """The inputs that differ between steps of T tokens, in fixed memory.
 
     Attributes:
-        rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; 0 after those of the batch's requests.
+        rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; 0 after the entries of the batch's requests.
         positions, out_cache_loc, input_ids: [T] int64.
     """
 
@@ -150,7 +149,7 @@ class _Numbers:
         self.positions, self.out_cache_loc, self.input_ids = columns[3:]
 
     def take(self, batch: InputBatch, input_ids: Int64s) -> None:
-        """Copy a step's numbers to where its recording reads them."""
+        """Copy a step's inputs to the memory that its recording reads."""
         columns, layout = self._columns, batch.layout
         num = len(layout.rows)
         columns[0, :num], columns[1, :num], columns[2, :num] = (
@@ -162,17 +161,17 @@ class _Numbers:
         columns[3], columns[4], columns[5] = batch.positions, batch.out_cache_loc, input_ids
 
     def output(self, batch: InputBatch, logits: Tensor) -> StepOutput:
-        """What a step gives whose numbers these are: each of its requests samples."""
+        """The output of a step with these inputs, in which every request samples."""
         num = len(batch.layout.rows)
         return StepOutput(logits, self.rows if num == len(self.rows) else self.rows[:num])
 
 
 class _Recording(NamedTuple):
-    """One number of tokens.
+    """The recording of one number of tokens.
 
     Attributes:
-        numbers: what the program reads.
-        logits: [T, V] float32, where the program leaves them until the next run of any.
+        numbers: the inputs that the program reads.
+        logits: [T, V] float32, to which the program writes; valid until the next run of any recording.
     """
 
     numbers: _Numbers
@@ -190,11 +189,11 @@ def native_executor(
     slot_table: SlotTable,
     num_ranks: int,
 ) -> StepExecutor:
-    """Recordings for the CPU, if the configuration wants them and attention can be recorded; otherwise `eager`."""
+    """A `NativeExecutor` if the configuration enables it and attention can be recorded; otherwise `eager`."""
     if kernels.record_steps is False:
         return eager
     if num_ranks > 1:
-        logger.info("decode_recordings=none: ranks that share a model wait for each other within a step")
+        logger.info("decode_recordings=none: tensor-parallel ranks wait for each other within a step")
         return eager
     attention = eager.attention.repeatable()
     if attention is None:

@@ -1,12 +1,12 @@
-"""`NativeProgram`: the calls of a decode step to our CPU library, recorded once and made again by one call.
+"""`NativeProgram`: the calls of a decode step to our CPU library, recorded once and replayed by one call.
 
-What CUDA graphs are for a GPU: Python runs a step once, through the same layers and operations as ever, and each call
-that reaches the library is made and written down with its arguments. A program is that list; `run_program` of the
-library walks it with all threads, in one parallel region (`kernels/cpu/program.cpp`).
+It is the CPU's counterpart of a CUDA graph. Python runs a step once, through the usual layers and operations; each
+library call is made and noted with its arguments. The program is the list of these calls. `run_program` of the library
+executes it with all threads, in one parallel region (`kernels/cpu/program.cpp`).
 
-Addresses and sizes stay as recorded, so what differs from step to step has to lie in memory that stays where it is, and
-what a step makes on its way lies in an `Arena`. A step that computes anything in another way cannot be recorded: every
-operation of torch passes by here meanwhile, and only views and new memory are let through as what needs no replay.
+Addresses and sizes stay as recorded. So inputs that differ between steps must be in fixed memory, and intermediate
+tensors are in an `Arena`. A step that computes in another way cannot be recorded: all torch operations are intercepted
+during a recording, and only views and allocations are accepted, because they need no replay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALLOCATIONS: Final = frozenset(
     }
 )
 _FROM_HOST: Final = frozenset({torch.ops.aten.lift_fresh.default})
-"""Numbers of this step, which no other step would get."""
+"""Operations with values of this step, which a replay would not update."""
 _WORD_MASK: Final = (1 << 64) - 1
 
 
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     """One call of a function of the library.
 
     Attributes:
-        function: whose.
+        function: the called function.
         form: its recorded form.
         words: its arguments as `Word` of program.h.
     """
@@ -59,8 +59,8 @@ class NativeProgram:
     """Calls with their arguments.
 
     Attributes:
-        num_calls: how many.
-        words: the arguments of all calls, one after the other, where the program reads them when it runs.
+        num_calls: number of calls.
+        words: the arguments of all calls, one after the other; the program reads them when it runs.
     """
 
     def __init__(self, library: ctypes.CDLL, calls: Sequence[Call]) -> None:
@@ -79,13 +79,13 @@ class NativeProgram:
 
 
 class Recorded(NamedTuple):
-    """A computation that has been made and, if it could be, recorded.
+    """A computation that was made and, if possible, recorded.
 
     Attributes:
-        result: what came of it. Where there is a program, its runs leave theirs there, and so does whatever else runs
-            in this arena: a new result stays only until the next run or recording.
-        program: makes it again; None if there is a reason against it.
-        reason_against: which of its operations cannot be recorded.
+        result: its result. Runs of the program write to the same memory, and so do other programs of the arena: a
+            result is valid until the next run or recording.
+        program: repeats the computation; None if there is a reason against it.
+        reason_against: the operations that cannot be recorded.
     """
 
     result: Tensor
@@ -94,20 +94,20 @@ class Recorded(NamedTuple):
 
 
 class Memory(Protocol):
-    """Where what a computation allocates comes from instead; `Arena` is one."""
+    """The allocator used during a recording; `Arena` is one."""
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same shape, strides and dtype; its numbers are arbitrary."""
+        """A tensor of the same shape, strides and dtype; its values are arbitrary."""
         ...
 
 
 class Traced(NamedTuple):
-    """What a computation calls.
+    """The library calls of a computation.
 
     Attributes:
-        result: what came of it; empty where it was ended.
-        calls: in order, without questions.
-        reasons: which of its operations cannot be recorded; none if all can.
+        result: its result; an empty tensor if the computation was ended early.
+        calls: the calls in order, without those that return a value.
+        reasons: the operations that cannot be recorded; empty if all can.
     """
 
     result: Tensor
@@ -116,7 +116,7 @@ class Traced(NamedTuple):
 
 
 def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Tensor]) -> Recorded:
-    """Compute once, and record it; everything that `compute` allocates comes from the arena."""
+    """Compute once and record it; all memory that `compute` allocates comes from the arena."""
     result, calls, reasons = trace(library, arena, compute, only_told=False)
     if reasons:
         return Recorded(result, None, ", ".join(dict.fromkeys(reasons)))
@@ -126,18 +126,18 @@ def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Tensor]) ->
 def trace(
     library: ctypes.CDLL, memory: Memory, compute: Callable[[], Tensor], *, only_told: bool = True
 ) -> Traced:
-    """Note what a computation calls.
+    """Note the library calls of a computation.
 
     Args:
-        memory: where all that it allocates comes from.
-        only_told: the calls are not made, so the result's numbers are arbitrary. Operations of torch are, so the first
-            one that cannot be recorded ends the computation: the others would be computed for nothing.
+        memory: the allocator for all its tensors.
+        only_told: the calls are not made, so the result's values are arbitrary. Operations of torch are executed, so
+            the first one that cannot be recorded ends the computation: the rest would be useless work.
     """
     calls: list[Call] = []
     watch = _Watch(memory, ends=only_told)
 
     def on_call(function: NativeFunction, arguments: tuple[Any, ...]) -> None:
-        if function.returns:  # a question, which is answered now
+        if function.returns:  # a query, which is answered now
             return
         if function.recorded_form is None:
             watch.refuse(f"{function.name} of the library")
@@ -153,7 +153,7 @@ def trace(
 
 @contextmanager
 def told_of_calls(library: ctypes.CDLL, on_call: OnCall, *, only_told: bool) -> Iterator[None]:
-    """This thread's calls of the library are told, or `only_told`."""
+    """Report this thread's library calls to `on_call`; with `only_told` they are not made."""
     tap: Tap = vars(library)["tap"]
     assert tap.on_call is None, "recordings do not nest"
     tap.on_call, tap.only_told = on_call, only_told
@@ -164,31 +164,31 @@ def told_of_calls(library: ctypes.CDLL, on_call: OnCall, *, only_told: bool) -> 
 
 
 class _NotRecordableError(Exception):
-    """Ends a computation that is only told."""
+    """Ends a computation with `only_told` early."""
 
 
 class _Watch(TorchDispatchMode):
-    """Sees all operations of torch: memory comes from the arena, views are harmless, all others are reasons.
+    """Intercepts all torch operations: allocations use the arena, views are accepted, all others are reasons against.
 
-    What is computed on a tensor's memory without torch, as numpy does, it does not see.
+    Computations on a tensor's memory without torch, for example by numpy, are not detected.
     """
 
     def __init__(self, memory: Memory, *, ends: bool) -> None:
-        """`ends`: the first reason ends the computation."""
+        """Start without reasons; with `ends`, the first reason ends the computation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
         self._ends = ends
         self.reasons: list[str] = []
 
     def refuse(self, reason: str) -> None:
-        """Note what cannot be recorded."""
+        """Note an operation that cannot be recorded."""
         self.reasons.append(reason)
         if self._ends:
             raise _NotRecordableError(reason)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would import its compiler otherwise, for more than a second and 100 MB."""
+        """True: otherwise torch would import its compiler, which takes more than a second and 100 MB."""
         return False
 
     def __torch_dispatch__(
@@ -204,7 +204,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_view(result: Any, arguments: Any) -> bool:
-    """Whether all that came out is memory that went in. Some operations, such as reshape, copy only where they must."""
+    """Whether all results are memory of the arguments. Some operations, such as reshape, copy only if necessary."""
     given = {_memory(each) for each in tree_leaves(arguments) if isinstance(each, Tensor)}
     return all(isinstance(each, Tensor) and _memory(each) in given for each in tree_leaves(result))
 

@@ -1,9 +1,9 @@
-"""`Planes`: the arguments of a program's calls, made of how many tokens a step has and how many of them are wanted.
+"""`Planes`: the arguments of a program's calls as linear functions of the step size (T, W).
 
-Each is a constant and so much per token and per wanted token, for the `Steps` that make the same calls.
+Each argument is a constant plus a multiple of T plus a multiple of W, for the `Steps` that make the same calls.
 """
 
-# Shapes: T tokens of a step, W of them wanted.
+# Shapes: T tokens of a step, W of them need logits.
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     Words = npt.NDArray[np.int64]
 
 MAX_TOKENS: Final = 2048
-"""Of a step; larger ones are launched call by call, which costs them little. What of the memory for so many tokens no
-step has touched takes none."""
+"""Largest T of a program; larger steps are launched call by call, which costs them little. Only the memory that steps
+have written is resident."""
 LEAST_TOKENS: Final = 2
-"""Of a step; smaller ones are decodes, which are recorded."""
+"""Least T of a program; smaller steps are decodes, which are recorded."""
 BORDERS: Final = (1, TILES_FROM, MAX_DRAFT_STEP_TOKENS + 1)
-"""Numbers of tokens from which on calls are the same: the first that will do. Products of block-quantised weights are
-other ones for fewer, see `load._tiles_from`."""
+"""Numbers of tokens from which the calls may be the same; the first one for which they are is used. Matmuls with
+block-quantized weights use other kernels below, see `load._tiles_from`."""
 _MIDDLE: Final = 1025
 """A number of tokens far from any border."""
-NOT_PER_TOKEN: Final = "its arguments are not so much per token"
+NOT_PER_TOKEN: Final = "its arguments are not linear in the number of tokens"
 
 
 class NoProgramError(Exception):
-    """Why there is none."""
+    """There is no program; the message says why."""
 
 
 class StepSize(NamedTuple):
@@ -48,7 +48,7 @@ class StepSize(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Those from so many tokens on, with so many wanted ones."""
+    """The steps with T >= `least_tokens` and `least_wanted` <= W <= `most_wanted`."""
 
     least_tokens: int
     least_wanted: int
@@ -56,23 +56,23 @@ class Steps(NamedTuple):
 
     @classmethod
     def beside(cls, border: int) -> list[Self]:
-        """All steps from so many tokens on, by whether as many are wanted."""
+        """All steps with T >= `border`, in two parts: W < `border`, and W >= `border`."""
         least_tokens = max(border, LEAST_TOKENS)
         steps = [cls(least_tokens, 1, border - 1), cls(least_tokens, border, MAX_TOKENS)]
         return [each for each in steps if each.most_wanted]
 
     def include(self, size: StepSize) -> bool:
-        """Whether it is one of them."""
+        """Whether a step of this size is one of them."""
         are_wanted = self.least_wanted <= size.wanted <= self.most_wanted
         return self.least_tokens <= size.tokens <= MAX_TOKENS and are_wanted
 
     @property
     def largest(self) -> StepSize:
-        """The one that needs the most memory."""
+        """The size that needs the most memory."""
         return StepSize(MAX_TOKENS, self.most_wanted)
 
     def tried(self) -> list[StepSize]:
-        """Those for which the model is traced, beside the largest."""
+        """The sizes for which the model is traced, besides the largest."""
         tokens = sorted({self.least_tokens, self.least_tokens + 1, *BORDERS, _MIDDLE})
         tried = [StepSize(number, min(number, self.most_wanted)) for number in tokens]
         middle = (self.least_wanted + min(self.most_wanted, _MIDDLE)) // 2
@@ -89,10 +89,10 @@ class Planes(NamedTuple):
 
     @classmethod
     def through(cls, steps: Steps, words_of: Callable[[StepSize], Words]) -> Self:
-        """Those that have the right arguments at three sizes.
+        """The planes through the arguments of three sizes.
 
         Raises:
-            NoProgramError: there are none in whole numbers.
+            NoProgramError: their coefficients are not integers.
         """
         tokens, wanted = steps.least_tokens, steps.least_wanted
         corner, edge, most = map(
@@ -109,9 +109,9 @@ class Planes(NamedTuple):
         return self.constants + self.by_token * size.tokens + self.by_wanted * size.wanted
 
     def changing(self) -> Words:
-        """Which arguments depend on the size."""
+        """Indices of the arguments that depend on the size."""
         return np.flatnonzero((self.by_token != 0) | (self.by_wanted != 0))
 
     def of(self, which: Words) -> Self:
-        """Of some of the arguments."""
+        """The planes of some of the arguments."""
         return type(self)(*(column[which] for column in self))

@@ -1,4 +1,4 @@
-"""`select_chooser`: who turns logits into tokens on this device; the first with nothing against it."""
+"""`select_chooser`: selects the sampler backend of this device: the first without reasons against it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChooserMaker:
-    """One way to choose tokens.
+    """A sampler backend that can be selected.
 
     Attributes:
-        name: in the log.
-        reasons_against: why it cannot choose here: all reasons, none if it can.
-        make: called only if it was selected.
+        name: its name in the log.
+        reasons_against: returns all reasons why it cannot run here; empty if it can.
+        make: constructs the backend; called only if it is selected.
     """
 
     name: str
@@ -73,13 +73,13 @@ MAKERS: Final = (
     ChooserMaker("native", _reasons_against_native, _make_native),
     ChooserMaker("torch", lambda _device: [], _make_torch),
 )
-"""In the order of preference; the last one has nothing against any device."""
+"""In order of preference; the last one runs on every device."""
 
 
 def select_chooser(
     counts: TokenCounts, device: torch.device, makers: Sequence[ChooserMaker] = MAKERS
 ) -> TokenChooser:
-    """The first that can choose on this device; logs which, and why not those before it."""
+    """Make the first backend that can run on this device; log it, and the reasons against those before it."""
     passed_over: list[str] = []
     for maker in makers:
         reasons = maker.reasons_against(device)
@@ -88,4 +88,4 @@ def select_chooser(
             logger.info("op=sample maker=%s%s", maker.name, why)
             return maker.make(counts)
         passed_over.append(f"{maker.name}: {', '.join(reasons)}")
-    raise AssertionError("nobody chooses tokens: the last maker must have nothing against anything")
+    raise AssertionError("no sampler backend can run: the last one must have no reasons against any device")

@@ -1,16 +1,16 @@
-"""`DraftBatch`: the drafts of a step, and the check of them on the device.
+"""`DraftBatch`: the drafts of a step, and their verification on the device.
 
-A request with k drafts has 1 + k rows of logits, one for its last token and one for each draft. What is sampled from
-a row is how the text goes on behind its token, if that one is right; a draft is right if all before it are, and the row
-before it has sampled the same. So the tokens that count are those up to the first row that samples something else than
-the draft behind it, or to the last row:
+A request with k drafts has 1 + k rows of logits, one for its last token and one for each draft. The token sampled from
+a row follows the row's input token. A draft is accepted if all drafts before it are accepted and the row before it has
+sampled the same token. The valid tokens are those up to the first row that does not sample the next draft, or up to the
+last row:
 
     input     last  d1  d2  d3
-    expected  d1    d2  d3  -          d1 = a and d2 = b are right, d3 is not c: a, b and c are sampled,
-    sampled   a     b   c   y          and c is the last token from now on
+    expected  d1    d2  d3  -          d1 = a and d2 = b are accepted, d3 is not c: the valid tokens are a, b and c,
+    sampled   a     b   c   y          and c is the new last token
 """
 
-# Shapes: S requests that sample in this step, R rows of logits: one for each of them, and one for each draft.
+# Shapes: S requests that sample in this step, R rows of logits: one for each request, and one for each draft.
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 _NO_DRAFT: Final = -1
-"""Equal to no token."""
+"""Differs from every token id."""
 
 
 class Checked(NamedTuple):
-    """Which drafts were right; on the device.
+    """The result of the verification; on the device.
 
     Attributes:
-        num_tokens: [S] int64, the tokens of each request that count: 1 and one for each draft that was right.
-        last_ids: [S] int64, the last of them.
+        num_tokens: [S] int64, the valid tokens of each request: 1 plus the number of accepted drafts.
+        last_ids: [S] int64, the last valid token of each request.
     """
 
     num_tokens: Tensor
@@ -50,7 +50,7 @@ class DraftBatch:
 
     Attributes:
         firsts_np, firsts: [S] int64, each request's first row; on the host and on the device.
-        expected: [R] int64, device: the draft behind each row, -1 behind a request's last.
+        expected: [R] int64, device: the draft after each row, -1 for a request's last row.
     """
 
     firsts_np: Int64s
@@ -59,7 +59,7 @@ class DraftBatch:
 
     @classmethod
     def of(cls, num_drafts: Int64s, draft_ids: Int64s, buffers: InputBuffers) -> Self:
-        """Of [S] requests' numbers of drafts, and the drafts, request after request."""
+        """Make it from the [S] numbers of drafts and the draft ids, request after request."""
         num_rows = num_drafts + 1
         firsts = np.cumsum(num_rows) - num_rows
         expected = np.full(int(num_rows.sum()), _NO_DRAFT, dtype=np.int64)
@@ -68,26 +68,26 @@ class DraftBatch:
         return cls(firsts, firsts_on_device, expected_on_device)
 
     def check(self, token_ids: Tensor) -> Checked:
-        """Compare what was sampled, [R] int64, with the drafts; does not wait for the device."""
+        """Compare the sampled tokens, [R] int64, with the drafts; does not wait for the device."""
         rows = torch.arange(len(token_ids), device=token_ids.device)
-        # Of each row the next one, itself included, at which its request's run ends.
+        # For each row: the first row, from this one on, that does not sample the next draft.
         ends = torch.where(token_ids == self.expected, len(token_ids), rows)
         ends = ends.flip(0).cummin(0).values.flip(0).index_select(0, self.firsts)
         return Checked(ends - self.firsts + 1, token_ids.index_select(0, ends))
 
     def runs(self, token_ids: Int32s, num_tokens: Int64s) -> Int32s:
-        """The tokens that count, request after request, of [R] sampled ones; on the host."""
+        """The valid tokens of the [R] sampled ones, request after request; on the host."""
         return token_ids[self._rows(num_tokens)]
 
     def all_true(self, finite: npt.NDArray[np.bool_], num_tokens: Int64s) -> npt.NDArray[np.bool_]:
-        """[S] whether [R] flags are true for each token that counts; on the host."""
+        """[S] whether the [R] flags are true for all valid tokens of a request; on the host."""
         result: npt.NDArray[np.bool_] = np.logical_and.reduceat(
             finite[self._rows(num_tokens)], np.cumsum(num_tokens) - num_tokens
         )
         return result
 
     def _rows(self, num_tokens: Int64s) -> Int64s:
-        """Indices of the rows whose tokens count."""
+        """Indices of the rows with valid tokens."""
         starts = np.cumsum(num_tokens) - num_tokens
         rows: Int64s = np.repeat(self.firsts_np - starts, num_tokens) + np.arange(int(num_tokens.sum()))
         return rows

@@ -1,6 +1,6 @@
-"""Changes to the logits before a token is chosen: penalties, biases, tokens that must not come yet, grammars."""
+"""Changes to the logits before sampling: penalties, biases, tokens not allowed yet, grammar masks."""
 
-# Shapes: S requests that sample in this step, n of them concerned by one change, V tokens of the vocabulary.
+# Shapes: S requests that sample in this step, n of them with a certain change, V tokens of the vocabulary.
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WORD_BITS = 32
 def process_logits(
     logits: Tensor, batch: SamplingBatch, counts: TokenCounts, buffers: InputBuffers
 ) -> Tensor:
-    """Apply what the requests of the batch ask for.
+    """Apply the changes that the requests of the batch ask for.
 
     Args:
-        logits: [S, V] float32, the model's own; left as they are, because log-probabilities are taken from them.
+        logits: [S, V] float32, the model's own; not modified, because log-probabilities are taken from them.
 
     Returns:
-        [S, V] float32: `logits` itself where nothing is asked for.
+        [S, V] float32: `logits` itself if there are no changes.
     """
     if not batch.processes_logits:
         return logits
@@ -38,7 +38,7 @@ def process_logits(
 
 
 def _penalise(logits: Tensor, penalties: Penalties, counts: TokenCounts, buffers: InputBuffers) -> None:
-    """In this order: the repetition penalty scales the model's logits, the other two are subtracted."""
+    """Apply penalties: first the repetition penalty scales the model's logits, then the other two are subtracted."""
     indices, slots, repetition, frequency, presence = buffers.put_all(
         [
             penalties.indices,
@@ -65,7 +65,7 @@ def _edit(logits: Tensor, edits: LogitEdits, buffers: InputBuffers) -> None:
 
 
 def _forbid(logits: Tensor, grammar: GrammarMask, buffers: InputBuffers) -> None:
-    """-inf where the bit is not set."""
+    """Set logits to -inf where the mask bit is not set."""
     num_words = -(-logits.shape[1] // _WORD_BITS)
     assert grammar.bits.shape[1] >= num_words, "a mask that is shorter than the vocabulary"
     indices, words = buffers.put_all([grammar.indices, grammar.bits[:, :num_words]])

@@ -27,7 +27,7 @@ class TokenLogprobs(NamedTuple):
     top: Tensor
 
     def through(self, fetch: Callable[[Tensor], Tensor]) -> TokenLogprobs:
-        """The same in the host tensors that `OutputBuffers.fetch` gives."""
+        """The same in the host tensors that `OutputBuffers.fetch` returns."""
         return TokenLogprobs(fetch(self.token), fetch(self.top_ids), fetch(self.top))
 
     def pack(self, start: int, stop: int, top_k: int) -> Logprobs:
@@ -57,5 +57,5 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogpro
 
 
 def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    """One after the other, all with the same k."""
+    """Concatenate the parts in order; all have the same k."""
     return TokenLogprobs(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

@@ -1,10 +1,10 @@
-"""`NativeChooser`: tokens chosen by our C++ kernels for the CPU: one call a step, nothing sorted.
+"""`NativeChooser`: samples with our C++ kernels on the CPU: one call per step, without sorting.
 
-What each row wants lies in one line of a table, so a batch may mix everything; a batch in which all take the argmax
-has none. `kernels/cpu/sampler.cpp` says how, `torch_chooser` what the filters mean.
+The settings of each row are one line of a table, so a batch may mix all kinds of requests; an all-greedy batch has no
+table. `kernels/cpu/sampler.cpp` documents the algorithm, `torch_backend` the meaning of the filters.
 """
 
-# Shapes: S requests that sample in this step, n of them concerned by one part, m edits, V tokens of the vocabulary.
+# Shapes: S requests that sample in this step, n of them with a certain part, m edits, V tokens of the vocabulary.
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _ROW: Final = np.dtype(
 
 
 def reasons_against_native_chooser(device: torch.device) -> list[str]:
-    """Why our kernels cannot choose here."""
+    """All reasons why the native sampler cannot run here."""
     if device.type != "cpu":
         return [f"runs on CPUs only, not on {device.type}"]
     return reasons_against_library()
 
 
 class _Layout(NamedTuple):
-    """Of logits: [num_rows, vocab_size] float32 at an address, with so many numbers from row to row."""
+    """Memory layout of logits: address, row stride in elements, and the shape [num_rows, vocab_size], float32."""
 
     address: int
     row_stride: int
@@ -68,7 +68,7 @@ class NativeChooser:
     """See `TokenChooser`."""
 
     def __init__(self, counts: TokenCounts, library: ctypes.CDLL | None = None) -> None:
-        """`library`: another than that of this CPU."""
+        """Load the kernels; `library` replaces those for this CPU."""
         library = load_library() if library is None else library
         self._counts = counts
         self._choose = library.choose_tokens
@@ -80,7 +80,7 @@ class NativeChooser:
         """See `TokenChooser.choose`."""
         layout = self._layout_of(logits)
         num_rows, vocab_size = layout.num_rows, layout.vocab_size
-        # numpy's: with cold caches, as between two steps, torch takes some 40 us for its first operation
+        # Allocated by numpy: with cold caches, as between two steps, torch's first operation takes some 40 us.
         token_ids = torch.from_numpy(np.empty(num_rows, dtype=np.int64))
         finite = torch.from_numpy(np.empty(num_rows, dtype=np.bool_))
         rows = in_prompt = in_output = edit_ids = edit_values = masks = None
@@ -115,7 +115,7 @@ class NativeChooser:
         return Choice(token_ids, finite)
 
     def _layout_of(self, logits: Tensor) -> _Layout:
-        """Where they are; asked once of the logits of a recorded step, which are the same tensor in each step."""
+        """The layout of the logits; cached, because the logits of a recorded step are the same tensor in each step."""
         if self._known_logits() is not logits:
             _check(logits)
             self._layout = _Layout(logits.data_ptr(), logits.stride(0), *logits.shape)
@@ -123,7 +123,7 @@ class NativeChooser:
         return self._layout
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `TokenChooser.logprobs`. Of equally likely tokens the first come first."""
+        """See `TokenChooser.logprobs`. Equally likely tokens are ordered by id."""
         _check(logits)
         vocab_size = logits.shape[1]
         assert 0 <= top_k <= vocab_size, f"the {top_k} likeliest of {vocab_size} tokens"
@@ -149,12 +149,12 @@ class NativeChooser:
 
 
 def _check(logits: Tensor) -> None:
-    """What the kernels take for granted."""
+    """Check the dtype and layout that the kernels require."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
 
 
 def _table(batch: SamplingBatch) -> npt.NDArray[Any]:
-    """A line for each row: [S] of `_ROW`."""
+    """The table, one line per row of logits: [S] of `_ROW`."""
     table = np.zeros(batch.num_rows, dtype=_ROW)
     table["slot"] = table["grammar"] = -1
     if batch.draw is not None:

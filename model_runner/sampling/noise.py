@@ -1,12 +1,12 @@
-"""Sampling noise that is a function of (seed, position, token) and of nothing else.
+"""Sampling noise that is a function of (seed, position, token) only.
 
-Drawing from softmax(logits) is taking the argmax of logits plus Gumbel noise (the Gumbel-max trick). Here the noise of
-a token is a counter-based hash of the request's seed, the position it is sampled for and the token's id: there is no
-generator with a state, so the same request draws the same tokens alone, batched, chunked, after retraction, after a
-crash, or with the vocabulary spread over GPUs.
+The argmax of logits plus Gumbel noise is a draw from softmax(logits) (the Gumbel-max trick). Here the noise of a token
+is a counter-based hash of the request's seed, the sampled position and the token's id. No generator has a state, so
+the same request draws the same tokens alone, batched, chunked, after a retraction, after a crash, or with the
+vocabulary sharded over GPUs.
 
 The hash is lowbias32 (C. Wellons, "hash-prospector": two rounds of multiply and xor-shift), keyed before each round.
-Noise is bounded by ln(2**32) = 22.2, so tokens 1e-9 times as likely as the others together are never drawn.
+Noise is bounded by ln(2**32) = 22.2, so a token with less than 1e-9 of the probability of all others is never drawn.
 """
 
 # Shapes: B requests, V tokens of the vocabulary.
@@ -23,7 +23,7 @@ from torch import Tensor
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
-_UNIT: Final = 2.0**-31 * (1 - 2.0**-23)  # maps 31 bits into (0, 1), the upper end open also after rounding
+_UNIT: Final = 2.0**-31 * (1 - 2.0**-23)  # maps 31 bits into (0, 1); 1 is excluded also after rounding
 
 
 def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -45,7 +45,7 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def noise_of(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """The same for some tokens only: [B, 2] int32, [k] int32 -> [B, k] float32."""
+    """The same noise for some tokens only: [B, 2] int32, [k] int32 -> [B, k] float32."""
     x = token_ids.mul(_signed(0x9E3779B1)).bitwise_xor(keys[:, :1])
     shifted = torch.empty_like(x)
     _xor_shift(x, 16, shifted)
@@ -54,12 +54,12 @@ def noise_of(keys: Tensor, token_ids: Tensor) -> Tensor:
     x.add_(keys[:, 1:]).mul_(_signed(0x846CA68B))
     _xor_shift(x, 16, shifted)
     uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5)
-    # -log1p(-u) is the exponential variate; near u = 0, the tail that wins, float32 keeps its full precision.
+    # -log1p(-u) is the exponential variate. Small u give the largest noise, and there float32 has full precision.
     return uniform.mul_(-_UNIT).log1p_().neg_().log_().neg_()
 
 
 def _xor_shift(x: Tensor, bits: int, scratch: Tensor) -> None:
-    """x ^= x >> bits, as unsigned: torch shifts int32 with its sign, so the copies of the sign are masked off."""
+    """x ^= x >> bits, unsigned: torch shifts int32 arithmetically, so the copies of the sign bit are masked off."""
     torch.bitwise_right_shift(x, bits, out=scratch)
     x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
 
@@ -70,7 +70,7 @@ def _signed(value: int) -> int:
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele et al. 2014)."""
+    """The finalizer of SplitMix64 (Steele et al. 2014)."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2

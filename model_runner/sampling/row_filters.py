@@ -1,10 +1,10 @@
-"""What temperature's filters leave of one row, on the CPU: without sorting the vocabulary, and with few passes over it.
+"""`survivors`: applies top_k, top_p and min_p to one row on the CPU, with few passes and without a full sort.
 
-A bound that the filters' floor cannot be below leaves a few hundred or thousand candidates; only those are sorted, and
-only what is left needs noise. Called by `TorchChooser`, which documents the filters.
+A lower bound of the filters' floor leaves a few hundred or thousand candidates. Only the candidates are sorted, and
+only the survivors need noise. Called by `TorchChooser`, which documents the filters.
 """
 
-# Shapes: V tokens of the vocabulary, k tokens that are left.
+# Shapes: V tokens of the vocabulary, k tokens that survive the filters.
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 _GROUP: Final = 64
-"""Tokens of which only the largest counts for the bound of top_k."""
+"""Tokens per group; the bound of top_k uses only the largest logit of each group."""
 
 _MARGIN: Final = 0.01
-"""In nats, below the bound of top_p: rounding must not hide a token of the nucleus."""
+"""Nats subtracted from the bound of top_p, so that rounding does not exclude a token of the nucleus."""
 
 
 def survivors(logits: Float32s, top_k: int, top_p: float, log_min_p: float) -> tuple[Int64s, Float32s]:
-    """Which tokens may be drawn.
+    """Find the tokens that may be drawn.
 
     Args:
-        logits: [V], over the temperature.
+        logits: [V], divided by the temperature.
         top_k: 0 for all.
         top_p: 1 for all.
         log_min_p: -inf for all.
@@ -37,7 +37,7 @@ def survivors(logits: Float32s, top_k: int, top_p: float, log_min_p: float) -> t
         Token ids [k], ascending, and their logits [k]; the likeliest token is always among them.
     """
     largest = logits.max()
-    if not np.isfinite(largest):  # nothing to draw from: not numbers, or all forbidden
+    if not np.isfinite(largest):  # nothing to draw from: NaN, or all tokens masked
         first = np.array([logits.argmax()], dtype=np.int64)
         return first, logits[first]
     min_p_floor = largest + np.float32(log_min_p)
@@ -46,9 +46,9 @@ def survivors(logits: Float32s, top_k: int, top_p: float, log_min_p: float) -> t
         bound = _bound_of_top_k(logits, top_k)
     elif top_p < 1.0:
         total = float(np.exp(logits - largest).sum(dtype=np.float64))
-        # All tokens below it together have less than the mass that may be missing.
+        # All tokens below the bound together have less mass than top_p may drop.
         bound = largest + np.float32(np.log(total * (1.0 - top_p) / len(logits)) - _MARGIN)
-    if not (top_k > 0 and top_p < 1.0):  # else top_p needs the mass of all that top_k left
+    if not (top_k > 0 and top_p < 1.0):  # else top_p needs the mass of all survivors of top_k
         bound = max(bound, min_p_floor)
     token_ids = np.flatnonzero(logits >= bound)
     values = logits[token_ids]
@@ -66,11 +66,11 @@ def survivors(logits: Float32s, top_k: int, top_p: float, log_min_p: float) -> t
 
 
 def _bound_of_top_k(logits: Float32s, top_k: int) -> np.float32:
-    """A group's largest stands for one token: if k groups reach a number, so do k tokens."""
+    """Lower bound of the k-th largest logit: if the maxima of k groups reach a value, at least k tokens do."""
     num_groups = len(logits) // _GROUP
     if num_groups < top_k:
         return np.float32(-np.inf)
     groups = torch.from_numpy(logits[: num_groups * _GROUP]).view(num_groups, _GROUP)
-    largest = groups.amax(dim=1).numpy()  # 6 us of 49k; numpy takes 49 along this axis
+    largest = groups.amax(dim=1).numpy()  # 6 us for 49k logits; numpy takes 49 us along this axis
     bound: np.float32 = np.partition(largest, num_groups - top_k)[num_groups - top_k]
     return bound

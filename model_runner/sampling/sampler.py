@@ -1,7 +1,7 @@
-"""`Sampler`: from logits to tokens, and to their log-probabilities.
+"""`Sampler`: turns logits into tokens and their log-probabilities.
 
-Greedy requests take the exact argmax, the first of equals. The others draw by the Gumbel-max trick with noise that
-depends on seed, position and token only (see `noise`), so neither the batch nor its order matters.
+Greedy requests take the exact argmax; of equal logits the first token wins. The others draw by the Gumbel-max trick
+with noise that depends on seed, position and token only (see `noise`), so the batch and its order have no effect.
 """
 
 # Shapes: S requests that sample in this step, V tokens of the vocabulary.
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class Sampled(NamedTuple):
-    """What was sampled, on the device.
+    """The sampled tokens, on the device.
 
     Attributes:
         token_ids: [S] int64.
-        finite: [S] bool; where False the logits were not numbers and the token is arbitrary.
-        logprobs: of the requests in `SamplingBatch.logprobs`, with their largest k.
+        finite: [S] bool; where False the logits were not finite and the token is arbitrary.
+        logprobs: for the requests in `SamplingBatch.logprobs`, with the largest k of them.
     """
 
     token_ids: Tensor
@@ -40,14 +40,14 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """Chooses tokens and counts them for the penalties."""
+    """Samples tokens and counts them for the penalties."""
 
     def __init__(self, counts: TokenCounts, chooser: TokenChooser | None = None) -> None:
-        """`chooser`: None for torch's operations."""
+        """Take the sampler backend; None: torch's operations."""
         self._chooser = chooser or TorchChooser(counts)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """Choose one token per row.
+        """Sample one token per row.
 
         Args:
             logits: [S, V] float32.
@@ -60,7 +60,7 @@ class Sampler:
         return Sampled(token_ids, finite, logprobs)
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """Log-probabilities of given tokens and of the likeliest: of prompts.
+        """Log-probabilities of given tokens and of the likeliest; used for prompts.
 
         Args:
             logits: [n, V] float32, the last axis contiguous.
@@ -72,5 +72,5 @@ class Sampler:
 
 
 def make_sampler(counts: TokenCounts, device: torch.device) -> Sampler:
-    """A sampler with the best that can choose on this device."""
+    """A sampler with the preferred backend of this device."""
     return Sampler(counts, select_chooser(counts, device))

@@ -1,7 +1,7 @@
-"""`TokenChooser`: turns logits into tokens; torch's and Triton's are chosen between in `chooser_selection`.
+"""`TokenChooser`: the protocol of sampler backends, which turn logits into tokens; see `backend_selection`.
 
-`Sampler` does not know which of them it has. Both give the same tokens, but where two candidates are so close that the
-rounding of a logarithm or of a sum decides.
+`Sampler` does not depend on the backend. All backends give the same tokens, except where two candidates are so close
+that the rounding of a logarithm or of a sum decides.
 """
 
 # Shapes: S requests that sample in this step, V tokens of the vocabulary.
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """One token of each row.
+    """One token per row.
 
     Attributes:
         token_ids: [S] int64.
-        finite: [S] bool; where False some logit of the model was NaN or infinite, and the token is arbitrary.
+        finite: [S] bool; where False some logit of the model is NaN or infinite, and the token is arbitrary.
     """
 
     token_ids: Tensor
@@ -30,23 +30,23 @@ class Choice(NamedTuple):
 
 
 class TokenChooser(Protocol):
-    """Chooses tokens; nothing of it waits for the device."""
+    """A sampler backend; none of its methods waits for the device."""
 
     def choose(self, logits: Tensor, batch: SamplingBatch) -> Choice:
-        """Choose as `batch` says, and count the tokens of rows with penalties.
+        """Sample one token per row as `batch` asks, and count the tokens of rows with penalties.
 
         Args:
-            logits: [S, V] float32, the last axis contiguous; left as they are.
+            logits: [S, V] float32, the last axis contiguous; not modified.
         """
         ...
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """Log-probabilities of some rows, by the model's own logits.
+        """Log-probabilities of some rows, from the model's own logits.
 
         Args:
             logits: [S, V] float32, the last axis contiguous.
             indices: [n] into the S rows, on the host.
             token_ids: [S] int64.
-            top_k: how many of the likeliest, 0 for none.
+            top_k: number of likeliest tokens, 0 for none.
         """
         ...

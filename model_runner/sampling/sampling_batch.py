@@ -1,10 +1,10 @@
 """`SamplingBatch`: what the sampler has to do in one step, decided once on the host.
 
-A part that no request of the batch asks for is None. The arrays are the host's: who chooses the tokens brings to the
-device what his kernels want, in one copy or without any (`torch_chooser`, `triton_chooser`).
+A part that no request of the batch asks for is None. The arrays are on the host. The sampler backend uploads what its
+kernels need, in one copy or without any (`torch_backend`, `triton_backend`).
 """
 
-# Shapes: S requests that sample in this step, n of them concerned by one part, V tokens of the vocabulary.
+# Shapes: S requests that sample in this step, n of them with a certain part, V tokens of the vocabulary.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Float32s = npt.NDArray[np.float32]
 
 
 _FOR_SAMPLER: Final = np.int32(~SamplingFlag.PROMPT_LOGPROBS)
-"""Wishes with which it has to do anything but take the argmax."""
+"""Flags with which the sampler has to do more than take the argmax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Single logits to change: `values` [m] are added at (`rows`, `token_ids`), [m] each, by row, none twice."""
+    """Single logits to change: `values` [m] are added at (`rows`, `token_ids`), [m] each, sorted by row, no repeats."""
 
     rows: Int64s
     token_ids: Int64s
@@ -57,12 +57,12 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """Tokens that grammars allow.
+    """The tokens that grammars allow.
 
     Attributes:
         indices: [n] into the S rows, ascending.
-        bits: [n, at least V / 32] int32. Token t of a row is allowed if bit t % 32 of word t // 32 is set, as xgrammar
-            and llguidance have it.
+        bits: [n, at least V / 32] int32. Token t of a row is allowed if bit t % 32 of word t // 32 is set, as in
+            xgrammar and llguidance.
     """
 
     indices: Int64s
@@ -71,7 +71,7 @@ class GrammarMask:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Requests that draw instead of taking the argmax.
+    """Requests that draw a token instead of taking the argmax.
 
     Attributes:
         indices: [n] into the S rows, ascending.
@@ -91,11 +91,11 @@ class Draw:
 
     @property
     def filtered(self) -> bool:
-        """Whether anybody filters."""
+        """Whether any request has a filter."""
         return self.top_k is not None or self.top_p is not None or self.log_min_p is not None
 
     def filtering(self) -> npt.NDArray[np.bool_]:
-        """Who filters: [n]."""
+        """[n] whether a request has a filter."""
         found = np.zeros(len(self.indices), dtype=np.bool_)
         for values, off in ((self.top_k, 0), (self.top_p, 1.0), (self.log_min_p, -np.inf)):
             if values is not None:
@@ -105,7 +105,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """Requests that want log-probabilities: where they are among the S rows, and how many likeliest tokens of each."""
+    """Requests with log-probabilities: their indices into the S rows, and the number of likeliest tokens of each."""
 
     sampled_idx: tuple[int, ...]
     top_k: tuple[int, ...]
@@ -113,7 +113,7 @@ class LogprobRequest:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """One step's sampling. All parts None: every request takes the argmax of the model's logits."""
+    """The sampling of one step. All parts None: every request takes the argmax of the model's logits."""
 
     num_rows: int
     penalties: Penalties | None = None
@@ -124,7 +124,7 @@ class SamplingBatch:
 
     @property
     def processes_logits(self) -> bool:
-        """Whether tokens are chosen by other logits than the model's."""
+        """Whether some tokens are sampled from changed logits."""
         return self.penalties is not None or self.edits is not None or self.grammar is not None
 
 
@@ -135,10 +135,10 @@ def plan_sampling(
     counts: TokenCounts,
     eos_token_ids: tuple[int, ...],
 ) -> SamplingBatch:
-    """Decide what the sampler does.
+    """Make the `SamplingBatch` of a step.
 
     Args:
-        rows: [S] pool rows that sample.
+        rows: [S] pool rows of the requests that sample.
         positions: [S] position of the token to be sampled, which is the number of tokens before it.
     """
     flags = states.flags[rows]
@@ -164,7 +164,7 @@ class _Planner:
     states: RowStates
 
     def having(self, flag: SamplingFlag) -> Int64s:
-        """Indices among the S rows."""
+        """Indices into the S rows of the requests with this flag."""
         return np.flatnonzero(self.flags & flag)
 
     def penalties(self, counts: TokenCounts) -> Penalties:
@@ -180,7 +180,7 @@ class _Planner:
         )
 
     def edits(self, eos_token_ids: tuple[int, ...]) -> LogitEdits | None:
-        """Biases, and -inf for whatever would end an output that has to go on."""
+        """Biases, and -inf for EOS and stop tokens of outputs below their minimum length."""
         rows: list[int] = []
         token_ids: list[int] = []
         values: list[float] = []

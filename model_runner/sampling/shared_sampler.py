@@ -1,10 +1,9 @@
-"""Sampling where several ranks share a model: rank 0 chooses, the others take what it chose.
+"""Sampling with tensor parallelism: rank 0 samples and broadcasts the tokens to the other ranks.
 
-Every rank needs the tokens on its device, as input of the next step, and all must have the same ones: a single token
-that differs would give two texts, and sums over ranks of both, for ever after. All have the same logits, so each could
-sample for itself, and would mostly choose alike; but "mostly" rests on the same kernels, libraries and chips
-everywhere, and nothing would show when it fails. Handing out the tokens of rank 0 costs one message of 8 bytes per
-request in a step.
+Every rank needs the tokens on its device as input of the next step, and all must have the same tokens: after one
+different token all later sums over ranks mix two different sequences. All ranks have the same logits and could sample
+separately, but equal results would depend on equal kernels, libraries and chips on all ranks, and a difference would
+not be detected. The broadcast costs one message of 8 bytes per request in a step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SamplerLike(Protocol):
-    """What a `ModelRunner` needs of a sampler; see `Sampler`."""
+    """The sampler methods that a `ModelRunner` calls; see `Sampler`."""
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled: ...
 
@@ -33,7 +32,7 @@ class SamplerLike(Protocol):
 
 
 class LeadingSampler:
-    """Of rank 0: samples, and hands out the tokens."""
+    """The sampler of rank 0: samples and broadcasts the tokens."""
 
     def __init__(self, sampler: SamplerLike, group: TPGroup) -> None:
         self._sampler = sampler
@@ -45,12 +44,12 @@ class LeadingSampler:
         return sampled._replace(token_ids=self._group.broadcast(sampled.token_ids.contiguous()))
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `Sampler.token_logprobs`; the other ranks need none."""
+        """See `Sampler.token_logprobs`; the other ranks need no log-probabilities."""
         return self._sampler.token_logprobs(logits, token_ids, top_k)
 
 
 class FollowingSampler:
-    """Of the other ranks: takes the tokens of rank 0. Whether logits were numbers, and how likely, rank 0 says."""
+    """The sampler of the other ranks: takes the tokens of rank 0. Only rank 0 reports finite flags and logprobs."""
 
     def __init__(self, group: TPGroup) -> None:
         self._group = group
@@ -63,14 +62,14 @@ class FollowingSampler:
         return Sampled(self._group.broadcast(token_ids), finite, None)
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """Zeros of the right shapes: nobody reads what this rank found."""
+        """Zeros of the right shapes: the results of this rank are not read."""
         token = torch.zeros(len(token_ids), device=logits.device)
         top_ids = torch.zeros((len(token_ids), top_k), dtype=torch.int32, device=logits.device)
         return TokenLogprobs(token, top_ids, torch.zeros_like(top_ids, dtype=torch.float32))
 
 
 def shared_sampler(make_sampler: Callable[[], SamplerLike], group: TPGroup) -> SamplerLike:
-    """The sampler of this rank; only one that samples is made, which may compile kernels first."""
+    """The sampler of this rank. `make_sampler` runs only on the rank that samples, because it may compile kernels."""
     if group.size == 1:
         return make_sampler()
     return LeadingSampler(make_sampler(), group) if group.rank == 0 else FollowingSampler(group)

@@ -1,7 +1,7 @@
-"""`TokenCounts`: which tokens a request's prompt and output hold, on the device, for the penalties.
+"""`TokenCounts`: the token counts of a request's prompt and output, on the device, for the penalties.
 
-Kept only for requests with penalties. The counts are updated with sampled tokens on the device, so penalties work
-while the host has not seen the last token yet.
+Only requests with penalties have counts. Sampled tokens are counted on the device, so penalties are correct before the
+host has received the last token.
 """
 
 # Shapes: N requests with penalties, V tokens of the vocabulary.
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """One line of V counts per request with penalties; memory grows with the most that ran at the same time.
+    """One line of V counts per request with penalties; memory grows to the largest number of them at one time.
 
     Attributes:
         in_prompt: [N, V] bool.
         in_output: [N, V] int32, occurrences.
-        buffers: the way to their device.
+        buffers: the uploads to their device.
     """
 
     def __init__(self, vocab_size: int, buffers: InputBuffers) -> None:
@@ -37,9 +37,9 @@ class TokenCounts:
         self.in_output = torch.zeros((0, vocab_size), dtype=torch.int32, device=buffers.device)
 
     def add(self, row: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]) -> None:
-        """Start counting for the request in `row`; a retracted request brings its output along.
+        """Start counting for the request in `row`; for a retracted request, `output_ids` is its output so far.
 
-        Memory may run out in it at any point; then it may be called again.
+        If memory runs out at any point, the call may be repeated.
         """
         if not self._free:
             self._grow()
@@ -50,13 +50,13 @@ class TokenCounts:
         self._slot_of[row] = self._free.pop()
 
     def remove(self, row: int) -> None:
-        """Stop counting; rows that never started are ignored."""
+        """Stop counting; a row without counts is ignored."""
         slot = self._slot_of.pop(row, None)
         if slot is not None:
             self._free.append(slot)
 
     def slots(self, rows: Iterable[int]) -> npt.NDArray[np.int64]:
-        """First index into the count tensors for each of `rows`."""
+        """Index into the count tensors for each of `rows`."""
         return np.fromiter((self._slot_of[row] for row in rows), dtype=np.int64)
 
     def observe(self, slots: Tensor, token_ids: Tensor) -> None:
@@ -66,7 +66,7 @@ class TokenCounts:
     def _grow(self) -> None:
         old = self.in_prompt.shape[0]
         new = max(4, 2 * old)
-        # Both or none: memory may suffice for one of them only.
+        # Assigned together: memory may suffice for one of the two only.
         self.in_prompt, self.in_output = _with_rows(self.in_prompt, new), _with_rows(self.in_output, new)
         self._free.extend(range(new - 1, old - 1, -1))
 

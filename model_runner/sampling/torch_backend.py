@@ -1,8 +1,8 @@
-"""`TorchChooser`: tokens chosen by torch's own operations, on any device; on the CPU filtered by `row_filters`.
+"""`TorchChooser`: samples with torch's own operations, on any device; on the CPU filtered by `row_filters`.
 
-Filters are lower bounds on a token's logit, never positions in a sorted list: tokens with equal logits, which are
-common in bfloat16, are kept or dropped together, whatever order a sort would put them in. They apply in the order
-temperature, top_k, top_p (of what top_k left), min_p.
+Filters are lower bounds of a token's logit, not positions in a sorted list. Tokens with equal logits, which are common
+in bfloat16, are kept or dropped together, independent of the order of a sort. The filters apply in the order
+temperature, top_k, top_p (of the survivors of top_k), min_p.
 """
 
 # Shapes: S requests that sample in this step, n of them drawing, m of those filtered, V tokens of the vocabulary.
@@ -25,7 +25,7 @@ from .sampling_batch import Draw, Float32s, Int64s, SamplingBatch
 from .token_counts import TokenCounts
 
 _NOISE_ROWS_ON_CPU: Final = 4
-"""Rows whose noise is made at a time: it stays in the cache; 32 rows of 49k take 2.3 ms, all at once 7 or more."""
+"""Rows of noise made at a time, so that it stays in the cache: 32 rows of 49k take 2.3 ms, all at once 7 or more."""
 
 
 class TorchChooser:
@@ -37,7 +37,7 @@ class TorchChooser:
 
     def choose(self, logits: Tensor, batch: SamplingBatch) -> Choice:
         """See `TokenChooser.choose`."""
-        # The sum is not finite if any logit is not: one pass, a quarter of the cost of isfinite().all().
+        # A sum with a NaN or inf is not finite: one pass, a quarter of the cost of isfinite().all().
         finite = logits.sum(dim=-1).isfinite()
         processed = process_logits(logits, batch, self._counts, self._buffers)
         token_ids = self._choose(processed, batch.draw)
@@ -54,7 +54,7 @@ class TorchChooser:
         return token_logprobs(logits.index_select(0, rows), token_ids.index_select(0, rows), top_k)
 
     def _choose(self, logits: Tensor, draw: Draw | None) -> Tensor:
-        """The argmax, or a draw where asked for: [S, V] float32 -> [S] int64."""
+        """The argmax of each row, or a draw for the rows in `draw`: [S, V] float32 -> [S] int64."""
         if draw is None:
             return plain.argmax(logits)
         if len(draw.indices) == len(logits):
@@ -64,7 +64,7 @@ class TorchChooser:
         return plain.argmax(logits).index_copy_(0, indices, drawn)
 
     def _draw(self, logits: Tensor, draw: Draw) -> Tensor:
-        """[n, V] -> [n]."""
+        """Draw one token per row: [n, V] -> [n]."""
         keys, temperature = self._buffers.put_all([draw.keys, draw.temperature[:, None]])
         logits = logits / temperature
         if logits.device.type == "cpu":
@@ -109,13 +109,13 @@ class TorchChooser:
 
 
 def _draw_on_cpu(logits: Tensor, keys: Tensor, draw: Draw) -> Tensor:
-    """[n, V] over the temperature -> [n]. Rows with filters need noise only for the few tokens that are left."""
+    """Draw from logits divided by the temperature, [n, V] -> [n]. Filtered rows need noise only for the survivors."""
     filtering, vocab_size = draw.filtering(), logits.shape[1]
     token_ids = np.empty(len(logits), dtype=np.int64)
     rest = np.flatnonzero(~filtering)
     for start in range(0, len(rest), _NOISE_ROWS_ON_CPU):
         stop = start + _NOISE_ROWS_ON_CPU
-        # Without copies where it can be.
+        # A slice if all rows are unfiltered: it needs no copy.
         rows = slice(start, stop) if len(rest) == len(logits) else rest[start:stop]
         token_ids[rows] = plain.argmax(gumbel_noise(keys[rows], vocab_size).add_(logits[rows])).numpy()
     for row in np.flatnonzero(filtering).tolist():
@@ -131,7 +131,7 @@ def _draw_on_cpu(logits: Tensor, keys: Tensor, draw: Draw) -> Tensor:
 
 
 def _nucleus_floor(logits: Tensor, normaliser: Tensor, mass: Tensor) -> Tensor:
-    """The lowest logit of the smallest set with the mass: [m, 1]."""
+    """The lowest logit of the smallest set of tokens with this mass: [m, 1]."""
     descending = plain.largest(logits, logits.shape[1])
     total = (descending - normaliser).exp_().cumsum(dim=-1)
     last = (total < mass).sum(dim=-1, keepdim=True).clamp_max_(logits.shape[1] - 1)

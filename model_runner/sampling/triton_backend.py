@@ -1,11 +1,12 @@
-"""`TritonChooser`: tokens chosen by our Triton kernels: one upload, two or three launches, nothing sorted.
+"""`TritonChooser`: samples with our Triton kernels: one upload, two or three launches, without sorting.
 
-What each row wants lies in one line of a table (`kernels/triton/sampler_rows`), so a batch may mix everything.
+The settings of each row are one line of a table (`kernels/triton/sampler_rows`), so a batch may mix all kinds of
+requests.
 Expected on an H200, not measured: a row of 152k logits is 75 chunks, so one request keeps 75 of 132 multiprocessors
-busy for a few us per launch instead of one for 10 times as long; 256 rows are 156 MB, 36 us at the speed of the memory.
+busy for a few us per launch instead of one for 10 times as long; 256 rows are 156 MB, 36 us at memory bandwidth.
 """
 
-# Shapes: S requests that sample in this step, n of them concerned by one part, m edits, V tokens of the vocabulary.
+# Shapes: S requests that sample in this step, n of them with a certain part, m edits, V tokens of the vocabulary.
 
 from __future__ import annotations
 
@@ -31,19 +32,20 @@ from .token_counts import TokenCounts
 
 _WORD_BITS: Final = 32
 _LOGPROB_WARPS: Final = 4
-# The torch path rounds products before it adds them; so do we, and penalised logits are the same to the last bit.
+# The torch backend rounds products before it adds them. Without fusion penalized logits are the same bit for bit.
 _LAUNCH: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes, powers of 2. They must not depend on the batch: the order of sums would, and with it the last bits.
+    """Sizes, powers of 2. They must not depend on the batch, or the order of sums and their last bits would too.
 
     Attributes:
-        chunk: tokens of a program that surveys.
-        group: tokens of which only the largest counts for the bound of top_k.
-        capacity: tokens of the list on which filters work; where more are left, on the whole row, in tens of passes.
-        block: tokens that a program which filters looks at together.
+        chunk: tokens per program of the survey kernel.
+        group: tokens per group; the bound of top_k uses only the largest logit of each group.
+        capacity: length of the candidate list that is filtered; with more candidates, filters scan the whole row in
+            tens of passes.
+        block: tokens that a filter program handles at a time.
     """
 
     chunk: int = 2048
@@ -61,7 +63,7 @@ class TritonChooser:
         self._geometry = geometry
 
     def warm_up(self, vocab_size: int) -> None:
-        """Compile every variant of the kernels, seconds on a new machine, so that no request waits for that later."""
+        """Compile every variant of the kernels at start: seconds on a new machine, which no request has to wait for."""
         logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=self._buffers.device)
         row, word = np.zeros(1, dtype=np.int64), np.zeros((1, 2), dtype=np.int32)
         ones = np.ones(1, dtype=np.float32)
@@ -83,7 +85,8 @@ class TritonChooser:
             return Choice(token_ids, finite)
         plan = _Plan(batch, vocab_size)
         scratch = _Scratch(num_rows, vocab_size, plan, self._geometry, device)
-        # Greedy batches need no table, unedited ones no copy of the logits: what kernels never read may be any tensor.
+        # Arguments that the kernels do not read may be any tensor: the table of a greedy batch, the copy of unedited
+        # logits.
         table = edit_ids = edit_values = words = logits
         if plan.needed:
             table, edit_ids, edit_values, words = self._buffers.put_all(plan.arrays)
@@ -150,7 +153,7 @@ class TritonChooser:
         )
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `TokenChooser.logprobs`. Of equally likely tokens the first come first."""
+        """See `TokenChooser.logprobs`. Equally likely tokens are ordered by id."""
         assert logits.stride(1) == 1
         num_rows, vocab_size = len(indices), logits.shape[1]
         device, chunk = logits.device, self._geometry.chunk
@@ -194,7 +197,7 @@ class TritonChooser:
 
 
 _Rows = tuple[Tensor, int, Tensor, Tensor]
-"""What every stage begins with: the logits, the stride of their rows, the table, and the logits as changed."""
+"""The first arguments of every stage: the logits, the stride of their rows, the table, and the changed logits."""
 
 
 class _Shortlist(NamedTuple):
@@ -207,11 +210,11 @@ class _Shortlist(NamedTuple):
 
 
 class _Scratch:
-    """What the stages of one choice leave to each other; nothing of it outlives the choice.
+    """Intermediate results that the stages of one call pass on; they are freed after the call.
 
     Attributes:
         stats: [4, S, C] float32.
-        group_max: [S, groups] float32; like the lists any tensor if nobody filters, as no kernel touches it.
+        group_max: [S, groups] float32; without filters it and the lists may be any tensor, because no kernel reads it.
     """
 
     def __init__(
@@ -234,12 +237,12 @@ class _Scratch:
 
 
 class _Plan:
-    """The table of a batch, and what hangs on it.
+    """The table of a batch, and facts derived from it.
 
     Attributes:
-        needed: whether anybody wants anything but the argmax of the model's logits.
-        filters: whether anybody filters.
-        num_edited: rows whose tokens are chosen by other logits than the model's.
+        needed: whether any request needs more than the argmax of the model's logits.
+        filters: whether any request has a filter.
+        num_edited: number of rows that sample from changed logits.
         arrays: the table [S, 16] int32; token ids [m] int32 and values [m] float32 of edits; masks [n, words] int32.
     """
 

@@ -1,1 +1,1 @@
-"""Checkpoints: where tensors come from, and the checks that they are what the model needs."""
+"""Checkpoints: the stores that read tensors, the weight formats, and the checks against the model's shapes."""

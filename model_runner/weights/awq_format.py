@@ -1,13 +1,13 @@
-"""`AwqParts`: weights as AWQ's gemm kernels take them (Lin et al. 2023; casper-hansen/AutoAWQ).
+"""`AwqParts`: weights in the layout of AWQ's gemm kernels (Lin et al. 2023; casper-hansen/AutoAWQ).
 
-    <name>.qweight  int32 [K, N/8]   numbers of eight neighbouring outputs in a word
-    <name>.qzeros   int32 [K/group, N/8], likewise
+    <name>.qweight  int32 [K, N/8]   one word packs the 4-bit integers of eight neighboring outputs
+    <name>.qzeros   int32 [K/group, N/8], the same packing
     <name>.scales   [K/group, N]
 
-Nibble i of a word holds output (0, 2, 4, 6, 1, 3, 5, 7)[i] of its eight. A weight is (number - zero) * scale.
+Nibble i of a word holds output (0, 2, 4, 6, 1, 3, 5, 7)[i] of its eight. A weight is (integer - zero) * scale.
 """
 
-# Shapes: [N, K] a whole weight.
+# Shapes: [N, K] a whole weight: N outputs, K inputs.
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`BlockFormat`: linear layers whose weights are whole numbers in blocks: those of a GGUF file, or made while loading.
+"""`BlockFormat`: linear layers with block-quantized weights, read from a GGUF file or quantized while loading.
 
-The output head is one of them, being a fifth of a small model; one that is made has 8 bits, and gives its rows to an
-embedding that is tied to it. Other tables of embeddings stay in the serving dtype.
+The output head is block-quantized too: in a small model it is a fifth of the weights. A head quantized while loading
+has 8 bits, and a tied embedding reads its rows. Other embedding tables stay in the serving dtype.
 """
 
-# Shapes: [N, K] a whole weight.
+# Shapes: [N, K] a whole weight: N outputs, K inputs.
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class BlockParts:
-    """Modules whose weights are whole numbers in blocks; `PartReader`."""
+    """`PartReader` of modules with block-quantized weights."""
 
     def __init__(self, quantisation: QuantisationSpec) -> None:
         self._quantisation = quantisation
         self._warned_of: set[str] = set()
 
     def has(self, name: str, columns: int) -> bool:
-        """Whether a module with so many inputs is held in blocks."""
+        """Whether a module with `columns` inputs is block-quantized."""
         return self._quantisation.form_of(name, columns) is not None
 
     def read(
@@ -50,7 +50,11 @@ class BlockParts:
         part: Slice | None,
         plain: Callable[[], Tensor] | None = None,
     ) -> Part:
-        """See `PartReader`; `plain`: reads the weight in the serving dtype, with padding."""
+        """See `PartReader`.
+
+        Args:
+            plain: reads the weight in the serving dtype, with padding.
+        """
         form = self._quantisation.form_of(name, shape[1])
         if form is not None and part is not None and part.axis == 1 and _parts_blocks(part):
             self._warn_of_cut(unnumbered(name), part)
@@ -66,12 +70,12 @@ class BlockParts:
         )
 
     def _warn_of_cut(self, name: str, part: Slice) -> None:
-        """Once for all experts of a layer."""
+        """Warn once for all experts of a layer."""
         if name in self._warned_of:
             return
         self._warned_of.add(name)
         logger.warning(
-            "%s stays in the serving dtype: a rank takes inputs %d to %d, and blocks of %d cannot be parted",
+            "%s stays in the serving dtype: a rank takes inputs %d to %d, and blocks of %d cannot be split",
             name,
             part.start,
             part.stop - 1,
@@ -80,7 +84,7 @@ class BlockParts:
 
 
 class BlockFormat(QuantisedFormat):
-    """See the module; `LinearFormat`."""
+    """The `LinearFormat` of block-quantized models."""
 
     def __init__(self, quantisation: QuantisationSpec, linears: QuantisedLinears) -> None:
         self._blocks = BlockParts(quantisation)
@@ -93,7 +97,7 @@ class BlockFormat(QuantisedFormat):
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> Tensor:
-        """See `LinearFormat`; straight from the file."""
+        """See `LinearFormat`; the store converts the weights to the serving dtype."""
         return weights.stacked([f"{name}.weight" for name in names], shapes, slices=slices)
 
     def head(
@@ -119,17 +123,17 @@ def _parts_blocks(part: Slice) -> bool:
 
 
 def _checked(weight: BlockWeight, name: str) -> BlockWeight:
-    """Whole numbers cannot say that a weight is no number; its block's scale or minimum does."""
+    """Check that the weight is finite. Integers always are; NaN and inf can only be in the scales and minima."""
     if all(part is None or bool(part.isfinite().all()) for part in (weight.scales, weight.minima)):
         return weight
     raise ConfigError(
-        f"{name}.weight holds numbers that are not finite, which weights in blocks must be; the file is damaged: "
-        "download the model again, or see what it says with --quantization none"
+        f"{name}.weight holds values that are not finite, which block quantization cannot represent; the file is "
+        "damaged: download the model again, or load it as it is with --quantization none"
     )
 
 
 def _padded(weight: BlockWeight, rows: int) -> BlockWeight:
-    """With outputs of zeros at the end."""
+    """The weight, padded with outputs of zeros at the end to [rows, K]."""
     more = (0, 0, 0, rows - len(weight.scales))
     return BlockWeight(
         F.pad(weight.numbers, more),

@@ -13,23 +13,23 @@ from .reader import Slice, cut_from_whole
 
 _BOUND: Final = 0.02
 _BLOCK: Final = 4_194_301
-"""Numbers drawn for a tensor; larger ones repeat them: at 120 million a second, drawing eight billion took a minute. A
-prime, so that no two rows of a matrix begin at the same place and all differ."""
+"""Values drawn per tensor; a larger tensor repeats them. At 120 million values per second, drawing eight billion took a
+minute. The count is prime, so no two rows of a matrix begin at the same value and all rows differ."""
 
 
 class DummyStore:
-    """Any tensor in any shape, uniform in +-0.02; words of quantised weights with any bits.
+    """Any tensor in any shape, uniform in +-0.02. The packed int32 words of quantized weights get random bits.
 
-    Never zeros: a model of zeros is faster than real ones where kernels or memory compress, and its logits are equal.
-    The values depend on seed and name only, so every rank and every run has the same.
+    The values are never all zeros: a model of zeros is faster than a real one where kernels or memory compress, and
+    its logits are all equal. The values depend on seed and name only, so all ranks and runs have the same weights.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of what has been asked for
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the tensors that were requested
 
     def names(self) -> set[str]:
-        """See `TensorStore`; nothing is left over."""
+        """See `TensorStore`; empty, so no tensor is left over."""
         return set()
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -44,7 +44,7 @@ class DummyStore:
             return
         digest = blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        if out.dtype == torch.int32:  # words of 4-bit numbers
+        if out.dtype == torch.int32:  # packed 4-bit integers
             words = torch.iinfo(torch.int32)
             out.random_(words.min, words.max, generator=generator)
             return
@@ -54,7 +54,7 @@ class DummyStore:
             place.copy_(values[: len(place)])
 
     def blocks(self, name: str, part: Slice | None = None) -> None:
-        """See `TensorStore`; there are none."""
+        """See `TensorStore`; always None."""
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""

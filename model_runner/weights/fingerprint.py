@@ -1,7 +1,7 @@
-"""`weights_fingerprint`: whether two machines hold the same weights, without reading them all.
+"""`weights_fingerprint`: shows whether two machines hold the same weights, without reading them in full.
 
-Two trainings of one architecture have equal configurations and equal shapes; ranks that take their parts from both
-would compute nonsense and say nothing. So a few pieces of each file are compared, its size among them.
+Two checkpoints of one architecture have equal configurations and equal shapes. Ranks that load parts of different
+checkpoints would compute wrong results without an error. The fingerprint covers the size and a few pieces of each file.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _PIECE_BYTES: Final = 4096
 
 
 def weights_fingerprint(path: Path, load_format: str) -> str:
-    """Of the files that are loaded; of the format alone, where weights are made up.
+    """Fingerprint of the files that are loaded; of the load format alone for dummy weights.
 
     Args:
         path: a folder with safetensors files, or a GGUF file.
 
     Raises:
         ConfigError: files are missing.
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     digest = blake2b(load_format.encode(), digest_size=16)
     if load_format != "dummy":

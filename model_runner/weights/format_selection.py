@@ -1,4 +1,4 @@
-"""`make_linear_format`: how a model's linear layers are read on this machine, and what that costs or saves."""
+"""`make_linear_format`: chooses how a model's linear layers are loaded on this machine, and logs the memory effect."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def make_linear_format(
     dtype: torch.dtype,
     tiles_from: int = TILES_FROM,
 ) -> LinearFormat:
-    """How this model's linear layers are read, and who multiplies with them.
+    """Choose how this model's linear layers are read, and which kernels multiply with them.
 
     Args:
-        quantization: what the user wants; None: as the checkpoint says.
-        tiles_from: the number of tokens from which blocks may be multiplied in another way (`native_blocks`).
+        quantization: the user's setting; None: as the checkpoint says.
+        tiles_from: number of tokens from which block weights may use the tiled kernels (`native_blocks`).
 
     Raises:
-        ConfigError: the two contradict each other, or weights are to be made that nothing here multiplies.
+        ConfigError: setting and checkpoint contradict each other, or no kernel here multiplies the weights to be made.
     """
     spec = with_quantisation(spec, quantization)
     quantisation, target = spec.quantisation, replace(quant_target(device, dtype), tiles_from=tiles_from)
@@ -58,27 +58,27 @@ def make_linear_format(
         elif not _become_blocks(quantisation, target) and (
             target.device.type != "cuda" or target.triton_reason
         ):
-            _log_cost(spec, target, "which nothing here multiplies")
+            _log_cost(spec, target, "for which there is no kernel here")
         return QuantisedFormat(_part_reader(quantisation), linears)
     if reasons := reasons_against_blocks(target):
-        if not quantisation.stored:  # rounded, they would be worse and no smaller
+        if not quantisation.stored:  # rounding would lose precision and save no memory
             raise ConfigError(
                 f"quantization is {quantisation.method}, but the product {', '.join(reasons)}; use --quantization none"
             )
         _log_cost(spec, target, f"and the product {', '.join(reasons)}")
-        return PlainFormat(ops.pack_linear)  # the shortest way to plain numbers
+        return PlainFormat(ops.pack_linear)  # the store dequantizes
     _log_kept(spec, target)
     return BlockFormat(quantisation, linears)
 
 
 def _become_blocks(quantisation: QuantisationSpec, target: QuantTarget) -> bool:
-    """Whether 4-bit numbers of neighbours are multiplied as blocks; the sums of memory take them for dequantised."""
+    """Whether AWQ or GPTQ weights are multiplied as blocks; the memory figures count them as dequantized."""
     in_order = quantisation.method in ("awq", "gptq") and not quantisation.reordered
     return in_order and not reasons_against_blocks(target)
 
 
 def quant_target(device: torch.device, dtype: torch.dtype) -> QuantTarget:
-    """What this machine can run; a GPU's kernels are only looked for where the model is to run on one."""
+    """What this machine can run. GPU kernels are probed only if the model runs on a GPU."""
     if device.type != "cuda":
         reason = f"runs on GPUs only, not on {device.type}"
         return QuantTarget(
@@ -107,7 +107,7 @@ def _part_reader(quantisation: QuantisationSpec) -> PartReader:
 
 
 def _log_cost(spec: ModelSpec, target: QuantTarget, why: str) -> None:
-    """Say what weights cost that are not kept in their form but in the serving dtype."""
+    """Log the memory of quantized weights that are kept in the serving dtype."""
     assert spec.quantisation is not None
     logger.warning(
         "weights are %s, %s: they are kept as %s, weights_mib=%d instead of %d",
@@ -120,7 +120,7 @@ def _log_cost(spec: ModelSpec, target: QuantTarget, why: str) -> None:
 
 
 def _log_kept(spec: ModelSpec, target: QuantTarget) -> None:
-    """Say in what form weights are kept, and what that saves."""
+    """Log the form in which the weights are kept and the memory that this saves."""
     assert spec.quantisation is not None
     types = Counter(spec.quantisation.types.values())
     logger.info(
@@ -134,7 +134,7 @@ def _log_kept(spec: ModelSpec, target: QuantTarget) -> None:
 
 
 def _weights_mib(spec: ModelSpec, target: QuantTarget, *, dequantised: bool = False) -> int:
-    """Of all ranks together; a plain head that is tied to the embedding counts once, though some kernels copy it."""
+    """MiB of all ranks together. A plain head tied to the embedding counts once, although some kernels copy it."""
     width = target.dtype.itemsize
     num_bytes = spec.weight_bytes(width, dequantised=dequantised)
     if target.device.type == "cpu" and not dequantised:

@@ -1,12 +1,12 @@
-"""8-bit floats: `Fp8Parts` of a checkpoint that holds them, `MadeFp8Parts` out of one that does not.
+"""8-bit floats: `Fp8Parts` reads an FP8 checkpoint, `MadeFp8Parts` quantizes a plain one while loading.
 
-`<name>.weight` is [out, in] e4m3. Its scales are `<name>.weight_scale` or, in transformers' own exports, which call it
-the inverse of the number that was multiplied with, `<name>.weight_scale_inv`: one number, one per output, or one per
-block of outputs and inputs. All become one per output, and per group of inputs where there are blocks: that costs 3 %
-more memory than 128 x 128 blocks, and lets weights be stacked and cut at any output.
+`<name>.weight` is [out, in] e4m3. Its scales are `<name>.weight_scale`, or `<name>.weight_scale_inv` in exports of
+transformers, which name it by the inverse of the factor used in quantization. There is one scale per tensor, one per
+output, or one per block of outputs and inputs. All are expanded to one per output, and per group of inputs if there are
+blocks. This costs 3 % more memory than 128 x 128 blocks, and weights can be stacked and cut at any output.
 """
 
-# Shapes: [N, K] a whole weight, G groups of inputs.
+# Shapes: [N, K] a whole weight: N outputs, K inputs; G groups of inputs.
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _SCALES: Final = ("weight_scale_inv", "weight_scale")
 _UNUSED: Final = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale", "output_scale")
-"""Scales of activations and of cached keys and values: activations get theirs token by token, the KV cache has none."""
+"""Static scales of activations and of the KV cache: activations are scaled per token, the KV cache has no scales."""
 
 
 class Fp8Parts:
-    """See the module."""
+    """`PartReader` of an FP8 checkpoint."""
 
     def __init__(self, quantisation: QuantisationSpec) -> None:
         self._quantisation = quantisation
@@ -51,8 +51,8 @@ class Fp8Parts:
         elif part is not None and group_size < shape[1]:
             if part.start % group_size or (part.stop % group_size and part.stop != shape[1]):
                 raise ConfigError(
-                    f"{name}: a rank takes inputs {part.start} to {part.stop - 1}, but {group_size} neighbours share a "
-                    "scale and cannot be parted; use a smaller --tp"
+                    f"{name}: a rank takes inputs {part.start} to {part.stop - 1}, but {group_size} neighbors share a "
+                    "scale and cannot be split; use a smaller --tp"
                 )
             scales = scales[:, part.start // group_size : -(-part.stop // group_size)]
         # Where all inputs share a scale, the group is as long as this rank's part.
@@ -66,7 +66,7 @@ class Fp8Parts:
         )
 
     def _scales(self, weights: WeightReader, name: str, shape: tuple[int, int]) -> tuple[Tensor, int]:
-        """[N, G] float32, and how many inputs share one."""
+        """Scales, [N, G] float32, and the number of inputs that share one."""
         rows, columns = shape
         block = self._quantisation.block
         if block is not None:
@@ -82,13 +82,13 @@ class Fp8Parts:
 
 
 class MadeFp8Parts:
-    """Each output of a plain weight gets the scale that its largest number asks for."""
+    """`PartReader` that quantizes plain weights to FP8: the scale of an output is set by its largest magnitude."""
 
     def __init__(self, quantisation: QuantisationSpec) -> None:
         self._quantisation = quantisation
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
-        """See `PartReader`. A rank with a part of the inputs takes the largest of these."""
+        """See `PartReader`. A rank with a part of the inputs takes the largest magnitude of its part."""
         plain = read_plain(weights, name, shape, part)
         return plain if self._quantisation.is_plain(name) else quantise_to_fp8(plain)
 

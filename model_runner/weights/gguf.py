@@ -1,11 +1,11 @@
-"""Weights in a GGUF file, as they are or converted to the serving dtype, under Hugging Face's names and in its forms.
+"""Weights of a GGUF file, as stored or converted to the serving dtype, under Hugging Face names and in its layout.
 
-llama.cpp keeps some of them in forms of its own, which are turned back here, so that models know one form:
+llama.cpp stores some tensors in another layout. They are converted back here, so that models know one layout:
 
-- It orders the rows of Llama's q and k projections so that rotary pairs are neighbours; Hugging Face pairs the first
-  half of a head with the second. Of the architectures here only `llama` is stored so.
+- It orders the rows of Llama's q and k projections so that rotary pairs are adjacent; Hugging Face pairs the first
+  half of a head with the second. Of the architectures here only `llama` is stored in this order.
 - Gemma's norm weights w are stored as 1 + w.
-- Experts are one tensor of a layer, Hugging Face has one for each.
+- The experts of a layer are one tensor; Hugging Face has one tensor per expert.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NOT_WEIGHTS: Final = frozenset(  # rope scaling, read by model_files
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )
 _ROWS_AT_A_TIME: Final = 4096
-"""Rows converted to float32 before they go to the serving dtype: bounds the temporary for a large embedding."""
+"""Rows converted to float32 at a time, before the serving dtype: bounds the temporary for a large embedding."""
 
 
 class _Stored(NamedTuple):
-    """Where a tensor of Hugging Face's is: a tensor of the file, or one of those stacked in it."""
+    """Location of a Hugging Face tensor: a tensor of the file, or one of the experts stacked in it."""
 
     info: TensorInfo
     expert: int | None = None
@@ -55,7 +55,7 @@ class GGUFStore:
         """Open the file.
 
         Raises:
-            ConfigError: it is truncated or damaged, or has another number of experts than the model.
+            ConfigError: the file is truncated or damaged, or its number of experts differs from the model's.
         """
         self._file = GGUFFile(path)
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
@@ -78,7 +78,7 @@ class GGUFStore:
             )
 
     def names(self) -> set[str]:
-        """See `TensorStore`; tensors without a name in Hugging Face's layout keep their own."""
+        """See `TensorStore`; tensors without a Hugging Face name keep the file's name."""
         known = {stored.info.name for stored in self._stored.values()}
         return set(self._stored) | (set(self._file.tensors) - known - _NOT_WEIGHTS)
 
@@ -88,7 +88,7 @@ class GGUFStore:
         return None if stored is None else stored.shape
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
-        """See `TensorStore`. A part is cut from the whole: rows may be stored in another order."""
+        """See `TensorStore`. A part is cut from the whole tensor, because rows may be stored in another order."""
         if part is not None:
             cut_from_whole(partial(self.read, name), self._stored[name].shape, out, part)
             return
@@ -97,7 +97,7 @@ class GGUFStore:
         if expert is not None:
             raw = raw[expert]
         try:
-            if out.ndim == 1:  # one row, whose bytes are no rows
+            if out.ndim == 1:  # a vector: its bytes are one row
                 values = torch.from_numpy(dequantize(info, raw))
                 if self._norms_are_offset and name.endswith("norm.weight"):
                     values = values - 1.0
@@ -113,7 +113,7 @@ class GGUFStore:
             out.copy_(_pairs_apart(out, num_heads))
 
     def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
-        """See `TensorStore`. Of some outputs only their rows are touched."""
+        """See `TensorStore`. For a part by outputs only the bytes of its rows are read."""
         stored = self._stored[name]
         info, expert = stored
         if info.ggml_type.name not in GGUF_FORMS or len(stored.shape) != 2:
@@ -131,7 +131,7 @@ class GGUFStore:
         return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
 
     def _heads_out_of_order(self, name: str) -> int | None:
-        """Of a projection whose rows are stored in llama.cpp's order: how many heads they belong to."""
+        """Number of heads of a projection with rows in llama.cpp's order; None for all other tensors."""
         match = _LAYER_PATTERN.fullmatch(name)
         if match is None or not self._pairs_are_neighbours:
             return None
@@ -143,6 +143,6 @@ class GGUFStore:
 
 
 def _pairs_apart(weight: Tensor, num_heads: int) -> Tensor:
-    """Within each head, even rows first, then odd ones: [heads * D, ...] -> the same shape."""
+    """Reorder the rows of each head: even rows first, then odd rows. [heads * D, ...] -> the same shape."""
     by_pair = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
     return by_pair.transpose(1, 2).reshape(weight.shape)

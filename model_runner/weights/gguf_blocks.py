@@ -1,4 +1,4 @@
-"""`block_weight`: rows of a GGUF tensor as a `BlockWeight`: the file's own numbers, or the nearest of 8 bits."""
+"""`block_weight`: rows of a GGUF tensor as a `BlockWeight`: the file's integers, or values rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ...runtime.model_files.gguf.ggml_types import Bytes, GGMLType
 
 _ROWS_AT_A_TIME: Final = 4096
-"""Rows that are rounded at a time: bounds their float32 copy."""
+"""Rows rounded at a time: bounds their float32 copy."""
 
 
 def block_weight(raw: Bytes, ggml_type: GGMLType) -> BlockWeight:
-    """Rows [N, row_bytes] of a format that has a `BlockForm`."""
+    """Convert rows [N, row_bytes] of a format that has a `BlockForm`."""
     form = GGUF_FORMS[ggml_type.name]
     if not form.is_exact:
         pieces = (raw[start : start + _ROWS_AT_A_TIME] for start in range(0, len(raw), _ROWS_AT_A_TIME))

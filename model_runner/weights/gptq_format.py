@@ -1,15 +1,15 @@
-"""`GptqParts`: weights as GPTQ's exports hold them (Frantar et al. 2022; AutoGPTQ, ModelCloud/GPTQModel).
+"""`GptqParts`: weights in the layout of GPTQ exports (Frantar et al. 2022; AutoGPTQ, ModelCloud/GPTQModel).
 
-    <name>.qweight  int32 [K/8, N]   numbers of eight neighbouring inputs in a word, the first in the lowest bits
-    <name>.qzeros   int32 [K/group, N/8], of eight neighbouring outputs; one less than meant in the first version
+    <name>.qweight  int32 [K/8, N]   4-bit integers of eight neighboring inputs, the first in the lowest bits
+    <name>.qzeros   int32 [K/group, N/8], of eight neighboring outputs; format version 1 stores zero - 1
     <name>.scales   [K/group, N]
     <name>.g_idx    int32 [K]        the group of each input
 
-A weight is (number - zero) * scale. Where inputs were quantised in the order of their weight (`desc_act`), those of a
-group lie anywhere: the rows are sorted by group here, and activations are put into the same order before the product.
+A weight is (integer - zero) * scale. With `desc_act` inputs are quantized in the order of their importance, and the
+inputs of a group are not adjacent. Rows are then sorted by group here, and activations are permuted before the matmul.
 """
 
-# Shapes: [N, K] a whole weight.
+# Shapes: [N, K] a whole weight: N outputs, K inputs.
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class GptqParts:
     def _order(
         self, weights: WeightReader, name: str, columns: int, group_size: int, part: Slice | None
     ) -> Tensor | None:
-        """Inputs sorted by group, [K]; None: they are."""
+        """[K] indices of the inputs sorted by group; None: they are in order already."""
         tensor = f"{name}.g_idx"
         if not self._quantisation.reordered:
-            weights.ignore(tensor)  # says what is known: neighbours share a group
+            weights.ignore(tensor)  # redundant: neighbors share a group
             return None
         groups = weights.tensor(tensor, (columns,), torch.int32).to(torch.int64)
         in_order = torch.arange(columns, device=groups.device) // group_size
@@ -72,18 +72,18 @@ class GptqParts:
         order = groups.argsort(stable=True)
         if not torch.equal(groups[order], in_order):
             raise ConfigError(
-                f"{tensor}: does not put {group_size} inputs into each of {columns // group_size} groups; the "
+                f"{tensor}: does not assign {group_size} inputs to each of {columns // group_size} groups; the "
                 "checkpoint is damaged or group_size in config.json is wrong"
             )
         if part is not None and part.axis == 1:
             raise ConfigError(
-                f"{name}: its groups are of inputs from anywhere (desc_act), so ranks cannot share the {columns} "
+                f"{name}: its groups hold inputs in any order (desc_act), so ranks cannot share the {columns} "
                 "inputs; use --tp 1, or a checkpoint without desc_act"
             )
         return order
 
 
 def _skip_bias_of_zeros(weights: WeightReader, name: str, rows: int) -> None:
-    """Older exports give every layer a bias, of zeros where the model has none; one that is not stays unexpected."""
+    """Ignore a bias of zeros: older exports store one for layers without bias. Any other bias stays unexpected."""
     if weights.shape(name, (rows,)) == (rows,) and not weights.peek(name, (rows,)).any():
         weights.ignore(name)

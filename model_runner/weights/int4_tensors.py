@@ -1,4 +1,4 @@
-"""What AWQ and GPTQ have in common: whole numbers of 4 bits, eight in a word, and where such a weight can be cut."""
+"""Common parts of AWQ and GPTQ: 4-bit integers, eight in an int32 word, and the places where a weight can be cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PER_WORD: Final = 8
 
 
 def unpack(words: Tensor, axis: int, order: Sequence[int] = range(PER_WORD)) -> Tensor:
-    """int32 words along an axis of a matrix to the eight numbers of each, uint8; `order`: the nibble of each."""
+    """Unpack int32 words along an axis of a matrix into eight uint8 values each; `order`: the nibble of each value."""
     shifts = 4 * torch.tensor(list(order), dtype=torch.int32, device=words.device)
     if axis == 1:
         numbers = (words.unsqueeze(2) >> shifts) & 15
@@ -28,11 +28,11 @@ def unpack(words: Tensor, axis: int, order: Sequence[int] = range(PER_WORD)) -> 
 
 
 class Int4Cut:
-    """Which of a weight's groups and words a rank takes.
+    """The groups and words of a weight that a rank takes.
 
     Attributes:
-        group_size: inputs of a group, all where there is one.
-        num_groups: of the whole weight.
+        group_size: inputs per group; with a single group, all inputs.
+        num_groups: groups of the whole weight.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Int4Cut:
         """Check that the weight has whole words and groups, and is cut between them.
 
         Raises:
-            ConfigError: it does not, or is not.
+            ConfigError: the sizes do not divide, or a cut lies inside a word or a group.
         """
         rows, columns = shape
         self.group_size = quantisation.group_size or columns
         if rows % PER_WORD or columns % PER_WORD or columns % self.group_size:
             raise ConfigError(
-                f"{name}: a weight of {rows} outputs and {columns} inputs cannot be held as {quantisation.method} with "
-                f"words of {PER_WORD} numbers and groups of {self.group_size} inputs; config.json does not fit it"
+                f"{name}: a weight of {rows} outputs and {columns} inputs cannot be stored as {quantisation.method} "
+                f"with words of {PER_WORD} values and groups of {self.group_size} inputs; config.json does not fit it"
             )
         self.num_groups = columns // self.group_size
         self._part = part
@@ -58,12 +58,16 @@ class Int4Cut:
         if part.start % step or part.stop % step:
             what = "outputs" if part.axis == 0 else "inputs"
             raise ConfigError(
-                f"{name}: a rank takes {what} {part.start} to {part.stop - 1}, but {step} neighbours share "
-                f"{'a word' if step == PER_WORD else 'a scale'} and cannot be parted; use a smaller --tp"
+                f"{name}: a rank takes {what} {part.start} to {part.stop - 1}, but {step} neighbors share "
+                f"{'a word' if step == PER_WORD else 'a scale'} and cannot be split; use a smaller --tp"
             )
 
     def numbers(self, outputs_per_place: int, inputs_per_place: int) -> list[Slice] | None:
-        """This rank's slice of a tensor [inputs, outputs], each place of which stands for so many; None: all of it."""
+        """This rank's slice of a packed tensor [inputs, outputs]; None: all of it.
+
+        Args:
+            outputs_per_place, inputs_per_place: outputs and inputs that one element of the tensor holds.
+        """
         if self._part is None:
             return None
         start, stop = self._part.start, self._part.stop
@@ -72,14 +76,14 @@ class Int4Cut:
         return [Slice(0, start // inputs_per_place, stop // inputs_per_place)]
 
     def groups(self, outputs_per_place: int) -> list[Slice] | None:
-        """The same of a tensor [groups, outputs]; one group is every rank's."""
+        """This rank's slice of a tensor [groups, outputs]; a single group is shared by all ranks."""
         if self._part is None or (self._part.axis == 1 and self.num_groups == 1):
             return None
         return self.numbers(outputs_per_place, self.group_size)
 
 
 def read_scales(weights: WeightReader, name: str, shape: tuple[int, int], part: list[Slice] | None) -> Tensor:
-    """[groups, outputs], in float16, which is what they are stored in, unless they do not fit into it."""
+    """[groups, outputs] in float16, the dtype in which they are stored, unless a value does not fit into it."""
     scales = weights.stacked([name], [shape], torch.float32, part)
     narrow = scales.to(torch.float16)
     return narrow if torch.equal(narrow.to(torch.float32), scales) else scales

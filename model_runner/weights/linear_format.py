@@ -1,7 +1,7 @@
-"""`LinearFormat`: how a checkpoint stores the weights of linear layers, and what becomes of them on the device.
+"""`LinearFormat`: how a checkpoint stores the weights of linear layers, and how the device holds them.
 
-One object for the whole model, chosen by what the checkpoint and the user say; `Linear` asks it for its weight and
-never learns whether that is bfloat16, 8-bit or 4-bit.
+There is one object for the whole model, chosen by the checkpoint and the user's settings. `Linear` takes its weight
+from it and does not depend on whether that is bfloat16, 8-bit or 4-bit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class LinearFormat(Protocol):
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> LinearWeight:
-        """One layer's weight.
+        """Load one layer's weight.
 
         Args:
-            names: of the modules whose outputs are stacked; which tensors stand below a name is the format's business.
+            names: module names; the outputs of the modules are stacked. The format knows the tensors of a module.
             shapes: [out, in] of each whole weight.
-            slices: what to take of each, in terms of these shapes; all with the same axis. None: all of it.
+            slices: the part of each weight to take, in terms of `shapes`; all with the same axis. None: all of it.
 
         Raises:
             ConfigError: a tensor is missing or has another shape, or cannot be cut there.
@@ -44,7 +44,7 @@ class LinearFormat(Protocol):
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> Tensor:
-        """The same in the serving dtype, [sum of outputs, inputs]: for weights whose kernels know nothing else."""
+        """The same in the serving dtype, [sum of outputs, inputs]: for kernels that take only this dtype."""
         ...
 
     def head(
@@ -55,13 +55,13 @@ class LinearFormat(Protocol):
         rows: range,
         plain_rows: Callable[[], Tensor],
     ) -> LinearWeight:
-        """The output head's weight, which may be that of the embedding as well.
+        """Load the output head's weight, which may be the embedding's as well.
 
         Args:
-            name: of its module.
-            shape: of the whole weight.
-            rows: what this rank takes of it; those beyond its end are zeros.
-            plain_rows: reads them in the serving dtype, [rows, inputs].
+            name: name of its module.
+            shape: shape of the whole weight.
+            rows: the rows that this rank takes; rows beyond the end are zeros.
+            plain_rows: reads these rows in the serving dtype, [rows, inputs].
         """
         ...
 

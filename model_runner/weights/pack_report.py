@@ -1,4 +1,4 @@
-"""`PackReport`: counts what packing makes smaller without loss, for the log."""
+"""`PackReport`: counts the weights that packing compresses without loss, for the log."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class PackReport:
-    """A `PackLinear` that leaves the packing to another one."""
+    """A `PackLinear` that wraps another one and counts its results."""
 
     def __init__(self, pack: PackLinear) -> None:
         self._pack = pack
         self._compressed: list[CompressedLinear] = []
-        self._plain_bytes = 0  # of these
-        self._has_plain = False  # native weights that keep 16 bits a number
+        self._plain_bytes = 0  # bytes of the compressed weights before compression
+        self._has_plain = False  # whether some native weights keep 16 bits per value
 
     def __call__(self, weight: Tensor) -> LinearWeight:
         """See `PackLinear`."""
@@ -37,7 +37,7 @@ class PackReport:
         return packed
 
     def log(self) -> None:
-        """Say how many weights are compressed and what that saves, or why the native ones are not."""
+        """Log how many weights are compressed and the memory saved, or why the native weights are not compressed."""
         if self._compressed:
             logger.info(
                 "weights_compressed=%d compressed_mib=%d instead of %d, without loss",

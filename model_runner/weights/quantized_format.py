@@ -1,7 +1,7 @@
-"""`QuantisedFormat`: linear layers of a quantised checkpoint, or of a plain one that is quantised while it is loaded.
+"""`QuantisedFormat`: linear layers of a quantized checkpoint, or of a plain one that is quantized while loading.
 
-What the tensors of one module mean is the business of a `PartReader` (`fp8_format`, `awq_format`, `gptq_format`); what
-becomes of them on this device that of `QuantisedLinears`. Modules that the checkpoint leaves plain stay so.
+A `PartReader` (`fp8_format`, `awq_format`, `gptq_format`) reads the tensors of one module. `QuantisedLinears` packs
+them for this device. Modules that are plain in the checkpoint stay plain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PartReader(Protocol):
     """Reads the weight of one module, or a rank's part of it."""
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
-        """See `LinearFormat.load`; a tensor in the serving dtype where the checkpoint has this module plain.
+        """See `LinearFormat.load`; a tensor in the serving dtype if this module is plain in the checkpoint.
 
         Raises:
             ConfigError: a tensor is missing or has another shape or meaning, or cannot be cut there.
@@ -32,7 +32,7 @@ class PartReader(Protocol):
 
 
 class QuantisedFormat:
-    """See the module."""
+    """The `LinearFormat` of quantized models."""
 
     def __init__(self, parts: PartReader, linears: QuantisedLinears) -> None:
         self._parts = parts
@@ -68,7 +68,7 @@ class QuantisedFormat:
         rows: range,
         plain_rows: Callable[[], Tensor],
     ) -> LinearWeight:
-        """See `LinearFormat`; plain in every checkpoint."""
+        """See `LinearFormat`; the head is plain in every checkpoint."""
         return self._linears.pack([plain_rows()])
 
     def _read(

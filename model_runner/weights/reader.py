@@ -1,7 +1,7 @@
-"""`WeightReader`: how a model takes its weights out of a checkpoint, tensor by tensor, each one checked.
+"""`WeightReader`: a model takes its weights from a checkpoint through it, tensor by tensor, each one checked.
 
-A model's constructor asks for what it needs by Hugging Face's names; the store behind the reader knows the files.
-Every tensor is read straight into the memory where it stays, so the peak is the model plus one tensor.
+A model's constructor requests tensors by their Hugging Face names; the reader's `TensorStore` knows the files.
+Every tensor is read directly into its final memory, so the peak is the model plus one tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Slice(NamedTuple):
-    """A part of a tensor: `start`..`stop`-1 along one axis; what a rank takes of a weight that several share."""
+    """A part of a tensor: `start`..`stop`-1 along one axis; for example a rank's part of a sharded weight."""
 
     axis: int
     start: int
@@ -27,14 +27,14 @@ class Slice(NamedTuple):
 
 
 class TensorStore(Protocol):
-    """Named tensors of one checkpoint, by the names Hugging Face gives them."""
+    """The tensors of one checkpoint, by their Hugging Face names."""
 
     def names(self) -> set[str]:
-        """All tensors the model has to take."""
+        """All tensors that the model has to take."""
         ...
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Shape of a tensor, None if there is none; a store that makes tensors up returns `wanted`."""
+        """Shape of a tensor, None if it does not exist; a store of dummy weights returns `wanted`."""
         ...
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
@@ -42,23 +42,23 @@ class TensorStore(Protocol):
         ...
 
     def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
-        """A matrix that is stored as whole numbers in blocks, as it is, or a part of it; None: it is stored otherwise.
+        """A block-quantized matrix as stored, or a part of it; None: the matrix is not block-quantized.
 
         Args:
-            part: outputs, or inputs in whole blocks.
+            part: a range of outputs, or a range of inputs in whole blocks.
         """
         ...
 
     def describe(self, name: str) -> str:
-        """File and name under which an existing tensor is stored; for one that is missing, the file that should say."""
+        """File and name of an existing tensor; for a missing one, the file that should list it."""
         ...
 
 
 class WeightReader:
-    """Hands out tensors and remembers which.
+    """Returns tensors on the device and records which the model has taken.
 
     Attributes:
-        dtype: of every tensor handed out, unless the model asks for another one.
+        dtype: dtype of the returned tensors, unless the model requests another one.
     """
 
     def __init__(self, store: TensorStore, dtype: torch.dtype, device: torch.device) -> None:
@@ -68,21 +68,21 @@ class WeightReader:
         self._left = store.names()
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        """See `TensorStore`; for weights of which some tensors may be missing, or have one of several shapes."""
+        """See `TensorStore`; for weights with optional tensors, or with tensors of one of several shapes."""
         return self._store.shape(name, wanted)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor on the device; unlike those of `stacked` it may be a single number, of the shape ().
+        """One tensor on the device; unlike in `stacked` it may be a scalar, of shape ().
 
         Raises:
-            ConfigError: it is missing or has another shape.
+            ConfigError: the tensor is missing or has another shape.
         """
         result = self.peek(name, shape, dtype)
         self._left.discard(name)
         return result
 
     def peek(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """The same, but it counts as not taken."""
+        """The same, but the tensor does not count as taken."""
         self._check(name, shape)
         result = torch.empty(shape, dtype=dtype or self.dtype)
         self._store.read(name, result)
@@ -95,14 +95,14 @@ class WeightReader:
         dtype: torch.dtype | None = None,
         slices: Sequence[Slice] | None = None,
     ) -> Tensor:
-        """Several tensors, or a part of each, one below the other (along the first axis), on the device.
+        """Several tensors, or a part of each, concatenated along the first axis, on the device.
 
         Args:
-            shapes: of the whole tensors.
-            slices: what to take of each; a name may come several times, for several parts. None: all of it.
+            shapes: shapes of the whole tensors.
+            slices: the part of each tensor to take; a name may occur several times, for several parts. None: all.
 
         Raises:
-            ConfigError: one is missing or has another shape.
+            ConfigError: a tensor is missing or has another shape.
         """
         for name, shape in zip(names, shapes, strict=True):
             self._check(name, shape)
@@ -118,10 +118,10 @@ class WeightReader:
         return result.to(self._device)
 
     def blocks(self, name: str, shape: tuple[int, int], part: Slice | None = None) -> BlockWeight | None:
-        """See `TensorStore`; on the host.
+        """See `TensorStore`; the result is on the host.
 
         Raises:
-            ConfigError: it is missing or has another shape.
+            ConfigError: the tensor is missing or has another shape.
         """
         self._check(name, shape)
         found = self._store.blocks(name, part)
@@ -130,7 +130,7 @@ class WeightReader:
         return found
 
     def ignore(self, name: str) -> None:
-        """The model does not need this tensor, whether or not it is there."""
+        """Record that the model does not need this tensor, which may or may not exist."""
         self._left.discard(name)
 
     def finish(self) -> None:
@@ -162,7 +162,7 @@ class WeightReader:
 
 
 def cut_from_whole(read: Callable[[Tensor], None], shape: tuple[int, ...], out: Tensor, part: Slice) -> None:
-    """A part of a tensor from a store that can only read (`read(out)`) the whole of it, [*shape]."""
+    """Read a part of a tensor from a store that can only read (`read(out)`) the whole tensor, [*shape]."""
     whole = torch.empty(shape, dtype=out.dtype)
     read(whole)
     out.copy_(whole.narrow(part.axis, part.start, part.stop - part.start))

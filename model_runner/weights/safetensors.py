@@ -1,11 +1,11 @@
 """Weights in safetensors files: one `model.safetensors`, or shards listed in `model.safetensors.index.json`.
 
-Written against the format's specification (huggingface/safetensors:README.md):
+Follows the format's specification (huggingface/safetensors:README.md):
 
     header length u64 | header JSON {name: {dtype, shape, data_offsets: [begin, end]}} | data, offsets relative to it
 
-Files are memory-mapped and every header is checked in full when opened; a file from the internet is not trusted. Only
-a tensor whose type nobody here knows is first refused when it is read: old exports keep buffers that nobody reads.
+Files are memory-mapped and every header is checked in full when opened; a file from the internet is not trusted. A
+tensor with an unknown dtype is refused when it is read, not before: old exports keep buffers that are never read.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _DTYPES: Final = {
     "I32": torch.int32,
 }
 _CODES: Final = (torch.float8_e4m3fn, torch.int32)
-"""What quantised weights are made of. They mean something together with scales only, and are never converted."""
+"""Dtypes of quantized weights. They have a value only together with scales and are never converted."""
 _SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
-"""Ends of names that old exports saved although they are not weights."""
+"""Suffixes of tensors in old exports that are not weights."""
 
 
 class _Entry(NamedTuple):
     file: _File
-    dtype_name: str  # as the header has it
+    dtype_name: str  # as in the header
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     num_bytes: int
@@ -112,10 +112,10 @@ class _File:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the header; which of two tensors of one name is meant, nobody can tell."""
+    """Build an object of the header; two tensors with one name are an error, because they are ambiguous."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return fields
 
 
@@ -126,7 +126,7 @@ class SafetensorsStore:
         """Open the files.
 
         Raises:
-            ConfigError: there are none, one is missing, truncated or damaged.
+            ConfigError: there are no files, or one is missing, truncated or damaged.
         """
         paths = weight_files(folder)
         self._whole = paths[0] if len(paths) == 1 else folder / INDEX_FILE
@@ -150,7 +150,7 @@ class SafetensorsStore:
         return None if entry is None else entry.shape
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
-        """See `TensorStore`. Of a part only the pages of the file that hold it are touched."""
+        """See `TensorStore`. For a part, only the file pages that hold it are read."""
         entry = self._entries[name]
         dtype, where = _DTYPES.get(entry.dtype_name), f"{entry.file.path}: tensor {name!r}"
         if dtype is None:
@@ -160,20 +160,18 @@ class SafetensorsStore:
             )
         if dtype != out.dtype and (dtype in _CODES or out.dtype in _CODES):
             raise ConfigError(
-                f"{where} is stored as {_plain_name(dtype)}, but config.json makes it {_plain_name(out.dtype)}; its "
+                f"{where} is stored as {_plain_name(dtype)}, but by config.json it is {_plain_name(out.dtype)}; its "
                 "quantization_config does not belong to the weights, or is missing"
             )
         count = math.prod(entry.shape)
         if count == 0:
-            raise ConfigError(
-                f"{where} holds no numbers: its shape is {list(entry.shape)}; download it again"
-            )
+            raise ConfigError(f"{where} holds no values: its shape is {list(entry.shape)}; download it again")
         stored = torch.frombuffer(entry.file.data, dtype=dtype, count=count, offset=entry.offset)
         tensor = stored.view(entry.shape)
         out.copy_(tensor if part is None else tensor.narrow(part.axis, part.start, part.stop - part.start))
 
     def blocks(self, name: str, part: Slice | None = None) -> None:
-        """See `TensorStore`; safetensors has no such type."""
+        """See `TensorStore`; always None: safetensors has no block-quantized dtype."""
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""
@@ -186,10 +184,10 @@ def _plain_name(dtype: torch.dtype) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model folder that are loaded, sorted by name.
+    """The weight files of a model folder that are loaded, sorted by name.
 
     Raises:
-        ConfigError: there are none, or one is missing.
+        ConfigError: there are no weight files, or one is missing.
     """
     index = folder / INDEX_FILE
     if not index.exists():

@@ -128,7 +128,7 @@ def test_nothing_speaks_against_it_where_its_wheels_have_code(fake, monkeypatch,
             {"dtype": torch.float32, "kv_dtype": torch.float32},
             "computes in bfloat16 and float16, not in float32",
         ),
-        ({"kv_dtype": FP8}, "wants queries and keys in one precision, not bfloat16 and float8_e4m3fn"),
+        ({"kv_dtype": FP8}, "needs queries and keys in one precision, not bfloat16 and float8_e4m3fn"),
     ],
 )
 def test_reasons_of_the_model(fake, monkeypatch, changes, reason):
@@ -148,7 +148,7 @@ def test_a_wheel_without_the_library_of_fa3(monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", None)
     monkeypatch.setitem(sys.modules, "sgl_kernel", FakeFlashAttention("0.4.5"))
     (reason,) = reasons(monkeypatch, HOPPER)
-    assert reason.startswith("sgl_kernel 0.4.10 is without it: ")
+    assert reason.startswith("sgl_kernel 0.4.10 does not contain it: ")
 
 
 def test_all_reasons_come_at_once():

@@ -70,7 +70,7 @@ def test_what_cannot_run_is_refused_with_all_reasons_and_a_way_out():
         select("odd model", "cpu", asked=("fast", "slow"))
     assert str(caught.value) == (
         "attention_backend is 'fast,slow', but that cannot run here: fast: head_dim 40 is not a multiple of 64, needs "
-        "a GPU; leave --attention-backend away, or use slow"
+        "a GPU; omit --attention-backend, or use slow"
     )
 
 

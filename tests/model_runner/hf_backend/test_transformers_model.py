@@ -142,11 +142,15 @@ def hidden_of(model: Any, text: torch.Tensor, positions: torch.Tensor) -> Any:
     ("model_type", "options", "reason"),
     [
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "layer 0 has attention sinks"),
-        ("bloom", {"n_layer": 2, "n_head": 6}, "does not let others compute attention"),
-        ("jamba", {"num_experts": 2, "num_experts_per_tok": 1}, "layer 0 has no attention"),
-        ("nemotron", {}, "NemotronAttention is not handed"),
+        ("bloom", {"n_layer": 2, "n_head": 6}, "does not support external attention"),
+        (
+            "jamba",
+            {"num_experts": 2, "num_experts_per_tok": 1},
+            "layer 0 does not call the attention interface",
+        ),
+        ("nemotron", {}, "NemotronAttention does not get"),
         ("diffllama", {}, "layer 0 attends twice"),
-        ("doge", {}, "layer 0 does not compute plain causal attention: numbers differ by"),
+        ("doge", {}, "layer 0 does not compute plain causal attention: values differ by"),
         ("roberta", {"is_decoder": True, **ALL_HEADS}, "it does not count positions 0, 1, 2 and so on"),
     ],
 )
@@ -160,8 +164,11 @@ def test_attention_that_ours_cannot_stand_in_for_is_refused(make_tiny_model, mod
     ("changes", "reason"),
     [
         ({"num_kv_heads": 3}, "layer 0 has 6 heads, 2 KV heads, head dim 8; config.json says 6, 3, 8"),
-        ({"sliding_window": None, "windowed_layers": ()}, "layer 0 sees 21 tokens in transformers, all by"),
-        ({"num_layers": 3, "windowed_layers": (True,) * 3}, "layer 2 has no attention that others"),
+        (
+            {"sliding_window": None, "windowed_layers": ()},
+            "layer 0 attends to 21 tokens in transformers, all by",
+        ),
+        ({"num_layers": 3, "windowed_layers": (True,) * 3}, "layer 2 does not call the attention interface"),
         ({"num_layers": 1, "windowed_layers": (True,)}, "has the number 1, of 1 layers"),
         ({"vocab_size": 95}, "it has 96 logits, but vocab_size is 95"),
     ],
@@ -185,7 +192,7 @@ def test_position_biases_show_in_the_numbers(make_tiny_model, monkeypatch):
     tiny = make_tiny_model("olmo2")
     monkeypatch.setattr(modeling_olmo2, "eager_attention_forward", biased)
     with pytest.raises(
-        ConfigError, match="layer 0 does not compute plain causal attention: numbers differ by"
+        ConfigError, match="layer 0 does not compute plain causal attention: values differ by"
     ):
         load(tiny)
 
@@ -196,7 +203,7 @@ def test_masks_that_the_model_makes_are_refused_even_if_they_hide_nothing_yet(ma
         for layer in tiny.reference.model.layers:
             layer.self_attn.A.zero_()  # the scores that its masks add
     tiny.reference.save_pretrained(tiny.folder)
-    with pytest.raises(ConfigError, match="it brings a mask of its own making for attention"):
+    with pytest.raises(ConfigError, match="it brings a mask of its own for attention"):
         load(tiny)
 
 
@@ -275,7 +282,7 @@ def test_longrope_is_served_where_its_factors_stay_the_same(make_tiny_model):
 def test_unknown_architectures_are_not_run_from_the_folder(make_tiny_model):
     tiny = make_tiny_model("olmo2")
     with pytest.raises(
-        ConfigError, match="no model of its own for model_type 'novel', and code from a model's"
+        ConfigError, match="no built-in model for model_type 'novel', and code from a model's"
     ):
         load(tiny, replace(tiny.spec, model_type="novel"))
 
@@ -288,7 +295,7 @@ def test_quantised_weights_and_other_files_are_refused(make_tiny_model):
         load(tiny, load_format="gguf")
     config = tiny.folder / "config.json"
     config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "awq"},', 1))
-    with pytest.raises(ConfigError, match="the weights are quantised, but model_impl transformers"):
+    with pytest.raises(ConfigError, match="the weights are quantized, but model_impl transformers"):
         load(tiny)
 
 

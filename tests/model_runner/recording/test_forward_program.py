@@ -282,8 +282,11 @@ class Odd:
             lambda add, x, num: add(x[: num * len(x) >> 11 or 1], x[: num * len(x) >> 11 or 1]),
             ": 2 tokens, 2",
         ),
-        (lambda add, x, num: add(x[: len(x) % 5 + 1], x[: len(x) % 5 + 1]), "not so much per token"),
-        (lambda add, x, num: add(x[len(x) // 2 :], x[len(x) // 2 :]), "not so much per token"),
+        (
+            lambda add, x, num: add(x[: len(x) % 5 + 1], x[: len(x) % 5 + 1]),
+            "not linear in the number of tokens",
+        ),
+        (lambda add, x, num: add(x[len(x) // 2 :], x[len(x) // 2 :]), "not linear in the number of tokens"),
         (lambda add, x, num: add(x, x) if len(x) < 999 else None, "other functions for 2 tokens, 1 wanted"),
         (lambda add, x, num: add(x, x) if num % 2 else None, "other functions for 3 tokens, 3 wanted"),
         (lambda add, x, num: x.new_empty(99 if len(x) < 1999 else 5), "fewer tokens need more memory"),
@@ -361,7 +364,7 @@ def test_fewer_tokens_may_be_other_calls(make, least):
     ("kernels", "num_ranks", "reason"),
     [
         ({"record_steps": False}, 1, ""),
-        ({}, 2, "ranks that share a model wait for each other"),
+        ({}, 2, "tensor-parallel ranks wait for each other"),
         ({}, 1, "attention by torch_native is not a native call"),
     ],
 )

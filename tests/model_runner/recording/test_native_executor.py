@@ -317,7 +317,7 @@ def test_larger_steps_than_wanted_are_eager(make_pair):
     ("kernels", "num_ranks", "reason"),
     [
         ({"record_steps": False}, 1, ""),
-        ({}, 2, "ranks that share a model wait for each other"),
+        ({}, 2, "tensor-parallel ranks wait for each other"),
         ({}, 1, "attention by torch_native is not a native call"),
     ],
 )

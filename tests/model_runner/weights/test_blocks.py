@@ -180,7 +180,7 @@ def test_inputs_are_cut_between_blocks_only(tmp_path: Path, caplog: pytest.LogCa
     means = whole.dequantised(torch.float32)
     assert torch.equal(half.dequantised(torch.float32), means[:, 384:])
     assert isinstance(third, Tensor) and torch.equal(third, means[:, :100])
-    assert "a rank takes inputs 0 to 99, and blocks of 32 cannot be parted" in caplog.text
+    assert "a rank takes inputs 0 to 99, and blocks of 32 cannot be split" in caplog.text
 
 
 def test_a_rank_with_the_end_of_the_head_gets_zeros_behind_it(tmp_path: Path) -> None:

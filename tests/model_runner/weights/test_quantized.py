@@ -236,7 +236,7 @@ def test_4_bits_are_multiplied_as_blocks_where_that_is_faster(
 
     has_order = form == "gptq by weight"
     assert ("op=linear_blocks maker=native" in caplog.text) != has_order
-    assert ("which nothing here multiplies" in caplog.text) == has_order
+    assert ("for which there is no kernel here" in caplog.text) == has_order
     expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     assert np.abs(prompt_logprobs(driver, unpack) - expected.numpy()).mean() < 0.1
 
@@ -356,7 +356,7 @@ def format_of(parts: Any) -> QuantisedFormat:
 
 
 PARTS: dict[str, tuple[Any, Callable[[Tensor], tuple[Tensors, Tensor]], int]] = {
-    # and how many neighbouring inputs cannot be parted
+    # and how many neighboring inputs cannot be split
     "awq": (AwqParts(QuantisationSpec(method="awq", group_size=32)), lambda w: as_awq(w, 32), 32),
     "awq in one group": (AwqParts(QuantisationSpec(method="awq")), lambda w: as_awq(w, -1), 8),
     "gptq": (
@@ -392,7 +392,7 @@ def test_a_cut_within_a_group_or_a_word_is_refused(tmp_path, form):
     parts, quantise, step = PARTS[form]
     weights = reader_of(tmp_path, quantise(torch.randn(96, 128))[0])
 
-    with pytest.raises(ConfigError, match=rf"m: a rank takes inputs 4 to 63, but {step} neighbours share"):
+    with pytest.raises(ConfigError, match=rf"m: a rank takes inputs 4 to 63, but {step} neighbors share"):
         format_of(parts).load(weights, ["m"], [(96, 128)], [Slice(1, 4, 64)])
 
 
@@ -400,7 +400,7 @@ def test_words_of_outputs_cannot_be_parted(tmp_path):
     parts, quantise, _ = PARTS["awq"]
     weights = reader_of(tmp_path, quantise(torch.randn(96, 128))[0])
 
-    with pytest.raises(ConfigError, match=r"takes outputs 12 to 47, but 8 neighbours share a word.*--tp"):
+    with pytest.raises(ConfigError, match=r"takes outputs 12 to 47, but 8 neighbors share a word.*--tp"):
         format_of(parts).load(weights, ["m"], [(96, 128)], [Slice(0, 12, 48)])
 
 
@@ -422,14 +422,14 @@ def test_groups_of_the_wrong_size(tmp_path):
     weights = reader_of(tmp_path, tensors)
     parts = format_of(GptqParts(QuantisationSpec(method="gptq", group_size=32, reordered=True)))
 
-    with pytest.raises(ConfigError, match=r"m.g_idx: does not put 32 inputs into each of 2 groups"):
+    with pytest.raises(ConfigError, match=r"m.g_idx: does not assign 32 inputs to each of 2 groups"):
         parts.load(weights, ["m"], [(16, 64)], None)
 
 
 def test_sizes_that_are_no_whole_groups(tmp_path):
     weights = reader_of(tmp_path, as_awq(torch.randn(16, 64), 32)[0])
 
-    with pytest.raises(ConfigError, match=r"m: a weight of 16 outputs and 64 inputs cannot be held as awq"):
+    with pytest.raises(ConfigError, match=r"m: a weight of 16 outputs and 64 inputs cannot be stored as awq"):
         format_of(AwqParts(QuantisationSpec(method="awq", group_size=128))).load(
             weights, ["m"], [(16, 64)], None
         )
@@ -451,7 +451,7 @@ def test_numbers_without_their_scales_are_refused(tmp_path):
     weights = reader_of(tmp_path, as_fp8(torch.randn(16, 64), "channel")[0])
 
     with pytest.raises(
-        ConfigError, match=r"'m.weight' is stored as float8_e4m3fn, but config.json makes it float32"
+        ConfigError, match=r"'m.weight' is stored as float8_e4m3fn, but by config.json it is float32"
     ):
         weights.stacked(["m.weight"], [(16, 64)])
 
@@ -491,7 +491,9 @@ def test_what_dequantising_costs_is_said(make_tiny_llama, make_driver, caplog):
         make_driver(read_hf_spec(tiny.folder), tiny.folder)
 
     text = caplog.text
-    assert "weights are awq, which nothing here multiplies: they are kept as float32, weights_mib=" in text
+    assert (
+        "weights are awq, for which there is no kernel here: they are kept as float32, weights_mib=" in text
+    )
     assert text.count("op=linear_int4 maker=dequantised while loading (") == 1
 
 
