@@ -8,7 +8,7 @@ where Linux gives them, as the engine's weights do.
 
 Rates are those of oneDNN: packed weights in bf16; the same in fp32, as numbers of bf16 may be multiplied in either and
 some CPUs are slower at the former (`Machine.product_rate` of `peers/limits.py` takes the better one); and int8 on
-unsigned activations (AVX-512 VNNI or AMX) through torch's quantised linear layer, left out where torch has none. Best
+unsigned activations (AVX-512 VNNI or AMX) through torch's quantized linear layer, left out where torch has none. Best
 of many short runs: what disturbs a shared machine only ever makes it slower.
 """
 

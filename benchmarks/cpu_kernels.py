@@ -221,13 +221,13 @@ def without_native() -> Iterator[None]:
     from engine.model_runner import assembly, load, op_selection
     from engine.model_runner.attention import selection
 
-    makers = {
-        op: [maker for maker in makers if maker.name != "native"]
-        for op, makers in op_selection.MAKERS.items()
+    providers = {
+        op: [provider for provider in providers if provider.name != "native"]
+        for op, providers in op_selection.PROVIDERS.items()
     }
     backends = tuple(backend for backend in selection.BACKENDS if backend.name != "native")
     with (
-        patch.object(load, "select_ops", lambda target: op_selection.select_ops(target, makers)),
+        patch.object(load, "select_ops", lambda target: op_selection.select_ops(target, providers)),
         patch.object(assembly, "select_backend", partial(selection.select_backend, backends=backends)),
     ):
         yield

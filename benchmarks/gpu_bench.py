@@ -92,15 +92,15 @@ def _time_of(work: Callable[[], object], device: str, rounds: int = 10) -> float
     """Seconds, mean after three unmeasured calls."""
     for _ in range(3):
         work()
-    _synchronise(device)
+    _synchronize(device)
     started_s = time.perf_counter()
     for _ in range(rounds):
         work()
-    _synchronise(device)
+    _synchronize(device)
     return (time.perf_counter() - started_s) / rounds
 
 
-def _synchronise(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -2,7 +2,7 @@
 
     python benchmarks/perplexity.py [--model M] [--tokens 6144] [--chunk 512] [--threads N] [--noise] [--json FILE]
 
-The text is this project's own documentation, which no model has learnt by heart, in chunks that know nothing of each
+The text is this project's own documentation, which no model has learned by heart, in chunks that know nothing of each
 other. All variants see the same tokens, so that what counts, the ratio to the first line, is much more exact than the
 perplexity itself; `+-` is its standard error, by chunk.
 

@@ -2,7 +2,7 @@
 
     python benchmarks/speculative.py --model FOLDER [--threads 2] [--rounds 3] [--batch 1 8] [--what edit]
 
-Three workloads: `edit` (repeat a paragraph with a word replaced), `summarise` (in few sentences), both with paragraphs
+Three workloads: `edit` (repeat a paragraph with a word replaced), `summarize` (in few sentences), both with paragraphs
 of this repository's documentation and the model's own chat template, and `random`, whose prompts are random tokens and
 whose answers are drawn at temperature 1: nothing can be guessed there, so what is shown is what the attempt costs.
 
@@ -25,9 +25,9 @@ from engine import LLM, SamplingParams
 
 DOCS = Path(__file__).parent.parent / "docs"
 EDIT = "Repeat the following text exactly, but replace the word 'request' by 'job':\n\n{}"
-SUMMARISE = "Summarise the following text in a few sentences:\n\n{}"
+SUMMARISE = "Summarize the following text in a few sentences:\n\n{}"
 NUM_PARAGRAPHS = 6
-WORKLOADS = ("edit", "summarise", "random")
+WORKLOADS = ("edit", "summarize", "random")
 
 
 class Task(NamedTuple):
@@ -63,7 +63,7 @@ def tasks(llm: LLM, batch: int, max_tokens: int) -> Iterator[tuple[str, list[Tas
     """Every workload, in batches."""
     texts = paragraphs()[: NUM_PARAGRAPHS * batch]
     greedy = SamplingParams(temperature=0, max_new_tokens=max_tokens)
-    for name, template in (("edit", EDIT), ("summarise", SUMMARISE)):
+    for name, template in (("edit", EDIT), ("summarize", SUMMARISE)):
         prompts = [llm.render_chat([{"role": "user", "content": template.format(text)}]) for text in texts]
         yield name, [_task(prompts[at : at + batch], greedy) for at in range(0, len(prompts), batch)]
     source = random.Random(0)

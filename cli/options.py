@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from ..runtime.config.config_fields import AUTO, ConfigField, Setting, config_fields, flag_of
+from ..runtime.config.config_fields import AUTO, ConfigField, SettingName, config_fields, flag_of
 from ..runtime.config.config_sources import (
     Layer,
     MergedConfig,
@@ -58,7 +58,7 @@ PrintConfigOption = Annotated[
 GENERAL_TITLE: Final = "General"
 _NAME_COLUMNS: Final = 34
 
-Settings = dict[str, Any]
+FlagValues = dict[str, Any]
 """The setting options of one command line: name (or alias) -> text or truth value, None where not given."""
 
 
@@ -90,7 +90,7 @@ class GroupedCommand(TyperCommand):
 def takes_config_options(
     groups: Collection[str] = tuple(GROUP_TITLES), *, exclude: Collection[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command one option per setting of these groups; it receives them together, as `settings: Settings`."""
+    """Give a command one option per setting of these groups; it receives them together, as `settings: FlagValues`."""
     fields = [f for f in config_fields().values() if f.group in groups and f.name not in exclude]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ def takes_config_options(
 
 
 def merge_options(
-    settings: Settings,
+    settings: FlagValues,
     *,
     config_file: Path | None = None,
     model: str | None = None,
@@ -142,7 +142,7 @@ def merge_options(
     return merge(base or {}, file_layer, from_environment(), from_flags(flags))
 
 
-def _parameter(setting: Setting) -> inspect.Parameter:
+def _parameter(setting: SettingName) -> inspect.Parameter:
     """The keyword parameter from which typer makes the option."""
     field, is_switch = setting.field, setting.is_switch
     option = typer.Option(
@@ -161,7 +161,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     )
 
 
-def _declaration(setting: Setting) -> str:
+def _declaration(setting: SettingName) -> str:
     """`--page-size`, or with its negation where both truth values stand for something: `--strict/--no-strict`."""
     negatable = setting.is_switch and (setting.switch is None or False in setting.switch)
     return f"{setting.flag}/--no-{setting.flag[2:]}" if negatable else setting.flag

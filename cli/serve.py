@@ -22,10 +22,10 @@ from ..runtime.config.presets import PRESETS, preset_origin, preset_reasons
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
+    FlagValues,
     GroupedCommand,
     ModelArgument,
     PrintConfigOption,
-    Settings,
     merge_options,
     takes_config_options,
 )
@@ -48,12 +48,12 @@ def serve(
     config_file: ConfigFileOption = None,
     print_config: PrintConfigOption = False,
     *,
-    settings: Settings,
+    settings: FlagValues,
 ) -> int:
     """Serve a model over HTTP, compatible with the OpenAI API.
 
     MODEL is a folder in Hugging Face layout, a .gguf file, a hub name, or 'default' (SmolLM2-135M-Instruct, fetched
-    once). Settings given as "auto" are computed for this machine; --print-config shows how.
+    once). FlagValues given as "auto" are computed for this machine; --print-config shows how.
 
     Example: engine serve ./my-model --port 8000 --max-model-len 4096
     """

@@ -1,4 +1,4 @@
-"""`engine why RID`: why a request waited, was cut in chunks, lost its place or missed the cache."""
+"""`engine why RID`: why a request waited, was cut in chunks, was retracted or missed the cache."""
 
 from __future__ import annotations
 

@@ -45,16 +45,16 @@ class Detokenizer:
         num_live_reqs: requests that have a state here, for leak checks.
     """
 
-    def __init__(self, table: TokenTable, *, joins_late: bool = False) -> None:
+    def __init__(self, table: TokenTable, *, after_restart: bool = False) -> None:
         """Start without requests.
 
         Args:
             table: of the model's tokens.
-            joins_late: it replaces one that was lost. Rows of requests with a first row sent to the lost one are
+            after_restart: it replaces one that was lost. Rows of requests with a first row sent to the lost one are
                 dropped: the tokenizer manager resubmits those requests under other ids.
         """
         self._table = table
-        self._joins_late = joins_late
+        self._joins_late = after_restart
         self._texts: dict[str, _RequestText] = {}
         self._answered: set[str] = set()  # finished here; the scheduler's finished row has not arrived yet
 

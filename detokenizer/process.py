@@ -17,7 +17,7 @@ def main(child: Child) -> None:
     decoder: msgspec.msgpack.Decoder[DetokenizerInput] = msgspec.msgpack.Decoder(DetokenizerInput)
     inbox = Inbox(endpoints.detokenizer, decoder, wake=child)
     outbox = Outbox(endpoints.tokenizer_manager)
-    detokenizer = Detokenizer(load_tokenizer(child.settings.source), joins_late=child.settings.life > 0)
+    detokenizer = Detokenizer(load_tokenizer(child.settings.source), after_restart=child.settings.life > 0)
     child.ready()
     while not child.stop_requested():
         for message in inbox.poll(HEARTBEAT_INTERVAL_S):

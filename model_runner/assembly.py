@@ -25,7 +25,7 @@ from .recording.eager_executor import EagerExecutor
 from .recording.forward_program import programmed_forward
 from .recording.graph_device import CudaGraphDevice
 from .recording.native_executor import native_executor
-from .row_states import RowStates
+from .request_states import RequestStates
 from .sampling.sampler import make_sampler
 from .sampling.shared_sampler import shared_sampler
 from .sampling.token_counts import TokenCounts
@@ -99,7 +99,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         host_kv_pool = HostKVPool(kv_pool, capacity.num_host_pages, buffers)
         logger.info("host_kv_pool_mib=%.0f", host_kv_pool.num_bytes / (1 << 20))
     slot_table = SlotTable(capacity.max_running_requests, capacity.max_model_len, buffers)
-    states = RowStates(capacity.max_running_requests, capacity.vocab_size)
+    states = RequestStates(capacity.max_running_requests, capacity.vocab_size)
     counts = TokenCounts(capacity.vocab_size, buffers)
     relay = TokenRelay(capacity.max_running_requests, device)
     attention = _make_attention(loaded, kv_pool, slot_table.req_to_token, buffers)

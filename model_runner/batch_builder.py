@@ -3,7 +3,7 @@
 All arithmetic is on whole arrays; only requests with prompt tokens in the step are visited one by one, to copy them.
 """
 
-# Shapes: B requests, T new tokens in the batch, W of them wanted, S requests that sample in this step.
+# Shapes: B requests, T new tokens in the batch, W of them with logits, S requests that sample in this step.
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .attention.backend import BatchLayout
 from .input_batch import RELAYED, InputBatch, PromptSpan
-from .row_states import RowStates, SamplingFlag
+from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling
 
@@ -35,7 +35,7 @@ class BatchBuilder:
     def __init__(
         self,
         *,
-        states: RowStates,
+        states: RequestStates,
         counts: TokenCounts,
         eos_token_ids: tuple[int, ...],
         buffers: InputBuffers,
@@ -46,7 +46,7 @@ class BatchBuilder:
         self._buffers = buffers
 
     def build(self, plan: StepPlan) -> InputBatch:
-        """The batch of a plan with at least one token, whose new requests are in `RowStates` already."""
+        """The batch of a plan with at least one token, whose new requests are in `RequestStates` already."""
         if _each_decodes(plan):
             rows, computed = _int64(plan.rows), _int64(plan.num_computed_tokens)
             input_ids = np.full(len(rows), RELAYED, dtype=np.int64)
@@ -56,7 +56,7 @@ class BatchBuilder:
         return self._build_any(_Step.of(plan))
 
     def next_round(self, last: InputBatch, plan: StepPlan, number: int) -> InputBatch:
-        """The batch of a burst's round, given that of the round before, after which tokens have been sampled."""
+        """The batch of the next round of a multi-step decode, given the batch of the last round, which has sampled."""
         rows, ones = last.layout.rows, last.layout.extend_lens
         relayed = np.full(len(rows), RELAYED, dtype=np.int64)
         return self._decodes(rows, last.positions + 1, ones, _int64(plan.round_loc(number)), relayed)
@@ -74,7 +74,7 @@ class BatchBuilder:
             positions=positions,
             out_cache_loc=out_cache_loc,
             input_ids=input_ids,
-            wanted=None,
+            logits_indices=None,
             sample_indices=None,
             sampled_idx=np.arange(len(rows)),
             cut_indices=_NOTHING,
@@ -99,24 +99,24 @@ class BatchBuilder:
             input_ids[_trailing(lasts, step.num_drafts)] = step.draft_ids
         sampled_tokens = _trailing(lasts[sampled], step.num_drafts[sampled] + 1)
         prompt_targets = self._prompt_targets(rows, computed, scheduled)
-        wanted = _Wanted.of(num_tokens, sampled_tokens, lasts[cut], starts, prompt_targets)
+        logits = _LogitsTokens.of(num_tokens, sampled_tokens, lasts[cut], starts, prompt_targets)
         longer = np.flatnonzero(scheduled > 1)
         num_extends = int(longer[-1]) + 1 if len(longer) else 0
         num_drafts = step.num_drafts if len(step.draft_ids) else None
-        samples_all_wanted = len(sampled_tokens) == len(wanted.tokens)
+        samples_all_logits = len(sampled_tokens) == len(logits.tokens)
         return InputBatch(
             layout=BatchLayout(rows, computed, scheduled, num_extends, num_drafts),
             token_rows=token_rows,
             positions=positions,
             out_cache_loc=step.out_cache_loc,
             input_ids=input_ids,
-            wanted=None if len(wanted.tokens) == num_tokens else wanted.tokens,
-            sample_indices=None if samples_all_wanted else wanted.index_of[sampled_tokens],
+            logits_indices=None if len(logits.tokens) == num_tokens else logits.tokens,
+            sample_indices=None if samples_all_logits else logits.index_of[sampled_tokens],
             sampled_idx=sampled,
-            cut_indices=wanted.index_of[lasts[cut]],
+            cut_indices=logits.index_of[lasts[cut]],
             cut_idx=cut,
             sampling=self._plan_sampling(token_rows[sampled_tokens], positions[sampled_tokens] + 1),
-            prompt_spans=self._prompt_spans(rows, prompt_targets, wanted.index_of[starts]),
+            prompt_spans=self._prompt_spans(rows, prompt_targets, logits.index_of[starts]),
             drafts=drafts,
         )
 
@@ -146,7 +146,7 @@ class BatchBuilder:
     def _prompt_spans(
         self, rows: Int64s, prompt_targets: dict[int, Int32s], starts: Int64s
     ) -> tuple[PromptSpan, ...]:
-        """`starts`: [B] each request's first token, counted among the wanted ones; of others it does not matter."""
+        """`starts`: [B] each request's first token, counted among those with logits; of others it does not matter."""
         return tuple(
             PromptSpan(
                 batch_idx=idx,
@@ -158,7 +158,7 @@ class BatchBuilder:
         )
 
 
-class _Wanted(NamedTuple):
+class _LogitsTokens(NamedTuple):
     """The tokens whose hidden states are looked at: those behind which somebody samples, the last ones of prompts that
     go on, and those that predict tokens of a prompt.
 
@@ -179,11 +179,11 @@ class _Wanted(NamedTuple):
         starts: Int64s,
         prompt_targets: dict[int, Int32s],
     ) -> Self:
-        is_wanted = np.zeros(num_tokens, dtype=np.bool_)
-        is_wanted[sampled] = is_wanted[cut] = True
+        has_logits = np.zeros(num_tokens, dtype=np.bool_)
+        has_logits[sampled] = has_logits[cut] = True
         for idx, targets in prompt_targets.items():
-            is_wanted[starts[idx] : starts[idx] + len(targets)] = True
-        return cls(np.flatnonzero(is_wanted), np.cumsum(is_wanted) - 1)
+            has_logits[starts[idx] : starts[idx] + len(targets)] = True
+        return cls(np.flatnonzero(has_logits), np.cumsum(has_logits) - 1)
 
 
 class _Step(NamedTuple):

@@ -13,8 +13,8 @@ from ..runtime.errors import ConfigError
 from .attention.cpu_native import CpuNativeAttention
 from .kernels import native
 from .kernels.native_experts import NativeExperts
-from .kernels.native_product import NativeProduct
-from .op_selection import MAKERS, Maker, Target
+from .kernels.native_product import NativeMatmul
+from .op_selection import PROVIDERS, Provider, Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def pack_linear(weight: Tensor) -> LinearWeight:
         ConfigError: it cannot have this weight.
     """
     packed = native.native_ops().pack_linear(weight)
-    if not isinstance(packed, NativeProduct):
+    if not isinstance(packed, NativeMatmul):
         outputs, inputs = weight.shape
         raise ConfigError(
             f"deterministic is on, but a weight of {outputs} x {inputs} in {weight.dtype} is not multiplied by the "
@@ -76,19 +76,19 @@ def pack_experts(experts: ExpertSource) -> ExpertWeights:
     return packed
 
 
-def _only_native(op: str, makers: Sequence[Maker]) -> Sequence[Maker]:
+def _only_native(op: str, providers: Sequence[Provider]) -> Sequence[Provider]:
     if op == "pack_linear":
-        return (Maker("native", _nothing, lambda _target: pack_linear),)
+        return (Provider("native", _nothing, lambda _target: pack_linear),)
     if op == "pack_experts":
-        return (Maker("native", _nothing, lambda _target: pack_experts),)
-    return [maker for maker in makers if maker.name == "native"]
+        return (Provider("native", _nothing, lambda _target: pack_experts),)
+    return [provider for provider in providers if provider.name == "native"]
 
 
 def _nothing(_target: Target) -> list[str]:
     return []
 
 
-MAKERS_IN_FIXED_ORDER: Final[Mapping[str, Sequence[Maker]]] = {
-    op: _only_native(op, makers) for op, makers in MAKERS.items()
+PROVIDERS_IN_FIXED_ORDER: Final[Mapping[str, Sequence[Provider]]] = {
+    op: _only_native(op, providers) for op, providers in PROVIDERS.items()
 }
 """For `select_ops`, after `check_fixed_order`."""

@@ -4,7 +4,7 @@ An argument of everything that runs in the step, never a global. A `StepExecutor
 and layers read it.
 """
 
-# Shapes: T new tokens in the batch, W of them wanted.
+# Shapes: T new tokens in the batch, W of them with logits.
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ForwardBatch:
         positions: [T] int64.
         kv_pool, out_cache_loc: where the keys and values of the new tokens go: [T] int64 slots.
         attention: what each token may see.
-        wanted: [W] int64, ascending, the tokens whose hidden states are read: after the last layer's attention nothing
-            is computed of the others. None: all T.
+        logits_indices: [W] int64, ascending, the tokens whose hidden states are read: after the last layer's
+            attention nothing is computed of the others. None: all T.
     """
 
     input_ids: Tensor
@@ -36,4 +36,4 @@ class ForwardBatch:
     kv_pool: KVPool
     out_cache_loc: Tensor
     attention: StepAttention
-    wanted: Tensor | None = None
+    logits_indices: Tensor | None = None

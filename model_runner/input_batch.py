@@ -4,7 +4,7 @@
 (`ForwardBatch`): to new memory of the device, or to the fixed memory of a recording.
 """
 
-# Shapes: B requests, T new tokens in the batch, W of them wanted, S requests that sample in this step, R rows of
+# Shapes: B requests, T new tokens in the batch, W of them with logits, S requests that sample in this step, R rows of
 # logits.
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PromptSpan:
 
     Attributes:
         batch_idx: the request's index in the batch.
-        start: the wanted token after which the first of them is predicted; the others follow one by one.
+        start: the token with logits after which the first of them is predicted; the others follow one by one.
         targets: [n] int64, the tokens, device.
         top_k: how many likeliest tokens to report for each.
     """
@@ -55,12 +55,13 @@ class InputBatch:
         positions: [T].
         out_cache_loc: [T] the KV slots of the tokens. They are not in the slot table yet.
         input_ids: [T], or `RELAYED`.
-        wanted: [W] ascending, the tokens whose hidden states are read, at least one of each request; None: all T.
+        logits_indices: [W] ascending, the tokens whose hidden states are read, at least one of each request; None:
+            all T.
         sample_indices: [R] the last token of each sampling request, with drafts (one more row for each) the last of
-            them, counted among the wanted ones; None when these are all W in order.
+            them, counted among those with logits; None when these are all W in order.
         sampled_idx: [S] the sampling requests' indices in the batch.
         cut_indices: [n] the last token of each request that does not sample because its prompt goes on in a later
-            step, counted among the wanted ones.
+            step, counted among those with logits.
         cut_idx: [n] their indices in the batch.
         sampling: how to choose the next tokens.
         prompt_spans: requests of the batch that want log-probabilities of their prompt.
@@ -72,7 +73,7 @@ class InputBatch:
     positions: Int64s
     out_cache_loc: Int64s
     input_ids: Int64s
-    wanted: Int64s | None
+    logits_indices: Int64s | None
     sample_indices: Int64s | None
     sampled_idx: Int64s
     cut_indices: Int64s
@@ -89,4 +90,4 @@ class InputBatch:
     @property
     def samples_all(self) -> bool:
         """Whether the logits of all T tokens in order are all that is read: decodes, with drafts or without."""
-        return self.wanted is None and self.sample_indices is None and not self.prompt_spans
+        return self.logits_indices is None and self.sample_indices is None and not self.prompt_spans

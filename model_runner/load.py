@@ -20,7 +20,7 @@ from ..runtime.resolve.rank_spec import rank_spec
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .assembly import LoadedModel, assemble_runner
 from .distributed.join_group import ALONE, Place
-from .fixed_order import MAKERS_IN_FIXED_ORDER, check_fixed_order
+from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
 from .kernels.native_blocks import NO_TILES, TILES_FROM
 from .memory.device_memory import explained, make_device_memory
@@ -88,7 +88,7 @@ def load_model_runner(
         check_fixed_order(spec, device, dtype, kv_dtype)
     memory = make_device_memory(device)
     started_s = time.perf_counter()
-    with explained("the weights", memory, "lower --max-model-len, quantise the model, or share it by --tp"):
+    with explained("the weights", memory, "lower --max-model-len, quantize the model, or share it by --tp"):
         model = _load_model(config, source, spec, capacity, group, dtype, device)
     if device.type == "cpu":
         collapse_resident_memory()  # now that there is little else
@@ -170,7 +170,7 @@ def _load_own_model(
 ) -> CausalLM:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     target = Target(rank_spec(spec, group.size), device, dtype)
-    ops = select_ops(target, MAKERS_IN_FIXED_ORDER) if config.kernels.deterministic else select_ops(target)
+    ops = select_ops(target, PROVIDERS_IN_FIXED_ORDER) if config.kernels.deterministic else select_ops(target)
     report = PackReport(ops.pack_linear)
     ops = dataclasses.replace(ops, pack_linear=report)
     context = ModelContext(

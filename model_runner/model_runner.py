@@ -3,7 +3,8 @@
     runner.launch(plan, go_on) -> Pending       host work and kernel launches; nothing in it waits for the device
     pending.wait()             -> StepResult    waits for this step, and for none that was launched behind it
 
-The parts: `RowStates` (requests, host), `SlotTable`, `BatchBuilder` (plan -> `InputBatch`), `StepExecutor` (batch ->
+The parts: `RequestStates` (requests, host), `SlotTable`, `BatchBuilder` (plan -> `InputBatch`), `StepExecutor`
+    (batch ->
 logits), `KVPool`, `HostKVPool` (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The runner puts them in
 the order that the plan's contract promises.
 """
@@ -21,7 +22,7 @@ from msgspec import structs
 from ..runtime.messages import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult, to_the_end
 from .memory.device_timer import DeviceTimer
-from .row_states import SamplingFlag
+from .request_states import SamplingFlag
 from .sampling.logprobs import TokenLogprobs, concatenate
 from .sampling.sampler import Sampled
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from .memory.slot_table import SlotTable
     from .models.registry import CausalLM
     from .recording.executor import StepExecutor
-    from .row_states import RowStates
+    from .request_states import RequestStates
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
     from .token_relay import TokenRelay
@@ -83,7 +84,7 @@ class Fetched(NamedTuple):
     num_tokens: Tensor | None = None
 
 
-class OutOfMemory(NamedTuple):
+class StepOutOfMemory(NamedTuple):
     """A step's batch was not computed: the allocator's reason."""
 
     reason: str
@@ -119,7 +120,7 @@ class ModelRunner:
         kv_pool: KVPool,
         host_kv_pool: HostPages,
         slot_table: SlotTable,
-        states: RowStates,
+        states: RequestStates,
         counts: TokenCounts,
         relay: TokenRelay,
         builder: BatchBuilder,
@@ -157,29 +158,29 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
-        fetched: Fetched | OutOfMemory | None = None
+        fetched: Fetched | StepOutOfMemory | None = None
         further: list[Sampled] = []
         timer = DeviceTimer(self._buffers.device)
         with timer:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
-                self._insist(partial(self.slot_table.update, plan))
+                self._retry_after_oom(partial(self.slot_table.update, plan))
                 fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0))
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on)
         pending = PendingStep(plan.step_id, timer, swap_timer, fetched)
-        return PendingBurst(pending, further) if further else pending
+        return PendingMultiStep(pending, further) if further else pending
 
     def _further_rounds(self, plan: StepPlan, first: Fetched, go_on: GoOn) -> list[Sampled]:
-        """What a burst samples behind its first round; it ends, too, where numbers are not finite."""
+        """What a multi-step decode samples behind its first round; it ends, too, where numbers are not finite."""
         assert self._buffers.device.type == "cpu", (
             "tokens are known here only where a launch is the whole step"
         )
         rounds: list[Sampled] = []
         last = first
         for number in range(1, plan.num_rounds):
-            assert last.sampled is not None, "a burst is made of decodes"
+            assert last.sampled is not None, "a multi-step decode is made of decodes"
             token_ids, finite, _ = last.sampled
             if not finite.numpy().all() or not go_on(token_ids.numpy().astype(np.int32).tobytes()):
                 break
@@ -197,25 +198,25 @@ class ModelRunner:
             state = self._states.add(new)
             if self._states.flags[new.row] & SamplingFlag.PENALTIES:
                 prompt_ids, output_ids = np.split(state.input_ids, [new.prompt_len])
-                self._insist(partial(self._counts.add, new.row, prompt_ids, output_ids))
+                self._retry_after_oom(partial(self._counts.add, new.row, prompt_ids, output_ids))
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
         """Swap and copy whole pages as the plan says; returns what measures the swaps, if there are any."""
         timer = DeviceTimer(self._buffers.device) if plan.swap_outs or plan.swap_ins else None
         if timer is not None and plan.swap_outs:
             with timer:
-                self._insist(partial(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs)))
+                self._retry_after_oom(partial(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs)))
         if plan.page_copies:
-            self._insist(partial(self._copy_pages, *_pairs(plan.page_copies)))
+            self._retry_after_oom(partial(self._copy_pages, *_pairs(plan.page_copies)))
         if timer is not None and plan.swap_ins:
             with timer:
-                self._insist(partial(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins)))
+                self._retry_after_oom(partial(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins)))
         return timer
 
     def _copy_pages(self, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:
         self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
 
-    def _insist(self, call: Callable[[], T]) -> T:
+    def _retry_after_oom(self, call: Callable[[], T]) -> T:
         """Do what later steps rest on; where the device has no memory, give back what is cached and do it once more.
 
         Args:
@@ -233,7 +234,7 @@ class ModelRunner:
         if self._buffers.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _try_forward(self, plan: StepPlan) -> Fetched | OutOfMemory:
+    def _try_forward(self, plan: StepPlan) -> Fetched | StepOutOfMemory:
         """Compute the batch, or drop it where the device has no memory for it.
 
         Ranks that share a model drop nothing: the others would wait in the middle of a step for what never comes.
@@ -245,7 +246,7 @@ class ModelRunner:
                 raise
             reason = str(error)
         self._give_back()
-        return OutOfMemory(reason)
+        return StepOutOfMemory(reason)
 
     def _forward(self, batch: InputBatch) -> Fetched:
         output = self.executor.run(batch)
@@ -301,7 +302,7 @@ class PendingStep:
         step_id: int,
         timer: DeviceTimer,
         swap_timer: DeviceTimer | None,
-        fetched: Fetched | OutOfMemory | None,
+        fetched: Fetched | StepOutOfMemory | None,
     ) -> None:
         """Take what `launch` has queued; `timer` holds all of it, the copies to the host included."""
         self._step_id = step_id
@@ -313,7 +314,7 @@ class PendingStep:
         """Wait for the device, and make the result of what has come to the host."""
         forward_s = self._timer.wait_for_seconds()
         swap_s = self._swap_timer.wait_for_seconds() if self._swap_timer is not None else 0.0
-        if self._fetched is None or isinstance(self._fetched, OutOfMemory):
+        if self._fetched is None or isinstance(self._fetched, StepOutOfMemory):
             reason = self._fetched.reason if self._fetched is not None else ""
             return StepResult(self._step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
         batch, sampled, cut_finite, prompts, num_tokens = self._fetched
@@ -347,8 +348,8 @@ class PendingStep:
         )
 
 
-class PendingBurst:
-    """A burst that has been made; `wait` may be called once."""
+class PendingMultiStep:
+    """A multi-step decode that has been made; `wait` may be called once."""
 
     def __init__(self, first: PendingStep, further: Sequence[Sampled]) -> None:
         """`further`: what was sampled after the first round, at least once."""

@@ -1,6 +1,7 @@
-"""`select_ops`: who computes each operation on this device: the first maker that has nothing against it.
+"""`select_ops`: who computes each operation on this device: the first provider that has nothing against it.
 
-A maker is a way to compute one operation: sgl-kernel's, Triton's, our CPU library's, oneDNN's, or plain torch, which is
+A provider is a way to compute one operation: sgl-kernel's, Triton's, our CPU library's, oneDNN's, or plain torch,
+    which is
 always the last and can do everything. The reasons against those passed over go into the table that is logged at start.
 """
 
@@ -41,7 +42,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class Provider:
     """One way to compute an operation.
 
     Attributes:
@@ -65,12 +66,12 @@ def _nothing(_target: Target) -> list[str]:
     return []
 
 
-def _plain(function: Any) -> Maker:
-    return Maker("torch", _nothing, lambda _target: function)
+def _plain(function: Any) -> Provider:
+    return Provider("torch", _nothing, lambda _target: function)
 
 
-def _onednn(function: Any) -> Maker:
-    return Maker(
+def _onednn(function: Any) -> Provider:
+    return Provider(
         "onednn",
         lambda target: plain.reasons_against_onednn(target.device, target.dtype),
         lambda _target: function,
@@ -84,8 +85,8 @@ def _onednn(function: Any) -> Maker:
 def _native(
     method: str,
     reasons_against: Callable[[torch.device, torch.dtype], list[str]] = native.reasons_against_native,
-) -> Maker:
-    return Maker(
+) -> Provider:
+    return Provider(
         "native",
         lambda target: reasons_against(target.device, target.dtype),
         lambda _target: getattr(native.native_ops(), method),
@@ -96,7 +97,7 @@ def _native(
 # ---------------------------------------------------------------- Triton
 
 
-def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _nothing) -> Maker:
+def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _nothing) -> Provider:
     """`more`: reasons of this one operation."""
 
     def reasons_against(target: Target) -> list[str]:
@@ -107,13 +108,13 @@ def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _n
     def load(_target: Target) -> Any:
         return getattr(importlib.import_module(f".kernels.triton.{module}", __package__), function)
 
-    return Maker("triton", reasons_against, load, device_type="cuda")
+    return Provider("triton", reasons_against, load, device_type="cuda")
 
 
 # ---------------------------------------------------------------- sgl-kernel
 
 
-def _sgl(more: Callable[[Target], list[str]], load: Callable[[Target], Any]) -> Maker:
+def _sgl(more: Callable[[Target], list[str]], load: Callable[[Target], Any]) -> Provider:
     """`more`: reasons of this one operation."""
 
     def reasons_against(target: Target) -> list[str]:
@@ -121,10 +122,10 @@ def _sgl(more: Callable[[Target], list[str]], load: Callable[[Target], Any]) -> 
         found = target.kernels.sgl_kernel
         return [found.reason] if found.version is None else more(target)
 
-    return Maker("sgl-kernel", reasons_against, load, device_type="cuda")
+    return Provider("sgl-kernel", reasons_against, load, device_type="cuda")
 
 
-def _sgl_norm(method: str) -> Maker:
+def _sgl_norm(method: str) -> Provider:
     def reasons_against(target: Target) -> list[str]:
         wide = sgl.reasons_against_wide_weights(target.spec.float32_norms)
         return sgl.reasons_against_dtype(target.dtype) + wide
@@ -136,15 +137,17 @@ def _sgl_norm(method: str) -> Maker:
     return _sgl(reasons_against, load)
 
 
-def _sgl_gate(operator: str) -> Maker:
+def _sgl_gate(operator: str) -> Provider:
     def reasons_against(target: Target) -> list[str]:
         width = sgl.reasons_against_width(target.spec.intermediate_size, target.dtype)
         return sgl.reasons_against_dtype(target.dtype) + width
 
-    return _sgl(reasons_against, lambda _target: sgl.Gate(getattr(sgl.operators(), operator).default))
+    return _sgl(
+        reasons_against, lambda _target: sgl.SglGatedActivation(getattr(sgl.operators(), operator).default)
+    )
 
 
-MAKERS: Final[Mapping[str, Sequence[Maker]]] = {
+PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "pack_linear": (
         _native("pack_linear", native_linear.reasons_against_native_linear),
         _onednn(plain.pack_linear_onednn),
@@ -193,7 +196,7 @@ MAKERS: Final[Mapping[str, Sequence[Maker]]] = {
 """Of each operation, in the order of preference; the last one has nothing against anything."""
 
 
-def select_ops(target: Target, makers: Mapping[str, Sequence[Maker]] = MAKERS) -> Ops:
+def select_ops(target: Target, providers: Mapping[str, Sequence[Provider]] = PROVIDERS) -> Ops:
     """Choose, and log the table. On a GPU this may take seconds: what is installed there is tried out first."""
     if target.device.type == "cuda" and target.kernels is None:
         from .kernels.probe import probe_kernels
@@ -201,19 +204,21 @@ def select_ops(target: Target, makers: Mapping[str, Sequence[Maker]] = MAKERS) -
         target = replace(target, kernels=probe_kernels())
     chosen: dict[str, Any] = {}
     choices: list[OpChoice] = []
-    for op, candidates in makers.items():
+    for op, candidates in providers.items():
         passed_over: list[str] = []
-        for maker in candidates:
-            if maker.device_type not in (None, target.device.type):
+        for provider in candidates:
+            if provider.device_type not in (None, target.device.type):
                 continue
-            reasons = maker.reasons_against(target)
+            reasons = provider.reasons_against(target)
             if not reasons:
-                chosen[op] = maker.load(target)
-                choices.append(OpChoice(op, maker.name, "; ".join(passed_over)))
+                chosen[op] = provider.load(target)
+                choices.append(OpChoice(op, provider.name, "; ".join(passed_over)))
                 break
-            passed_over.append(f"{maker.name}: {', '.join(reasons)}")
+            passed_over.append(f"{provider.name}: {', '.join(reasons)}")
         else:
-            raise AssertionError(f"nobody computes {op}: the last maker must have nothing against anything")
+            raise AssertionError(
+                f"nobody computes {op}: the last provider must have nothing against anything"
+            )
     ops = Ops(**chosen, choices=tuple(choices))
     for line in table_lines(ops.choices):
         logger.info("%s", line)
@@ -221,11 +226,11 @@ def select_ops(target: Target, makers: Mapping[str, Sequence[Maker]] = MAKERS) -
 
 
 def table_lines(choices: Sequence[OpChoice]) -> list[str]:
-    """op, maker, and why not the ones before it, in columns."""
+    """op, provider, and why not the ones before it, in columns."""
     op_width = max(len(choice.op) for choice in choices)
-    maker_width = max(len(choice.maker) for choice in choices)
+    provider_width = max(len(choice.provider) for choice in choices)
     return [
-        f"op={choice.op:<{op_width}} maker={choice.maker:<{maker_width}}"
+        f"op={choice.op:<{op_width}} provider={choice.provider:<{provider_width}}"
         + (f" passed over: {choice.why}" if choice.why else "")
         for choice in choices
     ]

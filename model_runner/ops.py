@@ -2,7 +2,7 @@
 
 Chosen once at start (`op_selection`), handed to the layers, and never looked up again: a layer calls `ops.rms_norm` and
 does not know whether sgl-kernel, Triton, our CPU library or plain torch answers. Each operation is one attribute; its
-class below says what it promises, and every maker is tested against that.
+class below says what it promises, and every provider is tested against that.
 """
 
 # Shapes: T tokens, K inputs, N outputs, Hq query heads, H KV heads (both of this rank), D head dim, R numbers of a head
@@ -46,7 +46,7 @@ class LinearToFloat32(LinearWeight, Protocol):
 class GateableWeight(LinearWeight, Protocol):
     """A `LinearWeight` that may compute a gated layer's activation with its product, before anything is written."""
 
-    def end_with_silu(self) -> bool:
+    def fuse_silu_and_mul(self) -> bool:
         """From now on, if the answer is yes, a call gives silu(gate) * up: [T, K] -> [T, N / 2].
 
         To be asked once, by the only one who uses the weight. The gates are the first N / 2 outputs. Bit for bit what
@@ -99,8 +99,8 @@ class PackExperts(Protocol):
 class Route(Protocol):
     """Choose experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, the largest first."""
 
-    def __call__(self, logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """`normalise`: let the shares of a token add up to 1."""
+    def __call__(self, logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+        """`normalize`: let the shares of a token add up to 1."""
         ...
 
 
@@ -113,7 +113,7 @@ class RMSNormOp(Protocol):
 
 
 class AddRMSNormOp(Protocol):
-    """Add x to the residual stream and normalise it: (normalised, new residual). [T, K] all."""
+    """Add x to the residual stream and normalize it: (normalized, new residual). [T, K] all."""
 
     def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Both `x` and `residual` may be overwritten; use what comes back."""
@@ -182,7 +182,7 @@ class RotateAndStore(Protocol):
         kv: LayerKV,
         out_cache_loc: Tensor,
     ) -> Tensor:
-        """Normalise the heads of q and k where asked for, rotate them by position, store k and v; returns q.
+        """Normalize the heads of q and k where asked for, rotate them by position, store k and v; returns q.
 
         Rotation as in Su et al. 2021, halves paired as in Hugging Face's Llama. Computed in float32 or in the dtype of
         cos and sin, rounded to the model's dtype at the end; stored numbers are converted to the pool's dtype, beyond
@@ -205,7 +205,7 @@ class OpChoice(NamedTuple):
     """One row of the table that the log shows: who computes an operation, and why not somebody better."""
 
     op: str
-    maker: str
+    provider: str
     why: str
 
 

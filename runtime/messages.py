@@ -100,17 +100,17 @@ class Logprobs(Record, frozen=True):
     top_k: int = 0
 
 
-_LIFE: Final = "+"
+_ATTEMPT: Final = "+"
 
 
-def rid_of_life(rid: str, life: int) -> str:
-    """The rid of a request that is submitted for the (life + 1)-th time, after a crash lost the earlier attempts."""
-    return f"{first_rid(rid)}{_LIFE}{life}"
+def attempt_rid(rid: str, attempt: int) -> str:
+    """The rid of a request that is submitted for the (attempt + 1)-th time, after a crash lost the earlier attempts."""
+    return f"{base_rid(rid)}{_ATTEMPT}{attempt}"
 
 
-def first_rid(rid: str) -> str:
+def base_rid(rid: str) -> str:
     """The rid of the first attempt, which is the one that the client knows."""
-    return rid.partition(_LIFE)[0]
+    return rid.partition(_ATTEMPT)[0]
 
 
 # ---------------------------------------------------------------- tokenizer manager -> scheduler
@@ -290,7 +290,7 @@ class SchedulerReport(Message, frozen=True):
     generation_tokens_total: int = 0
     cached_tokens_total: int = 0  # prompt tokens taken from the prefix cache
     evicted_tokens_total: int = 0
-    num_steps_total: int = 0  # each round of a burst is one
+    num_steps_total: int = 0  # each round of a multi-step decode is one
     step_s_total: float = 0.0
     num_swapped_reqs: int = 0  # of num_queue_reqs, those with their KV on the host
     num_grammar_reqs: int = 0  # of num_queue_reqs, those that wait for a grammar

@@ -25,11 +25,11 @@ MAX_DRAFT_STEP_TOKENS: Final = 64
 _INT32_BYTES: Final = 4
 
 GoOn = Callable[[bytes], bool]
-"""Called between the rounds of a burst with the tokens of the last round ([B] int32): whether another round follows."""
+"""Called between rounds of a multi-step decode with the tokens of the last one ([B] int32): whether another follows."""
 
 
 def to_the_end(next_token_ids: bytes) -> bool:
-    """A `GoOn` that runs every round of a burst."""
+    """A `GoOn` that runs every round of a multi-step decode."""
     return True
 
 
@@ -82,8 +82,8 @@ class StepPlan(Record, frozen=True):
     draft tokens follow it. The runner samples after each draft as well. It keeps the sampled tokens that equal the
     drafts, up to and including the first one that differs.
 
-    A burst is a step of decodes only that runs several rounds; each round takes the tokens that the round before
-    sampled. Between two rounds the host only decides whether another one follows.
+    A multi-step decode is a step of decodes only that runs several rounds; each round takes the tokens that the
+    round before sampled. Between two rounds the host only decides whether another one follows.
 
     Attributes:
         step_id: counts up from 1.
@@ -91,7 +91,8 @@ class StepPlan(Record, frozen=True):
         rows: [B] pool row of each request, extends first, then decodes.
         num_computed_tokens: [B] tokens with KV already in the pool: position of the first new token.
         num_scheduled_tokens: [B] new tokens: 1 for a decode, 1 + k for one with k drafts, more for a prefill chunk.
-        out_cache_loc: [T] KV slot of each new token, in batch order; no repeats. For a burst [num_rounds, T].
+        out_cache_loc: [T] KV slot of each new token, in batch order; no repeats. For a multi-step decode
+            [num_rounds, T].
         samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt.
         total_num_scheduled_tokens: T.
         new_reqs, row_updates: see their classes.
@@ -101,7 +102,7 @@ class StepPlan(Record, frozen=True):
         swap_ins: [I, 2] (host page, page): KV that returns. Never both in one step; see `Capacity.num_host_pages`.
         num_drafts: [B] drafts of each request, only for decodes; empty if no request has drafts.
         draft_ids: [sum of num_drafts] the drafts, request after request.
-        num_rounds: 1, or the most rounds of a burst; the arrays describe its first round.
+        num_rounds: 1, or the most rounds of a multi-step decode; the arrays describe its first round.
     """
 
     step_id: int
@@ -151,7 +152,7 @@ class StepResult(Record, frozen=True):
     Attributes:
         step_id: of the plan.
         next_token_ids: [S] the sampled tokens, in batch order of the requests with `samples` = 1; after a step with
-            drafts or a burst, `num_next_tokens` of each request, consecutively.
+            drafts or a multi-step decode, `num_next_tokens` of each request, consecutively.
         logprobs: one entry per sampled request (each of n = 1 token), or empty if no request in the batch needs them.
         prompt_logprobs: batch index -> log-probabilities of the prompt tokens *predicted by* this chunk: the tokens at
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
@@ -192,8 +193,8 @@ class Runner(Protocol):
         """Start a step. May return before the device is done; only `Pending.wait` may block on the device.
 
         Args:
-            go_on: called between the rounds of a burst; the burst ends when it returns False. Only devices that have
-                finished a round when its launch returns can run a burst.
+            go_on: called between the rounds of a multi-step decode; the multi-step decode ends when it returns
+                False. Only devices that have finished a round when its launch returns can run a multi-step decode.
         """
         ...
 

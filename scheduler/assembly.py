@@ -15,9 +15,9 @@ from ..runtime.feasibility import Capacity, pages_for
 from .admission.admission import Admission
 from .admission.admission_pass import AdmissionParts
 from .admission.constraints import MaxLoras
-from .admission.parallel_samples import Siblings
-from .admission.prefix_dedup import HeldBack, NobodyHeldBack
-from .admission.reservations import Promises
+from .admission.parallel_samples import ParallelSamples
+from .admission.prefix_dedup import InBatchPrefixDedup, NoPrefixDedup
+from .admission.reservations import Reservations
 from .decodes import Decodes
 from .estimator.base import OutputEstimator
 from .estimator.make import make_estimator
@@ -27,7 +27,7 @@ from .memory.page_allocator import PageAllocator
 from .memory.page_supply import PageSupply
 from .memory.req_to_token_pool import ReqToTokenPool
 from .memory.row_memory import RowMemory
-from .memory.swap_pool import HostMemory
+from .memory.swap_pool import SwapPool
 from .phases import StepPhases, make_phases
 from .policy.base import Load, PolicyParts, SchedulePolicy
 from .policy.make import make_policy
@@ -47,7 +47,7 @@ from .requests.outputs import Answers, StopRules
 from .requests.requests import Requests
 from .requests.row_states import RowStates
 from .results import ResultSettler
-from .speculation.multi_step import Bursts
+from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import Speculation, make_speculation
 from .stall import StallSentinel
 from .step_size.step_caps import StepCaps
@@ -66,7 +66,7 @@ class SchedulerParts:
     estimator: OutputEstimator
     phases: StepPhases
     speculation: Speculation
-    bursts: Bursts
+    multi_step: MultiStepDecode
     out_of_memory: OutOfMemory
     settler: ResultSettler
     deadlines: Deadlines
@@ -92,7 +92,7 @@ def assemble(
     allocator = PageAllocator(capacity.num_pages)
     pool = ReqToTokenPool(num_rows, pages_for(capacity.max_model_len, page_size), page_size)
     states = RowStates(num_rows, capacity.max_model_len)
-    host = HostMemory(capacity.num_host_pages)
+    host = SwapPool(capacity.num_host_pages)
     max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
     prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages)
     supply = PageSupply(allocator, prefix_cache, reads_in_order=capacity.reads_in_order)
@@ -105,11 +105,11 @@ def assemble(
         return Load(num_rows - pool.num_free_rows, num_rows, taken)
 
     policy = make_policy(config, PolicyParts(kv.known_matches, page_size, load))
-    siblings, max_loras = Siblings(states), MaxLoras(config.max_loras_per_batch)
+    parallel_samples, max_loras = ParallelSamples(states), MaxLoras(config.max_loras_per_batch)
     limits = StepLimits.of(config)
     caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
     speculation = make_speculation(config, limits, memory=memory, caps=caps)
-    requests = Requests(kv, policy, (siblings, max_loras, speculation))
+    requests = Requests(kv, policy, (parallel_samples, max_loras, speculation))
     mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
     preemption = Preemption(
         requests,
@@ -127,8 +127,8 @@ def assemble(
             requests=requests,
             policy=policy,
             preemption=preemption,
-            promises=Promises(requests, states, estimator, page_size),
-            siblings=siblings,
+            reservations=Reservations(requests, states, estimator, page_size),
+            parallel_samples=parallel_samples,
             constraints=(max_loras,),
             memory=memory,
             look_ahead=limits.look_ahead,
@@ -137,7 +137,7 @@ def assemble(
         caps=caps,
         target=target,
         estimator=estimator,
-        make_shared=partial(HeldBack, page_size) if shares else NobodyHeldBack,
+        make_prefix_dedup=partial(InBatchPrefixDedup, page_size) if shares else NoPrefixDedup,
         stats=stats,
     )
     decodes = Decodes(
@@ -150,9 +150,9 @@ def assemble(
         policy=policy,
     )
     stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
-    bursts = Bursts(
+    multi_step = MultiStepDecode(
         requests,
-        burst_s=limits.decode_burst_ms / 1000,
+        max_duration_s=limits.decode_burst_ms / 1000,
         memory=memory,
         caps=caps,
         stop_rules=stop_rules,
@@ -165,7 +165,7 @@ def assemble(
         estimator=estimator,
         phases=make_phases(config, admission, decodes, requests, out_of_memory),
         speculation=speculation,
-        bursts=bursts,
+        multi_step=multi_step,
         out_of_memory=out_of_memory,
         settler=ResultSettler(
             requests,
@@ -178,7 +178,7 @@ def assemble(
             policy=policy,
             target=target,
             speculation=speculation,
-            bursts=bursts,
+            multi_step=multi_step,
             stats=stats,
             streams=streams,
         ),

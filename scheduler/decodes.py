@@ -14,7 +14,7 @@ from .pass_state import PassState
 from .policy.base import SchedulePolicy
 from .preemption.chaos import Chaos
 from .preemption.preemption import Preemption
-from .preemption.retraction import make_room
+from .preemption.retraction import find_pages
 from .requests.outputs import Answers
 from .requests.req import Req
 from .requests.requests import Requests
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decodes:
-    """Finds a page for each running request's next token, and has some lose their place where there are too few."""
+    """Finds a page for each running request's next token, and has some are retracted where there are too few."""
 
     __slots__ = (
         "_answers",
@@ -47,7 +47,7 @@ class Decodes:
         answers: Answers,
         policy: SchedulePolicy,
     ) -> None:
-        """`policy`: says whether, when memory runs out, requests of lowest priority lose their place first."""
+        """`policy`: says whether, when memory runs out, requests of lowest priority are retracted first."""
         self._requests = requests
         self._preemption = preemption
         self._states, self._kv = memory.states, memory.kv
@@ -62,33 +62,33 @@ class Decodes:
         self._cause_chaos(state)
         if not requests.running:
             return EMPTY, []
-        room = make_room(
+        with_pages = find_pages(
             requests.running,
             requests.partial,
             self._states,
             self._kv,
-            lambda victim: state.add_retraction(self._preemption.take_place(victim, "memory")),
+            lambda victim: state.add_retraction(self._preemption.retract(victim, "memory")),
             by_priority=self._policy.by_priority,
         )
-        if room.retracted or room.starved:
-            if room.starved:
-                self._starve(room.starved, now_s)
+        if with_pages.retracted or with_pages.starved:
+            if with_pages.starved:
+                self._starve(with_pages.starved, now_s)
                 state.gave_memory_back = True
-            self._preemption.put_back(now_s)
-            requests.forget_departed()
+            self._preemption.requeue(now_s)
+            requests.remove_stopped()
             left = requests.with_row
             self._estimator.after_retraction(
                 len(left), sum(req.output_len for req in left), sum(req.max_new_tokens for req in left)
             )
-        elif room.reqs:
+        elif with_pages.reqs:
             self._estimator.after_decode()
-        return room.rows, room.reqs
+        return with_pages.rows, with_pages.reqs
 
     def _cause_chaos(self, state: PassState) -> None:
         victim = self._chaos.victim(self._requests.with_row)
         if victim is not None:
-            state.add_retraction(self._preemption.take_place(victim, "chaos"))
-            self._preemption.put_back(state.now_s)
+            state.add_retraction(self._preemption.retract(victim, "chaos"))
+            self._preemption.requeue(state.now_s)
 
     def _starve(self, req: Req, now_s: float) -> None:
         available, total = self._kv.available_pages, self._kv.num_pages

@@ -37,14 +37,14 @@ class EventLoop:
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
         *,
-        prepare: Callable[[int], bool],
+        idle_work: Callable[[int], bool],
         overlap: bool = False,
     ) -> None:
         """Take the parts.
 
         Args:
             clock: CLOCK_MONOTONIC, which all processes of the engine share.
-            prepare: does some milliseconds of work for later steps, given the highest page used so far; whether there
+            idle_work: does some milliseconds of work for later steps, given the highest page used so far; whether there
                 is more to do. Called while there are no requests.
             overlap: see `Pipeline`.
         """
@@ -56,9 +56,9 @@ class EventLoop:
         self._clock = clock
         self._recorder: Recorder = recorder if recorder is not None else NoRecorder()
         self._pipeline = Pipeline(scheduler, runner, self._recorder, clock, overlap=overlap)
-        self._prepare = prepare
+        self._idle_work = idle_work
         self._idle = False
-        self._can_prepare = False
+        self._has_idle_work = False
         self._num_decisions = 0  # already logged
         self._next_report_s = clock()
 
@@ -90,16 +90,16 @@ class EventLoop:
         elif messages or not self._idle or self._scheduler.num_unfinished:
             self._pipeline.idle()
             self._idle = True
-            self._can_prepare = not self._scheduler.num_unfinished
-        elif self._can_prepare:
-            self._can_prepare = self._prepare(self._scheduler.highest_used_page)
+            self._has_idle_work = not self._scheduler.num_unfinished
+        elif self._has_idle_work:
+            self._has_idle_work = self._idle_work(self._scheduler.highest_used_page)
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
         self._show_signs_of_life()
 
     def _wait_s(self) -> float:
         """Seconds to wait for messages before the next pass."""
-        if not self._idle or self._can_prepare:
+        if not self._idle or self._has_idle_work:
             return 0.0
         until_s = self._next_report_s
         wake_s = self._scheduler.wake_s()

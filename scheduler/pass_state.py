@@ -26,7 +26,7 @@ class PassState(msgspec.Struct):
         num_waiting, num_grammar: requests in the queue when admission began, and those of them without their grammar.
         verdicts, continued: about waiting requests, and about prompts in progress, so far.
         num_rest, rest_reason, rest_behind: the shared verdict of the other waiting requests; see `refuse_rest`.
-        retractions: the requests that lost their place so far, those of a failed step since the last pass included.
+        retractions: the requests that were retracted so far, those of a failed step since the last pass included.
         gave_memory_back: whether a running request gave its row and pages back, so that another pass may admit more.
     """
 
@@ -49,7 +49,7 @@ class PassState(msgspec.Struct):
 
     @property
     def num_retractions(self) -> int:
-        """How many requests have lost their place so far."""
+        """How many requests have were retracted so far."""
         return len(self.retractions)
 
     @property
@@ -58,20 +58,20 @@ class PassState(msgspec.Struct):
         return not (self.num_waiting or self.continued or self.gave_memory_back)
 
     def add_retraction(self, retraction: Retraction) -> None:
-        """A running request has lost its place."""
+        """A running request was retracted."""
         self.retractions.append(retraction)
         self.gave_memory_back = True
 
-    def refuse_rest(self, reason: Reason, behind: str = "") -> None:
+    def refuse_rest(self, reason: Reason, at: str = "") -> None:
         """Give all waiting requests that have no verdict yet this one.
 
         Args:
-            behind: the request at which the pass ended.
+            at: the request at which the pass ended.
         """
         self.num_rest = self.num_waiting - self.num_grammar - len(self.verdicts)
         if self.num_rest:
             self.rest_reason = reason
-            self.rest_behind = behind
+            self.rest_behind = at
 
 
 def record_of(

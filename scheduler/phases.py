@@ -32,7 +32,7 @@ class StepPhases(Protocol):
         ...
 
 
-class Together:
+class MixedBatching:
     """Running requests decode in every step, and prompts fill what they leave of it.
 
     Both "mixed" (SGLang's `mix_with_running`) and "decode-first" (vLLM V1's order, with one budget for all tokens of a
@@ -109,7 +109,7 @@ class PrefillFirst:
         return self._decode_steps >= self._decode_interval
 
 
-class UnlessHeld:
+class HoldOnOutOfMemory:
     """The mode below, except while the device has no memory even for the smallest step: then nothing is computed."""
 
     __slots__ = ("_admission", "_out_of_memory", "_phases")
@@ -133,7 +133,7 @@ def make_phases(
     out_of_memory: OutOfMemory,
 ) -> StepPhases:
     """The mode that `config.phases` names."""
-    return UnlessHeld(_make_mode(config, admission, decodes, requests), admission, out_of_memory)
+    return HoldOnOutOfMemory(_make_mode(config, admission, decodes, requests), admission, out_of_memory)
 
 
 def _make_mode(
@@ -147,4 +147,4 @@ def _make_mode(
             max_in_a_row=config.max_prefill_steps_in_a_row,
             decode_interval=config.prefill_decode_interval,
         )
-    return Together(admission, decodes)
+    return MixedBatching(admission, decodes)

@@ -68,7 +68,7 @@ class Pipeline:
         nothing is in flight, and only a message or time can change what the scheduler decides.
 
         Args:
-            has_news: whether a message has come meanwhile, which ends a burst.
+            has_news: whether a message has come meanwhile, which ends a multi-step decode.
         """
         now_s = self._clock()
         self._recorder.planning(now_s)
@@ -86,12 +86,14 @@ class Pipeline:
         launched_s = self._clock()
         rounds = itertools.count(1)
 
-        def goes_on(next_token_ids: bytes) -> bool:
+        def may_continue(next_token_ids: bytes) -> bool:
             if has_news():
                 return False
-            return self._scheduler.goes_on(batch, next_token_ids, next(rounds), self._clock() - launched_s)
+            return self._scheduler.may_continue(
+                batch, next_token_ids, next(rounds), self._clock() - launched_s
+            )
 
-        return self._runner.launch(batch.plan, goes_on)
+        return self._runner.launch(batch.plan, may_continue)
 
     def idle(self) -> None:
         """`advance` had nothing to do: let the scheduler check its books.

@@ -81,7 +81,7 @@ def main(child: Child) -> None:
         child,
         step_log,
         recorder=recorder,
-        prepare=_preparation(own_runner.kv_pool),
+        idle_work=_idle_work(own_runner.kv_pool),
         overlap=overlap,
     )
     group.meet("loaded")  # an operation of the first step waits less long
@@ -89,9 +89,9 @@ def main(child: Child) -> None:
     loop.run()
 
 
-def _preparation(kv_pool: KVPool) -> Callable[[int], bool]:
+def _idle_work(kv_pool: KVPool) -> Callable[[int], bool]:
     """What the process does while there are no requests, see `EventLoop`; the memory is others', too."""
     if kv_pool.k[0].device.type != "cpu":
         return lambda page: False
     ahead_bytes = min(read_host_facts().mem_usable_bytes // _AHEAD_SHARE, _MOST_AHEAD_BYTES)
-    return lambda page: kv_pool.populate_some(page, ahead_bytes)
+    return lambda page: kv_pool.fault_in_some(page, ahead_bytes)

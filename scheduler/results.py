@@ -17,7 +17,7 @@ from .records.stats import SchedulerStats
 from .requests.outputs import StopRules, output_row
 from .requests.req import Req
 from .requests.requests import Requests
-from .speculation.multi_step import Bursts
+from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import Speculation
 from .step_size.step_caps import StepCaps
 from .step_size.step_target import StepTarget
@@ -27,11 +27,11 @@ class ResultSettler:
     """Appends tokens, finishes requests, fills the prefix cache, makes the rows to send."""
 
     __slots__ = (
-        "_bursts",
         "_caps",
         "_estimator",
         "_kv",
         "_mode",
+        "_multi_step",
         "_out_of_memory",
         "_policy",
         "_pool",
@@ -57,7 +57,7 @@ class ResultSettler:
         policy: SchedulePolicy,
         target: StepTarget,
         speculation: Speculation,
-        bursts: Bursts,
+        multi_step: MultiStepDecode,
         stats: SchedulerStats,
         streams: bool = True,
     ) -> None:
@@ -72,7 +72,7 @@ class ResultSettler:
         self._policy = policy
         self._target = target
         self._speculation = speculation
-        self._bursts = bursts
+        self._multi_step = multi_step
         self._stats = stats
         self._streams = streams
 
@@ -97,7 +97,7 @@ class ResultSettler:
         else:
             rows += self._settle_tokens(batch, result, here, now_s)
         if len(self._requests) < num_live:
-            self._requests.forget_departed()
+            self._requests.remove_stopped()
         self._stats.step_s += result.forward_s
         self._learn_costs(batch, result)
         return rows
@@ -106,7 +106,7 @@ class ResultSettler:
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
         rows = self._out_of_memory.settle(batch, result, here, now_s)
-        self._requests.forget_departed()
+        self._requests.remove_stopped()
         self._stats.step_s += result.forward_s
         return rows
 
@@ -123,14 +123,14 @@ class ResultSettler:
         elif batch.plan.mode is ForwardMode.DECODE:
             self._speculation.measured(len(batch), batch.num_drafts, result.forward_s / num_rounds)
             if not batch.num_drafts:
-                self._bursts.measured(len(batch), num_rounds, result.forward_s)
+                self._multi_step.measured(len(batch), num_rounds, result.forward_s)
 
     def _settle_errors(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
         """End the requests that failed on their own; their KV may be bad, so it is not kept.
 
-        What the rounds of a burst before the last one have given them is theirs.
+        What the rounds of a multi-step decode before the last one have given them is theirs.
         """
         rows = []
         num_rounds = batch.rounds_made(result.num_next_tokens)
@@ -138,7 +138,7 @@ class ResultSettler:
             if here[idx]:
                 here[idx] = False
                 req, finish = batch.reqs[idx], Finish(FinishKind.ERROR, message=message)
-                first = idx * num_rounds * TOKEN_ID_BYTES  # of a burst all sample
+                first = idx * num_rounds * TOKEN_ID_BYTES  # of a multi-step decode all sample
                 id_bytes = result.next_token_ids[first : first + (num_rounds - 1) * TOKEN_ID_BYTES]
                 req.output_len += num_rounds - 1
                 self._stats.generation_tokens += num_rounds - 1
@@ -165,9 +165,9 @@ class ResultSettler:
             batch_indices, token_ids = batch.sampled[positions], token_ids[positions]
             pool_rows = batch.rows[batch_indices]
         lengths = self._states.append(pool_rows, token_ids)
-        suspects = self._stop_rules.suspects(self._states, pool_rows, token_ids, lengths)
+        may_finish = self._stop_rules.may_finish(self._states, pool_rows, token_ids, lengths)
         if batch.num_extends:
-            suspects |= batch_indices < batch.num_extends  # the first row of a request says more
+            may_finish |= batch_indices < batch.num_extends  # the first row of a request says more
         self._stats.generation_tokens += len(positions)
 
         reqs = batch.reqs
@@ -175,7 +175,7 @@ class ResultSettler:
             reqs = [reqs[idx] for idx in batch_indices.tolist()]
         for req in reqs:
             req.output_len += 1
-        watched = suspects.nonzero()[0].tolist()
+        watched = may_finish.nonzero()[0].tolist()
         watched_rows = []
         for k in watched:
             req, token_id = reqs[k], int(token_ids[k])
@@ -221,7 +221,7 @@ class ResultSettler:
             self._stats.generation_tokens += len(run)
             if num_drafts:
                 req.num_drafts += num_drafts[batch_idx]
-                req.num_right_drafts += len(run) - 1
+                req.num_accepted_drafts += len(run) - 1
             if len(run) > 1:
                 self._policy.gained(req, len(run) - 1)
             logprobs = result.logprobs[idx] if result.logprobs else None  # of one token: see `may_speculate`
@@ -229,7 +229,7 @@ class ResultSettler:
             if finish is not None:
                 self._estimator.finished(req.output_len, req.max_new_tokens)
                 rows.append(self._requests.finish(req, finish, now_s, id_bytes, logprobs))
-            elif self._streams or self._states.needs_care[req.row]:
+            elif self._streams or self._states.needs_host_check[req.row]:
                 rows.append(output_row(req, id_bytes, logprobs=logprobs))
         return rows
 

@@ -198,8 +198,8 @@ class Scheduler:
         num_with_row = sum(req.row >= 0 for req, _ in ended)
         self._answers.rows([self._requests.finish(req, finish, now_s) for req, finish in ended])
         if num_with_row:
-            self._requests.forget_departed()
-        self.decisions.append(Settled(now_s, 0, left=self._requests.take_departed()))
+            self._requests.remove_stopped()
+        self.decisions.append(Settled(now_s, 0, left=self._requests.take_finished()))
 
     # ------------------------------------------------------------ planning
 
@@ -238,8 +238,8 @@ class Scheduler:
                 pages=self._kv.page_counts(),
             )
             self.decisions.append(record)
-            if departed := self._requests.take_departed():
-                self.decisions.append(Settled(state.now_s, 0, left=departed))
+            if finished := self._requests.take_finished():
+                self.decisions.append(Settled(state.now_s, 0, left=finished))
         return batch
 
     def _must_tell_runner(self, state: PassState) -> bool:
@@ -253,7 +253,7 @@ class Scheduler:
 
     def _make_batch(self, work: Work) -> ScheduleBatch:
         drafts = self._parts.speculation.plan(work)
-        num_rounds = self._parts.bursts.plan(work, drafts)
+        num_rounds = self._parts.multi_step.plan(work, drafts)
         self._last_step_id += 1
         batch = plan_step(self._last_step_id, work, self._parts.memory, drafts, num_rounds)
         if batch.plan.mode is not ForwardMode.IDLE:
@@ -272,7 +272,7 @@ class Scheduler:
                 now_s,
                 result.step_id,
                 result.forward_s,
-                self._requests.take_departed(),
+                self._requests.take_finished(),
                 result.next_token_ids,
                 result.errors,
                 result.swap_s,
@@ -281,9 +281,11 @@ class Scheduler:
             )
         )
 
-    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float) -> bool:
-        """Whether a burst may have another round, see `Bursts.goes_on`; asking changes nothing."""
-        return self._parts.bursts.goes_on(batch, next_token_ids, num_rounds, seconds)
+    def may_continue(
+        self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float
+    ) -> bool:
+        """Whether a multi-step decode may have another round, see `MultiStepDecode.may_continue`; changes nothing."""
+        return self._parts.multi_step.may_continue(batch, next_token_ids, num_rounds, seconds)
 
     def rows_still_here(self, batch: ScheduleBatch) -> BoolArray:
         """[B] whether `settle` would take the batch's tokens of each request: not if it has left its row since."""
@@ -311,7 +313,7 @@ class Scheduler:
     def on_idle(self) -> None:
         """`next_batch` had nothing, and nothing is in flight.
 
-        Without requests the books must balance, and what was learnt about requests is forgotten. With requests that
+        Without requests the books must balance, and what was learned about requests is forgotten. With requests that
         could run, something is wrong: after a few passes everything remembered is thrown away, and if even that does
         not help, `report` says `stalled`.
 

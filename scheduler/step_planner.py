@@ -22,7 +22,8 @@ def plan_step(
 ) -> ScheduleBatch:
     """Advance `num_computed`, take what the runner must be told, and construct the step. Call once per step.
 
-    Not counted as computed are drafts, which may be wrong, and the further rounds of a burst, which may not be made.
+    Not counted as computed are drafts, which may be wrong, and the further rounds of a multi-step decode, which may
+    not be made.
     """
     chunks, decode_rows = work.chunks, work.decode_rows
     states, pool, kv, host = memory.states, memory.pool, memory.kv, memory.host
@@ -37,7 +38,7 @@ def plan_step(
         out_cache_loc = pool.slots_at(np.repeat(decode_rows, lengths), token_positions)
     else:
         out_cache_loc = pool.slots_at(decode_rows, positions)
-    # Of a burst, which is made of decodes alone.
+    # Of a multi-step decode, which is made of decodes alone.
     further_loc = [pool.slots_at(decode_rows, positions + np.int32(k)) for k in range(1, num_rounds)]
     if chunks:
         chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)

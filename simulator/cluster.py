@@ -20,10 +20,10 @@ from .cost_model import CostModel
 from .dispatch import make_dispatch_rule
 from .measurements import Measurements
 from .sim_request import SimRequest, Workload
-from .simulated_engine import LiveRequest, ReplicaSettings, SimulatedEngine
+from .simulated_engine import ActiveRequest, ReplicaSettings, SimulatedEngine
 
 _NO_LIMIT: Final = 1 << 30
-_Event = tuple[float, int, SimulatedEngine, LiveRequest | None]
+_Event = tuple[float, int, SimulatedEngine, ActiveRequest | None]
 
 
 class ClusterSettings(NamedTuple):
@@ -136,14 +136,14 @@ class Cluster:
         engine = entry[self._rule.choose(request, entry)] if len(entry) > 1 else entry[0]
         if engine.num_outstanding >= self._max_outstanding:
             engine = min(entry, key=lambda each: each.num_outstanding)
-        self._deliver(engine, LiveRequest(request), now_s)
+        self._deliver(engine, ActiveRequest(request), now_s)
 
-    def _deliver(self, engine: SimulatedEngine, live: LiveRequest, now_s: float) -> None:
+    def _deliver(self, engine: SimulatedEngine, live: ActiveRequest, now_s: float) -> None:
         engine.submit(live)
         if not engine.is_busy:
             self._wake(engine, now_s)
 
-    def _hand_over(self, idx: int, live: LiveRequest, now_s: float) -> None:
+    def _hand_over(self, idx: int, live: ActiveRequest, now_s: float) -> None:
         """A prefill replica has finished a request: its KV is sent when the link is free."""
         start_s = max(now_s, self._link_free_s.get(idx, 0.0))
         arrives_s = start_s + live.request.prompt_len * self._settings.transfer_token_s
@@ -159,7 +159,7 @@ class Cluster:
         if due is None or at_s < due[0]:
             self._due[id(engine)] = (at_s, self._push(at_s, engine, None))
 
-    def _push(self, at_s: float, engine: SimulatedEngine, live: LiveRequest | None) -> int:
+    def _push(self, at_s: float, engine: SimulatedEngine, live: ActiveRequest | None) -> int:
         self._num_events += 1
         heapq.heappush(self._events, (at_s, self._num_events, engine, live))
         return self._num_events

@@ -63,7 +63,7 @@ class ReplicaSettings(NamedTuple):
     kept_records: int = 64
 
 
-class LiveRequest:
+class ActiveRequest:
     """An unfinished request.
 
     Attributes:
@@ -98,7 +98,7 @@ class SimulatedEngine:
         cost: CostModel,
         measurements: Measurements,
         *,
-        hand_over: Callable[[LiveRequest, float], None] | None = None,
+        hand_over: Callable[[ActiveRequest, float], None] | None = None,
     ) -> None:
         """Create an idle replica.
 
@@ -113,8 +113,8 @@ class SimulatedEngine:
             StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
         )
         self.scheduler = Scheduler(
-            # Its tokens are all filler, so every draft would be accepted. Its host time is zero, so a burst saves
-            # nothing.
+            # Its tokens are all filler, so every draft would be accepted. Its host time is zero, so a multi-step
+            # decode saves nothing.
             dataclasses.replace(settings.scheduler, speculative="off", decode_burst_ms=0.0),
             settings.cache,
             settings.capacity,
@@ -123,8 +123,8 @@ class SimulatedEngine:
             streams=False,
         )
         num_rows = settings.capacity.max_running_requests
-        self._live: dict[str, LiveRequest] = {}
-        self._owners: list[LiveRequest | None] = [None] * num_rows
+        self._live: dict[str, ActiveRequest] = {}
+        self._owners: list[ActiveRequest | None] = [None] * num_rows
         self._remaining: npt.NDArray[np.int32] = np.zeros(num_rows, dtype=np.int32)
         self._last_s = np.zeros(num_rows)
         self._inbox: list[GenerateRequest] = []
@@ -137,7 +137,7 @@ class SimulatedEngine:
 
     # ------------------------------------------------------------ input
 
-    def submit(self, live: LiveRequest) -> None:
+    def submit(self, live: ActiveRequest) -> None:
         """Add a request; the scheduler receives it at the next `advance`."""
         request = live.request
         input_ids, limit = request.input_ids, request.max_new_tokens
@@ -322,7 +322,7 @@ class SimulatedEngine:
 
     # ------------------------------------------------------------ ends
 
-    def _leave(self, req: Req, live: LiveRequest, now_s: float) -> None:
+    def _leave(self, req: Req, live: ActiveRequest, now_s: float) -> None:
         """Finish a request that received its last token on this replica."""
         assert req.status is ReqStatus.FINISHED, f"{req} should have finished with its last token"
         request, measurements = live.request, self._measurements

@@ -36,7 +36,7 @@ from ..runtime.child.control import (
 from ..runtime.config.server_config import ServerConfig
 from ..runtime.logs import set_log_level
 from .child_process import ChildProcess
-from .runtime_overrides import StandingOrders
+from .runtime_overrides import RuntimeOverrides
 from .signal_queue import SignalQueue
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class ChildWatch:
         self.nodes: Nodes | None = None
         self._cause_grace_s = cause_grace_s
         self._lost_since_s: float | None = None
-        self._standing = StandingOrders()
+        self._overrides = RuntimeOverrides()
 
     def __enter__(self) -> ChildWatch:
         return self
@@ -136,13 +136,13 @@ class ChildWatch:
         child = ChildProcess(settings.role, module, settings.rank, settings.endpoints.black_box)
         self.children.append(child)
         self._selector.register(child, selectors.EVENT_READ)
-        child.send(self._standing.applied_to(settings))
+        child.send(self._overrides.applied_to(settings))
         logger.info("started child=%s pid=%d", child.label, child.pid)
         return child
 
     def pass_on(self, order: ForAll) -> None:
         """Send to all processes, including those of other machines and those that are started later."""
-        self._standing.take(order)
+        self._overrides.take(order)
         if isinstance(order, SetLogLevel):
             set_log_level(order.level)  # this process's own
         logger.info("for all processes: %s", order)

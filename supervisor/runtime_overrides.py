@@ -1,4 +1,4 @@
-"""`StandingOrders`: orders that all processes received at run time, for processes that are started later."""
+"""`RuntimeOverrides`: orders that all processes received at run time, for processes that are started later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..runtime.config.engine_config import LogLevel
 from ..runtime.logs import with_log_level
 
 
-class StandingOrders:
+class RuntimeOverrides:
     """The supervisor's record of these orders."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

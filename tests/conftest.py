@@ -48,7 +48,7 @@ if not HAS_NVIDIA_DRIVER:
 # On other systems than Linux there is no Triton, and nothing to test with it.
 collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("triton") is None:
-    names = ("compile_report", "token_chooser", "quantised", "decode_graphs")
+    names = ("compile_report", "sampler_backend", "quantized", "decode_graphs")
     collect_ignore_glob = ["*triton*", *(f"*/test_{name}.py" for name in names)]
 
 # Several workers (`make test` starts one per core) leave one core to each: before torch asks how many there are.

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from ..runtime.messages import Delivered, GenerateRequest, Usage, rid_of_life
+from ..runtime.messages import Delivered, GenerateRequest, Usage, attempt_rid
 from .generation import Choice, Generation
 
 _TOKEN_ID_BYTES: Final = 4
@@ -94,7 +94,7 @@ class LoggedRequest:
     def rename(self) -> None:
         """Give it an id under which it was never sent."""
         self._num_names += 1
-        self.choice.rid = rid_of_life(self.message.rid, self._num_names)
+        self.choice.rid = attempt_rid(self.message.rid, self._num_names)
         self.message = replace(self.message, rid=self.choice.rid)
 
 

@@ -112,7 +112,7 @@ def _write_weights(gguf: Path, spec: ModelSpec, path: Path) -> None:
         tensors[name] = torch.empty(shape, dtype=torch.bfloat16)
         store.read(name, tensors[name])
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # readable like its neighbours, which safetensors does not see to
+    path.chmod(0o644)  # readable like its neighbors, which safetensors does not see to
 
 
 def _config(spec: ModelSpec) -> dict[str, object]:

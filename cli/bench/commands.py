@@ -10,9 +10,9 @@ import typer
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
+    FlagValues,
     GroupedCommand,
     ModelArgument,
-    Settings,
     merge_options,
     takes_config_options,
 )
@@ -50,7 +50,7 @@ def offline(
     model_argument: ModelArgument = None,
     config_file: ConfigFileOption = None,
     *,
-    settings: Settings,
+    settings: FlagValues,
     workload: WorkloadSettings,
     sampling: SamplingSettings,
     output: OutputSettings,

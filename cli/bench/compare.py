@@ -166,10 +166,10 @@ def _resampled(metric: Metric, samples: Samples, rng: np.random.Generator) -> Sa
 def _welch_interval(logs_a: Samples, logs_b: Samples) -> tuple[float, float]:
     var_a, var_b = logs_a.var(ddof=1) / len(logs_a), logs_b.var(ddof=1) / len(logs_b)
     error = math.sqrt(var_a + var_b)
-    centre = float(logs_b.mean() - logs_a.mean())
+    center = float(logs_b.mean() - logs_a.mean())
     if error == 0.0:
-        return math.exp(centre), math.exp(centre)
+        return math.exp(center), math.exp(center)
     freedom = (var_a + var_b) ** 2 / (var_a**2 / (len(logs_a) - 1) + var_b**2 / (len(logs_b) - 1))
     index = max(1, math.floor(freedom))
     quantile = T_QUANTILES[index - 1] if index <= len(T_QUANTILES) else 1.96
-    return math.exp(centre - quantile * error), math.exp(centre + quantile * error)
+    return math.exp(center - quantile * error), math.exp(center + quantile * error)

@@ -21,7 +21,7 @@ from ...runtime.errors import ConfigError, EngineError
 from .load import LoadRun, Target, run_load
 from .records import BenchRequest, RequestRecord
 from .result_file import RequestRow, Run, git_revision, machine_facts, write_results
-from .summary import parse_goodput, summarise
+from .summary import parse_goodput, summarize
 from .tables import print_summary
 from .workload import WorkloadSettings
 
@@ -113,7 +113,7 @@ def report(
     output: OutputSettings,
 ) -> bool:
     """Print the figures and write the result file; returns whether every request succeeded."""
-    summary = summarise(run, parse_goodput(output.goodput))
+    summary = summarize(run, parse_goodput(output.goodput))
     print_summary(Console(), summary, title)
     if output.output_file is not None:
         rows = [RequestRow.of(record, run.start_s, output.details) for record in run.records]

@@ -109,7 +109,7 @@ def parse_goodput(text: str | None) -> dict[str, float]:
     return limits
 
 
-def summarise(run: LoadRun, slo_ms: dict[str, float]) -> Summary:
+def summarize(run: LoadRun, slo_ms: dict[str, float]) -> Summary:
     """All figures of a run."""
     good = [record for record in run.records if record.ok]
     failures = Counter(record.error or "no token came" for record in run.records if not record.ok)

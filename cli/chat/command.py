@@ -14,15 +14,15 @@ from ...runtime.errors import ConfigError, EngineError, RequestError
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
+    FlagValues,
     GroupedCommand,
-    Settings,
     merge_options,
     takes_config_options,
 )
 from ..startup import StartupDisplay
 from .backend import Backend
 from .one_shot import ask_once, interactive_terminal, read_question
-from .screen import Screen, wants_colour
+from .screen import Screen, wants_color
 from .session import ChatSession
 from .settings import ChatSettings
 
@@ -96,7 +96,7 @@ def chat(
     ] = None,
     stop: Annotated[Text, _sampling("String that ends an answer.", "--stop", metavar="TEXT")] = None,
     *,
-    settings: Settings,
+    settings: FlagValues,
 ) -> int:
     """Chat with a model in the terminal, or ask one question.
 
@@ -155,11 +155,11 @@ def _converse(
         screen.heading(f"{backend.model} {backend.where}{context}")
         started = f"Started: {display.summary()}. " if display.steps else ""
         screen.note(f"{started}/help lists the commands, Ctrl-D leaves.")
-    editor = LineEditor(default_history_path() if history else None, colours=wants_colour(sys.stdout))
+    editor = LineEditor(default_history_path() if history else None, colors=wants_color(sys.stdout))
     return run_repl(Conversation(session, backend, screen, shows_stats=shows_stats and not quiet), editor)
 
 
-def _start(settings: Settings, config_file: Path | None, display: StartupDisplay) -> Backend:
+def _start(settings: FlagValues, config_file: Path | None, display: StartupDisplay) -> Backend:
     from .in_process import BASE_SETTINGS, InProcessBackend
 
     return InProcessBackend.start(
@@ -167,7 +167,7 @@ def _start(settings: Settings, config_file: Path | None, display: StartupDisplay
     )
 
 
-def _connect(url: str, api_key: str | None, settings: Settings) -> Backend:
+def _connect(url: str, api_key: str | None, settings: FlagValues) -> Backend:
     """Attach to a server; settings of an engine that is not ours to start are a mistake."""
     from .http import HttpBackend
 

@@ -30,7 +30,7 @@ class LineEditor:
         self,
         history_path: Path | None,
         *,
-        colours: bool = True,
+        colors: bool = True,
         terminal_input: Input | None = None,
         terminal_output: Output | None = None,
     ) -> None:
@@ -38,7 +38,7 @@ class LineEditor:
 
         Args:
             history_path: where lines are remembered; None: only in memory.
-            colours: escape sequences for colours are welcome.
+            colors: escape sequences for colors are welcome.
             terminal_input, terminal_output: other than this process's terminal.
         """
         self._session: PromptSession[str] = PromptSession(
@@ -51,7 +51,7 @@ class LineEditor:
             enable_open_in_editor=True,  # Ctrl-X Ctrl-E
             editing_mode=EditingMode.EMACS,
             key_bindings=_key_bindings(),
-            color_depth=None if colours else ColorDepth.DEPTH_1_BIT,
+            color_depth=None if colors else ColorDepth.DEPTH_1_BIT,
             input=terminal_input,
             output=terminal_output,
         )

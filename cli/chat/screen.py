@@ -1,4 +1,4 @@
-"""`Screen`: what the chat writes: answers, notes, errors. Colours only on a terminal, and not under NO_COLOR."""
+"""`Screen`: what the chat writes: answers, notes, errors. Colors only on a terminal, and not under NO_COLOR."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Final, TextIO
 
 _DIM, _RED, _BOLD, _RESET = "\x1b[2m", "\x1b[31m", "\x1b[1m", "\x1b[0m"
-# Everything that moves the cursor or talks to the terminal; a model may have learnt to write it.
+# Everything that moves the cursor or talks to the terminal; a model may have learned to write it.
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -58,9 +58,9 @@ class Screen:
 
 
 def _styled(stream: TextIO, style: str, text: str) -> str:
-    return f"{style}{text}{_RESET}" if wants_colour(stream) else text
+    return f"{style}{text}{_RESET}" if wants_color(stream) else text
 
 
-def wants_colour(stream: TextIO) -> bool:
+def wants_color(stream: TextIO) -> bool:
     """Whether escape sequences are welcome there; see no-color.org."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
-class Verdict(enum.StrEnum):
+class CheckStatus(enum.StrEnum):
     """What a line means for serving."""
 
     OK = "ok"
@@ -27,7 +27,7 @@ class Check(NamedTuple):
     """
 
     code: str
-    verdict: Verdict
+    verdict: CheckStatus
     text: str
     fix: str = ""
     details: Mapping[str, Any] = {}
@@ -35,27 +35,27 @@ class Check(NamedTuple):
     @property
     def is_well(self) -> bool:
         """Whether there is nothing to do about it."""
-        return self.verdict in (Verdict.OK, Verdict.SKIP)
+        return self.verdict in (CheckStatus.OK, CheckStatus.SKIP)
 
 
 def ok(code: str, text: str, **details: Any) -> Check:
     """All is well."""
-    return Check(code, Verdict.OK, text, details=details)
+    return Check(code, CheckStatus.OK, text, details=details)
 
 
 def warn(code: str, text: str, fix: str) -> Check:
     """It will serve, but less well."""
-    return Check(code, Verdict.WARN, text, fix)
+    return Check(code, CheckStatus.WARN, text, fix)
 
 
 def fail(code: str, text: str, fix: str) -> Check:
     """It will not serve."""
-    return Check(code, Verdict.FAIL, text, fix)
+    return Check(code, CheckStatus.FAIL, text, fix)
 
 
 def skip(code: str, why: str) -> Check:
     """It could not be looked at."""
-    return Check(code, Verdict.SKIP, f"not checked: {why}")
+    return Check(code, CheckStatus.SKIP, f"not checked: {why}")
 
 
 def refused(code: str, message: str) -> Check:
@@ -66,4 +66,4 @@ def refused(code: str, message: str) -> Check:
 
 def will_serve(checks: Iterable[Check]) -> bool:
     """Whether none of them stands against it."""
-    return all(check.verdict is not Verdict.FAIL for check in checks)
+    return all(check.verdict is not CheckStatus.FAIL for check in checks)

@@ -18,23 +18,23 @@ from ...runtime.resolve.host_facts import HostFacts
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
+    FlagValues,
     GroupedCommand,
     ModelArgument,
-    Settings,
     merge_options,
     takes_config_options,
 )
 from ..startup import StartupDisplay
-from .check import Check, Verdict, will_serve
+from .check import Check, CheckStatus, will_serve
 
 logger = logging.getLogger(__name__)
 
 EXIT_WILL_NOT_SERVE: Final = 1
 _STYLES: Final = {
-    Verdict.OK: "green",
-    Verdict.WARN: "yellow",
-    Verdict.FAIL: "bold red",
-    Verdict.SKIP: "dim",
+    CheckStatus.OK: "green",
+    CheckStatus.WARN: "yellow",
+    CheckStatus.FAIL: "bold red",
+    CheckStatus.SKIP: "dim",
 }
 _CODE_COLUMNS: Final = 10
 
@@ -54,7 +54,7 @@ def doctor(
         ),
     ] = True,
     *,
-    settings: Settings,
+    settings: FlagValues,
 ) -> int:
     """Check whether a model can be served here, and print what to fix.
 
@@ -104,7 +104,7 @@ def json_text(checks: Sequence[Check]) -> str:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """One line each, and one that sums up; colours on a terminal."""
+    """One line each, and one that sums up; colors on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -122,8 +122,8 @@ def print_checks(checks: Sequence[Check]) -> None:
 
 def summary(checks: Sequence[Check]) -> str:
     """The verdict of verdicts."""
-    failed = [check.code for check in checks if check.verdict is Verdict.FAIL]
-    warned = [check.code for check in checks if check.verdict is Verdict.WARN]
+    failed = [check.code for check in checks if check.verdict is CheckStatus.FAIL]
+    warned = [check.code for check in checks if check.verdict is CheckStatus.WARN]
     if failed:
         return f"It will not serve: {', '.join(failed)}."
     return f"It will serve, but see {', '.join(warned)}." if warned else "It will serve."

@@ -118,7 +118,7 @@ def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
     if not has_kernels:
         lacks.append(
             "no AVX2 with FMA, so torch computes instead of the engine's own kernels, and 4- and 8-bit weights are "
-            "dequantised"
+            "dequantized"
         )
     if lacks:
         return warn("cpu", f"instructions: {torch.isa}; {'; '.join(lacks)}", "use a CPU with AVX2 for speed")

@@ -10,7 +10,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.feasibility import capacity_of, pages_for
 from ...runtime.model_files.model_spec import ModelSpec
-from ...runtime.model_files.quantization_choice import with_quantisation
+from ...runtime.model_files.quantization_choice import with_quantization
 from ...runtime.resolve.host_facts import HostFacts
 from ...runtime.resolve.memory_budget import plan_memory, size_text
 from ...runtime.resolve.pool_size import largest_step_of
@@ -126,11 +126,11 @@ def check_template(facts: ModelFacts) -> Check:
 def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:
     """The arithmetic of a start with these settings: what fits, or why not."""
     try:
-        resolved = resolve(config, with_quantisation(spec, config.model.quantization), host)
+        resolved = resolve(config, with_quantization(spec, config.model.quantization), host)
     except ConfigError as error:
         return refused("fit", str(error))
     effective = resolved.config
-    spec = with_quantisation(spec, effective.model.quantization)
+    spec = with_quantization(spec, effective.model.quantization)
     capacity = capacity_of(effective, spec)
     model, cache = effective.model, effective.cache
     assert cache.mem_fraction != "auto" and model.dtype != "auto", "the configuration is resolved"

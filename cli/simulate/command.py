@@ -17,8 +17,8 @@ from ...runtime.errors import ConfigError
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
+    FlagValues,
     GroupedCommand,
-    Settings,
     merge_options,
     takes_config_options,
 )
@@ -119,7 +119,7 @@ def simulate(
         Path | None, _option(_OUTPUT, "File for all results as JSON.", "--json", metavar="FILE")
     ] = None,
     *,
-    settings: Settings,
+    settings: FlagValues,
 ) -> None:
     """Simulate the scheduler under a workload: no model, no GPU, a virtual clock.
 
@@ -173,7 +173,7 @@ def simulate(
         _write(json_file, reports)
 
 
-def _with_changes(settings: Settings, changes: list[str]) -> Settings:
+def _with_changes(settings: FlagValues, changes: list[str]) -> FlagValues:
     """The settings with those of `--set`, which go by the name of a setting."""
     result = dict(settings)
     for change in changes:

@@ -83,7 +83,7 @@ class Client:
 
 
 def _trust(cacert: str | None) -> ssl.SSLContext | bool:
-    """What decides about certificates; True is httpx's own way, which honours SSL_CERT_FILE."""
+    """What decides about certificates; True is httpx's own way, which honors SSL_CERT_FILE."""
     if cacert is None:
         return True
     try:

@@ -183,7 +183,7 @@ class _Columns(NamedTuple):
         if words and (request.need or request.have):
             words += f" (need {request.need:,}, have {request.have:,})"
         if request.num_retractions:
-            return f"lost its place {request.num_retractions}x{'; ' if words else ''}{words}"
+            return f"was retracted {request.num_retractions}x{'; ' if words else ''}{words}"
         return words
 
 

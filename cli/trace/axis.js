@@ -13,7 +13,7 @@ const view = { axis: "time", x0: 0, x1: 1, rowMode: R.size > 60 ? "packed" : "ea
 const chart = $("#chart"), plot = $("#plot"), overlay = $("#overlay"), tip = $("#tip");
 const pen = plot.getContext("2d"), over = overlay.getContext("2d");
 const box = { width: 0, height: 0, left: LABEL_WIDTH, right: 0, rowsTop: TOP, rowsBottom: 0, strip: MIN_STRIP };
-let colours = {}, hatch = null, rows = [], rowHeight = 16;
+let colors = {}, hatch = null, rows = [], rowHeight = 16;
 
 const passStart = (p) => view.axis === "time" ? P.start[p] : p;
 const passEnd = (p) => view.axis === "time" ? P.end[p] : p + 1;

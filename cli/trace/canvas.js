@@ -1,19 +1,19 @@
-// The canvas: its colours, its size and how that is shared, and the axis.
+// The canvas: its colors, its size and how that is shared, and the axis.
 
-function readColours() {
+function readColors() {
   const style = getComputedStyle(root);
   for (const name of ["surface", "ink", "muted", "faint", "line", "grid", "band", "accent", "prefill", "decode", "wait-memory",
     "wait-compute", "wait-queue", "wait-shared", "wait-host", "mark", "failed", "kv-held", "kv-locked", "kv-evictable", "step"]) {
-    colours[name] = style.getPropertyValue(`--${name}`).trim();
+    colors[name] = style.getPropertyValue(`--${name}`).trim();
   }
-  colours["wait-queue-line"] = colours.muted;
-  colours["decode-line"] = colours.decode;
+  colors["wait-queue-line"] = colors.muted;
+  colors["decode-line"] = colors.decode;
   const tile = document.createElement("canvas");
   tile.width = tile.height = 6;
   const tilePen = tile.getContext("2d");
-  tilePen.fillStyle = colours["wait-host"];
+  tilePen.fillStyle = colors["wait-host"];
   tilePen.fillRect(0, 0, 6, 6);
-  tilePen.strokeStyle = colours.surface;
+  tilePen.strokeStyle = colors.surface;
   tilePen.lineWidth = 1.6;
   for (const shift of [-6, 0, 6]) { tilePen.beginPath(); tilePen.moveTo(shift, 6); tilePen.lineTo(shift + 6, 0); tilePen.stroke(); }
   hatch = pen.createPattern(tile, "repeat");
@@ -103,20 +103,20 @@ function drawAxis() {
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   for (let k = Math.ceil(view.x0 / step); k * step <= view.x1; k++) {
     const x = Math.round(place(k * step)) + 0.5;
-    pen.strokeStyle = colours.grid;
+    pen.strokeStyle = colors.grid;
     line(x, box.rowsTop, x, y);
-    pen.fillStyle = colours.muted;
+    pen.fillStyle = colors.muted;
     const text = view.axis === "pass" ? count(k * step) : (k * step).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
     if (x > box.left + 8 && x < box.right - 10) pen.fillText(text, x, y + 7);
   }
-  pen.strokeStyle = colours.line;
+  pen.strokeStyle = colors.line;
   line(box.left, y + 0.5, box.right, y + 0.5);
   pen.textAlign = "left";
-  pen.fillStyle = colours.ink;
+  pen.fillStyle = colors.ink;
   pen.font = font(12, 600);
   pen.fillText(view.axis === "time" ? "Time" : "Pass", 14, y + 6);
   const offset = pen.measureText(view.axis === "time" ? "Time " : "Pass ").width;
-  pen.fillStyle = colours.faint;
+  pen.fillStyle = colors.faint;
   pen.font = font(11);
   pen.fillText(view.axis === "time" ? "s since the start" : "number", 14 + offset + 2, y + 7);
 }

@@ -69,7 +69,7 @@ function decodePasses(source) {
   for (const name of ["stepId", "waiting", "running", "decodes", "prefill", "evicted", "free", "evictable", "locked", "held",
     "kvBefore", "kvAfter", "stepBefore", "stepAfter", "rest"]) passes[name] = undelta(source[name]);
   for (const name of ["restReason", "mode", "policy"]) passes[name] = unrun(source[name], size);
-  // Runs of passes whose shared reason has one colour, and of passes in which nobody decoded.
+  // Runs of passes whose shared reason has one color, and of passes in which nobody decoded.
   passes.sharedRuns = changes(size, (i) => passes.restReason[i] < 0 ? "queue" : data.reasons[passes.restReason[i]][2]);
   passes.stalls = changes(size, (i) => passes.decodes[i] > 0).filter((run) => !run.value);
   return passes;

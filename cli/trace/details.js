@@ -18,10 +18,10 @@ function unpin() {
   if (!details.hidden) { details.hidden = true; resize(); } else redraw();
 }
 
-function storyItem(colour, at, lines, jump) {
+function storyItem(color, at, lines, jump) {
   const item = element("li");
   const dot = element("i");
-  dot.style.background = colour;
+  dot.style.background = color;
   item.append(dot, element("b", lines[0]), " ", element("span", at));
   for (const text of lines.slice(1)) item.append(element("p", text));
   if (jump) { item.className = "jump"; item.addEventListener("click", jump); }
@@ -57,18 +57,18 @@ function pinRequest(r) {
   for (let span = begin; span < end; span++) {
     const words = spanWords(span).map(([text]) => text), kind = kindOf(span), verdict = verdictOf(span);
     const group = reasonOf(verdict ? verdict.reason : sharedReasons(R.first[span], R.last[span])[0][0])[2];
-    const colour = kind === PREFILL ? colours.prefill : kind === 2 ? colours.decode : colours[onHost(span) ? "wait-host" : `wait-${group}`];
+    const color = kind === PREFILL ? colors.prefill : kind === 2 ? colors.decode : colors[onHost(span) ? "wait-host" : `wait-${group}`];
     const last = R.last[span], from = P.start[R.first[span]], to = kind === WAIT && last + 1 < P.size ? P.start[last + 1] : P.end[last];
-    items.push([from, storyItem(colour, `at ${when(from)}, ${seconds(to - from)}`, words, () => jumpTo(spanStart(span), spanEnd(span)))]);
+    items.push([from, storyItem(color, `at ${when(from)}, ${seconds(to - from)}`, words, () => jumpTo(spanStart(span), spanEnd(span)))]);
   }
   for (const mark of R.marks.get(r) || []) {
-    items.push([P.start[mark.pass] - 1e-9, storyItem(colours.mark, `at ${when(P.start[mark.pass])}`, [printable(mark.text).replace(/^./, (c) => c.toUpperCase())])]);
+    items.push([P.start[mark.pass] - 1e-9, storyItem(colors.mark, `at ${when(P.start[mark.pass])}`, [printable(mark.text).replace(/^./, (c) => c.toUpperCase())])]);
   }
   for (const look of looks) {
     const at = items.find(([, item]) => item.textContent.startsWith("Prefill"));
     const text = [`Prefix cache: ${count(look.prefix)} of ${count(look.prompt)} tokens`, data.misses[look.miss]];
     if (look.differs > look.prefix) text.push(`first differing token: position ${count(look.differs)}`);
-    items.push([at && look === looks[0] ? at[0] - 2e-9 : Infinity, storyItem(colours.surface, "", text)]);
+    items.push([at && look === looks[0] ? at[0] - 2e-9 : Infinity, storyItem(colors.surface, "", text)]);
     if (look !== looks[0]) items.pop();
   }
   items.sort((a, b) => a[0] - b[0]);
@@ -84,7 +84,7 @@ function pinPass(p) {
   view.pinned = -1;
   view.pinnedPass = p;
   root.dataset.pinned = `pass ${p}`;
-  const items = (P.notes.get(p) || []).map((note) => storyItem(colours.mark, "", [printable(note)]));
+  const items = (P.notes.get(p) || []).map((note) => storyItem(colors.mark, "", [printable(note)]));
   let lead = `At ${when(P.start[p])}.`;
   if (P.restReason[p] >= 0 && P.rest[p]) lead += ` ${plural(P.rest[p], "waiting request")} not looked at: ${data.reasons[P.restReason[p]][1]}.`;
   showDetails(`Pass ${count(p)}`, lead, passFigures(p), items);

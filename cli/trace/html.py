@@ -21,7 +21,7 @@ from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode
 from ...scheduler.records.cache_miss import MissKind
 from ...scheduler.records.verdict import Reason
-from .story import PassTable, RequestStory, Timeline
+from .story import PassTable, Timeline, TracedRequest
 
 MAX_PASSES: Final = 120_000
 MAX_REQUESTS: Final = 20_000
@@ -62,7 +62,7 @@ WAIT_GROUPS: Final = {
         Reason.GRAMMAR_PENDING,
     ),
 }
-"""Colour of a wait; every other reason is "queue": somebody else's turn, or no place."""
+"""Color of a wait; every other reason is "queue": somebody else's turn, or no place."""
 
 
 class Origin(NamedTuple):
@@ -129,7 +129,7 @@ def page_data(timeline: Timeline, origin: Origin) -> dict[str, Any]:
 
 
 def wait_group(reason: Reason) -> str:
-    """The colour of a wait for this reason."""
+    """The color of a wait for this reason."""
     return next((group for group, members in WAIT_GROUPS.items() if reason in members), "queue")
 
 
@@ -150,7 +150,7 @@ def _fitted(timeline: Timeline) -> tuple[Timeline, list[str]]:
     timeline = timeline.coarsened(MAX_SPANS)
     if timeline.resolution > 1:
         left_out.append(
-            f"Neighbouring waits of fewer than {timeline.resolution:,} passes are drawn as one, in the colour of the "
+            f"Neighboring waits of fewer than {timeline.resolution:,} passes are drawn as one, in the color of the "
             "longest; --from and --to, or --request, show each."
         )
     num_marks = sum(len(story.marks) for story in timeline.requests)
@@ -209,7 +209,7 @@ def _pass_data(passes: PassTable, origin_s: float) -> dict[str, Any]:
     }
 
 
-def _request_data(stories: list[RequestStory], origin_s: float) -> dict[str, Any]:
+def _request_data(stories: list[TracedRequest], origin_s: float) -> dict[str, Any]:
     finishes = {kind: idx for idx, kind in enumerate(FinishKind)}
     misses = {kind: idx for idx, kind in enumerate(MissKind)}
     reasons = {reason: idx for idx, reason in enumerate(Reason)}
@@ -245,7 +245,7 @@ def _request_data(stories: list[RequestStory], origin_s: float) -> dict[str, Any
     }
 
 
-def _span_numbers(stories: list[RequestStory], reasons: dict[Reason, int]) -> Iterator[int]:
+def _span_numbers(stories: list[TracedRequest], reasons: dict[Reason, int]) -> Iterator[int]:
     """Spans one behind the other: kind | host << 2 | verdict << 3, passes since the last, passes - 1, and a verdict."""
     for story in stories:
         position = 0

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from ...runtime.step_plan import ForwardMode
-from .story import PassTable, RequestStory, Span, SpanKind, Timeline
+from .story import PassTable, Span, SpanKind, Timeline, TracedRequest
 
 SCHEDULER_PID: Final = 1
 REQUESTS_PID: Final = 2
@@ -121,7 +121,7 @@ def _pass_events(passes: PassTable, clock: _Clock) -> Iterator[Event]:
         yield _counter("running", begin, running=passes.num_running[idx])
 
 
-def _request_events(story: RequestStory, tid: int, passes: PassTable, clock: _Clock) -> Iterator[Event]:
+def _request_events(story: TracedRequest, tid: int, passes: PassTable, clock: _Clock) -> Iterator[Event]:
     first = story.spans[0] if story.spans else None
     if story.arrived_s is not None and first is not None and story.arrived_s < passes.start_s[first.first]:
         ts = clock.at(story.arrived_s)

@@ -28,17 +28,17 @@ function drawOverlay() {
   over.clearRect(0, 0, box.width, box.height);
   if (view.pinnedPass >= 0) {
     const x0 = place(passStart(view.pinnedPass)), x1 = Math.max(place(passEnd(view.pinnedPass)), x0 + 1);
-    over.fillStyle = colours.accent;
+    over.fillStyle = colors.accent;
     over.globalAlpha = 0.2;
     if (x1 > box.left && x0 < box.right) over.fillRect(Math.max(x0, box.left), box.rowsTop, x1 - Math.max(x0, box.left), box.height - AXIS_HEIGHT - box.rowsTop);
     over.globalAlpha = 1;
   }
   if (view.pinned >= 0 && rowHeight < 4) {
     const index = rowOf(view.pinned), y = rowTop(index);
-    if (index >= 0 && inView(view.pinned)) { over.fillStyle = colours.accent; over.fillRect(box.left - 10, y - 1, 8, 3); }
+    if (index >= 0 && inView(view.pinned)) { over.fillStyle = colors.accent; over.fillRect(box.left - 10, y - 1, 8, 3); }
   }
   if (!pointer.inside || pointer.drag || pointer.x < box.left || pointer.x > box.right) { tip.hidden = true; return; }
-  over.strokeStyle = colours.faint;
+  over.strokeStyle = colors.faint;
   over.setLineDash([3, 3]);
   over.beginPath();
   over.moveTo(Math.round(pointer.x) + 0.5, box.rowsTop);
@@ -47,7 +47,7 @@ function drawOverlay() {
   over.setLineDash([]);
   const r = requestAt(pointer.x, pointer.y);
   if (r >= 0 && rowHeight >= 4) {
-    over.fillStyle = colours.accent;
+    over.fillStyle = colors.accent;
     over.globalAlpha = 0.12;
     const from = view.rowMode === "packed" ? Math.max(place(extents.from[r]) - 3, box.left) : 0;
     const to = view.rowMode === "packed" ? Math.min(place(extents.to[r]) + 3, box.width) : box.width;

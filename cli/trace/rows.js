@@ -24,7 +24,7 @@ function drawRows() {
   }
   pen.restore();
   if (view.rowMode === "packed") drawPackedTitle();
-  pen.strokeStyle = colours.line;
+  pen.strokeStyle = colors.line;
   line(0, bottom + 0.5, box.width, bottom + 0.5);
   if (!rows.length) message("No request was there at this time");
   return drawn;
@@ -33,7 +33,7 @@ function drawRows() {
 function drawRow(members, y, height) {
   const pinned = view.pinned >= 0 && members.includes(view.pinned) && rowHeight >= 4;
   if (pinned) {
-    pen.fillStyle = colours.band;
+    pen.fillStyle = colors.band;
     const from = view.rowMode === "packed" ? place(extents.from[view.pinned]) - 4 : 0;
     const to = view.rowMode === "packed" ? place(extents.to[view.pinned]) + 4 : box.width;
     pen.fillRect(from, y, to - from, rowHeight);
@@ -54,7 +54,7 @@ function drawNameInside(r, y) {
   const from = Math.max(place(spanStart(end)), box.left), to = Math.min(place(spanEnd(end)), box.right);
   if (to - from < 70) return;
   pen.font = font(10.5, r === view.pinned ? 700 : 500);
-  pen.fillStyle = colours.ink;
+  pen.fillStyle = colors.ink;
   pen.textAlign = "left";
   pen.textBaseline = "middle";
   pen.fillText(shorten(R.rid[r], to - from - 14), from + 7, y + rowHeight / 2 + 0.5);
@@ -65,7 +65,7 @@ function drawLabel(r, y, lastLabel) {
   const middle = Math.max(y + Math.max(rowHeight, 9) / 2, box.rowsTop + 6);
   if (middle > box.rowsBottom - 5) return lastLabel;
   pen.font = font(11, r === view.pinned ? 650 : 400);
-  pen.fillStyle = r === view.pinned ? colours.accent : colours.muted;
+  pen.fillStyle = r === view.pinned ? colors.accent : colors.muted;
   pen.textAlign = "left";
   pen.textBaseline = "middle";
   pen.fillText(shorten(R.rid[r], LABEL_WIDTH - 30), 14, middle);
@@ -75,17 +75,17 @@ function drawLabel(r, y, lastLabel) {
 function drawPackedTitle() {
   pen.textAlign = "left";
   pen.textBaseline = "top";
-  pen.fillStyle = colours.ink;
+  pen.fillStyle = colors.ink;
   pen.font = font(12, 600);
   pen.fillText("Requests", 14, box.rowsTop + 2);
-  pen.fillStyle = colours.faint;
+  pen.fillStyle = colors.faint;
   pen.font = font(11);
   pen.fillText(`up to ${count(rows.length)} at a time`, 14, box.rowsTop + 18);
   if (!view.queue) pen.fillText("without the queue", 14, box.rowsTop + 33);
 }
 
 function message(text) {
-  pen.fillStyle = colours.faint;
+  pen.fillStyle = colors.faint;
   pen.font = font(13);
   pen.textAlign = "center";
   pen.textBaseline = "middle";
@@ -111,11 +111,11 @@ function shorten(text, width) {
   return result;
 }
 
-// A bar with whole-pixel ends, so that neighbours meet exactly; never thinner than a pixel.
-function bar(x0, x1, y, height, colour) {
+// A bar with whole-pixel ends, so that neighbors meet exactly; never thinner than a pixel.
+function bar(x0, x1, y, height, color) {
   const from = Math.max(Math.round(x0), box.left), to = Math.min(Math.max(Math.round(x1), Math.round(x0) + 1), box.right);
   if (to <= from) return;
-  pen.fillStyle = colour;
+  pen.fillStyle = color;
   pen.fillRect(from, y, to - from, height);
 }
 
@@ -126,7 +126,7 @@ function drawRequest(r, y, height) {
   const thick = height >= 6 ? Math.round(height * 0.72) : lowerEdge - Math.round(y) - (height >= 3 ? 1 : 0);
   const thin = height >= 6 ? Math.max(Math.round(height * 0.3), 2) : thick;
   const thickY = height >= 6 ? Math.round(y + (height - thick) / 2) : Math.round(y), thinY = height >= 6 ? Math.round(y + (height - thin) / 2) : thickY;
-  if (begin < end && extents.from[r] < spanStart(begin)) bar(place(extents.from[r]), place(spanStart(begin)), thinY, thin, colours["wait-queue"]);
+  if (begin < end && extents.from[r] < spanStart(begin)) bar(place(extents.from[r]), place(spanStart(begin)), thinY, thin, colors["wait-queue"]);
   let low = begin, high = end;  // the first span that ends in view
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -145,7 +145,7 @@ function drawRequest(r, y, height) {
       drawWait(span, x0, x1, thinY, thin);
       pen.globalAlpha = 1;
     }
-    else if (kind === PREFILL) bar(x0, x1 - x0 > 5 ? x1 - 1 : x1, thickY, thick, colours.prefill);
+    else if (kind === PREFILL) bar(x0, x1 - x0 > 5 ? x1 - 1 : x1, thickY, thick, colors.prefill);
     else drawDecode(span, x0, x1, thickY, thick);
   }
   const roomy = place(extents.to[r]) - place(extents.from[r]) >= MIN_WIDTH_FOR_SIGNS;
@@ -153,15 +153,15 @@ function drawRequest(r, y, height) {
   else for (const mark of R.marks.get(r) || []) {
     const x = Math.round(place(passStart(mark.pass)));
     pen.globalAlpha = 0.6;
-    bar(x, x + 1, thickY, thick, colours.mark);
+    bar(x, x + 1, thickY, thick, colors.mark);
     pen.globalAlpha = 1;
   }
 }
 
 function drawWait(span, x0, x1, y, height) {
-  if (onHost(span)) { bar(x0, x1, y, height, height >= 3 ? hatch : colours["wait-host"]); return; }
+  if (onHost(span)) { bar(x0, x1, y, height, height >= 3 ? hatch : colors["wait-host"]); return; }
   const verdict = verdictOf(span);
-  if (verdict) { bar(x0, x1, y, height, colours[`wait-${data.reasons[verdict.reason][2]}`]); return; }
+  if (verdict) { bar(x0, x1, y, height, colors[`wait-${data.reasons[verdict.reason][2]}`]); return; }
   const first = R.first[span], last = R.last[span], runs = P.sharedRuns;
   let low = 0, high = runs.length;
   while (low < high) {
@@ -173,13 +173,13 @@ function drawWait(span, x0, x1, y, height) {
     const from = place(passStart(Math.max(runs[low].first, first))), to = place(nextStart(Math.min(runs[low].last, last)));
     if (from > box.right) break;
     if (Math.round(to) <= covered) continue;
-    bar(Math.max(from, covered), to, y, height, colours[`wait-${runs[low].value}`]);
+    bar(Math.max(from, covered), to, y, height, colors[`wait-${runs[low].value}`]);
     covered = Math.max(Math.round(to), Math.round(from) + 1);
   }
 }
 
 function drawDecode(span, x0, x1, y, height) {
-  bar(x0, x1, y, height, colours.decode);
+  bar(x0, x1, y, height, colors.decode);
   if (height < 4) return;
   const runs = P.stalls;  // in these steps only prompts were computed
   let low = 0, high = runs.length;
@@ -192,7 +192,7 @@ function drawDecode(span, x0, x1, y, height) {
     const from = place(passStart(Math.max(runs[low].first, R.first[span]))), to = place(passEnd(Math.min(runs[low].last, R.last[span])));
     if (from > box.right) break;
     if (to - from < 2) continue;
-    bar(from, to, y, height, colours.surface);
+    bar(from, to, y, height, colors.surface);
   }
   pen.globalAlpha = 1;
 }
@@ -214,7 +214,7 @@ function drawMarks(r, y, height) {
   for (const mark of R.marks.get(r) || []) {
     const x = place(passStart(mark.pass)), sign = mark.kind === RETRACTED ? "down" : mark.kind === SWAPPED_OUT ? "out" : "in";
     if (x - last >= size) { shape(sign, x, middle, size); last = x; }
-    else bar(x, x + 1, Math.round(middle - size), Math.round(size * 2), colours.mark);
+    else bar(x, x + 1, Math.round(middle - size), Math.round(size * 2), colors.mark);
   }
   if (R.finish[r] >= 0 && failed(r)) shape("cross", place(extents.to[r]) + size + 2, middle, size * 0.8);
 }
@@ -226,7 +226,7 @@ function shape(kind, x, y, size) {
   pen.beginPath();
   for (const [dx, dy] of SHAPES[kind]) pen.lineTo(x + dx * size, y + dy * size);
   if (kind === "cross") {
-    pen.strokeStyle = colours.failed;
+    pen.strokeStyle = colors.failed;
     pen.lineWidth = 1.6;
     pen.beginPath();
     pen.moveTo(x - size, y - size); pen.lineTo(x + size, y + size);
@@ -236,9 +236,9 @@ function shape(kind, x, y, size) {
     return;
   }
   pen.closePath();
-  pen.fillStyle = kind === "out" || kind === "in" || kind === "diamond" ? colours.surface : colours.mark;
+  pen.fillStyle = kind === "out" || kind === "in" || kind === "diamond" ? colors.surface : colors.mark;
   pen.fill();
-  pen.strokeStyle = kind === "down" ? colours.surface : colours.mark;
+  pen.strokeStyle = kind === "down" ? colors.surface : colors.mark;
   pen.lineWidth = 1.2;
   pen.stroke();
   pen.lineWidth = 1;

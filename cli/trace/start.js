@@ -1,9 +1,9 @@
 // The head of the page, and the first drawing.
 
 function drawLegend() {
-  const swatch = (colour, text, className) => {
+  const swatch = (color, text, className) => {
     const item = element("span"), box = element("i", undefined, className);
-    box.style.background = colour;
+    box.style.background = color;
     item.append(box, text);
     return item;
   };
@@ -12,8 +12,8 @@ function drawLegend() {
     svg.setAttribute("viewBox", "-1.2 -1.2 2.4 2.4");
     const path = document.createElementNS(ns, "path");
     path.setAttribute("d", kind === "cross" ? "M-0.8 -0.8L0.8 0.8M0.8 -0.8L-0.8 0.8" : `M${SHAPES[kind].map((point) => point.join(" ")).join("L")}Z`);
-    path.setAttribute("fill", kind === "down" ? colours.mark : "none");
-    path.setAttribute("stroke", kind === "cross" ? colours.failed : colours.mark);
+    path.setAttribute("fill", kind === "down" ? colors.mark : "none");
+    path.setAttribute("stroke", kind === "cross" ? colors.failed : colors.mark);
     path.setAttribute("stroke-width", "0.28");
     svg.append(path);
     item.append(svg, text);
@@ -21,13 +21,13 @@ function drawLegend() {
   };
   const waits = { memory: "waits for KV memory", compute: "for token budget", shared: "for a prefix, grammar or adapter", queue: "for its turn" };
   $("#legend").replaceChildren(
-    swatch(colours.prefill, "prefill"), swatch(colours.decode, "decode (pale: stands still)"),
-    ...GROUPS.map((group) => swatch(colours[`wait-${group}`], waits[group], "thin")),
-    swatch(colours["wait-host"], "on the host", "thin"),
+    swatch(colors.prefill, "prefill"), swatch(colors.decode, "decode (pale: stands still)"),
+    ...GROUPS.map((group) => swatch(colors[`wait-${group}`], waits[group], "thin")),
+    swatch(colors["wait-host"], "on the host", "thin"),
     symbol("diamond", "cache hit"), symbol("down", "retracted"), symbol("out", "swapped out"), symbol("in", "swapped in"), symbol("cross", "failed or aborted"),
     element("hr"),
-    swatch(colours["kv-held"], "KV held by requests"), swatch(colours["kv-locked"], "cached, in use"), swatch(colours["kv-evictable"], "cached, evictable"),
-    swatch(colours["wait-memory"], "evictions", "thin"),
+    swatch(colors["kv-held"], "KV held by requests"), swatch(colors["kv-locked"], "cached, in use"), swatch(colors["kv-evictable"], "cached, evictable"),
+    swatch(colors["wait-memory"], "evictions", "thin"),
   );
 }
 
@@ -51,10 +51,10 @@ function drawFacts() {
 
 const darkScheme = matchMedia("(prefers-color-scheme: dark)");
 
-function applyColours() {
+function applyColors() {
   const asked = new URLSearchParams(location.hash.slice(1)).get("theme");
   root.dataset.theme = ["light", "dark"].includes(asked) ? asked : darkScheme.matches ? "dark" : "light";
-  readColours();
+  readColors();
   drawLegend();
   if (box.width) redraw();
 }
@@ -69,13 +69,13 @@ function start() {
   root.dataset.passes = String(P.size);
   measureRequests();
   if (view.rowMode === "packed" && lanes.length > MAX_LANES_WITH_QUEUE) { view.queue = false; measureRequests(); }
-  applyColours();
+  applyColors();
   drawFacts();
   const [low, high] = axisEnds();
   const from = Number(options.get("from") ?? low), to = Number(options.get("to") ?? high);
   setView(from - (to - from) * 0.005, to + (to - from) * 0.005);
   showChoices();
-  darkScheme.addEventListener("change", applyColours);
+  darkScheme.addEventListener("change", applyColors);
   new ResizeObserver(resize).observe(chart);
   resize();
   const pinned = options.get("request");

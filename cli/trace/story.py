@@ -78,7 +78,7 @@ class Mark(NamedTuple):
     text: str
 
 
-class RequestStory(msgspec.Struct):
+class TracedRequest(msgspec.Struct):
     """One request from arrival to answer.
 
     Attributes:
@@ -204,7 +204,7 @@ class Timeline(NamedTuple):
     """
 
     passes: PassTable
-    requests: list[RequestStory]
+    requests: list[TracedRequest]
     origin_s: float
     resolution: int = 1
     left_out: str = ""
@@ -233,7 +233,7 @@ class Timeline(NamedTuple):
         return self.passes.start_s[0], self.passes.start_s[-1]
 
     def coarsened(self, max_spans: int) -> Timeline:
-        """The same with at most about so many spans: short neighbours are drawn together until they are few enough."""
+        """The same with at most about so many spans: short neighbors are drawn together until they are few enough."""
         resolution, requests = self.resolution, self.requests
         while sum(len(story.spans) for story in requests) > max_spans and resolution < len(self.passes):
             resolution *= 2
@@ -244,7 +244,7 @@ class Timeline(NamedTuple):
 
 
 def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
-    """Draw short neighbours together: waits of fewer than `resolution` passes, and chunks at most so far apart.
+    """Draw short neighbors together: waits of fewer than `resolution` passes, and chunks at most so far apart.
 
     The longest of several waits gives the reason, and its arithmetic with it.
     """
@@ -282,7 +282,7 @@ def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
     return result
 
 
-def _clip(story: RequestStory, first: int, last: int) -> RequestStory | None:
+def _clip(story: TracedRequest, first: int, last: int) -> TracedRequest | None:
     """What a request did in these passes, numbered from `first`; None if it was not there."""
     spans = [
         msgspec.structs.replace(span, first=max(span.first, first) - first, last=min(span.last, last) - first)

@@ -8,18 +8,18 @@ function drawStrips() {
     const scale = strip.draw({ y, bottom });
     pen.textAlign = "left";
     pen.textBaseline = "top";
-    pen.fillStyle = colours.ink;
+    pen.fillStyle = colors.ink;
     pen.font = font(12, 600);
     pen.fillText(strip.title, 14, y);
-    pen.fillStyle = colours.faint;
+    pen.fillStyle = colors.faint;
     pen.font = font(11);
     pen.fillText(strip.unit || scale.unit, 14, y + 16);
     pen.textAlign = "right";
-    pen.fillStyle = colours.muted;
+    pen.fillStyle = colors.muted;
     pen.fillText(scale.top, box.left - 8, y - 2);
     pen.textBaseline = "bottom";
     pen.fillText("0", box.left - 8, bottom + 2);
-    pen.strokeStyle = colours.line;
+    pen.strokeStyle = colors.line;
     line(box.left, bottom + 0.5, box.right, bottom + 0.5);
   });
 }
@@ -59,25 +59,25 @@ function drawMemory({ y, bottom }) {
   const scale = box.strip / total;
   columns(nextStart, (x0, x1, first, last) => {
     let at = bottom;
-    for (const [name, colour] of [["held", "kv-held"], ["locked", "kv-locked"], ["evictable", "kv-evictable"]]) {
+    for (const [name, color] of [["held", "kv-held"], ["locked", "kv-locked"], ["evictable", "kv-evictable"]]) {
       const height = P[name][last] * scale, top = at - height;
-      pen.fillStyle = colours[colour];
+      pen.fillStyle = colors[color];
       pen.fillRect(x0, Math.round(top), x1 - x0, Math.round(at) - Math.round(top));
       at = top;
     }
     if (highest(P.evicted, first, last) > 0) {
-      pen.fillStyle = colours["wait-memory"];
+      pen.fillStyle = colors["wait-memory"];
       pen.fillRect(x0, y - 4, Math.min(Math.max(x1 - x0, 1), 2), 3);
     }
   });
-  pen.strokeStyle = colours.line;
+  pen.strokeStyle = colors.line;
   line(box.left, y - 0.5, box.right, y - 0.5);
   return { top: total > 1 ? count(total) : "" };
 }
 
-function drawSteps({ y, bottom }, values, colour) {
+function drawSteps({ y, bottom }, values, color) {
   const top = Math.max(niceTop(highest(values, ...visiblePasses())), 1), scale = (box.strip - 2) / top;
-  const edge = colours[colour], line = [];
+  const edge = colors[color], line = [];
   columns(nextStart, (x0, x1, first, last) => line.push([x0, x1, bottom - highest(values, first, last) * scale]));
   pen.fillStyle = edge;
   pen.globalAlpha = 0.18;
@@ -101,9 +101,9 @@ function drawTokens({ bottom }) {
     for (let i = first; i <= last; i++) if (sums[i] > sums[best]) best = i;
     if (!sums[best]) return;
     const decodeTop = Math.round(bottom - P.decodes[best] * scale), prefillTop = Math.round(bottom - sums[best] * scale);
-    pen.fillStyle = colours.decode;
+    pen.fillStyle = colors.decode;
     pen.fillRect(x0, decodeTop, x1 - x0 - gap, bottom - decodeTop);
-    pen.fillStyle = colours.prefill;
+    pen.fillStyle = colors.prefill;
     pen.fillRect(x0, prefillTop, x1 - x0 - gap, decodeTop - prefillTop);
   });
   return { top: count(top) };
@@ -114,7 +114,7 @@ function drawStepTime({ bottom }) {
   if (!top) return { top: "", unit: "not in the log" };
   const factor = top < 0.001 ? 1e6 : top < 1 ? 1e3 : 1, nice = niceTop(top * factor), scale = (box.strip - 2) / nice;
   const gap = barGap();
-  pen.fillStyle = colours.step;
+  pen.fillStyle = colors.step;
   columns(passEnd, (x0, x1, first, last) => {
     const height = Math.round(highest(P.stepTime, first, last) * factor * scale);
     pen.fillRect(x0, bottom - height, x1 - x0 - gap, height);
@@ -127,7 +127,7 @@ function drawScrollBar() {
   if (total <= height + 0.5) return;
   const size = Math.max(height * height / total, 24);
   const y = box.rowsTop + view.scroll / (total - height) * (height - size);
-  pen.fillStyle = colours.line;
+  pen.fillStyle = colors.line;
   pen.beginPath();
   pen.roundRect(box.width - 9, y, 5, size, 2.5);
   pen.fill();

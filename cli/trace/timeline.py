@@ -11,9 +11,16 @@ from collections.abc import Iterable
 from typing import Final
 
 from ...runtime.errors import EngineError
-from ...scheduler.records.decision_log import Arrived, DecisionRecord, Left, PassRecord, Retraction, Settled
+from ...scheduler.records.decision_log import (
+    Arrived,
+    DecisionRecord,
+    Finished,
+    PassRecord,
+    Retraction,
+    Settled,
+)
 from ...scheduler.records.verdict import AddReqResult, Reason, Verdict
-from .story import Mark, MarkKind, PassTable, RequestStory, Span, SpanKind, Timeline, coarsen
+from .story import Mark, MarkKind, PassTable, Span, SpanKind, Timeline, TracedRequest, coarsen
 
 MAX_SPANS: Final = 1_000_000
 """When there are more, short ones are drawn together; a span takes about 150 bytes."""
@@ -34,7 +41,7 @@ class _Track:
 
     __slots__ = ("on_host", "phase", "since", "story")
 
-    def __init__(self, story: RequestStory, phase: _Phase, since: int) -> None:
+    def __init__(self, story: TracedRequest, phase: _Phase, since: int) -> None:
         self.story = story
         self.phase = phase
         self.since = since
@@ -50,7 +57,7 @@ class TimelineBuilder:
         self._max_spans = max_spans
         self._passes = PassTable()
         self._settled_s: list[float] = []  # per pass; 0 until its step is settled
-        self._requests: list[RequestStory] = []
+        self._requests: list[TracedRequest] = []
         self._tracks: dict[str, _Track] = {}
         self._pass_of_step: dict[int, int] = {}
         self._num_spans = 0
@@ -97,7 +104,7 @@ class TimelineBuilder:
 
     def _add_pass(self, record: PassRecord) -> None:
         idx = len(self._passes)
-        for retraction in record.retractions:  # first: who loses its place waits in this very pass
+        for retraction in record.retractions:  # first: who is retracted waits in this very pass
             self._retract(retraction, idx)
         prefill_tokens = 0
         for verdict in record.continued:
@@ -119,7 +126,7 @@ class TimelineBuilder:
         for left in record.left:
             self._leave(left, record.now_s, last if idx is None else idx)
 
-    def _leave(self, left: Left, now_s: float, idx: int) -> None:
+    def _leave(self, left: Finished, now_s: float, idx: int) -> None:
         track = self._tracks.get(left.rid) or self._new_track(left.rid, _Phase.DECODE, 0)
         # A later step may have been planned before the end was known. Its token counts for nothing, but a wait goes on
         # to the last pass.
@@ -202,7 +209,7 @@ class TimelineBuilder:
         return self._tracks.get(rid) or self._new_track(rid, phase, since)
 
     def _new_track(self, rid: str, phase: _Phase, since: int) -> _Track:
-        track = self._tracks[rid] = _Track(RequestStory(rid), phase, since)
+        track = self._tracks[rid] = _Track(TracedRequest(rid), phase, since)
         self._requests.append(track.story)
         return track
 

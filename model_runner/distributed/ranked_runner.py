@@ -37,7 +37,7 @@ class RankedRunner:
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         """See `Runner`."""
-        assert plan.num_rounds == 1, "the other ranks cannot know when a burst ends"
+        assert plan.num_rounds == 1, "the other ranks cannot know when a multi-step decode ends"
         self._others.send(LaunchStep(plan))
         return WaitingPending(self._runner.launch(plan, go_on), self._group)
 

@@ -56,7 +56,7 @@ class TransformersModel:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See `CausalLM`; here it includes the final norm, and all tokens pass through all layers."""
         hidden = self.hidden_states(batch.input_ids, batch.positions, batch)
-        return hidden if batch.wanted is None else hidden.index_select(0, batch.wanted)
+        return hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         """[T] int64 tokens and their positions -> [T, hidden]."""

@@ -1,6 +1,6 @@
-"""`NativeBlockLinear`: products with block-quantised weights by our C++ kernels (`kernels/cpu/blocks.cpp`).
+"""`NativeBlockLinear`: products with block-quantized weights by our C++ kernels (`kernels/cpu/blocks.cpp`).
 
-Few tokens are quantised, too, each block of 32 to whole numbers in -127..127 with one scale; each two blocks, where a
+Few tokens are quantized, too, each block of 32 to whole numbers in -127..127 with one scale; each two blocks, where a
 weight of 8 bits has the same scales in pairs. Sums are exact within a block and float32 beyond, in one order. From
 `tiles_from` tokens on, where the CPU has AMX, activations stay as they are and the weight is rounded to bfloat16, panel
 by panel. So a token's bits depend on whether its call has so many tokens, and on nothing else; `NO_TILES` is for
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .cpu.library import load_library, reasons_against_library
-from .native_product import NativeProduct
+from .native_product import NativeMatmul
 from .quantized_weights import BLOCK_SIZE, BlockWeight
 
 _HALF_EXPONENT: Final = 15
@@ -47,14 +47,14 @@ def reasons_against_native_blocks(
     return reasons + against_library
 
 
-class NativeBlockLinear(NativeProduct):
+class NativeBlockLinear(NativeMatmul):
     """A `BlockWeight` [N, K].
 
     Scales and minima are rounded to half precision, which most formats have them in; where they differ by more than
     2^29 within a weight, the smallest lose bits. `rows` rounds to bfloat16 once.
     """
 
-    kind = NativeProduct.BLOCKS
+    kind = NativeMatmul.BLOCKS
 
     def __init__(self, library: ctypes.CDLL, weight: BlockWeight, tiles_from: int = TILES_FROM) -> None:
         """`tiles_from`: the number of tokens, 1 or more, from which tiles multiply where the CPU has them."""
@@ -109,7 +109,7 @@ class NativeBlockLinear(NativeProduct):
         )
 
     def as_expert(self) -> tuple[int, int, int, int, int, int, float]:
-        """See `NativeProduct`."""
+        """See `NativeMatmul`."""
         scales = self._has_minima, self._has_paired_scales
         return self._address, self.kind, self._bits, self._zero, *scales, self._factor
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .native_blocks import NO_TILES, NativeBlockLinear
-from .native_product import NativeProduct
+from .native_product import NativeMatmul
 
 _WEIGHT: Final = np.dtype(
     [
@@ -33,7 +33,7 @@ _WEIGHT: Final = np.dtype(
 """`ExpertWeight` of experts.cpp."""
 
 
-def route(library: ctypes.CDLL, logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+def route(library: ctypes.CDLL, logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
     """See `Route`; of equal logits the first expert's counts as larger."""
     assert logits.dtype in (torch.bfloat16, torch.float32), logits.dtype
     num_tokens, num_experts = logits.shape
@@ -48,7 +48,7 @@ def route(library: ctypes.CDLL, logits: Tensor, num_active: int, *, normalise: b
         num_tokens,
         num_experts,
         num_active,
-        normalise,
+        normalize,
         logits.dtype == torch.bfloat16,
     )
     return shares, ids
@@ -58,12 +58,12 @@ class NativeExperts:
     """`ExpertWeights`. A token's bits do not depend on the others', but by the form that its weights have."""
 
     def __init__(
-        self, library: ctypes.CDLL, gate_up: Sequence[NativeProduct], down: Sequence[NativeProduct]
+        self, library: ctypes.CDLL, gate_up: Sequence[NativeMatmul], down: Sequence[NativeMatmul]
     ) -> None:
         """Take each expert's weights [2N, K], of nobody else's use, and [K, N]."""
         self._library = library
         for one in gate_up:
-            one.end_with_silu()
+            one.fuse_silu_and_mul()
         self._is_gated = gate_up[0].ends_with_silu  # as all are, or none: their shapes are equal
         self._gate_up = _Weights(library, gate_up)
         self._down = _Weights(library, down)
@@ -116,7 +116,7 @@ class NativeExperts:
 class _Weights:
     """One weight of each expert, [N, K] all, and their product with rows [R, K]."""
 
-    def __init__(self, library: ctypes.CDLL, weights: Sequence[NativeProduct]) -> None:
+    def __init__(self, library: ctypes.CDLL, weights: Sequence[NativeMatmul]) -> None:
         self._library = library
         self._weights = list(weights)  # whose memory the table points to
         self._table = np.array([one.as_expert() for one in weights], dtype=_WEIGHT)

@@ -14,7 +14,7 @@ from ..ops import LinearWeight
 from . import plain
 from .compressed_linear import CompressedLinear
 from .cpu.library import reasons_against_library
-from .native_product import NativeProduct
+from .native_product import NativeMatmul
 
 CPU = torch.device("cpu")
 _WORTH_COMPRESSING: Final = 0.8
@@ -44,10 +44,10 @@ def pack_native_linear(library: ctypes.CDLL, weight: Tensor, *, compress: bool) 
     return plain.pack_linear_onednn(weight)
 
 
-class NativeLinear(NativeProduct):
+class NativeLinear(NativeMatmul):
     """A bfloat16 weight [N, K]; K must be even."""
 
-    kind = NativeProduct.PACKED
+    kind = NativeMatmul.PACKED
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         assert weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0, (weight.dtype, weight.shape)

@@ -1,4 +1,4 @@
-"""`NativeProduct`: what our products with packed weights have in common (`native_linear`, `native_blocks`).
+"""`NativeMatmul`: what our products with packed weights have in common (`native_linear`, `native_blocks`).
 
 They are checked here, once, so that no kernel reads or writes beside its tensors; how a weight is packed and which
 kernel is called is the subclass's.
@@ -23,7 +23,7 @@ _LANES: Final = 16
 """Gates that stand before their ups in a weight of a gated product."""
 
 
-class NativeProduct(ABC):
+class NativeMatmul(ABC):
     """A weight [N, K] packed for one of our kernels, which needs no other copy of it; a `LinearWeight`."""
 
     PACKED: ClassVar = 0
@@ -44,7 +44,7 @@ class NativeProduct(ABC):
         """See `LinearWeight`."""
         return self._checked(x, bias, torch.bfloat16)
 
-    def end_with_silu(self) -> bool:
+    def fuse_silu_and_mul(self) -> bool:
         """See `GateableWeight`. For gates in whole vectors; with others it stays what it is."""
         if self._form != _BF16:
             raise RuntimeError("the weight ends with its activation already; two layers must not share it")
@@ -81,7 +81,7 @@ class NativeProduct(ABC):
 
     @property
     def ends_with_silu(self) -> bool:
-        """Whether `end_with_silu` was asked for and has said yes."""
+        """Whether `fuse_silu_and_mul` was asked for and has said yes."""
         return self._form == _GATED
 
     @property
@@ -146,7 +146,7 @@ class NativeProduct(ABC):
         """out = x @ weight.T + bias.
 
         Args:
-            x: [T, K] bfloat16; numbers of a row are neighbours.
+            x: [T, K] bfloat16; numbers of a row are neighbors.
             bias: [N] bfloat16, contiguous.
             out: [T, N] contiguous, bfloat16 or float32; [T, N / 2] bfloat16 once it ends with silu.
         """

@@ -138,12 +138,12 @@ def store_kv(kv: LayerKV, k: Tensor, v: Tensor, loc: Tensor) -> None:
         if scales is None:
             store(pool, new, loc)
         else:
-            numbers, new_scales = quantise_heads(new)
+            numbers, new_scales = quantize_heads(new)
             pool.index_copy_(0, loc, numbers)
             scales.index_copy_(0, loc, new_scales)
 
 
-def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     """[T, H, D] as int8, and [T, H] scales in float32: NaN where a number is not finite, so that it stays visible."""
     x = x.to(torch.float32)
     top = x.abs().amax(dim=-1)
@@ -168,10 +168,10 @@ def store(pool: Tensor, new: Tensor, loc: Tensor) -> None:
 # ---------------------------------------------------------------- mixture of experts
 
 
-def route(logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
     """See `Route`."""
     shares, expert_ids = logits.softmax(dim=-1, dtype=torch.float32).topk(num_active, dim=-1)
-    if normalise:
+    if normalize:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     return shares, expert_ids
 

@@ -1,4 +1,4 @@
-"""`QuantisedLinears`: from quantised weights to what a layer calls, by whoever can compute with them on this machine.
+"""`QuantizedLinears`: from quantized weights to what a layer calls, by whoever can compute with them on this machine.
 
 Candidates are tried in order, as in `op_selection`, but weight by weight: sizes decide, too. The last one has nothing
 against anything: it turns the weight into the serving dtype and takes the operations' ordinary product.
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..ops import LinearWeight, PackLinear
 from .cpu.library import load_library
 from .native_blocks import TILES_FROM, NativeBlockLinear, reasons_against_native_blocks
-from .quantized_linear import Fp8Linear, Fp8WeightLinear, Int4Linear, SglProduct, SideBySide, torch_product
+from .quantized_linear import Fp8Linear, Fp8WeightLinear, Int4Linear, SglMatmul, SideBySide, torch_matmul
 from .quantized_weights import (
     BLOCK_SIZE,
     BlockWeight,
@@ -33,10 +33,10 @@ from .sgl import operators
 
 logger = logging.getLogger(__name__)
 
-QuantisedWeight = Fp8Weight | Int4Weight | BlockWeight
+QuantizedWeight = Fp8Weight | Int4Weight | BlockWeight
 
-Part = Tensor | QuantisedWeight
-"""The weight of one module, or a rank's part of it: [N, K] in the serving dtype, or quantised."""
+Part = Tensor | QuantizedWeight
+"""The weight of one module, or a rank's part of it: [N, K] in the serving dtype, or quantized."""
 
 FP8_CAPABILITY: Final = (8, 9)
 """Ada and Hopper: the first GPUs that multiply 8-bit floats."""
@@ -62,7 +62,7 @@ class QuantTarget:
     tiles_from: int = TILES_FROM
 
 
-class Maker(NamedTuple):
+class LinearProvider(NamedTuple):
     """One way to multiply with a weight: what stands against it, and what makes the `LinearWeight`."""
 
     name: str
@@ -94,7 +94,7 @@ def _make_fp8_triton(target: QuantTarget, weight: Fp8Weight) -> LinearWeight:
 
 
 def _make_fp8_sgl(_target: QuantTarget, weight: Fp8Weight) -> LinearWeight:
-    return Fp8Linear(weight, SglProduct(operators()))
+    return Fp8Linear(weight, SglMatmul(operators()))
 
 
 def _against_fp8(target: QuantTarget, weight: Fp8Weight) -> list[str]:
@@ -103,12 +103,12 @@ def _against_fp8(target: QuantTarget, weight: Fp8Weight) -> list[str]:
         return [f"multiplies on GPUs only, not on {target.device.type}"]
     reasons = []
     if weight.weights_only:
-        reasons.append("quantises activations, and the checkpoint says that only weights are quantised")
+        reasons.append("quantizes activations, and the checkpoint says that only weights are quantized")
     if target.capability < FP8_CAPABILITY:
         have, need = (".".join(map(str, one)) for one in (target.capability, FP8_CAPABILITY))
         reasons.append(f"the GPU has compute capability {have}, 8-bit floats need {need}")
     if target.triton_reason:
-        reasons.append(f"activations are quantised by Triton: {target.triton_reason}")
+        reasons.append(f"activations are quantized by Triton: {target.triton_reason}")
     return reasons
 
 
@@ -179,41 +179,45 @@ def _make_blocks_native(target: QuantTarget, weight: BlockWeight) -> LinearWeigh
 
 # ---------------------------------------------------------------- choice
 
-FP8_MAKERS: Final[Sequence[Maker]] = (
-    Maker("sgl_kernel", _against_fp8_sgl, _make_fp8_sgl),
-    Maker(
-        "torch._scaled_mm", _against_row_products, lambda _target, weight: Fp8Linear(weight, torch_product)
+FP8_MAKERS: Final[Sequence[LinearProvider]] = (
+    LinearProvider("sgl_kernel", _against_fp8_sgl, _make_fp8_sgl),
+    LinearProvider(
+        "torch._scaled_mm", _against_row_products, lambda _target, weight: Fp8Linear(weight, torch_matmul)
     ),
-    Maker("triton", _against_fp8_triton, _make_fp8_triton),
-    Maker("triton, weights only", _against_fp8_weight, _make_fp8_weight),
+    LinearProvider("triton", _against_fp8_triton, _make_fp8_triton),
+    LinearProvider("triton, weights only", _against_fp8_weight, _make_fp8_weight),
 )
-INT4_MAKERS: Final[Sequence[Maker]] = (Maker("triton", _against_int4_triton, _make_int4_triton),)
-BLOCK_MAKERS: Final[Sequence[Maker]] = (Maker("native", _against_blocks_native, _make_blocks_native),)
+INT4_MAKERS: Final[Sequence[LinearProvider]] = (
+    LinearProvider("triton", _against_int4_triton, _make_int4_triton),
+)
+BLOCK_MAKERS: Final[Sequence[LinearProvider]] = (
+    LinearProvider("native", _against_blocks_native, _make_blocks_native),
+)
 
 
 class _Kind(NamedTuple):
     """One form of weights: its name in the log, who multiplies with it, how several become one."""
 
     name: str
-    makers: Sequence[Maker]
-    stack: Callable[[Sequence[Any]], QuantisedWeight]
+    providers: Sequence[LinearProvider]
+    stack: Callable[[Sequence[Any]], QuantizedWeight]
 
 
-_KINDS: Final[Mapping[type[QuantisedWeight], _Kind]] = {
+_KINDS: Final[Mapping[type[QuantizedWeight], _Kind]] = {
     Fp8Weight: _Kind("fp8", FP8_MAKERS, stack_fp8),
     Int4Weight: _Kind("int4", INT4_MAKERS, stack_int4),
     BlockWeight: _Kind("blocks", BLOCK_MAKERS, stack_blocks),
 }
 
 
-def choose_maker(target: QuantTarget, weight: QuantisedWeight) -> tuple[Maker | None, str]:
+def choose_provider(target: QuantTarget, weight: QuantizedWeight) -> tuple[LinearProvider | None, str]:
     """The first that can multiply with this weight, and why not those before it; None: nobody can."""
     passed_over: list[str] = []
-    for maker in _KINDS[type(weight)].makers:
-        reasons = maker.reasons_against(target, weight)
+    for provider in _KINDS[type(weight)].providers:
+        reasons = provider.reasons_against(target, weight)
         if not reasons:
-            return maker, "; ".join(passed_over)
-        passed_over.append(f"{maker.name}: {', '.join(reasons)}")
+            return provider, "; ".join(passed_over)
+        passed_over.append(f"{provider.name}: {', '.join(reasons)}")
     return None, "; ".join(passed_over)
 
 
@@ -222,11 +226,11 @@ def reasons_against_blocks(target: QuantTarget) -> list[str]:
     return reasons_against_native_blocks(target.device, target.dtype, (BLOCK_SIZE, BLOCK_SIZE))
 
 
-class QuantisedLinears:
+class QuantizedLinears:
     """Makes `LinearWeight`s, and logs each different choice once."""
 
     def __init__(self, target: QuantTarget, pack_plain: PackLinear, *, keep: bool = True) -> None:
-        """`keep`: False: dequantise everything."""
+        """`keep`: False: dequantize everything."""
         self._target = target
         self._pack_plain = pack_plain
         self._keep = keep
@@ -251,36 +255,36 @@ class QuantisedLinears:
         if isinstance(part, Tensor) or self._choose(part)[0] is not None:
             return part
         if isinstance(part, Int4Weight) and not reasons_against_blocks(self._target) and self._keep:
-            return part.as_blocks() or self._dequantised(part)
-        return self._dequantised(part)
+            return part.as_blocks() or self._dequantized(part)
+        return self._dequantized(part)
 
-    def _choose(self, weight: QuantisedWeight) -> tuple[Maker | None, str]:
-        return choose_maker(self._target, weight) if self._keep else (None, "quantization is none")
+    def _choose(self, weight: QuantizedWeight) -> tuple[LinearProvider | None, str]:
+        return choose_provider(self._target, weight) if self._keep else (None, "quantization is none")
 
     def _pack_run(self, run: Sequence[Part]) -> LinearWeight:
         weight = stacked(run)
         if isinstance(weight, Tensor):
             return self._pack_plain(weight)
-        maker, why = self._choose(weight)
-        if maker is None:
-            return self._pack_plain(self._dequantised(weight))
-        self._log(weight, maker.name, why)
-        return maker.make(self._target, weight)
+        provider, why = self._choose(weight)
+        if provider is None:
+            return self._pack_plain(self._dequantized(weight))
+        self._log(weight, provider.name, why)
+        return provider.make(self._target, weight)
 
-    def _dequantised(self, weight: QuantisedWeight) -> Tensor:
-        plain = weight.dequantised(self._target.dtype)
+    def _dequantized(self, weight: QuantizedWeight) -> Tensor:
+        plain = weight.dequantized(self._target.dtype)
         # What the CPU has no kernels for is said when the format is made; a GPU without one is a surprise.
         level = logging.WARNING if self._target.device.type == "cuda" and self._keep else logging.INFO
-        cost = f"dequantised while loading ({plain.nbytes / weight.num_bytes:.1f} times the memory)"
+        cost = f"dequantized while loading ({plain.nbytes / weight.num_bytes:.1f} times the memory)"
         self._log(weight, cost, self._choose(weight)[1], level)
         return plain
 
-    def _log(self, weight: QuantisedWeight, maker: str, why: str, level: int = logging.INFO) -> None:
+    def _log(self, weight: QuantizedWeight, provider: str, why: str, level: int = logging.INFO) -> None:
         kind = _KINDS[type(weight)].name
-        if (kind, maker, why) in self._logged:
+        if (kind, provider, why) in self._logged:
             return
-        self._logged.add((kind, maker, why))
-        logger.log(level, "op=linear_%s maker=%s%s", kind, maker, f" passed over: {why}" if why else "")
+        self._logged.add((kind, provider, why))
+        logger.log(level, "op=linear_%s provider=%s%s", kind, provider, f" passed over: {why}" if why else "")
 
 
 def stacked(parts: Sequence[Part]) -> Part:
@@ -291,9 +295,9 @@ def stacked(parts: Sequence[Part]) -> Part:
     return _KINDS[type(first)].stack(parts)
 
 
-def dequantised(part: Part, dtype: torch.dtype) -> Tensor:
+def dequantized(part: Part, dtype: torch.dtype) -> Tensor:
     """[N, K] in `dtype`, wherever it came from."""
-    return part if isinstance(part, Tensor) else part.dequantised(dtype)
+    return part if isinstance(part, Tensor) else part.dequantized(dtype)
 
 
 def _stack(one: Part, other: Part) -> bool:

@@ -1,6 +1,6 @@
-"""What a layer calls where its weight is quantised: products with 8-bit floats and with 4-bit numbers.
+"""What a layer calls where its weight is quantized: products with 8-bit floats and with 4-bit numbers.
 
-Made by `quantised`, which knows who can compute them where. Triton is imported by the first call or construction.
+Made by `quantized`, which knows who can compute them where. Triton is imported by the first call or construction.
 """
 
 # Shapes: T tokens, K inputs, N outputs, G groups of inputs.
@@ -27,7 +27,7 @@ Fp8Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtyp
 
 
 class Fp8Linear:
-    """Activations are quantised token by token, and 8-bit floats multiplied."""
+    """Activations are quantized token by token, and 8-bit floats multiplied."""
 
     def __init__(self, weight: Fp8Weight, product: Fp8Product) -> None:
         self._weight = weight.numbers
@@ -37,15 +37,15 @@ class Fp8Linear:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `LinearWeight`."""
-        from .triton.fp8_gemm import quantise_rows
+        from .triton.fp8_gemm import quantize_rows
 
         if x.shape[0] == 0:  # a launch of no blocks is an error
             return x.new_empty((0, self._weight.shape[0]))
-        numbers, scales = quantise_rows(x, self._group_size, self._bound)
+        numbers, scales = quantize_rows(x, self._group_size, self._bound)
         return self._product(numbers, scales, self._weight, self._scales, bias, x.dtype)
 
 
-class SglProduct:
+class SglMatmul:
     """sgl_kernel's: a weight [K, N] whose columns are contiguous, scales [T, 1] and [N, 1]."""
 
     def __init__(self, operators: Any) -> None:
@@ -66,7 +66,7 @@ class SglProduct:
         return out
 
 
-def torch_product(
+def torch_matmul(
     x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """torch's: scales [T, 1] and [1, N]; sums in full float32. What coarser ones would save is not yet measured."""
@@ -111,14 +111,14 @@ class Int4Linear:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `LinearWeight`."""
-        from .triton.dequant_gemm import dequantise_int4, int4_gemm
+        from .triton.dequant_gemm import dequantize_int4, int4_gemm
 
         if self._order is not None:
             x = x.index_select(1, self._order)
         packed = (self._words, self._scales, self._zeros)
         if x.shape[0] <= _DEQUANTISE_ABOVE_ROWS:
             return int4_gemm(x, *packed, bias, group_size=self._group_size, num_sms=self._num_sms)
-        whole = dequantise_int4(
+        whole = dequantize_int4(
             *packed, num_inputs=self._num_inputs, group_size=self._group_size, dtype=x.dtype
         )
         return F.linear(x, whole.t(), bias)

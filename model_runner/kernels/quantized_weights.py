@@ -1,6 +1,6 @@
-"""`Fp8Weight`, `Int4Weight`, `BlockWeight`: quantised weights in one form each, wherever they came from.
+"""`Fp8Weight`, `Int4Weight`, `BlockWeight`: quantized weights in one form each, wherever they came from.
 
-Formats (`weights/`) read checkpoints into these, kernels (`quantised`) take them; `dequantised` says what they mean,
+Formats (`weights/`) read checkpoints into these, kernels (`quantized`) take them; `dequantized` says what they mean,
 and every kernel is tested against it.
 """
 
@@ -31,8 +31,8 @@ class Fp8Weight:
         numbers: [N, K] e4m3.
         scales: [N, G] float32; a weight is its number times its scale.
         group_size: K where G is 1; the last group may be shorter.
-        activation_bound: larger activations count as this large when they are quantised; None: no bound.
-        weights_only: activations are not to be quantised.
+        activation_bound: larger activations count as this large when they are quantized; None: no bound.
+        weights_only: activations are not to be quantized.
     """
 
     numbers: Tensor
@@ -51,7 +51,7 @@ class Fp8Weight:
         """Memory, as kernels want it."""
         return self.numbers.nbytes + self.scales.nbytes
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
         out = torch.empty(self.numbers.shape, dtype=dtype, device=self.numbers.device)
         for group, columns in enumerate(_groups(self.numbers.shape[1], self.group_size)):
@@ -96,7 +96,7 @@ class Int4Weight:
         """Memory, as kernels want it: two numbers to a byte."""
         return self.numbers.nbytes // 2 + self.scales.nbytes + self.zeros.nbytes
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
         num_inputs, num_outputs = self.numbers.shape
         out = torch.empty((num_inputs, num_outputs), dtype=dtype, device=self.numbers.device)
@@ -110,7 +110,7 @@ class Int4Weight:
     def as_blocks(self) -> BlockWeight | None:
         """The same weight in blocks, each with the scale of its group.
 
-        None: groups are no whole blocks of neighbours, or a scale is no number, which a block could not say.
+        None: groups are no whole blocks of neighbors, or a scale is no number, which a block could not say.
         """
         if self.order is not None or self.group_size % BLOCK_SIZE or not self.scales.isfinite().all():
             return None
@@ -165,7 +165,7 @@ class BlockWeight:
         """Whether blocks 2k and 2k + 1 have the same scale everywhere: groups of 64, in effect."""
         return self.scales.shape[1] % 2 == 0 and torch.equal(self.scales[:, ::2], self.scales[:, 1::2])
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
         minima = self.scales * -self.zero if self.minima is None else self.minima
         blocks = self.numbers.view(len(self.scales), -1, BLOCK_SIZE).to(torch.float32)
@@ -232,7 +232,7 @@ def stack_blocks(weights: Sequence[BlockWeight]) -> BlockWeight:
     )
 
 
-def quantise_to_fp8(weight: Tensor) -> Fp8Weight:
+def quantize_to_fp8(weight: Tensor) -> Fp8Weight:
     """[N, K] in floating point to 8 bits, with a scale per output that makes its largest number 448."""
     numbers = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scales = weight.abs().amax(dim=1, keepdim=True).to(torch.float32).clamp_(min=SMALLEST_AMAX) / FP8_MAX

@@ -24,7 +24,7 @@ def reasons_against_dtype(dtype: torch.dtype) -> list[str]:
 
 
 def reasons_against_wide_weights(float32_norms: bool) -> list[str]:
-    """Why it cannot normalise with these weights: it reads them in the type of the activations."""
+    """Why it cannot normalize with these weights: it reads them in the type of the activations."""
     return (
         ["wants norm weights in the activations' type; this model's stay in float32"] if float32_norms else []
     )
@@ -71,7 +71,7 @@ class Norms:
         return x, residual
 
 
-class Gate:
+class SglGatedActivation:
     """`GatedActivation`."""
 
     def __init__(self, operator: Any) -> None:

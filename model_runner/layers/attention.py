@@ -15,7 +15,7 @@ from .spans import Span, equal_span, kv_head_span
 if TYPE_CHECKING:
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
-    from .decoder import Keep
+    from .decoder import SelectRows
     from .norm import RMSNorm
 
 
@@ -57,13 +57,15 @@ class SelfAttention:
         self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.attention_bias, outputs=outputs)
         self.o = RowLinear(context, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.attention_out_bias)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep) -> Tensor:
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
+    ) -> Tensor:
         """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
         qkv_THD = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         q_THD = self.rotate_and_store(
             qkv_THD, self.head_norms, cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc
         )
-        return self.o(keep(batch.attention.forward(self.layer_id, q_THD)))
+        return self.o(select_rows(batch.attention.forward(self.layer_id, q_THD)))
 
 
 def _rank_outputs(context: ModelContext, stacked: list[int] | None) -> list[Span] | None:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ..ops import AddOp, TakeRows
     from .norm import RMSNorm
 
-Keep = Callable[["Tensor"], "Tensor"]
+SelectRows = Callable[["Tensor"], "Tensor"]
 """Selects the rows of the tokens that are computed further from the rows of all tokens."""
 
 
-def every_row(x: Tensor) -> Tensor:
-    """The `Keep` of all layers except the last: keeps every row."""
+def all_rows(x: Tensor) -> Tensor:
+    """The `SelectRows` of all layers except the last: row_selections every row."""
     return x
 
 
@@ -33,14 +33,20 @@ class Layer(Protocol):
     """One layer of a decoder; called with the rotary angles of its kind of layer."""
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
         """Output of the previous block -> output of this block; neither is added to the residual stream yet.
 
         Args:
             x: output of the previous block; None in the first layer.
-            keep: applied to the attention output and to the residual stream right after attention, where the other
-                tokens are not read any more.
+            select_rows: applied to the attention output and to the residual stream right after attention, where the
+                other tokens are not read any more.
         """
         ...
 
@@ -51,7 +57,7 @@ class PreNormLayer:
     def __init__(
         self,
         attention_norm: RMSNorm,
-        attention: Callable[[Tensor, Tensor, Tensor, ForwardBatch, Keep], Tensor],
+        attention: Callable[[Tensor, Tensor, Tensor, ForwardBatch, SelectRows], Tensor],
         mlp_norm: RMSNorm,
         mlp: Callable[[Tensor], Tensor],
     ) -> None:
@@ -61,15 +67,21 @@ class PreNormLayer:
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
         """See `Layer`."""
         if x is None:
             x = self.attention_norm(residual)
         else:
             x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, cos, sin, batch, keep)
-        x, residual = self.mlp_norm.add(x, keep(residual))
+        x = self.attention(x, cos, sin, batch, select_rows)
+        x, residual = self.mlp_norm.add(x, select_rows(residual))
         return self.mlp(x), residual
 
 
@@ -98,16 +110,16 @@ class Decoder:
         """See `CausalLM`. After the last layer's attention only the tokens that need logits are computed."""
         residual = self.embedding(batch.input_ids)
         angles = self.rotary.at(batch.positions)
-        keeps = chain(repeat(every_row, len(self.layers) - 1), [self._keep_wanted(batch)])
+        row_selections = chain(repeat(all_rows, len(self.layers) - 1), [self._select_logits_rows(batch)])
         x = None
-        for layer, (cos, sin), keep in zip(self.layers, angles, keeps, strict=True):
-            x, residual = layer(x, residual, cos, sin, batch, keep)
+        for layer, (cos, sin), select_rows in zip(self.layers, angles, row_selections, strict=True):
+            x, residual = layer(x, residual, cos, sin, batch, select_rows)
         assert x is not None, "a model has layers"
         return self.add(x, residual)
 
-    def _keep_wanted(self, batch: ForwardBatch) -> Keep:
-        wanted = batch.wanted
-        return every_row if wanted is None else lambda x: self.take_rows(x.contiguous(), wanted)
+    def _select_logits_rows(self, batch: ForwardBatch) -> SelectRows:
+        wanted = batch.logits_indices
+        return all_rows if wanted is None else lambda x: self.take_rows(x.contiguous(), wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM`."""

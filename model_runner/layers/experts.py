@@ -29,14 +29,14 @@ class SparseMLP:
 
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
         self.router = Linear(context, [f"{name}.gate"], size, [experts.num_experts], bias=False)
-        self.num_active, self.normalise = experts.num_active, experts.normalise
+        self.num_active, self.normalize = experts.num_active, experts.normalize
         self.route = context.ops.route
         self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, size, experts))
         self._all_reduce = context.group.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""
-        shares, expert_ids = self.route(self.router(x), self.num_active, normalise=self.normalise)
+        shares, expert_ids = self.route(self.router(x), self.num_active, normalize=self.normalize)
         return self._all_reduce(self.experts(x, shares, expert_ids))
 
 

@@ -1,11 +1,11 @@
-"""Large tensors in host memory: `reserve`, in huge pages where the system has them, and `Populator`.
+"""Large tensors in host memory: `reserve`, in huge pages where the system has them, and `PreFaulter`.
 
 A decode reads keys and values from all parts of a pool. With pages of 4 KB the TLB (4,096 entries) covers 16 MB, and a
 miss reads the page table from memory: a fifth of the time of attention over 64 x 512 tokens.
 
 Reserved memory becomes resident when it is first written. The system then clears it in the middle of a step, for all
 layers at once. In a virtual machine, where the hypervisor may have to allocate the memory first, 60 huge pages took
-0.3 s in a decode step that takes 0.08 s without them. So `Populator` makes memory resident before, while no request
+0.3 s in a decode step that takes 0.08 s without them. So `PreFaulter` makes memory resident before, while no request
 waits.
 """
 
@@ -60,7 +60,7 @@ class _Piece(NamedTuple):
     num_bytes: int
 
 
-class Populator:
+class PreFaulter:
     """Makes tensors resident from their beginnings on, one piece of one tensor at a time; their values do not change.
 
     On systems without this call (Linux before 5.14, others) memory becomes resident when it is written.
@@ -76,7 +76,7 @@ class Populator:
         self._pieces = sorted(piece for tensor in tensors for piece in _pieces(tensor))
         self._next = 0
 
-    def populate_some(self, share: float) -> bool:
+    def fault_in_some(self, share: float) -> bool:
         """Make the next piece in the first `share` of each tensor resident; returns whether there are more of them."""
         if not self._has_more(share):
             return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import LayerKV
-from .host_memory import Populator, reserve
+from .host_memory import PreFaulter, reserve
 
 
 class KVPool:
@@ -29,7 +29,7 @@ class KVPool:
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
-        num_bytes: memory reserved; on the CPU only what has been written or prepared (`populate_some`) is resident.
+        num_bytes: memory reserved; on the CPU only what has been written or prepared (`fault_in_some`) is resident.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class KVPool:
         self.num_bytes = sum(view.nbytes for view in (*self.page_views, *self.scale_views))
         self.page_bytes = self.num_bytes // (num_pages + 1)
         self._num_pages = num_pages
-        self._populator = Populator([*self.page_views, *self.scale_views] if device.type == "cpu" else [])
+        self._prefaulter = PreFaulter([*self.page_views, *self.scale_views] if device.type == "cpu" else [])
 
-    def populate_some(self, used_pages: int, ahead_bytes: int) -> bool:
+    def fault_in_some(self, used_pages: int, ahead_bytes: int) -> bool:
         """On the CPU: make more of the memory after the pages 0..used_pages resident; returns whether there is more.
 
         Takes a millisecond, or a few in a virtual machine; called while no request waits.
@@ -80,7 +80,7 @@ class KVPool:
             ahead_bytes: bytes after the used pages, of all layers together, that are to be resident.
         """
         ahead_pages = ahead_bytes // self.page_bytes
-        return self._populator.populate_some((used_pages + 1 + ahead_pages) / (self._num_pages + 1))
+        return self._prefaulter.fault_in_some((used_pages + 1 + ahead_pages) / (self._num_pages + 1))
 
     def layer(self, layer_id: int) -> LayerKV:
         """The tensors of one layer."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..forward_batch import ForwardBatch
-    from ..layers.decoder import Keep
+    from ..layers.decoder import SelectRows
     from ..model_context import ModelContext
 
 
@@ -62,13 +62,19 @@ class Gemma3Layer:
         self.after_mlp_norm = UnitOffsetRMSNorm(context, f"{name}.post_feedforward_layernorm", size, eps)
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, keep: Keep
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
         """See `Layer`."""
         if x is None:
             x = self.attention_norm(residual)
         else:
             x, residual = self.attention_norm.add(x, residual)
-        x = self.after_attention_norm(self.attention(x, cos, sin, batch, keep))
-        x, residual = self.mlp_norm.add(x, keep(residual))
+        x = self.after_attention_norm(self.attention(x, cos, sin, batch, select_rows))
+        x, residual = self.mlp_norm.add(x, select_rows(residual))
         return self.after_mlp_norm(self.mlp(x)), residual

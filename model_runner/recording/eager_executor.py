@@ -68,7 +68,7 @@ class EagerExecutor:
             relayed_indices,
             relayed_rows,
             sample_rows,
-            wanted,
+            logits_indices,
             sample_indices,
             cut_indices,
         ) = self._buffers.put_all(
@@ -81,7 +81,7 @@ class EagerExecutor:
                 relayed,
                 batch.token_rows[relayed],
                 batch.layout.rows[batch.sampled_idx],
-                nothing if batch.wanted is None else batch.wanted,
+                nothing if batch.logits_indices is None else batch.logits_indices,
                 nothing if batch.sample_indices is None else batch.sample_indices,
                 batch.cut_indices,
             ]
@@ -96,7 +96,7 @@ class EagerExecutor:
                 kv_pool=self._kv_pool,
                 out_cache_loc=out_cache_loc,
                 attention=self.attention.plan_step(batch.layout),
-                wanted=None if batch.wanted is None else wanted,
+                logits_indices=None if batch.logits_indices is None else logits_indices,
             )
         )
         logits = None

@@ -30,7 +30,7 @@ from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
 from .arena import Arena
 from .eager_executor import Forward
-from .native_program import NativeProgram, Traced, told_of_calls, trace
+from .native_program import NativeProgram, Traced, trace, traced_calls
 from .program_planes import (
     BORDERS,
     LEAST_TOKENS,
@@ -75,7 +75,7 @@ class ProgrammedForward:
         """See `CausalLM.forward`."""
         attention = batch.attention
         num_tokens = len(batch.input_ids)
-        size = StepSize(num_tokens, num_tokens if batch.wanted is None else len(batch.wanted))
+        size = StepSize(num_tokens, num_tokens if batch.logits_indices is None else len(batch.logits_indices))
         program = next((program for program in self.programs if program.steps.include(size)), None)
         if program is None or not isinstance(attention, PlannedAttention):
             return self._model.forward(batch)
@@ -124,12 +124,14 @@ class ForwardProgram:
         for row, column in zip(numbers, columns, strict=True):
             row[: size.tokens] = column.numpy()
         # None: all rows are copied in order; this is rare and costs two copies.
-        wanted[: size.wanted] = np.arange(size.tokens) if batch.wanted is None else batch.wanted.numpy()
+        wanted[: size.num_logits] = (
+            np.arange(size.tokens) if batch.logits_indices is None else batch.logits_indices.numpy()
+        )
         self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
         self.program.run()
-        return self._hidden[: size.wanted]
+        return self._hidden[: size.num_logits]
 
 
 class _Blocks:
@@ -195,7 +197,7 @@ class _Tracer:
             NoProgramError: some operations are not library calls, or need other memory than the blocks.
         """
         row, none, tokens = (np.array([number], dtype=np.int64) for number in (0, 0, size.tokens))
-        with told_of_calls(self._library, lambda function, arguments: None, only_told=True):
+        with traced_calls(self._library, lambda function, arguments: None, dry_run=True):
             attention = self._attention.plan_step(BatchLayout(row, none, tokens, 1))
         if isinstance(attention, PlannedAttention):
             self.plan_addresses = attention.plan_addresses
@@ -206,7 +208,7 @@ class _Tracer:
             kv_pool=self._kv_pool,
             out_cache_loc=out_cache_loc,
             attention=attention,
-            wanted=self.numbers[3, : size.wanted],
+            logits_indices=self.numbers[3, : size.num_logits],
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:

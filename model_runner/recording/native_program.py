@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from ..kernels.cpu.function import NativeFunction, OnCall, Tap
+    from ..kernels.cpu.function import CallHook, NativeFunction, OnCall
     from .arena import Arena
 
 _ALLOCATIONS: Final = frozenset(
@@ -78,7 +78,7 @@ class NativeProgram:
         self._run(self._address, self.num_calls)
 
 
-class Recorded(NamedTuple):
+class RecordedProgram(NamedTuple):
     """A computation that was made and, if possible, recorded.
 
     Attributes:
@@ -115,26 +115,26 @@ class Traced(NamedTuple):
     reasons: list[str]
 
 
-def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Tensor]) -> Recorded:
+def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Tensor]) -> RecordedProgram:
     """Compute once and record it; all memory that `compute` allocates comes from the arena."""
-    result, calls, reasons = trace(library, arena, compute, only_told=False)
+    result, calls, reasons = trace(library, arena, compute, dry_run=False)
     if reasons:
-        return Recorded(result, None, ", ".join(dict.fromkeys(reasons)))
-    return Recorded(arena.borrowed(result), NativeProgram(library, calls))
+        return RecordedProgram(result, None, ", ".join(dict.fromkeys(reasons)))
+    return RecordedProgram(arena.borrowed(result), NativeProgram(library, calls))
 
 
 def trace(
-    library: ctypes.CDLL, memory: Memory, compute: Callable[[], Tensor], *, only_told: bool = True
+    library: ctypes.CDLL, memory: Memory, compute: Callable[[], Tensor], *, dry_run: bool = True
 ) -> Traced:
     """Note the library calls of a computation.
 
     Args:
         memory: the allocator for all its tensors.
-        only_told: the calls are not made, so the result's values are arbitrary. Operations of torch are executed, so
+        dry_run: the calls are not made, so the result's values are arbitrary. Operations of torch are executed, so
             the first one that cannot be recorded ends the computation: the rest would be useless work.
     """
     calls: list[Call] = []
-    watch = _Watch(memory, ends=only_told)
+    watch = _Watch(memory, ends=dry_run)
 
     def on_call(function: NativeFunction, arguments: tuple[Any, ...]) -> None:
         if function.returns:  # a query, which is answered now
@@ -146,25 +146,25 @@ def trace(
         calls.append(Call(function, function.recorded_form, words))
 
     result = torch.empty(0)
-    with suppress(_NotRecordableError), told_of_calls(library, on_call, only_told=only_told), watch:
+    with suppress(_NotRecordableError), traced_calls(library, on_call, dry_run=dry_run), watch:
         result = compute()
     return Traced(result, calls, watch.reasons)
 
 
 @contextmanager
-def told_of_calls(library: ctypes.CDLL, on_call: OnCall, *, only_told: bool) -> Iterator[None]:
-    """Report this thread's library calls to `on_call`; with `only_told` they are not made."""
-    tap: Tap = vars(library)["tap"]
-    assert tap.on_call is None, "recordings do not nest"
-    tap.on_call, tap.only_told = on_call, only_told
+def traced_calls(library: ctypes.CDLL, on_call: OnCall, *, dry_run: bool) -> Iterator[None]:
+    """Report this thread's library calls to `on_call`; with `dry_run` they are not made."""
+    call_hook: CallHook = vars(library)["call_hook"]
+    assert call_hook.on_call is None, "recordings do not nest"
+    call_hook.on_call, call_hook.dry_run = on_call, dry_run
     try:
         yield
     finally:
-        tap.on_call, tap.only_told = None, False
+        call_hook.on_call, call_hook.dry_run = None, False
 
 
 class _NotRecordableError(Exception):
-    """Ends a computation with `only_told` early."""
+    """Ends a computation with `dry_run` early."""
 
 
 class _Watch(TorchDispatchMode):

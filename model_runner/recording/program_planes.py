@@ -41,51 +41,51 @@ class StepSize(NamedTuple):
     """T and W of a step."""
 
     tokens: int
-    wanted: int
+    num_logits: int
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens, {self.wanted} wanted"
+        return f"{self.tokens} tokens, {self.num_logits} with logits"
 
 
 class Steps(NamedTuple):
-    """The steps with T >= `least_tokens` and `least_wanted` <= W <= `most_wanted`."""
+    """The steps with T >= `least_tokens` and `least_logits` <= W <= `most_logits`."""
 
     least_tokens: int
-    least_wanted: int
-    most_wanted: int
+    least_logits: int
+    most_logits: int
 
     @classmethod
     def beside(cls, border: int) -> list[Self]:
         """All steps with T >= `border`, in two parts: W < `border`, and W >= `border`."""
         least_tokens = max(border, LEAST_TOKENS)
         steps = [cls(least_tokens, 1, border - 1), cls(least_tokens, border, MAX_TOKENS)]
-        return [each for each in steps if each.most_wanted]
+        return [each for each in steps if each.most_logits]
 
     def include(self, size: StepSize) -> bool:
         """Whether a step of this size is one of them."""
-        are_wanted = self.least_wanted <= size.wanted <= self.most_wanted
-        return self.least_tokens <= size.tokens <= MAX_TOKENS and are_wanted
+        fits_logits = self.least_logits <= size.num_logits <= self.most_logits
+        return self.least_tokens <= size.tokens <= MAX_TOKENS and fits_logits
 
     @property
     def largest(self) -> StepSize:
         """The size that needs the most memory."""
-        return StepSize(MAX_TOKENS, self.most_wanted)
+        return StepSize(MAX_TOKENS, self.most_logits)
 
     def tried(self) -> list[StepSize]:
         """The sizes for which the model is traced, besides the largest."""
         tokens = sorted({self.least_tokens, self.least_tokens + 1, *BORDERS, _MIDDLE})
-        tried = [StepSize(number, min(number, self.most_wanted)) for number in tokens]
-        middle = (self.least_wanted + min(self.most_wanted, _MIDDLE)) // 2
-        tried += [StepSize(_MIDDLE, self.least_wanted + 1), StepSize(_MIDDLE, middle)]
+        tried = [StepSize(number, min(number, self.most_logits)) for number in tokens]
+        middle = (self.least_logits + min(self.most_logits, _MIDDLE)) // 2
+        tried += [StepSize(_MIDDLE, self.least_logits + 1), StepSize(_MIDDLE, middle)]
         return [size for size in tried if self.include(size)]
 
 
 class Planes(NamedTuple):
-    """Arguments of all calls: `constants` + `by_token` * T + `by_wanted` * W."""
+    """Arguments of all calls: `constants` + `by_token` * T + `by_logits` * W."""
 
     constants: Words
     by_token: Words
-    by_wanted: Words
+    by_logits: Words
 
     @classmethod
     def through(cls, steps: Steps, words_of: Callable[[StepSize], Words]) -> Self:
@@ -94,23 +94,23 @@ class Planes(NamedTuple):
         Raises:
             NoProgramError: their coefficients are not integers.
         """
-        tokens, wanted = steps.least_tokens, steps.least_wanted
+        tokens, wanted = steps.least_tokens, steps.least_logits
         corner, edge, most = map(
             words_of, (StepSize(tokens, wanted), StepSize(MAX_TOKENS, wanted), steps.largest)
         )
         by_token, token_rest = np.divmod(edge - corner, MAX_TOKENS - tokens)
-        by_wanted, wanted_rest = np.divmod(most - edge, steps.most_wanted - wanted)
-        if token_rest.any() or wanted_rest.any():
+        by_logits, logits_rest = np.divmod(most - edge, steps.most_logits - wanted)
+        if token_rest.any() or logits_rest.any():
             raise NoProgramError(NOT_PER_TOKEN)
-        return cls(corner - by_token * tokens - by_wanted * wanted, by_token, by_wanted)
+        return cls(corner - by_token * tokens - by_logits * wanted, by_token, by_logits)
 
     def at(self, size: StepSize) -> Words:
         """The arguments of a step."""
-        return self.constants + self.by_token * size.tokens + self.by_wanted * size.wanted
+        return self.constants + self.by_token * size.tokens + self.by_logits * size.num_logits
 
     def changing(self) -> Words:
         """Indices of the arguments that depend on the size."""
-        return np.flatnonzero((self.by_token != 0) | (self.by_wanted != 0))
+        return np.flatnonzero((self.by_token != 0) | (self.by_logits != 0))
 
     def of(self, which: Words) -> Self:
         """The planes of some of the arguments."""

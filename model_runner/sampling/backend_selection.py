@@ -1,4 +1,4 @@
-"""`select_chooser`: selects the sampler backend of this device: the first without reasons against it."""
+"""`select_sampler_backend`: selects the sampler backend of this device: the first without reasons against it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 if TYPE_CHECKING:
-    from .sampler_backend import TokenChooser
+    from .sampler_backend import SamplerBackend
     from .token_counts import TokenCounts
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ChooserMaker:
+class SamplerProvider:
     """A sampler backend that can be selected.
 
     Attributes:
@@ -29,7 +29,7 @@ class ChooserMaker:
 
     name: str
     reasons_against: Callable[[torch.device], list[str]]
-    make: Callable[[TokenCounts], TokenChooser]
+    make: Callable[[TokenCounts], SamplerBackend]
 
 
 def _reasons_against_triton(device: torch.device) -> list[str]:
@@ -41,51 +41,51 @@ def _reasons_against_triton(device: torch.device) -> list[str]:
     return [found.reason] if found.version is None else []
 
 
-def _make_triton(counts: TokenCounts) -> TokenChooser:
-    from .triton_backend import TritonChooser
+def _make_triton(counts: TokenCounts) -> SamplerBackend:
+    from .triton_backend import TritonSamplerBackend
 
-    chooser, started_s = TritonChooser(counts), time.perf_counter()
-    chooser.warm_up(counts.in_output.shape[1])
+    backend, started_s = TritonSamplerBackend(counts), time.perf_counter()
+    backend.warm_up(counts.in_output.shape[1])
     logger.info("sampler_compiled_s=%.2f", time.perf_counter() - started_s)
-    return chooser
+    return backend
 
 
 def _reasons_against_native(device: torch.device) -> list[str]:
-    from .native_backend import reasons_against_native_chooser
+    from .native_backend import reasons_against_native_backend
 
-    return reasons_against_native_chooser(device)
-
-
-def _make_native(counts: TokenCounts) -> TokenChooser:
-    from .native_backend import NativeChooser
-
-    return NativeChooser(counts)
+    return reasons_against_native_backend(device)
 
 
-def _make_torch(counts: TokenCounts) -> TokenChooser:
-    from .torch_backend import TorchChooser
+def _make_native(counts: TokenCounts) -> SamplerBackend:
+    from .native_backend import NativeSamplerBackend
 
-    return TorchChooser(counts)
+    return NativeSamplerBackend(counts)
 
 
-MAKERS: Final = (
-    ChooserMaker("triton", _reasons_against_triton, _make_triton),
-    ChooserMaker("native", _reasons_against_native, _make_native),
-    ChooserMaker("torch", lambda _device: [], _make_torch),
+def _make_torch(counts: TokenCounts) -> SamplerBackend:
+    from .torch_backend import TorchSamplerBackend
+
+    return TorchSamplerBackend(counts)
+
+
+PROVIDERS: Final = (
+    SamplerProvider("triton", _reasons_against_triton, _make_triton),
+    SamplerProvider("native", _reasons_against_native, _make_native),
+    SamplerProvider("torch", lambda _device: [], _make_torch),
 )
 """In order of preference; the last one runs on every device."""
 
 
-def select_chooser(
-    counts: TokenCounts, device: torch.device, makers: Sequence[ChooserMaker] = MAKERS
-) -> TokenChooser:
+def select_sampler_backend(
+    counts: TokenCounts, device: torch.device, providers: Sequence[SamplerProvider] = PROVIDERS
+) -> SamplerBackend:
     """Make the first backend that can run on this device; log it, and the reasons against those before it."""
     passed_over: list[str] = []
-    for maker in makers:
-        reasons = maker.reasons_against(device)
+    for provider in providers:
+        reasons = provider.reasons_against(device)
         if not reasons:
             why = f" passed over: {'; '.join(passed_over)}" if passed_over else ""
-            logger.info("op=sample maker=%s%s", maker.name, why)
-            return maker.make(counts)
-        passed_over.append(f"{maker.name}: {', '.join(reasons)}")
+            logger.info("op=sample provider=%s%s", provider.name, why)
+            return provider.make(counts)
+        passed_over.append(f"{provider.name}: {', '.join(reasons)}")
     raise AssertionError("no sampler backend can run: the last one must have no reasons against any device")

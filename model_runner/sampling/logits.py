@@ -29,7 +29,7 @@ def process_logits(
         return logits
     logits = logits.clone()
     if batch.penalties is not None:
-        _penalise(logits, batch.penalties, counts, buffers)
+        _penalize(logits, batch.penalties, counts, buffers)
     if batch.edits is not None:
         _edit(logits, batch.edits, buffers)
     if batch.grammar is not None:
@@ -37,7 +37,7 @@ def process_logits(
     return logits
 
 
-def _penalise(logits: Tensor, penalties: Penalties, counts: TokenCounts, buffers: InputBuffers) -> None:
+def _penalize(logits: Tensor, penalties: Penalties, counts: TokenCounts, buffers: InputBuffers) -> None:
     """Apply penalties: first the repetition penalty scales the model's logits, then the other two are subtracted."""
     indices, slots, repetition, frequency, presence = buffers.put_all(
         [

@@ -50,10 +50,10 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogpro
         token_ids: [n] int64.
         top_k: k, 0 for none.
     """
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    token = (logits.gather(1, token_ids[:, None]) - normaliser)[:, 0]
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    token = (logits.gather(1, token_ids[:, None]) - normalizer)[:, 0]
     top, top_ids = logits.topk(top_k, dim=-1)
-    return TokenLogprobs(token, top_ids.to(torch.int32), top - normaliser)
+    return TokenLogprobs(token, top_ids.to(torch.int32), top - normalizer)
 
 
 def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:

@@ -1,4 +1,4 @@
-"""`NativeChooser`: samples with our C++ kernels on the CPU: one call per step, without sorting.
+"""`NativeSamplerBackend`: samples with our C++ kernels on the CPU: one call per step, without sorting.
 
 The settings of each row are one line of a table, so a batch may mix all kinds of requests; an all-greedy batch has no
 table. `kernels/cpu/sampler.cpp` documents the algorithm, `torch_backend` the meaning of the filters.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels.cpu.library import load_library, reasons_against_library
 from .logprobs import TokenLogprobs
-from .sampler_backend import Choice
+from .sampler_backend import SampledTokens
 from .sampling_batch import Draw, Int64s, LogitEdits, Penalties, SamplingBatch
 from .token_counts import TokenCounts
 
@@ -48,7 +48,7 @@ _ROW: Final = np.dtype(
 """`Row` of sampler.cpp."""
 
 
-def reasons_against_native_chooser(device: torch.device) -> list[str]:
+def reasons_against_native_backend(device: torch.device) -> list[str]:
     """All reasons why the native sampler cannot run here."""
     if device.type != "cpu":
         return [f"runs on CPUs only, not on {device.type}"]
@@ -64,20 +64,20 @@ class _Layout(NamedTuple):
     vocab_size: int
 
 
-class NativeChooser:
-    """See `TokenChooser`."""
+class NativeSamplerBackend:
+    """See `SamplerBackend`."""
 
     def __init__(self, counts: TokenCounts, library: ctypes.CDLL | None = None) -> None:
         """Load the kernels; `library` replaces those for this CPU."""
         library = load_library() if library is None else library
         self._counts = counts
-        self._choose = library.choose_tokens
+        self._sample = library.choose_tokens
         self._logprobs = library.token_logprobs
         self._known_logits: Callable[[], Tensor | None] = lambda: None
         self._layout = _Layout(0, 0, 0, 0)
 
-    def choose(self, logits: Tensor, batch: SamplingBatch) -> Choice:
-        """See `TokenChooser.choose`."""
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+        """See `SamplerBackend.sample`."""
         layout = self._layout_of(logits)
         num_rows, vocab_size = layout.num_rows, layout.vocab_size
         # Allocated by numpy: with cold caches, as between two steps, torch's first operation takes some 40 us.
@@ -97,7 +97,7 @@ class NativeChooser:
             bits = np.ascontiguousarray(batch.grammar.bits)
             masks, mask_words = bits.ctypes.data, bits.shape[1]
             assert mask_words * _WORD_BITS >= vocab_size, "a mask that is shorter than the vocabulary"
-        self._choose(
+        self._sample(
             layout.address,
             layout.row_stride,
             rows,
@@ -112,7 +112,7 @@ class NativeChooser:
             num_rows,
             vocab_size,
         )
-        return Choice(token_ids, finite)
+        return SampledTokens(token_ids, finite)
 
     def _layout_of(self, logits: Tensor) -> _Layout:
         """The layout of the logits; cached, because the logits of a recorded step are the same tensor in each step."""
@@ -123,7 +123,7 @@ class NativeChooser:
         return self._layout
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `TokenChooser.logprobs`. Equally likely tokens are ordered by id."""
+        """See `SamplerBackend.logprobs`. Equally likely tokens are ordered by id."""
         _check(logits)
         vocab_size = logits.shape[1]
         assert 0 <= top_k <= vocab_size, f"the {top_k} likeliest of {vocab_size} tokens"

@@ -1,7 +1,7 @@
 """`survivors`: applies top_k, top_p and min_p to one row on the CPU, with few passes and without a full sort.
 
 A lower bound of the filters' floor leaves a few hundred or thousand candidates. Only the candidates are sorted, and
-only the survivors need noise. Called by `TorchChooser`, which documents the filters.
+only the survivors need noise. Called by `TorchSamplerBackend`, which documents the filters.
 """
 
 # Shapes: V tokens of the vocabulary, k tokens that survive the filters.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .backend_selection import select_chooser
-from .sampler_backend import TokenChooser
-from .torch_backend import TorchChooser
+from .backend_selection import select_sampler_backend
+from .sampler_backend import SamplerBackend
+from .torch_backend import TorchSamplerBackend
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +42,9 @@ class Sampled(NamedTuple):
 class Sampler:
     """Samples tokens and counts them for the penalties."""
 
-    def __init__(self, counts: TokenCounts, chooser: TokenChooser | None = None) -> None:
+    def __init__(self, counts: TokenCounts, backend: SamplerBackend | None = None) -> None:
         """Take the sampler backend; None: torch's operations."""
-        self._chooser = chooser or TorchChooser(counts)
+        self._backend = backend or TorchSamplerBackend(counts)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """Sample one token per row.
@@ -52,11 +52,11 @@ class Sampler:
         Args:
             logits: [S, V] float32.
         """
-        token_ids, finite = self._chooser.choose(logits, batch)
+        token_ids, finite = self._backend.sample(logits, batch)
         logprobs = None
         if batch.logprobs is not None:
             indices = np.array(batch.logprobs.sampled_idx, dtype=np.int64)
-            logprobs = self._chooser.logprobs(logits, indices, token_ids, max(batch.logprobs.top_k))
+            logprobs = self._backend.logprobs(logits, indices, token_ids, max(batch.logprobs.top_k))
         return Sampled(token_ids, finite, logprobs)
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogprobs:
@@ -68,9 +68,9 @@ class Sampler:
             top_k: 0 for none.
         """
         every_row = np.arange(len(logits), dtype=np.int64)
-        return self._chooser.logprobs(logits, every_row, token_ids, top_k)
+        return self._backend.logprobs(logits, every_row, token_ids, top_k)
 
 
 def make_sampler(counts: TokenCounts, device: torch.device) -> Sampler:
     """A sampler with the preferred backend of this device."""
-    return Sampler(counts, select_chooser(counts, device))
+    return Sampler(counts, select_sampler_backend(counts, device))

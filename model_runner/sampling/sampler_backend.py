@@ -1,4 +1,4 @@
-"""`TokenChooser`: the protocol of sampler backends, which turn logits into tokens; see `backend_selection`.
+"""`SamplerBackend`: the protocol of sampler backends, which turn logits into tokens; see `backend_selection`.
 
 `Sampler` does not depend on the backend. All backends give the same tokens, except where two candidates are so close
 that the rounding of a logarithm or of a sum decides.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .sampling_batch import Int64s, SamplingBatch
 
 
-class Choice(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token per row.
 
     Attributes:
@@ -29,10 +29,10 @@ class Choice(NamedTuple):
     finite: Tensor
 
 
-class TokenChooser(Protocol):
+class SamplerBackend(Protocol):
     """A sampler backend; none of its methods waits for the device."""
 
-    def choose(self, logits: Tensor, batch: SamplingBatch) -> Choice:
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample one token per row as `batch` asks, and count the tokens of rows with penalties.
 
         Args:

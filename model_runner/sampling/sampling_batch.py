@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..row_states import RowStates, SamplingFlag
+from ..request_states import RequestStates, SamplingFlag
 from .noise import noise_keys
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class SamplingBatch:
 def plan_sampling(
     rows: Int64s,
     positions: Int64s,
-    states: RowStates,
+    states: RequestStates,
     counts: TokenCounts,
     eos_token_ids: tuple[int, ...],
 ) -> SamplingBatch:
@@ -161,7 +161,7 @@ class _Planner:
     rows: Int64s
     positions: Int64s
     flags: Int32s
-    states: RowStates
+    states: RequestStates
 
     def having(self, flag: SamplingFlag) -> Int64s:
         """Indices into the S rows of the requests with this flag."""

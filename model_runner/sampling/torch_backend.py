@@ -1,4 +1,4 @@
-"""`TorchChooser`: samples with torch's own operations, on any device; on the CPU filtered by `row_filters`.
+"""`TorchSamplerBackend`: samples with torch's own operations, on any device; on the CPU filtered by `row_filters`.
 
 Filters are lower bounds of a token's logit, not positions in a sorted list. Tokens with equal logits, which are common
 in bfloat16, are kept or dropped together, independent of the order of a sort. The filters apply in the order
@@ -20,7 +20,7 @@ from .logits import process_logits
 from .logprobs import TokenLogprobs, token_logprobs
 from .noise import gumbel_noise, noise_of
 from .row_filters import survivors
-from .sampler_backend import Choice
+from .sampler_backend import SampledTokens
 from .sampling_batch import Draw, Float32s, Int64s, SamplingBatch
 from .token_counts import TokenCounts
 
@@ -28,32 +28,32 @@ _NOISE_ROWS_ON_CPU: Final = 4
 """Rows of noise made at a time, so that it stays in the cache: 32 rows of 49k take 2.3 ms, all at once 7 or more."""
 
 
-class TorchChooser:
-    """See `TokenChooser`."""
+class TorchSamplerBackend:
+    """See `SamplerBackend`."""
 
     def __init__(self, counts: TokenCounts) -> None:
         self._counts = counts
         self._buffers = counts.buffers
 
-    def choose(self, logits: Tensor, batch: SamplingBatch) -> Choice:
-        """See `TokenChooser.choose`."""
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+        """See `SamplerBackend.sample`."""
         # A sum with a NaN or inf is not finite: one pass, a quarter of the cost of isfinite().all().
         finite = logits.sum(dim=-1).isfinite()
         processed = process_logits(logits, batch, self._counts, self._buffers)
-        token_ids = self._choose(processed, batch.draw)
+        token_ids = self._sample(processed, batch.draw)
         if batch.penalties is not None:
             indices, slots = self._buffers.put_all([batch.penalties.indices, batch.penalties.slots])
             self._counts.observe(slots, token_ids.index_select(0, indices))
-        return Choice(token_ids, finite)
+        return SampledTokens(token_ids, finite)
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `TokenChooser.logprobs`."""
+        """See `SamplerBackend.logprobs`."""
         if len(indices) == len(logits) and np.array_equal(indices, np.arange(len(logits))):
             return token_logprobs(logits, token_ids, top_k)  # without a copy of the logits
         rows = self._buffers.put(indices)
         return token_logprobs(logits.index_select(0, rows), token_ids.index_select(0, rows), top_k)
 
-    def _choose(self, logits: Tensor, draw: Draw | None) -> Tensor:
+    def _sample(self, logits: Tensor, draw: Draw | None) -> Tensor:
         """The argmax of each row, or a draw for the rows in `draw`: [S, V] float32 -> [S] int64."""
         if draw is None:
             return plain.argmax(logits)
@@ -103,8 +103,8 @@ class TorchChooser:
         limited = np.flatnonzero(top_p < 1.0)
         indices, mass = self._buffers.put_all([limited, top_p[limited, None]])
         rows = logits.index_select(0, indices)
-        normaliser = rows.logsumexp(dim=-1, keepdim=True)
-        floor = _nucleus_floor(rows, normaliser, mass)
+        normalizer = rows.logsumexp(dim=-1, keepdim=True)
+        floor = _nucleus_floor(rows, normalizer, mass)
         return _unfiltered(logits).index_copy_(0, indices, floor)
 
 
@@ -130,10 +130,10 @@ def _draw_on_cpu(logits: Tensor, keys: Tensor, draw: Draw) -> Tensor:
     return torch.from_numpy(token_ids)
 
 
-def _nucleus_floor(logits: Tensor, normaliser: Tensor, mass: Tensor) -> Tensor:
+def _nucleus_floor(logits: Tensor, normalizer: Tensor, mass: Tensor) -> Tensor:
     """The lowest logit of the smallest set of tokens with this mass: [m, 1]."""
     descending = plain.largest(logits, logits.shape[1])
-    total = (descending - normaliser).exp_().cumsum(dim=-1)
+    total = (descending - normalizer).exp_().cumsum(dim=-1)
     last = (total < mass).sum(dim=-1, keepdim=True).clamp_max_(logits.shape[1] - 1)
     return descending.gather(1, last)
 

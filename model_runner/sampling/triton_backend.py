@@ -1,4 +1,4 @@
-"""`TritonChooser`: samples with our Triton kernels: one upload, two or three launches, without sorting.
+"""`TritonSamplerBackend`: samples with our Triton kernels: one upload, two or three launches, without sorting.
 
 The settings of each row are one line of a table (`kernels/triton/sampler_rows`), so a batch may mix all kinds of
 requests.
@@ -26,7 +26,7 @@ from ..kernels.triton import sampler_choose as choose_kernels
 from ..kernels.triton import sampler_logprobs as logprob_kernels
 from ..kernels.triton import sampler_rows as lines
 from .logprobs import TokenLogprobs
-from .sampler_backend import Choice
+from .sampler_backend import SampledTokens
 from .sampling_batch import Draw, Int64s, LogitEdits, Penalties, SamplingBatch
 from .token_counts import TokenCounts
 
@@ -54,8 +54,8 @@ class Geometry:
     block: int = 4096
 
 
-class TritonChooser:
-    """See `TokenChooser`."""
+class TritonSamplerBackend:
+    """See `SamplerBackend`."""
 
     def __init__(self, counts: TokenCounts, geometry: Geometry = Geometry()) -> None:
         self._counts = counts
@@ -71,18 +71,18 @@ class TritonChooser:
         edits = LogitEdits(row, row, ones)
         plain, filtered = (Draw(row, word, ones, None, top_p, None) for top_p in (None, 0.5 * ones))
         for edits_or_none, draw in itertools.product((None, edits), (None, plain, filtered)):
-            self.choose(logits, SamplingBatch(1, edits=edits_or_none, draw=draw))
+            self.sample(logits, SamplingBatch(1, edits=edits_or_none, draw=draw))
         for top_k in (1, MAX_TOP_LOGPROBS):
             self.logprobs(logits, row, token_ids, top_k)
 
-    def choose(self, logits: Tensor, batch: SamplingBatch) -> Choice:
-        """See `TokenChooser.choose`."""
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+        """See `SamplerBackend.sample`."""
         assert logits.stride(1) == 1
         (num_rows, vocab_size), device = logits.shape, logits.device
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
         finite = torch.empty(num_rows, dtype=torch.bool, device=device)
         if num_rows == 0:
-            return Choice(token_ids, finite)
+            return SampledTokens(token_ids, finite)
         plan = _Plan(batch, vocab_size)
         scratch = _Scratch(num_rows, vocab_size, plan, self._geometry, device)
         # Arguments that the kernels do not read may be any tensor: the table of a greedy batch, the copy of unedited
@@ -115,7 +115,7 @@ class TritonChooser:
             num_warps=choose_kernels.CHOOSE_WARPS,
             **_LAUNCH,
         )
-        return Choice(token_ids, finite)
+        return SampledTokens(token_ids, finite)
 
     def _survey(self, rows: _Rows, edits: tuple[Any, ...], scratch: _Scratch, plan: _Plan) -> None:
         num_rows, vocab_size = rows[0].shape
@@ -153,7 +153,7 @@ class TritonChooser:
         )
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `TokenChooser.logprobs`. Equally likely tokens are ordered by id."""
+        """See `SamplerBackend.logprobs`. Equally likely tokens are ordered by id."""
         assert logits.stride(1) == 1
         num_rows, vocab_size = len(indices), logits.shape[1]
         device, chunk = logits.device, self._geometry.chunk

@@ -21,7 +21,7 @@ from .int4_tensors import PER_WORD, Int4Cut, read_scales, unpack
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantisationSpec
+    from ...runtime.model_files.quantization import QuantizationSpec
     from ..kernels.quantized import Part
 
 NIBBLE_OF_OUTPUT: Final = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -30,15 +30,15 @@ NIBBLE_OF_OUTPUT: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqParts:
     """See the module."""
 
-    def __init__(self, quantisation: QuantisationSpec) -> None:
-        self._quantisation = quantisation
+    def __init__(self, quantization: QuantizationSpec) -> None:
+        self._quantization = quantization
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
         """See `PartReader`."""
-        if self._quantisation.is_plain(name) or weights.shape(f"{name}.qweight", shape) is None:
+        if self._quantization.is_plain(name) or weights.shape(f"{name}.qweight", shape) is None:
             return read_plain(weights, name, shape, part)
         rows, columns = shape
-        cut = Int4Cut(self._quantisation, name, shape, part)
+        cut = Int4Cut(self._quantization, name, shape, part)
         words = weights.stacked(
             [f"{name}.qweight"], [(columns, rows // PER_WORD)], torch.int32, cut.numbers(PER_WORD, 1)
         )

@@ -20,12 +20,12 @@ from ...runtime.model_files.block_forms import BLOCK_LEN
 from ...runtime.model_files.quantization import unnumbered
 from ..kernels.block_rounding import round_to_blocks
 from ..kernels.quantized_weights import BlockWeight
-from .quantized_format import QuantisedFormat
+from .quantized_format import QuantizedFormat
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantisationSpec
-    from ..kernels.quantized import Part, QuantisedLinears
+    from ...runtime.model_files.quantization import QuantizationSpec
+    from ..kernels.quantized import Part, QuantizedLinears
     from ..ops import LinearWeight
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 class BlockParts:
     """`PartReader` of modules with block-quantized weights."""
 
-    def __init__(self, quantisation: QuantisationSpec) -> None:
-        self._quantisation = quantisation
+    def __init__(self, quantization: QuantizationSpec) -> None:
+        self._quantization = quantization
         self._warned_of: set[str] = set()
 
     def has(self, name: str, columns: int) -> bool:
         """Whether a module with `columns` inputs is block-quantized."""
-        return self._quantisation.form_of(name, columns) is not None
+        return self._quantization.form_of(name, columns) is not None
 
     def read(
         self,
@@ -55,11 +55,11 @@ class BlockParts:
         Args:
             plain: reads the weight in the serving dtype, with padding.
         """
-        form = self._quantisation.form_of(name, shape[1])
+        form = self._quantization.form_of(name, shape[1])
         if form is not None and part is not None and part.axis == 1 and _parts_blocks(part):
             self._warn_of_cut(unnumbered(name), part)
             form = None
-        if form is not None and self._quantisation.stored:
+        if form is not None and self._quantization.stored:
             blocks = weights.blocks(f"{name}.weight", shape, part)
             assert blocks is not None, f"{name} was seen in blocks when the file's header was read"
             return _checked(blocks, name)
@@ -83,11 +83,11 @@ class BlockParts:
         )
 
 
-class BlockFormat(QuantisedFormat):
+class BlockFormat(QuantizedFormat):
     """The `LinearFormat` of block-quantized models."""
 
-    def __init__(self, quantisation: QuantisationSpec, linears: QuantisedLinears) -> None:
-        self._blocks = BlockParts(quantisation)
+    def __init__(self, quantization: QuantizationSpec, linears: QuantizedLinears) -> None:
+        self._blocks = BlockParts(quantization)
         super().__init__(self._blocks, linears)
 
     def dense(

@@ -11,20 +11,20 @@ import torch
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.quantization import BLOCK_METHODS
-from ...runtime.model_files.quantization_choice import with_quantisation
+from ...runtime.model_files.quantization_choice import with_quantization
 from ..kernels.native_blocks import TILES_FROM
 from ..kernels.probe import probe_kernels
-from ..kernels.quantized import QuantisedLinears, QuantTarget, reasons_against_blocks
+from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
 from .awq_format import AwqParts
 from .block_format import BlockFormat
 from .fp8_format import Fp8Parts, MadeFp8Parts
 from .gptq_format import GptqParts
 from .linear_format import LinearFormat, PlainFormat
-from .quantized_format import PartReader, QuantisedFormat
+from .quantized_format import PartReader, QuantizedFormat
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
-    from ...runtime.model_files.quantization import QuantisationSpec, Quantization
+    from ...runtime.model_files.quantization import Quantization, QuantizationSpec
     from ..ops import Ops
 
 logger = logging.getLogger(__name__)
@@ -47,33 +47,31 @@ def make_linear_format(
     Raises:
         ConfigError: setting and checkpoint contradict each other, or no kernel here multiplies the weights to be made.
     """
-    spec = with_quantisation(spec, quantization)
-    quantisation, target = spec.quantisation, replace(quant_target(device, dtype), tiles_from=tiles_from)
-    if quantisation is None:
+    spec = with_quantization(spec, quantization)
+    found, target = spec.quantization, replace(quant_target(device, dtype), tiles_from=tiles_from)
+    if found is None:
         return PlainFormat(ops.pack_linear)
-    linears = QuantisedLinears(target, ops.pack_linear, keep=quantisation.kept)
-    if quantisation.method not in BLOCK_METHODS:
-        if not quantisation.kept:
+    linears = QuantizedLinears(target, ops.pack_linear, keep=found.kept)
+    if found.method not in BLOCK_METHODS:
+        if not found.kept:
             _log_cost(spec, target, "quantization is none")
-        elif not _become_blocks(quantisation, target) and (
-            target.device.type != "cuda" or target.triton_reason
-        ):
+        elif not _become_blocks(found, target) and (target.device.type != "cuda" or target.triton_reason):
             _log_cost(spec, target, "for which there is no kernel here")
-        return QuantisedFormat(_part_reader(quantisation), linears)
+        return QuantizedFormat(_part_reader(found), linears)
     if reasons := reasons_against_blocks(target):
-        if not quantisation.stored:  # rounding would lose precision and save no memory
+        if not found.stored:  # rounding would lose precision and save no memory
             raise ConfigError(
-                f"quantization is {quantisation.method}, but the product {', '.join(reasons)}; use --quantization none"
+                f"quantization is {found.method}, but the product {', '.join(reasons)}; use --quantization none"
             )
         _log_cost(spec, target, f"and the product {', '.join(reasons)}")
         return PlainFormat(ops.pack_linear)  # the store dequantizes
     _log_kept(spec, target)
-    return BlockFormat(quantisation, linears)
+    return BlockFormat(found, linears)
 
 
-def _become_blocks(quantisation: QuantisationSpec, target: QuantTarget) -> bool:
+def _become_blocks(found: QuantizationSpec, target: QuantTarget) -> bool:
     """Whether AWQ or GPTQ weights are multiplied as blocks; the memory figures count them as dequantized."""
-    in_order = quantisation.method in ("awq", "gptq") and not quantisation.reordered
+    in_order = found.method in ("awq", "gptq") and not found.reordered
     return in_order and not reasons_against_blocks(target)
 
 
@@ -94,49 +92,49 @@ def quant_target(device: torch.device, dtype: torch.dtype) -> QuantTarget:
     )
 
 
-def _part_reader(quantisation: QuantisationSpec) -> PartReader:
-    match quantisation.method:
+def _part_reader(found: QuantizationSpec) -> PartReader:
+    match found.method:
         case "fp8":
-            return Fp8Parts(quantisation) if quantisation.stored else MadeFp8Parts(quantisation)
+            return Fp8Parts(found) if found.stored else MadeFp8Parts(found)
         case "awq":
-            return AwqParts(quantisation)
+            return AwqParts(found)
         case "gptq":
-            return GptqParts(quantisation)
+            return GptqParts(found)
         case _:
-            raise AssertionError(f"{quantisation.method} is read by `BlockFormat`")
+            raise AssertionError(f"{found.method} is read by `BlockFormat`")
 
 
 def _log_cost(spec: ModelSpec, target: QuantTarget, why: str) -> None:
     """Log the memory of quantized weights that are kept in the serving dtype."""
-    assert spec.quantisation is not None
+    assert spec.quantization is not None
     logger.warning(
         "weights are %s, %s: they are kept as %s, weights_mib=%d instead of %d",
-        spec.quantisation.method,
+        spec.quantization.method,
         why,
         str(target.dtype).removeprefix("torch."),
-        _weights_mib(spec, target, dequantised=True),
+        _weights_mib(spec, target, dequantized=True),
         _weights_mib(spec, target),
     )
 
 
 def _log_kept(spec: ModelSpec, target: QuantTarget) -> None:
     """Log the form in which the weights are kept and the memory that this saves."""
-    assert spec.quantisation is not None
-    types = Counter(spec.quantisation.types.values())
+    assert spec.quantization is not None
+    types = Counter(spec.quantization.types.values())
     logger.info(
         "weights are kept as %s%s, weights_mib=%d instead of %d as %s",
-        spec.quantisation.method,
+        spec.quantization.method,
         f" ({', '.join(f'{name} x {count}' for name, count in types.most_common())})" if types else "",
         _weights_mib(spec, target),
-        _weights_mib(spec, target, dequantised=True),
+        _weights_mib(spec, target, dequantized=True),
         str(target.dtype).removeprefix("torch."),
     )
 
 
-def _weights_mib(spec: ModelSpec, target: QuantTarget, *, dequantised: bool = False) -> int:
+def _weights_mib(spec: ModelSpec, target: QuantTarget, *, dequantized: bool = False) -> int:
     """MiB of all ranks together. A plain head tied to the embedding counts once, although some kernels copy it."""
     width = target.dtype.itemsize
-    num_bytes = spec.weight_bytes(width, dequantised=dequantised)
-    if target.device.type == "cpu" and not dequantised:
+    num_bytes = spec.weight_bytes(width, dequantized=dequantized)
+    if target.device.type == "cpu" and not dequantized:
         num_bytes += spec.tied_head_bytes(width)
     return num_bytes >> 20

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
-from ..kernels.quantized_weights import FP8, Fp8Weight, quantise_to_fp8
+from ..kernels.quantized_weights import FP8, Fp8Weight, quantize_to_fp8
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantisationSpec
+    from ...runtime.model_files.quantization import QuantizationSpec
     from ..kernels.quantized import Part
 
 _SCALES: Final = ("weight_scale_inv", "weight_scale")
@@ -31,14 +31,14 @@ _UNUSED: Final = ("input_scale", "activation_scale", "input_scale_ub", "k_scale"
 class Fp8Parts:
     """`PartReader` of an FP8 checkpoint."""
 
-    def __init__(self, quantisation: QuantisationSpec) -> None:
-        self._quantisation = quantisation
+    def __init__(self, quantization: QuantizationSpec) -> None:
+        self._quantization = quantization
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
         """See `PartReader`."""
         scale_names = (f"{name}.{suffix}" for suffix in _SCALES)
         scale_name = next((one for one in scale_names if weights.shape(one, shape) is not None), None)
-        if scale_name is None or self._quantisation.is_plain(name):
+        if scale_name is None or self._quantization.is_plain(name):
             return read_plain(weights, name, shape, part)
         attention = name.rpartition(".")[0]
         for unused in _UNUSED:
@@ -61,14 +61,14 @@ class Fp8Parts:
             numbers,
             scales.contiguous(),
             group_size,
-            self._quantisation.activation_bound,
-            self._quantisation.weights_only,
+            self._quantization.activation_bound,
+            self._quantization.weights_only,
         )
 
     def _scales(self, weights: WeightReader, name: str, shape: tuple[int, int]) -> tuple[Tensor, int]:
         """Scales, [N, G] float32, and the number of inputs that share one."""
         rows, columns = shape
-        block = self._quantisation.block
+        block = self._quantization.block
         if block is not None:
             blocks = (-(-rows // block[0]), -(-columns // block[1]))
             scales = weights.tensor(name, blocks, torch.float32)
@@ -84,13 +84,13 @@ class Fp8Parts:
 class MadeFp8Parts:
     """`PartReader` that quantizes plain weights to FP8: the scale of an output is set by its largest magnitude."""
 
-    def __init__(self, quantisation: QuantisationSpec) -> None:
-        self._quantisation = quantisation
+    def __init__(self, quantization: QuantizationSpec) -> None:
+        self._quantization = quantization
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
         """See `PartReader`. A rank with a part of the inputs takes the largest magnitude of its part."""
         plain = read_plain(weights, name, shape, part)
-        return plain if self._quantisation.is_plain(name) else quantise_to_fp8(plain)
+        return plain if self._quantization.is_plain(name) else quantize_to_fp8(plain)
 
 
 def read_plain(weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Tensor:

@@ -59,7 +59,7 @@ class GGUFStore:
         """
         self._file = GGUFFile(path)
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self._pairs_are_neighbours = spec.model_type == "llama"
+        self._pairs_are_neighbors = spec.model_type == "llama"
         self._norms_are_offset = spec.model_type == "gemma3_text"
         self._stored = {
             hf: _Stored(self._file.tensors[gguf], expert)
@@ -133,7 +133,7 @@ class GGUFStore:
     def _heads_out_of_order(self, name: str) -> int | None:
         """Number of heads of a projection with rows in llama.cpp's order; None for all other tensors."""
         match = _LAYER_PATTERN.fullmatch(name)
-        if match is None or not self._pairs_are_neighbours:
+        if match is None or not self._pairs_are_neighbors:
             return None
         return {"self_attn.q_proj": self._num_heads, "self_attn.k_proj": self._num_kv_heads}.get(match[2])
 

@@ -25,22 +25,22 @@ from .int4_tensors import PER_WORD, Int4Cut, read_scales, unpack
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantisationSpec
+    from ...runtime.model_files.quantization import QuantizationSpec
     from ..kernels.quantized import Part
 
 
 class GptqParts:
     """See the module."""
 
-    def __init__(self, quantisation: QuantisationSpec) -> None:
-        self._quantisation = quantisation
+    def __init__(self, quantization: QuantizationSpec) -> None:
+        self._quantization = quantization
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
         """See `PartReader`."""
-        if self._quantisation.is_plain(name) or weights.shape(f"{name}.qweight", shape) is None:
+        if self._quantization.is_plain(name) or weights.shape(f"{name}.qweight", shape) is None:
             return read_plain(weights, name, shape, part)
         rows, columns = shape
-        cut = Int4Cut(self._quantisation, name, shape, part)
+        cut = Int4Cut(self._quantization, name, shape, part)
         order = self._order(weights, name, columns, cut.group_size, part)
         words = weights.stacked(
             [f"{name}.qweight"], [(columns // PER_WORD, rows)], torch.int32, cut.numbers(1, PER_WORD)
@@ -51,7 +51,7 @@ class GptqParts:
         scales = read_scales(weights, f"{name}.scales", (cut.num_groups, rows), cut.groups(1))
         _skip_bias_of_zeros(weights, f"{name}.bias", rows)
         numbers, whole_zeros = unpack(words, 0), unpack(zeros, 1)
-        if self._quantisation.zeros_less_one:
+        if self._quantization.zeros_less_one:
             whole_zeros = (whole_zeros + 1) & 15  # a stored 15 means 0: 16 does not occur
         if order is not None:
             numbers = numbers[order]
@@ -62,7 +62,7 @@ class GptqParts:
     ) -> Tensor | None:
         """[K] indices of the inputs sorted by group; None: they are in order already."""
         tensor = f"{name}.g_idx"
-        if not self._quantisation.reordered:
+        if not self._quantization.reordered:
             weights.ignore(tensor)  # redundant: neighbors share a group
             return None
         groups = weights.tensor(tensor, (columns,), torch.int32).to(torch.int64)

@@ -12,7 +12,7 @@ from ...runtime.errors import ConfigError
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantisationSpec
+    from ...runtime.model_files.quantization import QuantizationSpec
 
 PER_WORD: Final = 8
 
@@ -36,7 +36,7 @@ class Int4Cut:
     """
 
     def __init__(
-        self, quantisation: QuantisationSpec, name: str, shape: tuple[int, int], part: Slice | None
+        self, quantization: QuantizationSpec, name: str, shape: tuple[int, int], part: Slice | None
     ) -> None:
         """Check that the weight has whole words and groups, and is cut between them.
 
@@ -44,10 +44,10 @@ class Int4Cut:
             ConfigError: the sizes do not divide, or a cut lies inside a word or a group.
         """
         rows, columns = shape
-        self.group_size = quantisation.group_size or columns
+        self.group_size = quantization.group_size or columns
         if rows % PER_WORD or columns % PER_WORD or columns % self.group_size:
             raise ConfigError(
-                f"{name}: a weight of {rows} outputs and {columns} inputs cannot be stored as {quantisation.method} "
+                f"{name}: a weight of {rows} outputs and {columns} inputs cannot be stored as {quantization.method} "
                 f"with words of {PER_WORD} values and groups of {self.group_size} inputs; config.json does not fit it"
             )
         self.num_groups = columns // self.group_size

@@ -1,6 +1,6 @@
-"""`QuantisedFormat`: linear layers of a quantized checkpoint, or of a plain one that is quantized while loading.
+"""`QuantizedFormat`: linear layers of a quantized checkpoint, or of a plain one that is quantized while loading.
 
-A `PartReader` (`fp8_format`, `awq_format`, `gptq_format`) reads the tensors of one module. `QuantisedLinears` packs
+A `PartReader` (`fp8_format`, `awq_format`, `gptq_format`) reads the tensors of one module. `QuantizedLinears` packs
 them for this device. Modules that are plain in the checkpoint stay plain.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.quantized import Part, QuantisedLinears, dequantised
+from ..kernels.quantized import Part, QuantizedLinears, dequantized
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class PartReader(Protocol):
         ...
 
 
-class QuantisedFormat:
+class QuantizedFormat:
     """The `LinearFormat` of quantized models."""
 
-    def __init__(self, parts: PartReader, linears: QuantisedLinears) -> None:
+    def __init__(self, parts: PartReader, linears: QuantizedLinears) -> None:
         self._parts = parts
         self._linears = linears
 
@@ -57,7 +57,7 @@ class QuantisedFormat:
     ) -> Tensor:
         """See `LinearFormat`."""
         return torch.cat(
-            [dequantised(part, weights.dtype) for part in self._read(weights, names, shapes, slices)]
+            [dequantized(part, weights.dtype) for part in self._read(weights, names, shapes, slices)]
         )
 
     def head(

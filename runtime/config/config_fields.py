@@ -58,9 +58,9 @@ class ConfigField:
         return flag_of(self.name)
 
     @property
-    def settings(self) -> tuple[Setting, ...]:
+    def settings(self) -> tuple[SettingName, ...]:
         """Its names: the field's own, then the aliases."""
-        return Setting(self.name, self), *(Setting(alias.name, self, alias) for alias in self.aliases)
+        return SettingName(self.name, self), *(SettingName(alias.name, self, alias) for alias in self.aliases)
 
     @property
     def wants(self) -> str:
@@ -118,7 +118,7 @@ class ConfigField:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
+class SettingName:
     """A field under one of its names.
 
     Attributes:
@@ -184,9 +184,9 @@ def config_fields() -> dict[str, ConfigField]:
 
 
 @functools.cache
-def setting_names() -> dict[str, Setting]:
+def setting_names() -> dict[str, SettingName]:
     """Every name of every setting."""
-    names: dict[str, Setting] = {}
+    names: dict[str, SettingName] = {}
     for field in config_fields().values():
         for setting in field.settings:
             if setting.name in names:
@@ -195,7 +195,7 @@ def setting_names() -> dict[str, Setting]:
     return names
 
 
-def find_setting(key: str) -> Setting:
+def find_setting(key: str) -> SettingName:
     """The setting called `key`, by its own name or an alias, with dashes or underscores.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from ..errors import ConfigError
-from .config_fields import ConfigField, Setting, config_fields, find_setting, setting_names
+from .config_fields import ConfigField, SettingName, config_fields, find_setting, setting_names
 from .engine_config import EngineConfig
 from .presets import PRESETS, preset_origin
 
@@ -154,7 +154,7 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
     return layer
 
 
-def _put(layer: dict[str, Value], setting: Setting, value: Value) -> None:
+def _put(layer: dict[str, Value], setting: SettingName, value: Value) -> None:
     """Add a value to a layer where each setting is given once.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from .quantization import BLOCK_METHODS, QuantisationSpec
+from .quantization import BLOCK_METHODS, QuantizationSpec
 
 SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
 """Hugging Face `model_type` values for which there is a model implementation."""
@@ -51,7 +51,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int
     num_active: int  # experts that compute for a token
     intermediate_size: int  # of each expert
-    normalise: bool  # the weights of a token's active experts add up to 1
+    normalize: bool  # the weights of a token's active experts add up to 1
     dense_layers: tuple[int, ...] = ()  # layers with a dense MLP instead
 
 
@@ -94,7 +94,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsSpec | None = None
     norms_per_layer: int = 2
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
-    quantisation: QuantisationSpec | None = None  # of the weights of linear layers; None: not quantized
+    quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer attends to, including the query's own; None: all before it."""
@@ -146,24 +146,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
         return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
 
-    def weight_bytes(self, dtype_bytes: int, *, dequantised: bool = False) -> int:
+    def weight_bytes(self, dtype_bytes: int, *, dequantized: bool = False) -> int:
         """Memory of the weights; those that are not quantized take `dtype_bytes` each.
 
-        `dequantised`: counts quantized weights in `dtype_bytes` too, as they are stored if no kernel supports them.
+        `dequantized`: counts quantized weights in `dtype_bytes` too, as they are stored if no kernel supports them.
         """
         wider = (4 - dtype_bytes) * self._norm_parameters if self.float32_norms else 0
-        saved = 0 if dequantised else self._saved_by_quantisation(dtype_bytes)
+        saved = 0 if dequantized else self._saved_by_quantization(dtype_bytes)
         return self.num_parameters * dtype_bytes + wider - saved
 
-    def _saved_by_quantisation(self, dtype_bytes: int) -> int:
+    def _saved_by_quantization(self, dtype_bytes: int) -> int:
         """Bytes saved by linear layers, by experts in blocks, and by an output head that is not tied."""
-        if self.quantisation is None:
+        if self.quantization is None:
             return 0
         saved = 0
         for layer in range(self.num_layers):
             for linear in self._linears(layer):
                 modules = [(f"model.layers.{layer}.{name}", rows) for name, rows in linear.rows.items()]
-                together = self.quantisation.bytes_together(modules, linear.columns)
+                together = self.quantization.bytes_together(modules, linear.columns)
                 for held, rows in zip(together, linear.rows.values(), strict=True):
                     if held is not None:
                         saved += linear.num * (rows * linear.columns * dtype_bytes - held)
@@ -174,17 +174,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             saved += table  # rows are looked up in the head
         return saved
 
-    def tied_head_bytes(self, dtype_bytes: int, *, dequantised: bool = False) -> int:
+    def tied_head_bytes(self, dtype_bytes: int, *, dequantized: bool = False) -> int:
         """Memory of a head that is tied to the embedding but packed for its kernel, which makes it a copy."""
         if not self.tie_word_embeddings:
             return 0
-        if self.quantisation is None or dequantised:
+        if self.quantization is None or dequantized:
             return self.vocab_size * self.hidden_size * dtype_bytes
         return self._head_bytes("model.embed_tokens", dtype_bytes)
 
     def _head_bytes(self, name: str, dtype_bytes: int) -> int:
-        assert self.quantisation is not None
-        held = self.quantisation.bytes_of(name, self.vocab_size, self.hidden_size)
+        assert self.quantization is not None
+        held = self.quantization.bytes_of(name, self.vocab_size, self.hidden_size)
         return self.vocab_size * self.hidden_size * dtype_bytes if held is None else held
 
     def _linears(self, layer: int) -> list[_Linear]:
@@ -198,7 +198,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         ]
         mlp, num, experts = "mlp", 1, self.experts
         if experts is not None and layer not in experts.dense_layers:
-            if self.quantisation is not None and self.quantisation.method not in BLOCK_METHODS:
+            if self.quantization is not None and self.quantization.method not in BLOCK_METHODS:
                 return linears
             mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
         gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}

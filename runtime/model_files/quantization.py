@@ -1,4 +1,4 @@
-"""`QuantisationSpec`: the form of a checkpoint's linear weights, or the form to convert them to while loading.
+"""`QuantizationSpec`: the form of a checkpoint's linear weights, or the form to convert them to while loading.
 
 Read from `quantization_config` of config.json, or from the separate file of older exports. A form that is not
 implemented is refused by name: weights read in the wrong form load without an error and produce wrong output.
@@ -52,7 +52,7 @@ HEADS: Final = ("lm_head", "model.embed_tokens")
 """The output head's module, or the embedding's if the head is tied to it."""
 
 
-class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
+class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the weights.
 
     Attributes:
@@ -125,7 +125,7 @@ class QuantisationSpec(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def read_quantisation(folder: Path, config: Fields) -> QuantisationSpec | None:
+def read_quantization(folder: Path, config: Fields) -> QuantizationSpec | None:
     """The quantization that the files of a model folder declare; None: the weights are plain.
 
     Raises:
@@ -145,7 +145,7 @@ def read_quantisation(folder: Path, config: Fields) -> QuantisationSpec | None:
     return None
 
 
-def _read(fields: Fields, method: str) -> QuantisationSpec:
+def _read(fields: Fields, method: str) -> QuantizationSpec:
     match method:
         case "awq":
             return _read_awq(fields)
@@ -155,7 +155,7 @@ def _read(fields: Fields, method: str) -> QuantisationSpec:
             return _read_fp8(fields)
         case "fbgemm_fp8":
             bound = fields.get("activation_scale_ub")
-            return QuantisationSpec(
+            return QuantizationSpec(
                 method="fp8",
                 activation_bound=None if bound is None else fields.number("activation_scale_ub", 1e-6, 1e9),
                 plain_modules=_names(fields, "modules_to_not_convert"),
@@ -165,18 +165,18 @@ def _read(fields: Fields, method: str) -> QuantisationSpec:
     raise fields.error("quant_method", method, f"which is not supported; supported are: {SUPPORTED}")
 
 
-def _read_awq(fields: Fields) -> QuantisationSpec:
+def _read_awq(fields: Fields) -> QuantizationSpec:
     _must_be(fields, "version", "gemm", default="gemm")
     if not fields.boolean("zero_point", default=True):
         raise fields.error("zero_point", False, "only awq with zero points is supported")
-    return QuantisationSpec(
+    return QuantizationSpec(
         method="awq",
         group_size=_group_size(fields, "group_size", "q_group_size"),
         plain_modules=_names(fields, "modules_to_not_convert"),
     )
 
 
-def _read_gptq(fields: Fields) -> QuantisationSpec:
+def _read_gptq(fields: Fields) -> QuantizationSpec:
     layout = fields.text("checkpoint_format", default=fields.text("format", default="gptq"))
     if layout not in ("gptq", "gptq_v2"):
         raise fields.error("checkpoint_format", layout, "only gptq and gptq_v2 are supported")
@@ -187,7 +187,7 @@ def _read_gptq(fields: Fields) -> QuantisationSpec:
     for name in ("dynamic", "modules_in_block_to_quantize"):
         if fields.get(name):
             raise fields.error(name, fields.get(name), "only one setting for all layers is supported")
-    return QuantisationSpec(
+    return QuantizationSpec(
         method="gptq",
         group_size=_group_size(fields, "group_size", "q_group_size"),
         reordered=fields.boolean("desc_act", default=False),
@@ -196,18 +196,18 @@ def _read_gptq(fields: Fields) -> QuantisationSpec:
     )
 
 
-def _read_fp8(fields: Fields) -> QuantisationSpec:
+def _read_fp8(fields: Fields) -> QuantizationSpec:
     _must_be(fields, "fmt", "e4m3", default="e4m3")
     scheme = fields.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise fields.error("activation_scheme", scheme, "expected dynamic or static")
     name = "modules_to_not_convert" if fields.get("modules_to_not_convert") else "ignored_layers"
-    return QuantisationSpec(
+    return QuantizationSpec(
         method="fp8", block=_block(fields, "weight_block_size"), plain_modules=_names(fields, name)
     )
 
 
-def _read_compressed_tensors(fields: Fields) -> QuantisationSpec:
+def _read_compressed_tensors(fields: Fields) -> QuantizationSpec:
     layout = fields.text("format")
     if layout not in ("float-quantized", "naive-quantized"):
         raise fields.error("format", layout, "only float-quantized with fp8 weights is supported")
@@ -230,7 +230,7 @@ def _read_compressed_tensors(fields: Fields) -> QuantisationSpec:
     strategy = weights.text("strategy")
     if strategy not in ("tensor", "channel", "block"):
         raise weights.error("strategy", strategy, "only tensor, channel and block are supported")
-    return QuantisationSpec(
+    return QuantizationSpec(
         method="fp8",
         block=_block(weights, "block_structure") if strategy == "block" else None,
         weights_only=group.get("input_activations") is None,

@@ -1,4 +1,4 @@
-"""`with_quantisation`: a model with the quantization that `--quantization` selects."""
+"""`with_quantization`: a model with the quantization that `--quantization` selects."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from ..errors import ConfigError
-from .quantization import MADE, QuantisationSpec
+from .quantization import MADE, QuantizationSpec
 
 if TYPE_CHECKING:
     from .model_spec import ModelSpec
     from .quantization import Quantization
 
 
-def with_quantisation(spec: ModelSpec, asked: Quantization | None) -> ModelSpec:
+def with_quantization(spec: ModelSpec, asked: Quantization | None) -> ModelSpec:
     """The model with this quantization; None: as in its files.
 
     Raises:
         ConfigError: the files have another quantization, or none that can be used.
     """
-    found = spec.quantisation
+    found = spec.quantization
     if asked is None or (found is not None and found.method == asked):
         return spec
     if asked == "none":
         # GGUF tensors in blocks are read as plain values unless blocks are requested.
         if found is None or found.method == "gguf" or not found.stored:
-            return structs.replace(spec, quantisation=None)
-        return structs.replace(spec, quantisation=structs.replace(found, kept=False))
+            return structs.replace(spec, quantization=None)
+        return structs.replace(spec, quantization=structs.replace(found, kept=False))
     if found is not None and (found.method != "gguf" or asked not in MADE):
         raise ConfigError(
             f"quantization is {asked}, but the checkpoint's weights are {found.method}; omit --quantization"
@@ -37,4 +37,4 @@ def with_quantisation(spec: ModelSpec, asked: Quantization | None) -> ModelSpec:
             f"quantization is {asked}, but the checkpoint's weights are not quantized, and only {', '.join(MADE)} can "
             f"be made while loading; name a checkpoint in {asked}, use one of those, or omit --quantization"
         )
-    return structs.replace(spec, quantisation=QuantisationSpec(method=asked, stored=False))
+    return structs.replace(spec, quantization=QuantizationSpec(method=asked, stored=False))

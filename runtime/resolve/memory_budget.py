@@ -107,10 +107,10 @@ def plan_memory(
     """
     width, vocab_size = BYTES_OF_DTYPE[dtype], spec.vocab_size
     spec = rank_spec(spec, tp)
-    dequantised = spec.quantisation is not None and not spec.quantisation.is_kept(on_cpu=on_cpu)
-    weights = spec.weight_bytes(width, dequantised=dequantised)
+    dequantized = spec.quantization is not None and not spec.quantization.is_kept(on_cpu=on_cpu)
+    weights = spec.weight_bytes(width, dequantized=dequantized)
     if on_cpu:
-        weights += spec.tied_head_bytes(width, dequantised=dequantised)
+        weights += spec.tied_head_bytes(width, dequantized=dequantized)
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     activations = step_tokens * (4 * spec.hidden_size + 3 * q_size + 4 * kv_size + spec.mlp_width) * 4
     block = min(step_tokens, _CPU_BF16_QUERY_BLOCK if on_cpu and dtype == "bfloat16" else _QUERY_BLOCK)

@@ -17,7 +17,7 @@ from ..config.engine_config import EngineConfig
 from ..config.presets import preset_reasons
 from ..model_files.load_spec import load_spec
 from ..model_files.model_spec import ModelSpec
-from ..model_files.quantization_choice import with_quantisation
+from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource, resolve_source
 from .host_facts import HostFacts, read_host_facts
 from .resolve import resolve
@@ -71,10 +71,10 @@ def prepare(
     source = resolve_source(
         config.model.model, need_weights=config.model.load_format != "dummy", progress=on_download
     )
-    spec = with_quantisation(load_spec(source), config.model.quantization)
+    spec = with_quantization(load_spec(source), config.model.quantization)
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
-    spec = with_quantisation(spec, model.quantization)
+    spec = with_quantization(spec, model.quantization)
     notes = {**preset_reasons(config.scheduler.preset, merged.origins), **resolved.notes}
     if model.served_model_name is None:
         notes["served_model_name"] = "the model's own name"

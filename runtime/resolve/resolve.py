@@ -16,7 +16,7 @@ from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..model_files.model_spec import SUPPORTED_MODEL_TYPES
 from ..model_files.quantization import BLOCK_METHODS, Quantization
-from ..model_files.quantization_choice import with_quantisation
+from ..model_files.quantization_choice import with_quantization
 from .block_weights import KERNEL_FLAGS, against_blocks
 from .determinism import check_deterministic
 from .host_facts import HostFacts, usable_threads
@@ -76,7 +76,7 @@ class _Resolver:
         chunk = steps.chunked_prefill_size()
         fraction = self.mem_fraction(device)
         quantization = self.quantization(device, dtype, model_impl)
-        self.spec = with_quantisation(self.spec, quantization)
+        self.spec = with_quantization(self.spec, quantization)
         self.check_parallel(device)
         pool = self.pool(device, dtype, num_threads, chunk, fraction)
         config = replace(
@@ -237,7 +237,7 @@ class _Resolver:
 
     def quantization(self, device: str, dtype: str, model_impl: str) -> Quantization | None:
         """The form of the weights; None: as in the checkpoint, which every device can load."""
-        asked, found = self.config.model.quantization, self.spec.quantisation
+        asked, found = self.config.model.quantization, self.spec.quantization
         against, fix = against_blocks(self.config.model, self.host, device, dtype, model_impl)
         if asked in BLOCK_METHODS and against:
             raise ConfigError(f"quantization is {asked}, but {against}; {fix} or --quantization none")

@@ -135,19 +135,19 @@ class StepSettings:
         )
 
     def decode_burst_ms(self) -> float:
-        """Longest duration of a burst; 0 for no bursts."""
+        """Longest duration of a multi-step decode; 0 for no bursts."""
         asked = self._scheduler.decode_burst_ms
         reason = ""
         if self._device != "cpu":
             reason = f"on {self._device} the host plans the next step while the device computes"
         elif self._config.parallel.tp > 1:
-            reason = f"tp is {self._config.parallel.tp}, and the other ranks do not know when a burst ends"
+            reason = f"tp is {self._config.parallel.tp}, and the other ranks do not know when a multi-step decode ends"
         elif self._scheduler.overlap is True:
             reason = (
                 "overlap is on: the next step is planned before the number of tokens of this one is known"
             )
         elif self._scheduler.phases == "prefill-first" and self._scheduler.prefill_decode_interval:
-            reason = "prefill_decode_interval counts decode steps, and a burst would count as one of them"
+            reason = "prefill_decode_interval counts decode steps, and a multi-step decode would count as one of them"
         if asked == "auto":
             if reason:
                 return 0.0

@@ -19,7 +19,7 @@ from ..step_size.step_target import StepTarget
 from .admission_pass import AdmissionParts, AdmissionPass
 from .budget import PrefillBudget
 from .prefill_adder import PrefillAdder
-from .prefix_dedup import SharedPrefixes
+from .prefix_dedup import PrefixDedup
 
 _MAX_AGED = 256
 """Ageing looks at so many of the longest waiting requests in each pass; the others' turn comes when those have left."""
@@ -31,7 +31,16 @@ _MAX_COUNTED = 32
 class Admission:
     """Continues the prompts in progress, has an `AdmissionPass` choose who else starts, and starts them."""
 
-    __slots__ = ("_caps", "_estimator", "_limits", "_make_shared", "_memory", "_parts", "_stats", "_target")
+    __slots__ = (
+        "_caps",
+        "_estimator",
+        "_limits",
+        "_make_prefix_dedup",
+        "_memory",
+        "_parts",
+        "_stats",
+        "_target",
+    )
 
     def __init__(
         self,
@@ -41,16 +50,16 @@ class Admission:
         caps: StepCaps,
         target: StepTarget,
         estimator: OutputEstimator,
-        make_shared: Callable[[], SharedPrefixes],
+        make_prefix_dedup: Callable[[], PrefixDedup],
         stats: SchedulerStats,
     ) -> None:
-        """Compose; `make_shared` makes what remembers, for one pass, which prefixes are being computed."""
+        """Compose; `make_prefix_dedup` makes what remembers, for one pass, which prefixes are being computed."""
         self._parts, self._memory = parts, parts.memory
         self._limits = limits
         self._caps = caps
         self._target = target
         self._estimator = estimator
-        self._make_shared = make_shared
+        self._make_prefix_dedup = make_prefix_dedup
         self._stats = stats
 
     def skip(self, state: PassState, reason: Reason) -> list[Chunk]:
@@ -76,7 +85,7 @@ class Admission:
         sources: dict[Req, Req] = {}
         reason = Reason.RETRACTING if state.num_retractions else parts.policy.hold(requests.waiting, now_s)
         if reason is None:
-            admission_pass = AdmissionPass(parts, adder, self._make_shared(), state)
+            admission_pass = AdmissionPass(parts, adder, self._make_prefix_dedup(), state)
             admission_pass.walk()
             sources = admission_pass.sources
         else:
@@ -87,7 +96,7 @@ class Admission:
         state.cache_misses = self._memory.kv.take_misses()
         for chunk in adder.chunks:
             self._start(chunk, sources.get(chunk.req), now_s)
-        parts.preemption.put_back(now_s)
+        parts.preemption.requeue(now_s)
         self._note_overtaken(adder.chunks)
         return adder.chunks
 
@@ -103,7 +112,7 @@ class Admission:
         budget = PrefillBudget(
             page_size=page_size,
             available_tokens=self._memory.kv.available_pages * page_size,
-            expected_tokens=parts.promises.to_all(),
+            expected_tokens=parts.reservations.total_tokens(),
             max_prefill_tokens=limits.max_prefill_tokens,
             chunk_size=limits.chunk_size,
             num_decodes=num_decodes,

@@ -18,10 +18,10 @@ from ..records.verdict import AddReqResult, Reason, Verdict
 from ..requests.req import MAX_OVERTAKEN, Req, ReqStatus
 from ..requests.requests import Requests
 from .constraints import Constraint, first_refusal
-from .parallel_samples import Siblings
+from .parallel_samples import ParallelSamples
 from .prefill_adder import PrefillAdder
-from .prefix_dedup import SharedPrefixes
-from .reservations import Promises
+from .prefix_dedup import PrefixDedup
+from .reservations import Reservations
 
 _MAX_SKIPPED = 256
 """Requests passed over by rules that concern them alone; looking at more of them in a pass would cost too much."""
@@ -34,8 +34,8 @@ class AdmissionParts:
     requests: Requests
     policy: SchedulePolicy
     preemption: Preemption
-    promises: Promises
-    siblings: Siblings
+    reservations: Reservations
+    parallel_samples: ParallelSamples
     constraints: Sequence[Constraint]
     memory: RowMemory
     look_ahead: int
@@ -54,18 +54,18 @@ class AdmissionPass:
         "_lowest_running",
         "_memory",
         "_parts",
-        "_shared",
+        "_prefix_dedup",
         "_state",
         "sources",
     )
 
     def __init__(
-        self, parts: AdmissionParts, adder: PrefillAdder, shared: SharedPrefixes, state: PassState
+        self, parts: AdmissionParts, adder: PrefillAdder, shared: PrefixDedup, state: PassState
     ) -> None:
         """`shared` is empty, and learns here which prefixes are being computed."""
         self._parts, self._memory = parts, parts.memory
         self._adder = adder
-        self._shared = shared
+        self._prefix_dedup = shared
         self._state = state
         self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
         self._lowest_running: int | None = None  # priority; None: not looked up since somebody left
@@ -91,7 +91,7 @@ class AdmissionPass:
             elif spent is None and (num_ahead > self._look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
                 spent = Reason.LOOK_AHEAD_SPENT
             if spent is not None:
-                state.refuse_rest(spent, behind=refused)
+                state.refuse_rest(spent, at=refused)
                 return
             verdict = self._offer(req)
             state.verdicts.append(verdict)
@@ -128,10 +128,10 @@ class AdmissionPass:
 
     def _admitted(self, req: Req) -> None:
         if req.status is ReqStatus.SWAPPED:
-            self._memory.host.promise_in()
+            self._memory.host.reserve_swap_in()
         for constraint in self._parts.constraints:
             constraint.admitted(req)
-        self._shared.computing(req, self._adder.chunks[-1].start)
+        self._prefix_dedup.computing(req, self._adder.chunks[-1].start)
 
     # ------------------------------------------------------------ one candidate
 
@@ -141,7 +141,7 @@ class AdmissionPass:
         verdict = first_refusal(self._parts.constraints, req)
         if verdict is not None:
             return verdict
-        sibling = self._parts.siblings.source(req)
+        sibling = self._parts.parallel_samples.source(req)
         prefix = self._memory.kv.prefix(req, sibling)
         verdict = self._rule_against(req, prefix, sibling)
         if verdict is not None:
@@ -166,7 +166,7 @@ class AdmissionPass:
                 reason = Reason.RETRACTING
         elif req.group and sibling is None and self._sibling_prefills(req):
             reason = Reason.SIBLING_PREFILLS
-        elif prefix.ready_len + 1 < req.fill_len and self._shared.is_coming(req, prefix.ready_len):
+        elif prefix.ready_len + 1 < req.fill_len and self._prefix_dedup.is_pending(req, prefix.ready_len):
             reason = Reason.PREFIX_COMING
         if reason is None:
             return None
@@ -177,7 +177,7 @@ class AdmissionPass:
         if not self._memory.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
             return False
         starts = any(chunk.is_first and chunk.req.group == req.group for chunk in self._adder.chunks)
-        return starts or self._parts.siblings.is_coming(req)
+        return starts or self._parts.parallel_samples.prompt_is_pending(req)
 
     def _still_computing(self) -> list[Req]:
         """Requests with a row whose prompt no settled step has finished."""
@@ -190,23 +190,23 @@ class AdmissionPass:
         parts, memory, adder = self._parts, self._memory, self._adder
         if not (parts.policy.preempts and self._outranks_somebody(req) and adder.can_compute(req, prefix)):
             return False
-        keeps_place = {sibling, *self.sources.values()}
+        protected = {sibling, *self.sources.values()}
         victims = parts.preemption.victims_for(
             req,
             adder.missing_tokens(req, prefix),
-            parts.promises.to_output_of,
-            lambda urgent, victim: victim not in keeps_place and parts.policy.may_displace(urgent, victim),
+            parts.reservations.output_tokens_of,
+            lambda urgent, victim: victim not in protected and parts.policy.may_displace(urgent, victim),
         )
         if not victims:
             return False
         pages_before = memory.kv.available_pages
-        promised_tokens = sum(map(parts.promises.to_output_of, victims))
+        reserved_tokens = sum(map(parts.reservations.output_tokens_of, victims))
         if req.status is ReqStatus.SWAPPED:
-            memory.host.promise_in()  # so that nobody is swapped out for it
+            memory.host.reserve_swap_in()  # so that nobody is swapped out for it
         for victim in victims:
-            self._state.add_retraction(parts.preemption.take_place(victim, "priority"))
+            self._state.add_retraction(parts.preemption.retract(victim, "priority"))
         freed_tokens = (memory.kv.available_pages - pages_before) * memory.kv.page_size
-        adder.make_room(freed_tokens, promised_tokens, len(victims))
+        adder.add_capacity(freed_tokens, reserved_tokens, len(victims))
         self._lowest_running = None
         return True
 

@@ -9,10 +9,10 @@ from ..step_size.prompt_time import UNLIMITED, PromptTime
 
 
 class PrefillBudget:
-    """Tokens that may still be promised in this pass (sglang:mem_cache/prefill_budget.py).
+    """Tokens that may still be reserved in this pass (sglang:mem_cache/prefill_budget.py).
 
     Attributes:
-        rem_total_tokens: available KV memory less what was promised: the expected output of the running requests,
+        rem_total_tokens: available KV memory less what was reserved: the expected output of the running requests,
             and the rest of the prompts in the middle of their chunks with their expected output.
         cur_rem_tokens: available KV memory as it is now.
         rem_input_tokens: prompt tokens the step may still compute.
@@ -25,7 +25,7 @@ class PrefillBudget:
     SGLang subtracts them here. Of the limits on prompts they leave at least a page, so that many running requests
     cannot keep every prompt out; for the limit on all tokens of a step see `decodes_first`.
 
-    Different from SGLang, too: a prompt that is cut is promised all of its memory when it is admitted. SGLang counts
+    Different from SGLang, too: a prompt that is cut is reserved all of its memory when it is admitted. SGLang counts
     the chunk alone, so requests behind it take what its other chunks need, and it, with the least work to lose, is
     retracted again and again.
     """
@@ -58,7 +58,7 @@ class PrefillBudget:
 
         Args:
             available_tokens: KV slots that are free or can be evicted.
-            expected_tokens: slots promised to the requests with a row.
+            expected_tokens: slots reserved to the requests with a row.
             max_prefill_tokens: prompt tokens of a step.
             chunk_size: the same where prompts are cut; None where they are not.
             num_decodes: running requests that compute a token each in the same step.
@@ -113,21 +113,21 @@ class PrefillBudget:
         """
         self.rem_total_tokens -= self._take(extend_len, restored_len) + later_len
 
-    def reserve_promised(self, extend_len: int) -> None:
+    def take_reserved(self, extend_len: int) -> None:
         """Count a further chunk of a prompt; `expected_tokens` has all of it already."""
         self._take(extend_len, 0)
 
     def extend(self, extra_len: int) -> None:
-        """Count that a chunk of this pass, which ends at a page, is made longer; its memory is promised already."""
+        """Count that a chunk of this pass, which ends at a page, is made longer; its memory is reserved already."""
         self.cur_rem_tokens -= -(-extra_len // self.page_size) * self.page_size
         self._compute(extra_len)
 
     def give_back(self, available_tokens: int, expected_tokens: int) -> None:
-        """Count what requests leave behind that lost their place during the pass.
+        """Count what requests leave behind that were retracted during the pass.
 
         Args:
             available_tokens: KV slots that became free or evictable.
-            expected_tokens: how much was promised to them beyond those.
+            expected_tokens: how much was reserved to them beyond those.
         """
         self.cur_rem_tokens += available_tokens
         self.rem_total_tokens += available_tokens + expected_tokens

@@ -1,4 +1,4 @@
-"""`Siblings`: requests with the same prompt (n > 1): one computes it, the others start from its pages.
+"""`ParallelSamples`: requests with the same prompt (n > 1): one computes it, the others start from its pages.
 
 All whole pages of the prompt are shared through the prefix cache; the last one, which holds the end of the prompt and
 the beginning of one answer, is copied for each of the others when they start (`KVMemory.restore`).
@@ -10,7 +10,7 @@ from ..requests.req import Req
 from ..requests.row_states import RowStates
 
 
-class Siblings:
+class ParallelSamples:
     """Which members of each group have a row. A `RowObserver`."""
 
     __slots__ = ("_members", "_states")
@@ -37,11 +37,11 @@ class Siblings:
                 return member
         return None
 
-    def is_coming(self, req: Req) -> bool:
+    def prompt_is_pending(self, req: Req) -> bool:
         """Whether a sibling is computing the prompt and none has it yet: waiting for it costs a step, not a prompt."""
         members = self._members.get(req.group, ())
         return bool(members) and not any(self._has_prompt(member) for member in members)
 
     def _has_prompt(self, req: Req) -> bool:
-        # without a row it has lost its place in this very pass, and is about to leave the group
+        # without a row it was retracted in this very pass, and is about to leave the group
         return req.row >= 0 and int(self._states.num_settled[req.row]) >= req.prompt_len

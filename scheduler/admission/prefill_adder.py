@@ -109,7 +109,7 @@ class PrefillAdder:
             else:
                 result, reason = AddReqResult.OTHER, Reason.STEP_TIME if by_time else self._spent_budget
             return Verdict(req.rid, result, reason, num_computed, remaining, 0, page_size, have)
-        budget.reserve_promised(length)
+        budget.take_reserved(length)
         chunk = Chunk(req, num_computed, length, is_first=False, is_last=length == remaining)
         reason = self._reason(chunk, alone=False, by_time=by_time and have == limit)
         verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, num_computed, length, 0, remaining, have)
@@ -214,8 +214,8 @@ class PrefillAdder:
             changed.append(verdict)
         return changed
 
-    def make_room(self, available_tokens: int, expected_tokens: int, num_rows: int) -> None:
-        """Running requests lost their place for the next candidate: count what they leave.
+    def add_capacity(self, available_tokens: int, expected_tokens: int, num_rows: int) -> None:
+        """Running requests were retracted for the next candidate: count what they leave.
 
         Args:
             available_tokens: KV slots that became free or evictable.

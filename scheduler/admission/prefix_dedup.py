@@ -1,4 +1,4 @@
-"""`SharedPrefixes`: who would compute what another request is computing already, and had better wait for it.
+"""`PrefixDedup`: who would compute what another request is computing already, and had better wait for it.
 
 SGLang does this for its cache-aware policies, with a simulated tree of the queue (in-batch prefix caching, thresholds
 32 and 32). Here it is one set of keys per pass: a prompt that is being computed is known by its namespace, the position
@@ -19,19 +19,19 @@ MIN_SHARED_TOKENS: Final = 32
 """Below so many common tokens, computing them twice costs less than a step of waiting."""
 
 
-class SharedPrefixes(Protocol):
+class PrefixDedup(Protocol):
     """Made anew for each pass."""
 
     def computing(self, req: Req, num_computed: int) -> None:
         """The KV of this request's tokens from `num_computed` on does not exist yet and is being made."""
         ...
 
-    def is_coming(self, req: Req, prefix_len: int) -> bool:
+    def is_pending(self, req: Req, prefix_len: int) -> bool:
         """Whether a candidate had better wait: what follows its cached `prefix_len` tokens is being computed."""
         ...
 
 
-class HeldBack:
+class InBatchPrefixDedup:
     """See the module."""
 
     __slots__ = ("_keys", "_page_size", "_run_bytes")
@@ -47,7 +47,7 @@ class HeldBack:
         if len(run) == self._run_bytes:
             self._keys.add((req.extra_key, start, run))
 
-    def is_coming(self, req: Req, prefix_len: int) -> bool:
+    def is_pending(self, req: Req, prefix_len: int) -> bool:
         if not self._keys:
             return False
         return (req.extra_key, prefix_len, self._run(req, prefix_len)) in self._keys
@@ -57,7 +57,7 @@ class HeldBack:
         return req.fill_ids[first : first + self._run_bytes]
 
 
-class NobodyHeldBack:
+class NoPrefixDedup:
     """Each request computes what it lacks, also what another one is computing."""
 
     __slots__ = ()
@@ -65,5 +65,5 @@ class NobodyHeldBack:
     def computing(self, req: Req, num_computed: int) -> None:
         pass
 
-    def is_coming(self, req: Req, prefix_len: int) -> bool:
+    def is_pending(self, req: Req, prefix_len: int) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""`Promises`: how much memory is spoken for by the requests that have a row, beyond the pages they hold."""
+"""`Reservations`: how much memory is spoken for by the requests that have a row, beyond the pages they hold."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..estimator.base import OutputEstimator
 from ..requests.req import Req
 from ..requests.requests import Requests
 from ..requests.row_states import RowStates
-from ..step_size.partial_prefills import promised_tokens
+from ..step_size.partial_prefills import reserved_tokens
 
 
-class Promises:
+class Reservations:
     """The rest of the prompts, surely, and the outputs, as the estimator expects them. Reads; changes nothing."""
 
     __slots__ = ("_estimator", "_page_size", "_requests", "_states")
@@ -25,7 +25,7 @@ class Promises:
         self._estimator = estimator
         self._page_size = page_size
 
-    def to_all(self) -> float:
+    def total_tokens(self) -> float:
         """KV slots that all those with a row will still take."""
         states, partial = self._states, self._requests.partial
         rows = self._requests.running.rows
@@ -33,10 +33,10 @@ class Promises:
             return self._output(rows)
         partial_rows = np.array([req.row for req in partial], dtype=np.int32)
         remaining = states.fill_len[partial_rows] - states.num_computed[partial_rows]
-        rest = promised_tokens(remaining, self._page_size)
+        rest = reserved_tokens(remaining, self._page_size)
         return rest + self._output(np.concatenate([rows, partial_rows]))
 
-    def to_output_of(self, req: Req) -> int:
+    def output_tokens_of(self, req: Req) -> int:
         """The share in that of one running request's output, rounded down."""
         return int(self._output(np.array([req.row], dtype=np.int32)))
 
@@ -44,6 +44,6 @@ class Promises:
         states = self._states
         max_new = states.max_kv_len[rows] - states.prompt_len[rows] + np.int32(1)
         generated = states.known_len[rows] - states.prompt_len[rows]
-        # of a prompt in progress, all of which is promised already, only what comes behind it
+        # of a prompt in progress, all of which is reserved already, only what comes behind it
         to_come = states.max_kv_len[rows] - np.maximum(states.num_computed[rows], states.fill_len[rows])
         return self._estimator.expected(to_come, generated, max_new, states.ignore_eos[rows])

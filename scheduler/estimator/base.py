@@ -1,7 +1,7 @@
 """`OutputEstimator`: what all rules about future output have in common.
 
 Admission promises memory: to a candidate for its prompt and `expected_of` its output, after what the requests with a
-row are `expected` to add. Too much promised in advance leaves the pool empty, too little ends in retractions. An
+row are `expected` to add. Too much reserved in advance leaves the pool empty, too little ends in retractions. An
 estimate is never a limit: whoever generates more than expected gets its pages all the same, as long as there are any.
 """
 

@@ -1,4 +1,4 @@
-"""`BetaReservation`: keeps β·max_new_tokens per request, β learnt from the requests that finished last.
+"""`BetaReservation`: keeps β·max_new_tokens per request, β learned from the requests that finished last.
 
 The rule of the literature on dynamic memory for continuous batching: reserve prompt + β·max_new, and when a request
 has used 80 % of its reservation, half as much again, up to its limit. It suits clients whose limits mean something (the
@@ -88,7 +88,7 @@ class BetaReservation:
         self._update()
 
     def reset(self) -> None:
-        """What was learnt is about the clients, who come back; only the fright after a retraction is over."""
+        """What was learned is about the clients, who come back; only the fright after a retraction is over."""
         self._raised = 0.0
         self._update()
 

@@ -49,4 +49,4 @@ class FullReservation:
         """Nothing to learn."""
 
     def reset(self) -> None:
-        """Nothing was learnt."""
+        """Nothing was learned."""

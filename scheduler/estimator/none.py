@@ -1,6 +1,6 @@
 """`GrowOnDemand`: keeps nothing for outputs; whoever needs a page later takes it, or somebody's place (vLLM V1's way).
 
-Most requests run at the same time, and most lose their place. It suits a large pool with short answers, and swapping,
+Most requests run at the same time, and most are retracted. It suits a large pool with short answers, and swapping,
 which makes a lost place cheap. A prompt still has to fit as a whole before it is begun, or two of them could each hold
 half of what the other one needs (vLLM's `full_sequence_must_fit`).
 """

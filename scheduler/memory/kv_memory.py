@@ -28,7 +28,7 @@ from ..requests.req import Req, ReqStatus
 from ..requests.row_states import RowStates
 from .page_supply import PageSupply
 from .req_to_token_pool import ReqToTokenPool
-from .swap_pool import HostMemory
+from .swap_pool import SwapPool
 
 MAX_LOOKUPS: Final = 16
 """Prefixes that an order of the queue may look up again in one pass."""
@@ -59,7 +59,7 @@ class KVMemory:
         pool: ReqToTokenPool,
         states: RowStates,
         prefix_cache: PrefixCache,
-        host: HostMemory,
+        host: SwapPool,
         *,
         num_lookahead_tokens: int = 0,
     ) -> None:
@@ -178,7 +178,7 @@ class KVMemory:
 
     def _explain(self, req: Req, match: PrefixMatch) -> CacheMiss:
         if req.sampling.prompt_logprobs is not None:
-            return CacheMiss(req.rid, req.prompt_len, 0, MissKind.NOT_ASKED, 0)
+            return CacheMiss(req.rid, req.prompt_len, 0, MissKind.BYPASSED, 0)
         return self._cache.explain(req.extra_key, req.fill_ids, match, req.rid)
 
     def take_misses(self) -> list[CacheMiss]:
@@ -224,8 +224,8 @@ class KVMemory:
         missing = pages_for(num_tokens, self.page_size) - num_pages
         if missing <= 0:
             return
-        behind = int(self._pool.pages[row, num_pages - 1]) if num_pages else 0
-        self._pool.append_pages(row, self._supply.take(missing, behind))
+        after = int(self._pool.pages[row, num_pages - 1]) if num_pages else 0
+        self._pool.append_pages(row, self._supply.take(missing, after))
 
     def rows_without_room(self, rows: IntArray) -> IntArray:
         """Those of `rows` that need a new page, one entry per page, so that their next token has a slot.
@@ -247,15 +247,15 @@ class KVMemory:
         if not rows.size:
             return
         num_pages = self._pool.num_pages[rows]
-        behind = self._pool.pages[rows, num_pages - 1]
+        after = self._pool.pages[rows, num_pages - 1]
         if self._lookahead:
             first = np.concatenate([[0], np.flatnonzero(np.diff(rows)) + 1])
             before = np.arange(len(rows), dtype=np.int32) - np.repeat(
                 first, np.diff(np.append(first, len(rows)))
             ).astype(np.int32)
             num_pages += before
-            behind[before > 0] = 0
-        self._pool.pages[rows, num_pages] = self._supply.take_behind(behind)
+            after[before > 0] = 0
+        self._pool.pages[rows, num_pages] = self._supply.take_after(after)
         self._pool.num_pages[rows] = num_pages + 1
 
     # ------------------------------------------------------------ into the prefix cache, and the end

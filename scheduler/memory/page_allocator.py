@@ -3,7 +3,7 @@
 Pages are 1..num_pages; page 0 is the dummy page and is never handed out.
 
 Attention reads a request's pages one after the other, and memory is slower where they lie anywhere: no prefetcher
-follows. So pages come in *extents* of neighbours. Who grows gets the page behind its last one if that is free,
+follows. So pages come in *extents* of neighbors. Who grows gets the page after its last one if that is free,
 otherwise the first page of an extent that is wholly free; the rest of it stays free for its next pages. Nothing is
 promised: when there are no such extents any more, those rests are handed out to whoever needs them. The extent that
 came free last is the first one used again: it is the likeliest to be in a cache.
@@ -74,17 +74,17 @@ class PageAllocator:
         if rest:
             self._list(num_whole)
 
-    def allocate(self, count: int, behind: int = 0) -> IntArray:
+    def allocate(self, count: int, after: int = 0) -> IntArray:
         """Take `count` pages; [count] int32, all different.
 
         Args:
-            behind: the page that they follow in the order in which they will be read; 0: none.
+            after: the page that they follow in the order in which they will be read; 0: none.
 
         Raises:
             PageError: fewer are free. Callers make room first (see `KVMemory`), so this is a bug.
         """
         self._check(count)
-        next_ones = self._take_behind(behind, count)
+        next_ones = self._take_after(after, count)
         num_whole, rest = divmod(count - len(next_ones), EXTENT_PAGES)
         whole = self._take_whole(num_whole)
         rest += (num_whole - len(whole)) * EXTENT_PAGES
@@ -94,7 +94,7 @@ class PageAllocator:
             np.concatenate((np.array(next_ones, np.int32), whole.ravel(), np.array(single, np.int32)))
         )
 
-    def allocate_behind(self, pages: IntArray) -> IntArray:
+    def allocate_after(self, pages: IntArray) -> IntArray:
         """Take one page for each of `pages`, which it will follow; [len(pages)] int32, all different.
 
         Args:
@@ -106,16 +106,14 @@ class PageAllocator:
         self._check(len(pages))
         positions: list[int] = []
         for page in pages.tolist():
-            behind = page or positions[-1] + 1
+            after = page or positions[-1] + 1
             positions += (
-                self._take_behind(behind, 1)
-                or self._begin_extent(1)
-                or self._take_some(1, self._some.popleft)
+                self._take_after(after, 1) or self._begin_extent(1) or self._take_some(1, self._some.popleft)
             )
         return self._hand_out(np.array(positions, dtype=np.int32))
 
     def num_extents_needed(self, pages: IntArray) -> int:
-        """How many of `pages` (0 is none) have no free page behind them in their extent, nor a wholly free extent."""
+        """How many of `pages` (0 is none) have no free page after them in their extent, nor a wholly free extent."""
         at_end = sum(1 for page in pages.tolist() if page and not self._has_next(page))
         return max(at_end - self._num_whole, 0)
 
@@ -154,11 +152,11 @@ class PageAllocator:
             raise PageError(f"{count} pages wanted, {self.num_free} of {self.num_pages} are free")
 
     def _has_next(self, page: int) -> bool:
-        """Whether the page behind it is free, and in the same extent.
+        """Whether the page after it is free, and in the same extent.
 
         None of an extent that is wholly free counts: those begin with their first page.
         """
-        # The position behind a page is its id.
+        # The position after a page is its id.
         return bool(
             page % EXTENT_PAGES
             and page < len(self._free_at)
@@ -166,8 +164,8 @@ class PageAllocator:
             and self._free_in[page // EXTENT_PAGES] < EXTENT_PAGES
         )
 
-    def _take_behind(self, page: int, count: int) -> list[int]:
-        """The free positions behind a page, to the end of its extent; at most `count`."""
+    def _take_after(self, page: int, count: int) -> list[int]:
+        """The free positions after a page, to the end of its extent; at most `count`."""
         if not count or not self._has_next(page):
             return []
         end, stop = page + 1, min(page + count, (page // EXTENT_PAGES + 1) * EXTENT_PAGES)

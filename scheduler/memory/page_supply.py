@@ -31,7 +31,7 @@ class PageSupply:
     def __init__(
         self, allocator: PageAllocator, prefix_cache: PrefixCache, *, reads_in_order: bool = False
     ) -> None:
-        """`reads_in_order`: whether it is worth something that a request's pages lie behind each other."""
+        """`reads_in_order`: whether it is worth something that a request's pages lie after each other."""
         self._allocator = allocator
         self._cache = prefix_cache
         self._most_ahead = (
@@ -59,24 +59,24 @@ class PageSupply:
         """The highest page id that anybody ever had; 0 if nobody had one."""
         return self._allocator.highest_used
 
-    def take(self, count: int, behind: int) -> IntArray:
-        """So many pages, evicting where needed; behind page `behind` (0: none) and each other as far as possible.
+    def take(self, count: int, after: int) -> IntArray:
+        """So many pages, evicting where needed; after page `after` (0: none) and each other as far as possible.
 
         Raises:
             PageError: there are not so many. A bug: the caller knows `num_available`.
         """
         self._make_room(count)
-        return self._allocator.allocate(count, behind)
+        return self._allocator.allocate(count, after)
 
-    def take_behind(self, pages: IntArray) -> IntArray:
-        """One page for each of `pages` [n], behind it if possible; 0 is behind none.
+    def take_after(self, pages: IntArray) -> IntArray:
+        """One page for each of `pages` [n], after it if possible; 0 is after none.
 
         Raises:
             PageError: see `take`.
         """
         self._make_room(len(pages))
         self._make_room_behind(pages)
-        return self._allocator.allocate_behind(pages)
+        return self._allocator.allocate_after(pages)
 
     def give_back(self, pages: AnyIntArray) -> None:
         """Pages that nobody owns any more."""

@@ -61,7 +61,7 @@ class ReqToTokenPool:
         """Give a row back; its pages must have been taken care of. The next plan tells the runner.
 
         The row may be handed out at once, although a step in flight still names it: the runner applies plans in order,
-        and results for the old tenant are recognised by their epoch.
+        and results for the old tenant are recognized by their epoch.
         """
         self.num_pages[row] = 0
         self.num_leased[row] = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..requests.row_states import RowStates
 from .kv_memory import KVMemory
 from .req_to_token_pool import ReqToTokenPool
-from .swap_pool import HostMemory
+from .swap_pool import SwapPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,4 +24,4 @@ class RowMemory:
     states: RowStates
     pool: ReqToTokenPool
     kv: KVMemory
-    host: HostMemory
+    host: SwapPool

@@ -1,4 +1,4 @@
-"""`HostMemory`: which pages of the host's KV pool are taken, and what the next step must copy there and back."""
+"""`SwapPool`: which pages of the host's KV pool are taken, and what the next step must copy there and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..arrays import EMPTY, IntArray
 from .page_allocator import PageAllocator
 
 
-class HostMemory:
+class SwapPool:
     """Pages for the KV of swapped requests. Ids are 0..num_pages-1; without pages nothing can be swapped.
 
     The runner copies out before anything else of a step, so pages on the device may be given to others in the same
@@ -20,9 +20,9 @@ class HostMemory:
 
     __slots__ = (
         "_allocator",
-        "_in_promised",
         "_ins",
         "_outs",
+        "_swap_in_reserved",
         "swapped_in_pages_total",
         "swapped_out_pages_total",
     )
@@ -31,7 +31,7 @@ class HostMemory:
         self._allocator = PageAllocator(num_pages)
         self._outs: list[IntArray] = []
         self._ins: list[IntArray] = []
-        self._in_promised = False
+        self._swap_in_reserved = False
         self.swapped_out_pages_total = 0
         self.swapped_in_pages_total = 0
 
@@ -51,21 +51,21 @@ class HostMemory:
         return bool(self._outs)
 
     @property
-    def in_promised(self) -> bool:
+    def swap_in_reserved(self) -> bool:
         """Whether a swapped request comes back in the next step, so that nothing may go to the host in it."""
-        return self._in_promised
+        return self._swap_in_reserved
 
     def swap_out(self, pages: IntArray) -> IntArray:
         """Plan to copy pages to the host; [n] the host's pages. Callers look at `num_free` before."""
-        assert not self._in_promised, "in and out in the same step"
+        assert not self._swap_in_reserved, "in and out in the same step"
         host_pages = self._allocator.allocate(len(pages)) - 1
         self._outs.append(np.stack([pages, host_pages], axis=1))
         self.swapped_out_pages_total += len(pages)
         return host_pages.astype(np.int32)
 
-    def promise_in(self) -> None:
+    def reserve_swap_in(self) -> None:
         """A swapped request was admitted; `swap_in` follows when its pages are taken, at the end of the pass."""
-        self._in_promised = True
+        self._swap_in_reserved = True
 
     def swap_in(self, host_pages: IntArray, pages: IntArray) -> None:
         """Plan to copy pages back to the device."""
@@ -82,7 +82,7 @@ class HostMemory:
         """([O, 2] out, [I, 2] in) since the last call, for `StepPlan`."""
         outs, ins = self._outs, self._ins
         self._outs, self._ins = [], []
-        self._in_promised = False
+        self._swap_in_reserved = False
         return _joined(outs), _joined(ins)
 
 

@@ -60,9 +60,9 @@ class SchedulePolicy:
     """Why the others wait when `max_offers` have been offered."""
 
     by_priority: bool = False
-    """Whether the order goes by `Req.priority`, so that the least urgent lose their place first; it may change."""
+    """Whether the order goes by `Req.priority`, so that the least urgent are retracted first; it may change."""
     preempts: bool = False
-    """Whether running requests of lower `Req.priority` may lose their place to waiting ones; may change in time."""
+    """Whether running requests of lower `Req.priority` may are retracted to waiting ones; may change in time."""
 
     @property
     def active_name(self) -> str:

@@ -2,7 +2,7 @@
 
 Service is counted in tokens. Those of a prompt count all at once when the request is admitted, without the cached
 ones: from then on the engine is bound to compute them. Those of an output count as they are generated. Nothing counts
-twice, so whoever loses its place does not pay for it: a request that comes back computes again what it was charged for.
+twice, so whoever is retracted does not pay for it: a request that comes back computes again what it was charged for.
 """
 
 from __future__ import annotations

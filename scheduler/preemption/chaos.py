@@ -1,4 +1,4 @@
-"""Faults on purpose (`--chaos`): requests lose their place and steps their results, so that tests meet it often; steps
+"""Faults on purpose (`--chaos`): requests are retracted and steps their results, so that tests meet it often; steps
 are slow, so that a test that must come before the end of an answer does on any machine; requests kill their process.
 
 vLLM had such a switch (`VLLM_TEST_ENABLE_ARTIFICIAL_PREEMPT`), SGLang has one (`SGLANG_TEST_RETRACT`).
@@ -118,12 +118,12 @@ class _NotBefore(NamedTuple):
     pending: Pending
     started_s: float
     min_step_s: float
-    is_burst: bool
+    is_multi_step: bool
 
     def wait(self) -> StepResult:
-        """See `Pending`. Each round of a burst counts as a step."""
+        """See `Pending`. Each round of a multi-step decode counts as a step."""
         result = self.pending.wait()
-        counts = memoryview(result.num_next_tokens).cast("i") if self.is_burst else ()
+        counts = memoryview(result.num_next_tokens).cast("i") if self.is_multi_step else ()
         min_s = self.min_step_s * max(counts, default=1)
         time.sleep(max(0.0, self.started_s + min_s - time.monotonic()))
         return structs.replace(result, forward_s=max(result.forward_s, min_s))

@@ -1,7 +1,7 @@
 """`OutOfMemory`: a step for which the device found no memory: it computed nothing, and its requests try again, in less.
 
 The KV pool is not short of anything here: the allocator had no room for what a step needs beside it. All requests of
-the step lose their place and are computed again, because the KV that the step should have made does not exist. What
+the step are retracted and are computed again, because the KV that the step should have made does not exist. What
 earlier steps have made stays in the prefix cache, so little is computed twice.
 
 Where nothing can be less, nothing is computed for a while: whoever took the memory may give it back. Each request gets
@@ -98,8 +98,8 @@ class OutOfMemory:
             self._warn(f"{note}; {way_out}: {result.out_of_memory}", now_s)
         self._notes.append(note)
         for idx in np.flatnonzero(here).tolist():
-            self._retractions.append(self._preemption.take_place(batch.reqs[idx], "device memory"))
-        self._preemption.put_back(now_s)
+            self._retractions.append(self._preemption.retract(batch.reqs[idx], "device memory"))
+        self._preemption.requeue(now_s)
         return []
 
     def holds(self, now_s: float) -> bool:
@@ -109,7 +109,7 @@ class OutOfMemory:
         return self.hold_until_s is not None
 
     def tell(self, state: PassState) -> None:
-        """Tell a pass that begins which requests lost their place since the last one, and why."""
+        """Tell a pass that begins which requests were retracted since the last one, and why."""
         if self._notes:
             for retraction in self._retractions:
                 state.add_retraction(retraction)

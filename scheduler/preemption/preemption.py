@@ -1,4 +1,4 @@
-"""`Preemption`: how a running request loses its place, and who must make place for somebody more urgent.
+"""`Preemption`: how a running request is retracted, and who must make place for somebody more urgent.
 
 Four causes: KV memory ran out (`retraction.py` chooses), a more urgent request came (`victims_for` chooses), the device
 had no memory for a step (`out_of_memory.py`), or a fault was asked for (`chaos.py`). In all of them the request goes
@@ -22,9 +22,9 @@ Cause = Literal["memory", "priority", "device memory", "chaos"]
 
 
 class Preemption:
-    """Takes places away. Two steps, so that nobody joins a queue that is being read: `take_place`, then `put_back`."""
+    """Takes places away. Two steps, so that nobody joins a queue that is being read: `retract`, then `requeue`."""
 
-    __slots__ = ("_host", "_kv", "_mode", "_requests", "_states", "_stats", "_threshold", "_without_place")
+    __slots__ = ("_host", "_kv", "_mode", "_requests", "_retracted", "_states", "_stats", "_threshold")
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Preemption:
         self._states, self._kv, self._host = memory.states, memory.kv, memory.host
         self._stats = stats
         self._threshold = priority_threshold
-        self._without_place: list[Req] = []
+        self._retracted: list[Req] = []
 
-    def take_place(self, victim: Req, cause: Cause) -> Retraction:
+    def retract(self, victim: Req, cause: Cause) -> Retraction:
         """Take a running request's row and pages; its KV goes to the host, or stays cached while there is room."""
         row = victim.row
         num_pages = self._kv.num_swappable_pages(victim)
@@ -53,19 +53,19 @@ class Preemption:
             self._kv.swap_out(victim)
         victim.fill_ids = self._states.known_ids(row)  # what it has generated follows the prompt
         self._kv.release(victim, keep=True)
-        self._without_place.append(victim)
+        self._retracted.append(victim)
         self._stats.retracted_reqs += 1
         self._stats.preempted_reqs += cause == "priority"
         mode = "swap" if swapped else "recompute"
         return Retraction(victim.rid, mode, cause, num_pages, victim.output_len)
 
-    def put_back(self, now_s: float) -> None:
+    def requeue(self, now_s: float) -> None:
         """Queue those whose places were taken."""
-        for req in self._without_place:
-            self._requests.put_back(req, now_s)
-        if self._without_place:
-            self._without_place = []
-            self._requests.forget_departed()
+        for req in self._retracted:
+            self._requests.requeue(req, now_s)
+        if self._retracted:
+            self._retracted = []
+            self._requests.remove_stopped()
 
     def lowest_priority(self) -> int:
         """Of the running requests; a large number where none runs."""
@@ -111,7 +111,7 @@ class Preemption:
         return []
 
     def _may_swap(self, victim: Req, num_pages: int) -> bool:
-        if self._host.in_promised or not 0 < num_pages <= self._host.num_free:
+        if self._host.swap_in_reserved or not 0 < num_pages <= self._host.num_free:
             return False
         if victim.sampling.prompt_logprobs is not None and not victim.answered:
             return False  # all of its prompt has to be computed again, for the log-probabilities

@@ -1,4 +1,4 @@
-"""`PreemptionMode`: what becomes of the KV of a request that loses its place: swapped, or computed again."""
+"""`PreemptionMode`: what becomes of the KV of a request that is retracted: swapped, or computed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make_room`: a page for each running request that needs one, by eviction, and where that is not enough by retraction.
+"""`find_pages`: a page for each running request that needs one, by eviction and then by retraction.
 
 Who must go is decided here; what becomes of it, in `preemption.py`.
 """
@@ -17,12 +17,12 @@ from ..requests.requests import RunningBatch
 from ..requests.row_states import RowStates
 
 
-class Room(NamedTuple):
+class DecodesWithPages(NamedTuple):
     """What became of the running requests in one pass.
 
     Attributes:
         rows, reqs: those that decode in this step, with a page for their next token.
-        retracted: those that lost their place, first to last.
+        retracted: those that were retracted, first to last.
         starved: the one request that remained and cannot have its page even so; None in a sound configuration.
     """
 
@@ -32,21 +32,21 @@ class Room(NamedTuple):
     starved: Req | None = None
 
 
-def make_room(
+def find_pages(
     running: RunningBatch,
     partial: list[Req],
     states: RowStates,
     kv: KVMemory,
-    take_place: Callable[[Req], None],
+    retract: Callable[[Req], None],
     *,
     by_priority: bool = False,
-) -> Room:
+) -> DecodesWithPages:
     """Find the requests that decode in the next step and give each a page where it needs one.
 
     Args:
         running: left as it is; the caller removes who is retracted.
         partial: requests whose prompts are being computed in chunks; they hold memory, so they can be victims.
-        take_place: releases a victim's memory.
+        retract: releases a victim's memory.
         by_priority: those of lowest priority must go first.
 
     Victims are those with the least work to lose: shortest output, then longest input. One request always stays.
@@ -61,7 +61,7 @@ def make_room(
     full = kv.rows_without_room(rows)
     if full.size <= kv.available_pages:
         kv.grow_by_a_page(full)
-        return Room(rows, reqs, [])
+        return DecodesWithPages(rows, reqs, [])
     if landing:
         return _sit_out(rows, reqs, full, kv)
 
@@ -69,7 +69,7 @@ def make_room(
     for victim in _by_work_lost(reqs + partial, states, by_priority=by_priority)[:-1]:
         row = victim.row
         retracted.append(victim)
-        take_place(victim)
+        retract(victim)
         rows = rows[rows != row]
         full = full[full != row]
         if full.size <= kv.available_pages:
@@ -77,17 +77,17 @@ def make_room(
     gone = set(retracted)
     reqs = [req for req in reqs if req not in gone]
     if full.size > kv.available_pages:
-        return Room(rows[:0], [], retracted, starved=reqs[0])
+        return DecodesWithPages(rows[:0], [], retracted, starved=reqs[0])
     kv.grow_by_a_page(full)
-    return Room(rows, reqs, retracted)
+    return DecodesWithPages(rows, reqs, retracted)
 
 
-def _sit_out(rows: IntArray, reqs: list[Req], full: IntArray, kv: KVMemory) -> Room:
+def _sit_out(rows: IntArray, reqs: list[Req], full: IntArray, kv: KVMemory) -> DecodesWithPages:
     """Let those without a page miss this step: retracting would cost more than the moment until pages come back."""
     served, waiting = full[: kv.available_pages], full[kv.available_pages :]
     kv.grow_by_a_page(served)
     stays = ~np.isin(rows, waiting)
-    return Room(rows[stays], [reqs[idx] for idx in np.flatnonzero(stays)], [])
+    return DecodesWithPages(rows[stays], [reqs[idx] for idx in np.flatnonzero(stays)], [])
 
 
 def _by_work_lost(reqs: list[Req], states: RowStates, *, by_priority: bool) -> list[Req]:

@@ -1,10 +1,10 @@
-"""`Tombstones`: which page went from behind which node, so that a miss can be explained by an eviction.
+"""`EvictionHistory`: which page went from behind which node, so that a miss can be explained by an eviction.
 
-A tombstone is two integers, however long the page or the namespace: a hash that names (place, page), and the count of
+An entry is two integers, however long the page or the namespace: a hash that names (place, page), and the count of
 evictions when the page went (`FLUSHED` if the cache was emptied then, which made room for nobody). The oldest give way
 to new ones. A hash of 64 bits may lie once in 10^19 look-ups; it decides nothing but the words of an explanation.
 
-The place is the end of a node. It gets a name with its first tombstone and another one when pages are cut off, because
+The place is the end of a node. It gets a name with its first entry and another one when pages are cut off, because
 what stood behind the old end does not stand behind the new one. The place before all pages is named by the namespace:
 a root that has lost its last page is gone, but what it lost is still known.
 """
@@ -19,7 +19,7 @@ from .radix_node import RadixNode
 FLUSHED: Final = -1
 
 
-class Tombstones:
+class EvictionHistory:
     """At most `max_count` of them."""
 
     __slots__ = ("_evicted_at", "_last_end_id", "_max_count")
@@ -61,8 +61,8 @@ class Tombstones:
             self._last_end_id += 1
             name = node.end_id = self._last_end_id
         key = hash((name, page))
-        stones = self._evicted_at
-        stones[key] = evicted_at
-        if len(stones) > self._max_count:
-            stones.popitem(last=False)
+        evicted_at_of = self._evicted_at
+        evicted_at_of[key] = evicted_at
+        if len(evicted_at_of) > self._max_count:
+            evicted_at_of.popitem(last=False)
         return key

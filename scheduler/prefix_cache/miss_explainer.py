@@ -12,7 +12,7 @@ from typing import Final
 from ..arrays import TOKEN_ID_BYTES
 from ..records.cache_miss import CacheMiss, MissKind
 from .base import PrefixMatch
-from .eviction_history import FLUSHED, Tombstones
+from .eviction_history import FLUSHED, EvictionHistory
 from .radix_node import RadixNode
 
 MAX_CHILDREN: Final = 8
@@ -22,11 +22,11 @@ MAX_NAMESPACES: Final = 8
 class MissExplainer:
     """Reads the tree, changes nothing."""
 
-    __slots__ = ("_page_size", "_roots", "_tombstones")
+    __slots__ = ("_eviction_history", "_page_size", "_roots")
 
-    def __init__(self, roots: dict[str, RadixNode], tombstones: Tombstones, page_size: int) -> None:
+    def __init__(self, roots: dict[str, RadixNode], entries: EvictionHistory, page_size: int) -> None:
         self._roots = roots
-        self._tombstones = tombstones
+        self._eviction_history = entries
         self._page_size = page_size
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
@@ -43,7 +43,7 @@ class MissExplainer:
         node: RadixNode | None = match.node
         inside = node is not None and match.pages_in_node < len(node.pages)
         if not inside:
-            evicted_at = self._tombstones.find(extra_key if node is None else node, page)
+            evicted_at = self._eviction_history.find(extra_key if node is None else node, page)
             if evicted_at == FLUSHED:
                 return CacheMiss(rid, prompt_len, prefix_len, MissKind.FLUSHED, prefix_len)
             if evicted_at:
@@ -68,8 +68,8 @@ class MissExplainer:
             newest = islice(reversed(node.children), MAX_CHILDREN)
             num_equal = max(_num_equal_tokens(page, first_page) for first_page in newest)
         elif match.num_pages:
-            return MissKind.ENDS, 0
-        return MissKind.DIFFERS if match.num_pages or num_equal else MissKind.COLD, num_equal
+            return MissKind.PROMPT_LONGER, 0
+        return MissKind.DIFFERS if match.num_pages or num_equal else MissKind.NO_PREFIX, num_equal
 
     def _is_elsewhere(self, extra_key: str, token_ids: bytes, end: int) -> bool:
         """Whether the common or one of the newest namespaces has the first `end` bytes: the match and a page more."""

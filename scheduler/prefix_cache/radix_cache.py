@@ -12,7 +12,7 @@ extend from where they end instead of from the root, and eviction takes pages fr
 the whole leaf, so that one short request does not cost a long prefix.
 
 Here is the tree itself. Which leaf goes first is up to the `EvictionQueue`, what clients pinned to `Pins`, and why a
-look-up found no more to the `MissExplainer` with its `Tombstones`.
+look-up found no more to the `MissExplainer` with its `EvictionHistory`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..records.cache_miss import CacheMiss
 from .base import Lease, PrefixMatch
 from .cache_audit import nodes_of, pages_in, verify_nodes
 from .eviction import LRU, EvictionPolicy, EvictionQueue
-from .eviction_history import FLUSHED, Tombstones
+from .eviction_history import FLUSHED, EvictionHistory
 from .miss_explainer import MissExplainer
 from .pins import Pins
 from .radix_node import RadixNode, path_to_root
@@ -43,6 +43,7 @@ class RadixCache:
     __slots__ = (
         "_clock",
         "_evictable_pages",
+        "_eviction_history",
         "_explainer",
         "_generation",
         "_locked_pages",
@@ -51,7 +52,6 @@ class RadixCache:
         "_pins",
         "_queue",
         "_roots",
-        "_tombstones",
         "page_size",
     )
 
@@ -61,7 +61,7 @@ class RadixCache:
         *,
         eviction: EvictionPolicy = LRU,
         max_pinned_pages: int = 0,
-        max_tombstones: int = MAX_TOMBSTONES,
+        max_evictions_remembered: int = MAX_TOMBSTONES,
     ) -> None:
         """Make an empty cache.
 
@@ -69,7 +69,7 @@ class RadixCache:
             page_size: tokens per page.
             eviction: what goes first; see `make_eviction`.
             max_pinned_pages: pages that pins may cover, and how many pins there may be; 0: pinning does nothing.
-            max_tombstones: evictions that `explain` remembers.
+            max_evictions_remembered: evictions that `explain` remembers.
         """
         self.page_size: Final = page_size
         self._page_bytes = page_size * TOKEN_ID_BYTES
@@ -81,8 +81,8 @@ class RadixCache:
         self._num_evictions = 0
         self._queue = EvictionQueue(eviction)
         self._pins = Pins(max_pinned_pages)
-        self._tombstones = Tombstones(max_tombstones)
-        self._explainer = MissExplainer(self._roots, self._tombstones, page_size)
+        self._eviction_history = EvictionHistory(max_evictions_remembered)
+        self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
 
     @property
     def shares(self) -> bool:
@@ -171,7 +171,7 @@ class RadixCache:
                     priority=lease.priority,
                 )
                 node.children[first_page] = child
-                self._tombstones.inserted(node, first_page)
+                self._eviction_history.inserted(node, first_page)
                 self._evictable_pages += len(child.pages)  # until it is locked, a few lines below
                 self._generation += 1
             elif not token_ids.startswith(child.key, offset):
@@ -221,7 +221,7 @@ class RadixCache:
         return self._drop(self._evictable_pages, FLUSHED)
 
     def _drop(self, num_pages: int, evicted_at: int, *, spare_pins: bool = False) -> IntArray:
-        """Take pages from the leaves that go first; `evicted_at` is for the tombstones."""
+        """Take pages from the leaves that go first; `evicted_at` is for the entries."""
         freed: list[AnyIntArray] = []
         missing = num_pages
         while missing > 0 and (node := self._queue.pop(spare_pins=spare_pins)) is not None:
@@ -249,7 +249,7 @@ class RadixCache:
     def _truncate(self, node: RadixNode, num_pages: int, evicted_at: int) -> None:
         """Cut a leaf that eviction has taken out of the queue."""
         cut = num_pages * self._page_bytes
-        self._tombstones.truncated(node, node.key[cut : cut + self._page_bytes], evicted_at)
+        self._eviction_history.truncated(node, node.key[cut : cut + self._page_bytes], evicted_at)
         if node.pin_ref:
             self._pins.truncated(len(node.pages) - num_pages)
         node.pages = node.pages[:num_pages].copy()
@@ -272,7 +272,7 @@ class RadixCache:
         assert parent is not None
         first_page = node.key[: self._page_bytes]
         if evicted_at:
-            self._tombstones.removed(node, parent, first_page, evicted_at)
+            self._eviction_history.removed(node, parent, first_page, evicted_at)
         if node.pin_ref:
             self._pins.removed(node, parent)
         del parent.children[first_page]

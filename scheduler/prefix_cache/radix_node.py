@@ -1,7 +1,7 @@
 """`RadixNode`: a run of cached pages, the edges of the tree around it, and what is known of its use.
 
 `RadixCache` shapes the tree. `lock_ref` is written by its leases, `pin_ref` by `Pins`, `queued` by `EvictionQueue`,
-`end_id` and `truncated_key` by `Tombstones`; everybody may read all of it.
+`end_id` and `truncated_key` by `EvictionHistory`; everybody may read all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RadixNode:
         priority: the highest of those requests.
         queued: in which heaps of the eviction queue an entry for it waits, as bits.
         end_id: names the place where the run ends, once pages went from behind it; 0 until then.
-        truncated_key: the tombstone of the page that was cut off its end last; 0 for none.
+        truncated_key: the entry of the page that was cut off its end last; 0 for none.
     """
 
     __slots__ = (

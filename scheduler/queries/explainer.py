@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
-from ...runtime.messages import Explain, Explanation, first_rid
+from ...runtime.messages import Explain, Explanation, base_rid
 from ..records.decision_log import Arrived, DecisionLog, Settled
 from ..requests.req import Req, ReqStatus
 from .request_story import Beginning
@@ -76,7 +76,7 @@ class Explainer:
         for record in self._decisions:
             if isinstance(record, Settled):
                 for left in record.left:
-                    if left.rid in names or first_rid(left.rid) in names:
+                    if left.rid in names or base_rid(left.rid) in names:
                         found = left.rid  # the last one, should it have been submitted again
         return found
 

@@ -7,7 +7,7 @@ import enum
 from typing import NamedTuple
 
 from ..records.cache_miss import CacheMiss
-from ..records.decision_log import Arrived, DecisionRecord, Left, PassRecord, Retraction, Settled
+from ..records.decision_log import Arrived, DecisionRecord, Finished, PassRecord, Retraction, Settled
 from ..records.verdict import AddReqResult, Reason, Verdict
 
 
@@ -79,7 +79,7 @@ class Episode:
         verdict: the last one of the request's own.
     """
 
-    cause: Arrived | Forgotten | Decision | CacheMiss | Retraction | Left
+    cause: Arrived | Forgotten | Decision | CacheMiss | Retraction | Finished
     first_s: float
     last_s: float
     first_step: int = 0
@@ -103,7 +103,7 @@ class RequestStory:
         waiting_since_s: since when it waits; None while it runs, and when it has ended.
         waited_s: seconds of waiting that are over.
         was_started: whether it ever got memory.
-        num_retractions: how often it lost its place.
+        num_retractions: how often it was retracted.
     """
 
     __slots__ = (
@@ -128,7 +128,7 @@ class RequestStory:
         self.episodes: list[Episode] = []
         self.arrived: Arrived | None = None
         self.forgotten: Forgotten | None = None
-        self.left: Left | None = None
+        self.left: Finished | None = None
         self.waiting_since_s: float | None = None
         self.waited_s = 0.0
         self.was_started = False
@@ -150,7 +150,7 @@ class RequestStory:
         if started_s is not None and started_s < first_s:
             self._stop_waiting(started_s)
             self.was_started = True
-            self._place = Place.UNKNOWN  # it may have lost its place since
+            self._place = Place.UNKNOWN  # it may have was retracted since
         else:
             started_s = None
         self.forgotten = Forgotten(started_s)
@@ -178,7 +178,7 @@ class RequestStory:
         self._place = Place.WAITING
         self.episodes.append(Episode(arrived, arrived.now_s, arrived.now_s))
 
-    def _end(self, left: Left, now_s: float) -> None:
+    def _end(self, left: Finished, now_s: float) -> None:
         self._stop_waiting(now_s)
         self.left = left
         self._place = Place.GONE

@@ -13,7 +13,7 @@ from typing import Final
 
 from ...runtime.messages import Explanation
 from ..records.cache_miss import CacheMiss, MissKind
-from ..records.decision_log import Arrived, DecisionRecord, Left, Retraction
+from ..records.decision_log import Arrived, DecisionRecord, Finished, Retraction
 from ..records.verdict import Reason, Verdict
 from .request_story import Act, Beginning, Decision, Episode, Forgotten, RequestStory
 
@@ -199,7 +199,7 @@ def _retraction_words(story: RequestStory) -> Iterator[str]:
         return
     causes = Counter(each.cause.cause for each in story.episodes if isinstance(each.cause, Retraction))
     words = ", ".join(f"{count}x because {_CAUSES.get(cause, cause)}" for cause, count in causes.items())
-    yield f"lost its place {words}"
+    yield f"was retracted {words}"
 
 
 def _end_words(story: RequestStory, now_s: float) -> Iterator[str]:
@@ -219,10 +219,10 @@ def _end_words(story: RequestStory, now_s: float) -> Iterator[str]:
     yield f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({left.kind}{message}{_draft_words(left)})"
 
 
-def _draft_words(left: Left) -> str:
+def _draft_words(left: Finished) -> str:
     if not left.num_drafts:
         return ""
-    return f"; {left.num_right_drafts:,} of {left.num_drafts:,} drafts were right"
+    return f"; {left.num_accepted_drafts:,} of {left.num_drafts:,} drafts were right"
 
 
 # ---------------------------------------------------------------- the table
@@ -269,7 +269,7 @@ def _what(episode: Episode) -> str:
             return "cache"
         case Retraction():
             return "swapped out" if episode.cause.mode == "swap" else "retracted"
-        case Left():
+        case Finished():
             return "ended"
 
 
@@ -286,7 +286,7 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
             return _miss_words(cause)
         case Retraction():
             return _loss_words(cause, story)
-        case Left():
+        case Finished():
             message = f": {cause.message}" if cause.message else ""
             return f"{cause.kind}, {cause.output_len:,} tokens{message}{_draft_words(cause)}"
 

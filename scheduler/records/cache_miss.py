@@ -10,14 +10,14 @@ class MissKind(enum.StrEnum):
     """Why the cached prefix ends where it ends; `text` says it to people."""
 
     NONE = "none"
-    COLD = "cold"
+    NO_PREFIX = "cold"
     DIFFERS = "differs"
     EVICTED = "evicted"
     FLUSHED = "flushed"
     OTHER_NAMESPACE = "other_namespace"
     ROUNDING = "rounding"
-    NOT_ASKED = "not_asked"
-    ENDS = "ends"
+    BYPASSED = "not_asked"
+    PROMPT_LONGER = "ends"
     OFF = "off"
 
     @property
@@ -28,14 +28,14 @@ class MissKind(enum.StrEnum):
 
 _TEXTS: Final = {
     MissKind.NONE: "all that can be cached was cached; the last token is always computed",
-    MissKind.COLD: "no prompt with this beginning was cached",
+    MissKind.NO_PREFIX: "no prompt with this beginning was cached",
     MissKind.DIFFERS: "the nearest cached prompt differs from here on",
     MissKind.EVICTED: "the rest had been cached and was evicted to make room",
     MissKind.FLUSHED: "the rest had been cached, until the whole cache was emptied",
     MissKind.OTHER_NAMESPACE: "the same tokens are cached under another cache salt or adapter, which are never shared",
     MissKind.ROUNDING: "prefixes are shared in whole pages, and the rest fills none",
-    MissKind.NOT_ASKED: "the request wants log-probabilities of its prompt, so all of it is computed",
-    MissKind.ENDS: "the nearest cached prompt ends here, and this one goes on",
+    MissKind.BYPASSED: "the request wants log-probabilities of its prompt, so all of it is computed",
+    MissKind.PROMPT_LONGER: "the nearest cached prompt ends here, and this one goes on",
     MissKind.OFF: "the prefix cache is switched off",
 }
 

@@ -5,7 +5,7 @@ the rest. The rest is one count and one reason, so that a pass costs the same wi
 ten thousand.
 
 Records are msgspec structs, so that `log_file.py` writes them as they are. Three kinds tell the whole story of a
-request: `Arrived`, the `PassRecord`s in between, and the `Settled` in which it is `Left`.
+request: `Arrived`, the `PassRecord`s in between, and the `Settled` in which it is `Finished`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEPT_RECORDS: Final = 8192
 
 
 class Retraction(NamedTuple):
-    """A running request lost its place.
+    """A running request was retracted.
 
     Attributes:
         rid: whose.
@@ -66,15 +66,15 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     num_delivered: int = 0
 
 
-class Left(NamedTuple):
-    """A request was answered for the last time; of its drafts `num_right_drafts` became tokens of the answer."""
+class Finished(NamedTuple):
+    """A request was answered for the last time; of its drafts `num_accepted_drafts` became tokens of the answer."""
 
     rid: str
     kind: FinishKind
     output_len: int
     message: str = ""
     num_drafts: int = 0
-    num_right_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True):
@@ -86,14 +86,14 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         left: requests that ended with it.
         next_token_ids, errors, swap_s: as in `StepResult`; for replay.
         grammars: requests whose grammar has come, so that they wait with the others from now on.
-        out_of_memory: as in `StepResult`; who lost its place then stands in the next pass.
+        out_of_memory: as in `StepResult`; who was retracted then stands in the next pass.
         num_next_tokens: as in `StepResult`.
     """
 
     now_s: float
     step_id: int
     forward_s: float = 0.0
-    left: list[Left] = msgspec.field(default_factory=list)
+    left: list[Finished] = msgspec.field(default_factory=list)
     next_token_ids: bytes = b""
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     swap_s: float = 0.0
@@ -116,7 +116,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         rest_behind: the request at which the pass ended; "" if none.
         num_grammar: how many wait for their grammar; their verdict is GRAMMAR_PENDING.
         continued: about prompts in progress.
-        retractions: who lost its place.
+        retractions: who was retracted.
         gave_memory_back: whether running requests lost theirs, so that another pass may find what this one did not.
         num_running: requests with a row after the pass.
         num_decodes: requests that decode in the step.
@@ -128,7 +128,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         plan_crc: checksum of the plan's arrays; 0 without a plan.
         step_time: what was predicted of the step's time; None where it was no limit.
         num_drafts: draft tokens that the step checks.
-        num_rounds: tokens in a row that each request gets, at most; see `bursts.py`.
+        num_rounds: tokens in a row that each request gets, at most; see `multi_step.py`.
     """
 
     now_s: float
@@ -159,7 +159,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
 
     @property
     def retracted(self) -> list[str]:
-        """The ids of those who lost their place."""
+        """The ids of those who were retracted."""
         return [each.rid for each in self.retractions]
 
     def lines(self) -> Iterator[str]:

@@ -72,7 +72,7 @@ _TEXTS: Final = {
     Reason.INPUT_BUDGET: "the prefill budget of this step is spent",
     Reason.PARTIAL_LIMIT: "as many prompts are being computed in chunks as may",
     Reason.LONG_PARTIAL_LIMIT: "as many long prompts are being computed in chunks as may",
-    Reason.RETRACTING: "running requests have just lost their places: nobody is admitted in this pass",
+    Reason.RETRACTING: "running requests were just retracted: nobody is admitted in this pass",
     Reason.DECODES_FIRST: "this step belongs to the running requests",
     Reason.OVERTAKEN_AHEAD: "a request before it has been overtaken too often",
     Reason.LOOK_AHEAD_SPENT: "it stands too far behind others that cannot start now",

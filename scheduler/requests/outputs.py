@@ -33,7 +33,7 @@ class StopRules:
         self._is_eos: BoolArray = np.zeros(vocab_size, dtype=np.bool_)
         self._is_eos[[token for token in eos_token_ids if 0 <= token < vocab_size]] = True
 
-    def suspects(
+    def may_finish(
         self, states: RowStates, rows: IntArray, token_ids: IntArray, lengths: IntArray
     ) -> BoolArray:
         """[n] which rows may end with their new token, or need a closer look anyway; the others surely do not end.
@@ -43,7 +43,7 @@ class StopRules:
             lengths: [n] sequence lengths with the new tokens.
         """
         at_limit = lengths > states.max_kv_len[rows]
-        result: BoolArray = at_limit | self.at_eos(states, rows, token_ids) | states.needs_care[rows]
+        result: BoolArray = at_limit | self.at_eos(states, rows, token_ids) | states.needs_host_check[rows]
         return result
 
     def at_eos(self, states: RowStates, rows: IntArray, token_ids: IntArray) -> BoolArray:

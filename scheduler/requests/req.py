@@ -75,7 +75,7 @@ class Req:
         num_delivered: tokens of the output that were delivered before the request was submitted again.
         answered: whether a row was sent, so that the next one is not the first.
         prompt_logprobs: parts so far, one per chunk.
-        num_drafts, num_right_drafts: draft tokens that were checked for it, and those of them that it generated.
+        num_drafts, num_accepted_drafts: draft tokens that were checked for it, and those of them that it generated.
         failed_alone: the furthest position at which the device had no memory for it alone, and how often in a row.
     """
 
@@ -95,11 +95,11 @@ class Req:
         "match",
         "match_generation",
         "max_new_tokens",
+        "num_accepted_drafts",
         "num_delivered",
         "num_drafts",
         "num_overtaken",
         "num_retractions",
-        "num_right_drafts",
         "output_len",
         "priority",
         "prompt_len",
@@ -144,7 +144,7 @@ class Req:
         self.num_delivered = 0
         self.num_overtaken = 0
         self.num_drafts = 0
-        self.num_right_drafts = 0
+        self.num_accepted_drafts = 0
         self.answered = False
         self.prompt_logprobs: list[Logprobs] = []
         self.failed_alone = (0, 0)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...runtime.messages import Finish, FinishKind, GenerateRequest, Logprobs, TokenOutput
 from ..arrays import EMPTY, BoolArray, IntArray
-from ..records.decision_log import Left
+from ..records.decision_log import Finished
 from .outputs import output_row
 from .req import Req, ReqStatus
 from .waiting_queue import QueueObserver, WaitingQueue
@@ -28,7 +28,7 @@ class RowObserver(Protocol):
         ...
 
     def stopped(self, req: Req) -> None:
-        """It lost its row: it has ended, or lost its place."""
+        """It lost its row: it has ended, or was retracted."""
         ...
 
 
@@ -94,7 +94,7 @@ class Requests:
     """
 
     __slots__ = (
-        "_departed",
+        "_finished",
         "_kv",
         "_num_arrivals",
         "_observers",
@@ -112,7 +112,7 @@ class Requests:
         self._policy = policy
         self._observers = observers
         self._num_arrivals = 0
-        self._departed: list[Left] = []
+        self._finished: list[Finished] = []
         self.by_id: dict[str, Req] = {}
         self.grammar: dict[str, Req] = {}
         self.waiting = WaitingQueue(policy)
@@ -153,7 +153,7 @@ class Requests:
         req = self.grammar.pop(rid, None)
         if req is not None:
             req.enter(ReqStatus.WAITING, now_s)
-            self.waiting.put_back(req)
+            self.waiting.requeue(req)
 
     def start(self, req: Req, now_s: float) -> None:
         """Take a request that has just got a row out of its queue."""
@@ -172,15 +172,15 @@ class Requests:
         req.enter(ReqStatus.DECODE, now_s)
         self.running.add([req])
 
-    def put_back(self, req: Req, now_s: float) -> None:
-        """Queue a request whose row was taken; SWAPPED if its KV is on the host. Call `forget_departed` afterwards."""
+    def requeue(self, req: Req, now_s: float) -> None:
+        """Queue a request whose row was taken; SWAPPED if its KV is on the host. Call `remove_stopped` afterwards."""
         for observer in self._observers:
             observer.stopped(req)
         req.num_retractions += 1
         req.prompt_logprobs = []  # if they are still to be sent, they will come again from the start
         if req.host_pages is None:
             req.enter(ReqStatus.RETRACTED, now_s)
-            self.waiting.put_back(req)
+            self.waiting.requeue(req)
         else:
             req.enter(ReqStatus.SWAPPED, now_s)
             bisect.insort(self.swapped, req, key=_BY_ARRIVAL)
@@ -197,7 +197,7 @@ class Requests:
     ) -> TokenOutput:
         """Finish a request wherever it is, free all it has, and make its last row.
 
-        The sampled token that ends it has no KV and never gets any. Call `forget_departed` afterwards.
+        The sampled token that ends it has no KV and never gets any. Call `remove_stopped` afterwards.
         """
         match req.status:
             case ReqStatus.WAITING_GRAMMAR:
@@ -214,11 +214,11 @@ class Requests:
         req.enter(ReqStatus.FINISHED, now_s)
         del self.by_id[req.rid]
         self._policy.finished(req, finish.kind)
-        drafts = req.num_drafts, req.num_right_drafts
-        self._departed.append(Left(req.rid, finish.kind, req.output_len, finish.message, *drafts))
+        drafts = req.num_drafts, req.num_accepted_drafts
+        self._finished.append(Finished(req.rid, finish.kind, req.output_len, finish.message, *drafts))
         return output_row(req, token_ids, finish, logprobs)
 
-    def forget_departed(self) -> None:
+    def remove_stopped(self) -> None:
         """Take requests that finished or were retracted out of `partial` and `running`; once for many of them."""
         decode = ReqStatus.DECODE  # looked up once, not for each of a thousand
         still_decode = [req.status is decode for req in self.running.reqs]
@@ -226,7 +226,7 @@ class Requests:
             self.running.keep(np.array(still_decode))
         self.partial = [req for req in self.partial if req.status is ReqStatus.PREFILL]
 
-    def take_departed(self) -> list[Left]:
+    def take_finished(self) -> list[Finished]:
         """Who has ended since the last call; for the decision log."""
-        departed, self._departed = self._departed, []
-        return departed
+        finished, self._finished = self._finished, []
+        return finished

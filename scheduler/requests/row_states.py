@@ -24,7 +24,7 @@ class RowStates:
         prompt_len: [R].
         max_kv_len: [R] KV slots the request can need at most; a row with `num_computed` there needs no more steps.
         ignore_eos: [R].
-        needs_care: [R] settling must look at the request itself: own stop tokens, log-probabilities.
+        needs_host_check: [R] settling must look at the request itself: own stop tokens, log-probabilities.
     """
 
     __slots__ = (
@@ -32,7 +32,7 @@ class RowStates:
         "ignore_eos",
         "known_len",
         "max_kv_len",
-        "needs_care",
+        "needs_host_check",
         "num_computed",
         "num_settled",
         "prompt_len",
@@ -49,7 +49,7 @@ class RowStates:
         self.prompt_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.max_kv_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.ignore_eos: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        self.needs_care: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.needs_host_check: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
     def open(self, req: Req, prefix_len: int) -> None:
         """Start the row of a request whose first `prefix_len` tokens have KV already."""
@@ -62,7 +62,7 @@ class RowStates:
         self.prompt_len[row] = req.prompt_len
         self.max_kv_len[row] = req.max_kv_len
         self.ignore_eos[row] = sampling.ignore_eos
-        self.needs_care[row] = bool(sampling.stop_token_ids) or sampling.logprobs is not None
+        self.needs_host_check[row] = bool(sampling.stop_token_ids) or sampling.logprobs is not None
 
     def append(self, rows: IntArray, token_ids: IntArray) -> IntArray:
         """Append one sampled token to each row; returns the new lengths."""

@@ -48,7 +48,7 @@ class WaitingQueue:
         self._reqs[req.seq] = req
         self._observer.enqueued(req)
 
-    def put_back(self, req: Req) -> None:
+    def requeue(self, req: Req) -> None:
         """Give a retracted request its old place; the cost is its distance to the nearer end.
 
         SGLang sends it to the back, which makes it wait for everybody who came after it, and wait longest when the load

@@ -1,29 +1,31 @@
-"""`Bursts`: how many tokens in a row a step generates while nobody waits.
+"""`MultiStepDecode`: how many tokens in a row a step generates while nobody waits.
 
 Between two steps the scheduler's process plans, settles and sends, and three other processes take the token to the
 client. On a CPU all of that is done by the cores that compute: for one request of a small model it is a fifth of the
-time. A burst makes a step of decodes several times in a row (rounds), each with the tokens of the one before, and all
+time. A multi-step decode makes a step of decodes several times in a row (rounds), each with the tokens of the one
+before, and all
 that comes between is done once:
 
     step by step    plan [round] settle send  plan [round] settle send  plan [round] settle send
     burst           plan [round] [round] [round] settle send
 
-The client gets its tokens in bunches, so a burst lasts no longer than `--decode-burst-ms`: at 40 a text still grows 25
-times a second. Nobody else has to wait for it: it ends after the round in which a message comes, a prompt or an abort,
-and after the one in which an answer ends (`goes_on`). Tokens are those of step by step, each sampled at its own
-position. SGLang's `--num-continuous-decode-steps` and the multi-step scheduling of vLLM V0 have the same aim, and a
-number of steps that nothing ends.
+The client gets its tokens in bunches, so a multi-step decode lasts no longer than `--decode-burst-ms`: at 40 a text
+still grows 25 times a second. Nobody else has to wait for it: it ends after the round in which a message comes, a
+prompt or an abort, and after the one in which an answer ends (`may_continue`). Tokens are those of step by step,
+each sampled at its own position. SGLang's `--num-continuous-decode-steps` and the multi-step scheduling of vLLM V0
+have the same aim, and a number of steps that nothing ends.
 
 One round only, and why:
 - with prompts in the step, or requests that wait: they are looked at after each step;
 - after drafts (`speculation.py`) were found worth their while: more tokens come of those;
 - while a request has stop tokens of its own, log-probabilities or a grammar, each token is looked at on the host;
-- where the pages for more are not there: all that run go on at the same pace, so nobody loses his place to a burst;
+- where the pages for more are not there: all that run go on at the same pace, so nobody loses his place to a
+  multi-step decode;
 - after the device ran out of memory, until the caps of `step_caps.py` are gone.
 
 How long a round takes is what it took in the last step of decodes alone; if more requests decode than in that one,
-there is one round. A burst whose rounds take longer than that ends early. Where devices compute while the host plans
-(overlap), nothing is to be gained, and there are no bursts (`runtime/resolve/step_settings.py`).
+there is one round. A multi-step decode whose rounds take longer than that ends early. Where devices compute while
+the host plans (overlap), nothing is to be gained, and there are no bursts (`runtime/resolve/step_settings.py`).
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ MAX_ROUNDS: Final = 8
 """Beyond that hardly anything is saved, and at the end of an answer up to so many tokens come late."""
 
 
-class Bursts:
+class MultiStepDecode:
     """See the module."""
 
     __slots__ = (
-        "_burst_s",
         "_caps",
         "_kv",
+        "_max_duration_s",
         "_measured_reqs",
         "_pool",
         "_requests",
@@ -64,14 +66,14 @@ class Bursts:
         self,
         requests: Requests,
         *,
-        burst_s: float,
+        max_duration_s: float,
         memory: RowMemory,
         caps: StepCaps,
         stop_rules: StopRules,
     ) -> None:
-        """`burst_s`: how long one may last; 0: there are none."""
+        """`max_duration_s`: how long one may last; 0: there are none."""
         self._requests = requests
-        self._burst_s = burst_s
+        self._max_duration_s = max_duration_s
         self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
         self._caps = caps
         self._stop_rules = stop_rules
@@ -81,14 +83,14 @@ class Bursts:
     def plan(self, work: Work, drafts: Drafts) -> int:
         """The number of rounds of a step, 1 for most; takes the pages for them."""
         rows, states = work.decode_rows, self._states
-        wanted = int(min(MAX_ROUNDS, self._burst_s / self._round_s))
+        wanted = int(min(MAX_ROUNDS, self._max_duration_s / self._round_s))
         if wanted < 2 or work.chunks or drafts or not 0 < len(rows) <= self._measured_reqs:
             return 1
         if self._caps.are_lowered:
             return 1
         if self._requests.num_waiting or self._requests.partial:
             return 1
-        if states.needs_care[rows].any() or any(req.has_grammar for req in work.decode_reqs):
+        if states.needs_host_check[rows].any() or any(req.has_grammar for req in work.decode_reqs):
             return 1
         # The last token of an answer is never fed back, so it needs no slot.
         left = states.max_kv_len[rows] - states.num_computed[rows]
@@ -99,15 +101,17 @@ class Bursts:
         self._measured_reqs = num_reqs
         self._round_s = seconds / num_rounds if seconds > 0 else math.inf
 
-    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float) -> bool:
+    def may_continue(
+        self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float
+    ) -> bool:
         """Whether there may be another round.
 
         Args:
             next_token_ids: [B] int32 of the last round: no answer may end with its token.
-            num_rounds, seconds: what has been made of the burst, and how long that took: another one like that must
-                fit.
+            num_rounds, seconds: what has been made of the multi-step decode, and how long that took: another one
+                like that must fit.
         """
-        if seconds * (num_rounds + 1) > self._burst_s * num_rounds:
+        if seconds * (num_rounds + 1) > self._max_duration_s * num_rounds:
             return False
         token_ids = np.frombuffer(next_token_ids, dtype=np.int32)
         return not self._stop_rules.at_eos(self._states, batch.rows, token_ids).any()

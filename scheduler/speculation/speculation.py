@@ -16,7 +16,7 @@ rest. Only rounding can differ from plain decoding: kernels for one token and fo
 Who guesses is `ngram_proposer.py`. How many drafts a step carries is decided in each pass, for all requests together:
 the next best draft is added as long as expected tokens per second grow, by the requests' hit rates and by what steps
 of so many tokens have taken here (`step_costs.py`). Hence where computing is the limit (large batches), or nothing is
-copied, the number falls to 0 by itself: hit rates are learnt from plain steps as well, costs by rare trials.
+copied, the number falls to 0 by itself: hit rates are learned from plain steps as well, costs by rare trials.
 
 Not drafted for, and why:
 - requests with penalties: the logits at a position depend on the tokens before it, which the drafts only guess;

@@ -1,4 +1,4 @@
-"""`OnlineFit`: a linear model of measured seconds that is learnt while the engine runs.
+"""`OnlineFit`: a linear model of measured seconds that is learned while the engine runs.
 
 Least squares with forgetting, in plain floats and a fixed order of operations, so that the same measurements give the
 same coefficients to the last bit on every machine: a replay depends on it. One measurement costs some microseconds.
@@ -28,7 +28,7 @@ class OnlineFit:
     - A measurement far from the prediction is taken for less far (`_MAX_SURPRISE`). A step that another program held up
       changes little; a machine that has really become slower is followed within some steps.
     - What recent measurements say nothing about stays as it was: each solution is drawn to the one before, and the more
-      so the *stiffer* a coefficient is. Thus a thousand steps with one request leave alone what was learnt about many.
+      so the *stiffer* a coefficient is. Thus a thousand steps with one request leave alone what was learned about many.
     """
 
     __slots__ = ("_count", "_products", "_solve_interval", "_stiffness", "_targets", "coefficients")

@@ -85,7 +85,7 @@ class PartialPrefills:
         self._num_long += self._limits.is_long(remaining)
 
 
-def promised_tokens(remaining: IntArray, page_size: int) -> int:
+def reserved_tokens(remaining: IntArray, page_size: int) -> int:
     """KV slots that the rests of prompts, [P] tokens each, will take: whole pages of each.
 
     With their sum alone, each of several prompts could lack its last page, with nobody left to give one back.

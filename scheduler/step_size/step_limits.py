@@ -20,7 +20,7 @@ class StepLimits(NamedTuple):
         look_ahead: how many requests behind one that lacks memory are tried; each costs a look into the prefix cache.
         num_lookahead_tokens: slots that each request keeps ready for draft tokens.
         target_step_ms: time of a step in which requests decode; 0: none. See `StepTarget`.
-        decode_burst_ms: see `Bursts`; 0: none.
+        decode_burst_ms: see `MultiStepDecode`; 0: none.
     """
 
     chunk_size: int | None

@@ -13,7 +13,7 @@ the longest prompt, and with a whole second of that, short steps would keep the 
 of few. While nobody decodes there is nobody to wait, and chunks are as large as configured.
 
 Predicted is what a step takes by itself, so much per decoding request and per token of their KV, per prompt token, and
-per (query, key) pair of prompts' attention; learnt from the measured time of every step (`OnlineFit`). A step with
+per (query, key) pair of prompts' attention; learned from the measured time of every step (`OnlineFit`). A step with
 prompts has a fixed time of its own: where it is bound by arithmetic, reading the weights costs it nothing. The measured
 times come in with the results and stand in the decision log, so a replay learns the same.
 

@@ -46,7 +46,7 @@ SPEC = ModelSpec(
     tie_word_embeddings=False,
     torch_dtype="bfloat16",
 )
-EXPERTS = ExpertsSpec(num_experts=8, num_active=3, intermediate_size=16, normalise=True, dense_layers=(0,))
+EXPERTS = ExpertsSpec(num_experts=8, num_active=3, intermediate_size=16, normalize=True, dense_layers=(0,))
 
 
 @pytest.fixture(scope="module")
@@ -634,7 +634,7 @@ def test_the_folder_for_peers_is_the_same_model(bench: Any, tmp_path: Path) -> N
     folder = bench.models.ensure_bf16_folder(path, tmp_path / "bf16")
 
     theirs, ours = resolve_source(str(path)), resolve_source(str(folder))
-    assert load_spec(ours) == structs.replace(load_spec(theirs), quantisation=None)
+    assert load_spec(ours) == structs.replace(load_spec(theirs), quantization=None)
     text = "<|im_start|>user\nIn 2024, x = 10;  ünïcode"
     assert load_tokenizer(ours).encode(text) == load_tokenizer(theirs).encode(text)
     assert load_tokenizer(ours).chat_templates == load_tokenizer(theirs).chat_templates

@@ -43,9 +43,9 @@ def test_it_writes_a_mixture_of_experts(mixture: ModuleType, tokenizer: Path, tm
     file = GGUFFile(tmp_path / "moe.gguf")
     spec = read_gguf_spec(file)
     assert (spec.model_type, spec.num_layers, spec.vocab_size) == ("qwen3_moe", 2, len(TOKENS))
-    assert spec.experts is not None and spec.quantisation is not None
+    assert spec.experts is not None and spec.quantization is not None
     assert (spec.experts.num_experts, spec.experts.num_active) == (6, 3)
-    assert spec.quantisation.types["model.layers.1.mlp.experts.down_proj"] == "Q4_0"
+    assert spec.quantization.types["model.layers.1.mlp.experts.down_proj"] == "Q4_0"
     assert file.tensors["blk.1.ffn_gate_exps.weight"].shape == (6, 32, 64)
 
 

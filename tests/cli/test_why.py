@@ -16,7 +16,7 @@ from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import FinishKind
 from engine.scheduler.journal.log_writer import LogWriter, header_of
-from engine.scheduler.records.decision_log import Arrived, Left, PassRecord, Settled
+from engine.scheduler.records.decision_log import Arrived, Finished, PassRecord, Settled
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
 FOUND = {
@@ -79,7 +79,7 @@ def log(tmp_path: Path) -> Path:
         writer.add(Arrived(start_s, rid, 20, 5))
         admitted = Verdict(rid, AddReqResult.CONTINUE, Reason.ADMITTED, 4, 16, 5, 25, 100)
         writer.add(PassRecord(start_s + 0.5, 1, verdicts=[admitted]))
-        writer.add(Settled(start_s + 1, 1, left=[Left(rid, FinishKind.STOP, 5)]))
+        writer.add(Settled(start_s + 1, 1, left=[Finished(rid, FinishKind.STOP, 5)]))
         writer.close()
     return path
 

@@ -352,7 +352,7 @@ def test_text_goes_on_wherever_it_was_cut(data, make_tokens):
 
 
 def test_one_that_joins_late_drops_rows_of_requests_it_has_not_seen_begin(make_tokens):
-    detokenizer = Detokenizer(make_tokens(LETTERS), joins_late=True)
+    detokenizer = Detokenizer(make_tokens(LETTERS), after_restart=True)
     old = Request(detokenizer, "old")
     old.row([1])  # the first row went to the one before it
     new = Request(detokenizer, "new")

@@ -69,7 +69,7 @@ class Recorded:
     params=[pytest.param(mode, marks=pytest.mark.slow if mode == "swap" else ()) for mode in MODES],
 )
 def mode(request: pytest.FixtureRequest) -> str:
-    """How requests lose their place, and how steps follow each other."""
+    """How requests are retracted, and how steps follow each other."""
     return str(request.param)
 
 

@@ -24,7 +24,7 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def servers(model: Path) -> Iterator[dict[str, EngineServe]]:
-    """One of each kind, both with too little memory, small chunks, and requests that lose their place at random."""
+    """One of each kind, both with too little memory, small chunks, and requests that are retracted at random."""
     with (
         EngineServe(str(model), *ARGUMENTS, "--no-overlap") as plain,
         EngineServe(str(model), *ARGUMENTS, "--overlap") as overlapped,

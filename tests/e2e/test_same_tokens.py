@@ -217,7 +217,7 @@ def test_on_the_default_model():
         "def fibonacci(n):\n",
         "Once upon a time, in a land far away,",
         "Water boils at",
-        "List three colours:",
+        "List three colors:",
         "The quick brown fox jumps over the lazy dog. " * 8,
         "In 1969, Neil Armstrong",
         "To make a good cup of tea, first",

@@ -33,7 +33,7 @@ KINDS = {
     "greedy": GREEDY,
     "seeded": replace(GREEDY, temperature=1.0, seed=3),
     "filtered": replace(GREEDY, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, seed=4),
-    "penalised": replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
+    "penalized": replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
     "edited": replace(GREEDY, min_new_tokens=8, logit_bias={5: 2.0, 7: -100.0}, stop_token_ids=(9,)),
     "logprobs": replace(GREEDY, logprobs=3, prompt_logprobs=2),
 }
@@ -151,7 +151,7 @@ def test_no_launch_of_all_kinds_together_looks_at_the_device(nowhere):
 def test_neither_prefixes_nor_moved_copied_or_swapped_pages_make_it_wait(nowhere):
     donor = nowhere.start(prompt_of(24))
     launch(nowhere, [(donor, 24)])
-    req = nowhere.start(prompt_of(30), KINDS["penalised"], prefix=(donor, 20))
+    req = nowhere.start(prompt_of(30), KINDS["penalized"], prefix=(donor, 20))
     update = RowUpdate(donor.row, 0, int32(nowhere.slots(donor.pages, 0, 8)))
     launch(nowhere, [(req, 10), (donor, 1)], row_updates=(update,), page_copies=[(1, 2), (3, 4)])
     launch(nowhere, [(req, 1)], swap_outs=[(5, 0)])

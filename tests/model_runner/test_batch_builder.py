@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from engine.model_runner.batch_builder import BatchBuilder
 from engine.model_runner.input_batch import RELAYED, InputBatch
 from engine.model_runner.memory.io_buffers import InputBuffers
-from engine.model_runner.row_states import RowStates
+from engine.model_runner.request_states import RequestStates
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, StepPlan
@@ -25,7 +25,7 @@ PROMPTS = {4: [10, 11, 12, 13, 14], 1: [20, 21, 22]}
 
 @pytest.fixture
 def builder() -> BatchBuilder:
-    states, buffers = RowStates(6, 96), InputBuffers(torch.device("cpu"))
+    states, buffers = RequestStates(6, 96), InputBuffers(torch.device("cpu"))
     for row, prompt in PROMPTS.items():
         asks = SamplingParams(temperature=0.0, prompt_logprobs=1) if row == 1 else GREEDY
         states.add(NewReq(f"r{row}", row, int32(prompt), len(prompt), b"", asks))
@@ -75,7 +75,7 @@ def test_chunks_beside_decodes(builder):
     assert batch.token_rows.tolist() == [4, 4, 4, 1]
     assert batch.positions.tolist() == [1, 2, 3, 3]
     assert batch.input_ids.tolist() == [11, 12, 13, RELAYED]
-    assert batch.wanted is not None and batch.wanted.tolist() == [2, 3]
+    assert batch.logits_indices is not None and batch.logits_indices.tolist() == [2, 3]
     assert batch.sample_indices is not None and batch.sample_indices.tolist() == [1]
     assert (batch.cut_indices.tolist(), batch.cut_idx.tolist()) == ([0], [0])
     assert batch.layout.num_extends == 1
@@ -83,7 +83,7 @@ def test_chunks_beside_decodes(builder):
 
 def test_tokens_before_the_last_of_a_prompt_are_read_where_it_wants_log_probabilities(builder):
     batch = builder.build(plan([(1, 0, 3, True)]))
-    assert not batch.samples_all and batch.wanted is None
+    assert not batch.samples_all and batch.logits_indices is None
     (span,) = batch.prompt_spans
     assert (span.start, span.targets.tolist(), span.top_k) == (0, [21, 22], 1)
 

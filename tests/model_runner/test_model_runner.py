@@ -25,7 +25,7 @@ PENALISED = SamplingParams(
     max_new_tokens=64,
 )
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64)
-KINDS = {"greedy": GREEDY, "seeded": SEEDED, "penalised": PENALISED}
+KINDS = {"greedy": GREEDY, "seeded": SEEDED, "penalized": PENALISED}
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

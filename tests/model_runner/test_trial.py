@@ -61,7 +61,7 @@ class Graphs(RecordingDevice):
         return 100 * MIB - (7 * MIB + self.num_captured * MIB if self.num_captured else 0)
 
 
-class SmallNeighbour(SingleRank):
+class SmallNeighbor(SingleRank):
     """Another rank has less memory."""
 
     def min_over_ranks(self, value: int) -> int:
@@ -200,8 +200,8 @@ def test_a_context_that_nobody_asked_for_becomes_what_fits(make, monkeypatch, ca
     assert (runner.capacity.num_pages, runner.capacity.max_model_len) == (65, 260)
     assert "max_model_len=260, not 512 as planned: (30 MiB free after the weights" in caplog.text
     assert runner.slot_table.req_to_token.shape[1] == 260
-    neighbour = make(len_is_estimate=True, group=SmallNeighbour(), **asked)
-    assert neighbour.capacity.max_model_len == 99, "as on the rank that has least"
+    neighbor = make(len_is_estimate=True, group=SmallNeighbor(), **asked)
+    assert neighbor.capacity.max_model_len == 99, "as on the rank that has least"
 
 
 def test_a_pool_that_was_asked_for_stands(make):
@@ -225,8 +225,8 @@ def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
 
 
 def test_the_rank_with_the_least_memory_decides(make):
-    assert make(group=SmallNeighbour(), pool_is_estimate=True).capacity.num_pages == 96
-    assert make(group=SmallNeighbour(), pool_is_estimate=True).kv_pool.num_bytes == 97 * PAGE_BYTES
+    assert make(group=SmallNeighbor(), pool_is_estimate=True).capacity.num_pages == 96
+    assert make(group=SmallNeighbor(), pool_is_estimate=True).kv_pool.num_bytes == 97 * PAGE_BYTES
 
 
 def test_a_step_that_does_not_fit_beside_the_weights_is_an_error(make, monkeypatch):

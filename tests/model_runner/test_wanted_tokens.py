@@ -36,7 +36,9 @@ class Seen:
         return hidden
 
     def wanted(self) -> list[list[int] | None]:
-        return [None if batch.wanted is None else batch.wanted.tolist() for batch in self.batches]
+        return [
+            None if batch.logits_indices is None else batch.logits_indices.tolist() for batch in self.batches
+        ]
 
 
 @pytest.fixture
@@ -136,6 +138,6 @@ def test_the_last_block_sees_nothing_else(
 
     batch, hidden = seen.batches[-1], seen.hidden[-1]
     with torch.inference_mode():  # once more: keys and values are written as they were
-        of_all = seen.model.forward(replace(batch, wanted=None))
+        of_all = seen.model.forward(replace(batch, logits_indices=None))
     assert len(of_all) == 36
-    torch.testing.assert_close(of_all[batch.wanted], hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(of_all[batch.logits_indices], hidden, rtol=1e-4, atol=1e-4)

@@ -57,7 +57,7 @@ class ScriptedRunner:
         return Done(StepResult(plan.step_id, tokens.tobytes()))
 
 
-class BurstRunner(ScriptedRunner):
+class MultiStepRunner(ScriptedRunner):
     """Makes bursts of one request: each round samples the next letter; `between` is called before one is asked for."""
 
     def __init__(self, between):
@@ -217,7 +217,7 @@ def test_a_stop_string_frees_the_request_in_the_scheduler(overlap):
 
 
 def test_a_stop_string_within_a_burst_ends_the_text_there():
-    runner = BurstRunner(lambda number: None)
+    runner = MultiStepRunner(lambda number: None)
     engine, rows = make_engine(runner=runner, decode_burst_ms=1e6), row_queue()
     engine.submit(request("a", max_new_tokens=50, stop=("ef",)), rows)
     seen = read(rows)
@@ -237,7 +237,7 @@ def test_who_comes_ends_a_burst():
         if len(lengths) == 3:
             engine.abort("a", "enough")
 
-    engine, rows = make_engine(runner=BurstRunner(between), decode_burst_ms=1e6), row_queue()
+    engine, rows = make_engine(runner=MultiStepRunner(between), decode_burst_ms=1e6), row_queue()
     engine.submit(request("a", max_new_tokens=40), rows)
     (*_, last) = read(rows)
     assert (last.finish.kind, last.finish.message) == (FinishKind.ABORT, "enough")

@@ -181,8 +181,8 @@ class Harness:
             self.check_record(passes[-1], batch)
         self.scheduler.audit()
         if batch is not None:
-            goes_on = partial(self.goes_on, batch)
-            self.in_flight.append((batch, self.runner.launch(batch.plan, goes_on)))
+            may_continue = partial(self.may_continue, batch)
+            self.in_flight.append((batch, self.runner.launch(batch.plan, may_continue)))
         idle = batch is None or batch.plan.mode is ForwardMode.IDLE
         while self.in_flight and (len(self.in_flight) > self.overlap or idle):
             self.settle()
@@ -191,14 +191,14 @@ class Harness:
         self.collect()
         return batch
 
-    def goes_on(self, batch: ScheduleBatch, next_token_ids: bytes) -> bool:
+    def may_continue(self, batch: ScheduleBatch, next_token_ids: bytes) -> bool:
         """What a pipeline says between two rounds of a burst, each of which takes what the runner will say."""
         assert not self.overlap, "a burst beside another step"
         if self._burst_id != batch.plan.step_id:
             self._burst_id, self._num_rounds = batch.plan.step_id, 0
         self._num_rounds += 1
         seconds = self._num_rounds * self._fake_runner.step_s(batch.plan)
-        return not self.has_news() and self.scheduler.goes_on(
+        return not self.has_news() and self.scheduler.may_continue(
             batch, next_token_ids, self._num_rounds, seconds
         )
 

@@ -69,10 +69,10 @@ class World:
             clock=lambda: self.now_s,
             recorder=recorder,
             overlap=overlap,
-            prepare=self.prepare,
+            idle_work=self.idle_work,
         )
 
-    def prepare(self, highest_page: int) -> bool:
+    def idle_work(self, highest_page: int) -> bool:
         self.prepared_at.append((self.scheduler.num_unfinished, highest_page))
         self.num_preparations -= 1
         return self.num_preparations > 0

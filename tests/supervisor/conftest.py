@@ -102,14 +102,14 @@ def start_engine() -> Iterator[StartEngine]:
     with contextlib.ExitStack() as stack:
 
         def start(
-            behaviours: str = "",
+            behaviors: str = "",
             *,
             model: Path | None = None,
             tp: int = 1,
             an_hour_after: tuple[str, str] | None = None,
             **server: Any,
         ) -> Engine:
-            rooms = {"model": str(model)} if model else {"behaviours": behaviours, "tp": tp}
+            rooms = {"model": str(model)} if model else {"behaviors": behaviors, "tp": tp}
             clock = {"an_hour_after": an_hour_after} if an_hour_after else {}
             arguments = {"server": {"max_restarts": 0, **server}, **rooms, **clock}
             # Not `tmp_path`: the paths of sockets must be short.

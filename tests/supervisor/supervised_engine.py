@@ -1,6 +1,6 @@
 """`python supervised_engine.py JSON`: an engine under a real supervisor, for tests.
 
-The argument has `server`, fields of `ServerConfig`, and either `behaviours` of fake rooms and `tp`, or `model`, a
+The argument has `server`, fields of `ServerConfig`, and either `behaviors` of fake rooms and `tp`, or `model`, a
 folder with which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`.
 `an_hour_after` names a note and a child: once both are there, the supervisor's clock goes an hour ahead.
 
@@ -59,9 +59,9 @@ def on_ready(ready: EngineReady) -> None:
     tell({"url": ready.url, "num_pages": ready.capacity.num_pages, "details": ready.details})
 
 
-def fake_supervisor(behaviours: str, server: ServerConfig, tp: int) -> Supervisor:
+def fake_supervisor(behaviors: str, server: ServerConfig, tp: int) -> Supervisor:
     config = EngineConfig(
-        model=ModelConfig(served_model_name=behaviours), server=server, parallel=ParallelConfig(tp=tp)
+        model=ModelConfig(served_model_name=behaviors), server=server, parallel=ParallelConfig(tp=tp)
     )
     # Children import from where this process does: this folder, where `fake_room` is, is on its path.
     rooms = dict.fromkeys(Role, "fake_room")
@@ -117,7 +117,7 @@ def main() -> None:
     if "model" in arguments:
         supervisor = real_supervisor(arguments["model"], server)
     else:
-        supervisor = fake_supervisor(arguments["behaviours"], server, arguments["tp"])
+        supervisor = fake_supervisor(arguments["behaviors"], server, arguments["tp"])
     outcome = supervisor.run()
     tell(outcome._asdict())
     sys.exit(outcome.exit_code)

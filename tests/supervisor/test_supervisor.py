@@ -151,12 +151,12 @@ def test_a_child_that_vanishes_at_start_ends_the_engine(start_engine):
 
 
 def test_a_room_that_cannot_be_imported_is_reported(start_engine):
-    engine = start_engine("scheduler=no_such_behaviour")
+    engine = start_engine("scheduler=no_such_behavior")
 
     code, message = engine.end()
 
     assert code == 1
-    assert message.startswith("scheduler failed: KeyError: 'no_such_behaviour'")
+    assert message.startswith("scheduler failed: KeyError: 'no_such_behavior'")
 
 
 def test_a_child_that_hangs_at_start_is_named_and_shows_where(start_engine):

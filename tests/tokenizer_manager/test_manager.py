@@ -432,7 +432,7 @@ def test_a_reader_that_is_cancelled_while_it_waits_leaves_nothing_behind():
     run(test)
 
 
-class Tokenised(PromptEncoder):
+class Tokenized(PromptEncoder):
     """Counts what it is asked to do."""
 
     num_prompts = 0
@@ -446,9 +446,9 @@ class Tokenised(PromptEncoder):
     ("prompts", "n", "message"),
     [(["hi"] * 50, 2, "100 answers"), (["hi", "x" * 10_000], 1, r"prompt\[1\] has 10000 characters")],
 )
-def test_nothing_is_tokenised_of_a_request_that_cannot_run(prompts, n, message):
+def test_nothing_is_tokenized_of_a_request_that_cannot_run(prompts, n, message):
     async def test(setup: Setup) -> None:
-        encoder = Tokenised(TOKENIZER, CAPACITY.vocab_size)
+        encoder = Tokenized(TOKENIZER, CAPACITY.vocab_size)
         setup.manager._encoder = encoder
         with pytest.raises(RequestError, match=message):
             await setup.manager.start(GenerationRequest(prompts=prompts, sampling=SamplingParams(), n=n))
@@ -457,7 +457,7 @@ def test_nothing_is_tokenised_of_a_request_that_cannot_run(prompts, n, message):
     run(test)
 
 
-def test_requests_being_tokenised_have_a_bound_and_give_their_places_back():
+def test_requests_being_tokenized_have_a_bound_and_give_their_places_back():
     async def test(setup: Setup) -> None:
         first = asyncio.create_task(setup.start("x" * 4500, n=9))  # on a thread
         await asyncio.sleep(0)

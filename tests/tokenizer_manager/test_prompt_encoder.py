@@ -45,7 +45,7 @@ def test_ids_pass_unchanged():
     assert encode([0, 257, 5]) == [0, 257, 5]
 
 
-def test_tokenising_a_long_text_leaves_the_event_loop_running():
+def test_tokenizing_a_long_text_leaves_the_event_loop_running():
     """The tokenizer must let go of the GIL; a thread alone does not help."""
     encoder = PromptEncoder(TOKENIZER, vocab_size=258)
 
@@ -67,7 +67,7 @@ def test_tokenising_a_long_text_leaves_the_event_loop_running():
 
 
 class SlowTokenizer:
-    """Tokenises when the test lets it."""
+    """Tokenizes when the test lets it."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -95,7 +95,7 @@ def start(encoder: PromptEncoder, *texts: str) -> asyncio.Task[object]:
     return asyncio.create_task(encoder.encode(texts, add_special_tokens=True, param="prompt"))
 
 
-def test_many_short_texts_are_tokenised_on_a_thread_in_one_go():
+def test_many_short_texts_are_tokenized_on_a_thread_in_one_go():
     tokenizer, encoder = make_slow()
 
     async def main() -> None:
@@ -111,7 +111,7 @@ def test_many_short_texts_are_tokenised_on_a_thread_in_one_go():
     assert "MainThread" not in tokenizer.threads
 
 
-def test_what_nobody_waits_for_any_more_is_not_tokenised():
+def test_what_nobody_waits_for_any_more_is_not_tokenized():
     tokenizer, encoder = make_slow()
     text = "x" * 200_000
 

@@ -1,7 +1,7 @@
 // What stream items fetch from memory before they use it.
 //
 // Always so many rows ahead (16 are 6 KB for 3 heads of 64 in bfloat16), evenly, in the order of addresses: a core waits
-// for only so many lines of memory at a time, and rows come fastest where neighbours come together.
+// for only so many lines of memory at a time, and rows come fastest where neighbors come together.
 
 #pragma once
 

@@ -4,7 +4,7 @@
 // with 16, zeros behind them.
 //
 //   PairDots    bfloat16 keys, values, queries, and weights (AVX-512 BF16); sums in float
-//   WordDots    8-bit keys and values as 16-bit integers; queries are quantised to 16 bits, and weights, too
+//   WordDots    8-bit keys and values as 16-bit integers; queries are quantized to 16 bits, and weights, too
 //   WideDots    bfloat16, widened to float where there are no fast dot products of it: of pairs, which takes half the
 //               instructions of one by one, so even dimensions lie before odd ones
 //   FloatDots   anything else, converted to float
@@ -279,11 +279,11 @@ struct DotsOf<T, int8_t> {
 // In each of four parts of the vector: its sums of a, b, c, and d.
 template <class Vector>
 ALWAYS_INLINE Vector sums_of_parts(Vector a, Vector b, Vector c, Vector d) {
-    auto neighbours = [](Vector x, Vector y) -> Vector {  // x0 + x2, y0 + y2, x1 + x3, y1 + y3
+    auto neighbors = [](Vector x, Vector y) -> Vector {  // x0 + x2, y0 + y2, x1 + x3, y1 + y3
         return (Vector)SHUFFLE((f32x16)x, (f32x16)y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
                (Vector)SHUFFLE((f32x16)x, (f32x16)y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
     };
-    Vector ab = neighbours(a, b), cd = neighbours(c, d);
+    Vector ab = neighbors(a, b), cd = neighbors(c, d);
     return (Vector)SHUFFLE((f32x16)ab, (f32x16)cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
            (Vector)SHUFFLE((f32x16)ab, (f32x16)cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }

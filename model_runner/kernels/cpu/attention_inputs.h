@@ -18,7 +18,7 @@ struct AttentionInputs {
     const T* q;
     int64_t q_stride;
     const KV *k, *v;                // [slots, KV heads, head_dim]
-    const float *k_scale, *v_scale; // [slots, KV heads] of quantised pools: a number is the stored one times its scale
+    const float *k_scale, *v_scale; // [slots, KV heads] of quantized pools: a number is the stored one times its scale
     T* out;
 
     int64_t kv_stride() const { return step.num_kv_heads * step.head_dim; }

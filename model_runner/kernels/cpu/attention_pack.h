@@ -4,7 +4,7 @@
 //
 //   keys     [head_dim / 2][64][2]   pairs of dimensions of all keys. bfloat16; floats are [head_dim][64]
 //   values   [64 / 2][head_dim][2]   pairs of keys, of all dimensions. bfloat16; floats are [64][head_dim]
-//   scales   [64] of keys, [64] of values, where the pool is quantised; packed floats are multiplied by theirs
+//   scales   [64] of keys, [64] of values, where the pool is quantized; packed floats are multiplied by theirs
 //   norm     the length of the longest key
 //
 // A pair of values is that of positions n and n + 16 of 32: so weights, which are computed 16 at a time, become pairs
@@ -100,7 +100,7 @@ class Packer {
         return in_.step.packed + (block * in_.step.num_kv_heads + kv_head) * block_bytes();
     }
 
-    // A vector of the products' numbers; of quantised ones without their scale.
+    // A vector of the products' numbers; of quantized ones without their scale.
     static Vector load_numbers(const KV* p, int64_t left) {
         if constexpr (!IS_QUANTISED) return Kind::load_numbers(p, left);
 #if HAS_BF16_DOT

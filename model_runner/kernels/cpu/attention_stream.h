@@ -129,7 +129,7 @@ class Stream {
 
     void use_query(const T* q, [[maybe_unused]] Query* room, Head& head) const {
         if constexpr (IS_WORDS) {
-            head.query_scale = quantise_query(q, step_.head_dim, padded_dim_, room);
+            head.query_scale = quantize_query(q, step_.head_dim, padded_dim_, room);
             head.query = room;
         } else if constexpr (IS_WIDE) {
             for (int64_t d = 0; d < step_.head_dim; d += CHUNK) {

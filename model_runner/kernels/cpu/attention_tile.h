@@ -5,7 +5,7 @@
 // the lengths of queries and keys alone say that none is.
 //
 // Weights of bfloat16 are cut, not rounded, and it is cut weights that are added up, too: what a cut takes from a
-// weighted value it takes from the sum by which that is divided. (Weights of quantised values are rounded: their sums
+// weighted value it takes from the sum by which that is divided. (Weights of quantized values are rounded: their sums
 // know nothing of the scales.)
 
 #pragma once

@@ -31,7 +31,7 @@ inline void store_words([[maybe_unused]] int16_t* out, [[maybe_unused]] f32x16 n
 
 // A query of `size` numbers, zeros behind them up to `padded_size`; returns its scale.
 template <class T>
-float quantise_query(const T* q, int64_t size, int64_t padded_size, int16_t* out) {
+float quantize_query(const T* q, int64_t size, int64_t padded_size, int16_t* out) {
     LargestMagnitude most;
     for (int64_t d = 0; d < size; d += LANES) most.see(load(q + d));
     WordScale words(most.get());

@@ -19,18 +19,18 @@ struct BlockScale {
     };
 };
 
-// Quantised tokens: [tokens][inputs] bytes, then [tokens][inputs / 32] scales.
-struct Quantised {
+// Quantized tokens: [tokens][inputs] bytes, then [tokens][inputs / 32] scales.
+struct Quantized {
     int8_t* numbers;
     BlockScale* scales;
 
-    Quantised(void* memory, int64_t tokens, int64_t inputs)
+    Quantized(void* memory, int64_t tokens, int64_t inputs)
         : numbers(static_cast<int8_t*>(memory)),
           scales(reinterpret_cast<BlockScale*>(numbers + tokens * inputs)) {}
 
     // Those from one token on.
-    Quantised from(int64_t token, int64_t inputs) const {
-        Quantised rest = *this;
+    Quantized from(int64_t token, int64_t inputs) const {
+        Quantized rest = *this;
         rest.numbers += token * inputs;
         rest.scales += token * (inputs / BLOCK);
         return rest;
@@ -43,7 +43,7 @@ struct Quantised {
 
 // SPAN: blocks with one scale, that of the first.
 template <int SPAN>
-void quantise(const BlockCall& call, int64_t token, const Quantised& to) {
+void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
     const int64_t inputs = call.inputs;
     const bf16* from = call.x + token * call.x_stride;
     int8_t* numbers = to.numbers + token * inputs;
@@ -77,8 +77,8 @@ void quantise(const BlockCall& call, int64_t token, const Quantised& to) {
     }
 }
 
-inline void quantise(const BlockCall& call, int64_t token, const Quantised& to) {
-    call.has_paired_scales ? quantise<2>(call, token, to) : quantise<1>(call, token, to);
+inline void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
+    call.has_paired_scales ? quantize<2>(call, token, to) : quantize<1>(call, token, to);
 }
 
 }  // namespace engine

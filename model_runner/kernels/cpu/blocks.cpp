@@ -1,7 +1,7 @@
 // x @ weight.T + bias from whole numbers of 4 or 8 bits, which have a scale, and maybe a minimum, for each output and
 // block of 32 inputs: weight = number * scale + minimum.
 //
-// x is quantised, too: each token's block to whole numbers in -127..127 with one scale, once per call. So a block is a
+// x is quantized, too: each token's block to whole numbers in -127..127 with one scale, once per call. So a block is a
 // dot product of bytes, exact in 32 bits, and
 //
 //   out += x's scale * (scale * dot + minimum * sum of x's numbers)
@@ -45,7 +45,7 @@ constexpr int64_t SHARED_TOKENS = 60;  // more are cut into blocks of rows
 constexpr int64_t BLOCK_STRIPS = 42;   // whose x stays in the second-level cache beside a panel
 const int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // bytes that a single strip fetches in advance
 constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
-constexpr int64_t MIN_NUMBERS = 1 << 13;  // of x for each thread that quantises
+constexpr int64_t MIN_NUMBERS = 1 << 13;  // of x for each thread that quantizes
 
 struct Blocks : BlockCall {
     // What a strip fetches while it adds: so many cache lines at each block, into the first-level cache (3) or the
@@ -61,7 +61,7 @@ struct Blocks : BlockCall {
     };
 
     template <int BITS, bool MINIMA, int SPAN, int ROWS, class AtBlock>
-    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
+    void multiply_strip(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
         constexpr int64_t BYTES = PANEL * (BLOCK * BITS / 8 + (MINIMA ? 4 : 2));
         const int64_t blocks = inputs / BLOCK, stride = inputs;
         const int8_t* numbers = from.numbers + row * inputs;
@@ -166,7 +166,7 @@ struct Blocks : BlockCall {
     }
 
     template <int ROWS, class AtBlock>
-    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
+    void multiply_strip(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
         if (bits == 4)
             has_minima ? multiply_strip<4, true, 1, ROWS>(row, panel, from, at_block)
                        : multiply_strip<4, false, 1, ROWS>(row, panel, from, at_block);
@@ -178,7 +178,7 @@ struct Blocks : BlockCall {
     }
 
     template <class AtBlock>
-    void multiply_rows(int64_t row, int rows, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
+    void multiply_rows(int64_t row, int rows, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
         switch (rows) {
             case 1: return multiply_strip<1>(row, panel, from, at_block);
 #if defined(__AVX2__)
@@ -194,7 +194,7 @@ struct Blocks : BlockCall {
     }
 
     // Tokens [first, last) times one panel; `next` is fetched meanwhile, or what a single strip reads a little later.
-    void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantised& from) const {
+    void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantized& from) const {
         int64_t strips = strips_of(last - first), lines = block_bytes(bits, has_minima) / LINE;
         if (strips == 1)
             return multiply_rows(first, int(last - first), panel, from,
@@ -211,7 +211,7 @@ struct Blocks : BlockCall {
 
     static int64_t strips_of(int64_t tokens) { return (tokens + STRIP_ROWS - 1) / STRIP_ROWS; }
 
-    void multiply_part(const Quantised& tokens, int64_t begin, int64_t end) const {
+    void multiply_part(const Quantized& tokens, int64_t begin, int64_t end) const {
         for_token_blocks(num_tokens, STRIP_ROWS, BLOCK_STRIPS, [&](int64_t first, int64_t last) {
             for (int64_t panel = begin / VECTORS; panel * VECTORS < end; ++panel)
                 multiply(first, last, panel, (panel + 1) * VECTORS < end ? panel + 1 : panels(), tokens);
@@ -220,9 +220,9 @@ struct Blocks : BlockCall {
 
     void run(void* workspace) const {
         if (num_tokens == 0) return;
-        Quantised all(workspace, num_tokens, inputs);
+        Quantized all(workspace, num_tokens, inputs);
         share_out(num_tokens, (MIN_NUMBERS + inputs - 1) / inputs, [&](int64_t begin, int64_t end) {
-            for (int64_t token = begin; token < end; ++token) quantise(*this, token, all);
+            for (int64_t token = begin; token < end; ++token) quantize(*this, token, all);
         });
         if (num_tokens <= SHARED_TOKENS) {
             share_out(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {
@@ -244,7 +244,7 @@ struct Blocks : BlockCall {
 }  // namespace
 }  // namespace engine
 
-void engine::multiply_blocks_part(const BlockCall& call, const Quantised& tokens, int64_t begin, int64_t end,
+void engine::multiply_blocks_part(const BlockCall& call, const Quantized& tokens, int64_t begin, int64_t end,
                                   int64_t tiles_from) {
 #if TILES
     if (part_takes_tiles(call.num_tokens, tiles_from)) return BlockTiles{call}.multiply_part(begin, end);
@@ -261,11 +261,11 @@ EXPORT int64_t packed_blocks_bytes(int64_t outputs, int64_t inputs, int bits, in
     return (outputs + Blocks::PANEL - 1) / Blocks::PANEL * (inputs / BLOCK) * Blocks::block_bytes(bits, has_minima != 0);
 }
 
-// Bytes that `blocks` needs for quantised tokens.
+// Bytes that `blocks` needs for quantized tokens.
 EXPORT int64_t blocks_workspace_bytes(int64_t num_tokens, int64_t inputs, int64_t tiles_from) {
     using namespace engine;
     if (TILES && num_tokens >= tiles_from) return 0;
-    return Quantised::bytes(num_tokens, inputs);
+    return Quantized::bytes(num_tokens, inputs);
 }
 
 // numbers: [outputs, inputs] bytes, of 4 bits less than 16; scales and minima (or null): [outputs, inputs / 32] half precision.

@@ -98,7 +98,7 @@ class PanelPlan {
     }
 
   private:
-    // Four counters for each value: neighbours are often equal, and an addition would wait for the one before.
+    // Four counters for each value: neighbors are often equal, and an addition would wait for the one before.
     static void count(const PackedWeight& weight, int64_t panel, int64_t* counts) {
         uint32_t some[4][VALUES] = {};
         const uint32_t* from = weight.packed + weight.start(panel);

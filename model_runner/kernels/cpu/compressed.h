@@ -1,5 +1,5 @@
 // A weight of linear.h in 12 bits a number instead of 16, without loss. Of the 256 exponents that bfloat16 has, 16 are
-// all that nearly every number of 64 neighbouring outputs has (their entropy is some 2.6 bits; T. Zhang et al.: "70% Size,
+// all that nearly every number of 64 neighboring outputs has (their entropy is some 2.6 bits; T. Zhang et al.: "70% Size,
 // 100% Accuracy", arXiv:2504.11651), so four bits say which one it is. A step with any other exponent stays as it was.
 //
 //   [panels] int64      where each panel begins, in words (uint32); filled up to 64 bytes

@@ -112,7 +112,7 @@ constexpr float MOST_INT8 = 127.0f, LEAST_TOP = 1e-35f;  // smaller numbers are 
 
 // One head as int8; the scale is NaN where a number is not finite, so that it stays visible.
 template <class T>
-float quantise_head(const T* head, int64_t head_dim, int8_t* out) {
+float quantize_head(const T* head, int64_t head_dim, int8_t* out) {
     LargestMagnitude most;
     int64_t n = 0;
     for (; n + LANES <= head_dim; n += LANES) most.see(load(head + n));
@@ -142,10 +142,10 @@ struct Rotation {
 };
 
 template <class T>
-void store_quantised(const Rotation& r, const T* heads, int64_t token, void* pool, float* scales) {
+void store_quantized(const Rotation& r, const T* heads, int64_t token, void* pool, float* scales) {
     for (int64_t h = 0; h < r.num_kv_heads; ++h) {
         int64_t at = r.loc[token] * r.num_kv_heads + h;
-        scales[at] = quantise_head(heads + h * r.head_dim, r.head_dim, static_cast<int8_t*>(pool) + at * r.head_dim);
+        scales[at] = quantize_head(heads + h * r.head_dim, r.head_dim, static_cast<int8_t*>(pool) + at * r.head_dim);
     }
 }
 
@@ -169,8 +169,8 @@ void rotate_and_store(const Rotation& r) {
             }
             const T* k = heads + r.num_heads * r.head_dim;
             if (r.k_scale != nullptr) {
-                store_quantised(r, k, token, r.k_pool, r.k_scale);
-                store_quantised(r, k + kv_size, token, r.v_pool, r.v_scale);
+                store_quantized(r, k, token, r.k_pool, r.k_scale);
+                store_quantized(r, k + kv_size, token, r.v_pool, r.v_scale);
                 continue;
             }
             std::memcpy(static_cast<T*>(r.k_pool) + r.loc[token] * kv_size, k, sizeof(T) * kv_size);

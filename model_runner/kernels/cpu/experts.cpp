@@ -25,7 +25,7 @@
 namespace engine {
 namespace {
 
-constexpr int64_t MIN_NUMBERS = 1 << 14;  // for each thread that copies, quantises or adds
+constexpr int64_t MIN_NUMBERS = 1 << 14;  // for each thread that copies, quantizes or adds
 constexpr int64_t MIN_LOGITS = 1 << 11;   // for each thread that routes
 constexpr int64_t MIN_BYTES = 1 << 16;    // of weights for each thread: less is not worth waking it
 constexpr int64_t STRIP_ROWS = 6;         // that take about as long as one
@@ -69,7 +69,7 @@ struct Groups {
 // The experts of one token, the largest logit first and of equal ones the first.
 struct Router {
     int64_t num_experts, num_active;
-    bool normalise;
+    bool normalize;
 
     // NaN and plus infinity make shares that are no numbers, and still experts that exist.
     template <class T>
@@ -90,7 +90,7 @@ struct Router {
         }
         float total = sum(sums);
         for (int64_t n = 0; n < num_active; ++n) shares[n] = memory[ids[n]] / total;
-        if (!normalise) return;
+        if (!normalize) return;
         float taken = 0;
         for (int64_t n = 0; n < num_active; ++n) taken += shares[n];
         for (int64_t n = 0; n < num_active; ++n) shares[n] /= taken;
@@ -122,7 +122,7 @@ struct ExpertProducts {
     int64_t tiles_from;
 
     int64_t parts() const { return divided_up(outputs, PART_OUTPUTS); }
-    Quantised quantised() const { return Quantised(workspace, num_rows, inputs); }
+    Quantized quantized() const { return Quantized(workspace, num_rows, inputs); }
 
     Output output_of(int64_t expert) const {
         int64_t row_bytes = form == GATED ? outputs / 2 * int64_t(sizeof(bf16)) : outputs * int64_t(sizeof(bf16));
@@ -144,14 +144,14 @@ struct ExpertProducts {
                 weight.bits, weight.zero, weight.has_minima != 0, weight.has_paired_scales != 0, weight.factor};
     }
 
-    void quantise_rows(int64_t begin, int64_t end) const {
-        Quantised to = quantised();
+    void quantize_rows(int64_t begin, int64_t end) const {
+        Quantized to = quantized();
         int64_t expert = std::upper_bound(groups.starts, groups.starts + num_experts, int32_t(begin)) - groups.starts - 1;
         for (int64_t row = begin; row < end; ++expert) {
             int64_t first = groups.starts[expert], last = std::min<int64_t>(groups.starts[expert + 1], end);
             if (weights[expert].kind == ExpertWeight::BLOCKS && !part_takes_tiles(groups.num_rows_of(expert), tiles_from))
                 for (BlockCall call = block_call(expert); row < last; ++row)
-                    quantise(call, row - first, to.from(first, inputs));
+                    quantize(call, row - first, to.from(first, inputs));
             row = std::max(row, last);
         }
     }
@@ -164,7 +164,7 @@ struct ExpertProducts {
             case ExpertWeight::PACKED: return multiply_part(linear_call(expert), begin, end);
             case ExpertWeight::COMPRESSED: return multiply_compressed_part(linear_call(expert), begin, end);
             case ExpertWeight::BLOCKS:
-                return multiply_blocks_part(block_call(expert), quantised().from(groups.starts[expert], inputs), begin, end,
+                return multiply_blocks_part(block_call(expert), quantized().from(groups.starts[expert], inputs), begin, end,
                                             tiles_from);
         }
     }
@@ -185,7 +185,7 @@ struct ExpertProducts {
     void run() const {
         if (num_rows == 0) return;
         if (workspace != nullptr)
-            share_out(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) { quantise_rows(begin, end); });
+            share_out(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) { quantize_rows(begin, end); });
         int64_t pieces = std::min(num_rows, num_experts) * parts(), least_bytes = PART_OUTPUTS * inputs / 2;
         share_out(pieces, divided_up(MIN_BYTES, least_bytes),
                   [&](int64_t begin, int64_t end) { multiply_pieces(begin, end, pieces); });
@@ -197,9 +197,9 @@ struct ExpertProducts {
 
 // ids, shares: [tokens][active]. Logits are bfloat16 where `is_bf16`, else float32.
 EXPORT void route(const void* logits, int64_t* ids, float* shares, int64_t num_tokens, int64_t num_experts,
-                  int64_t num_active, int normalise, int is_bf16) {
+                  int64_t num_active, int normalize, int is_bf16) {
     using namespace engine;
-    Router router = {num_experts, num_active, normalise != 0};
+    Router router = {num_experts, num_active, normalize != 0};
     share_out(num_tokens, divided_up(MIN_LOGITS, num_experts), [&](int64_t begin, int64_t end) {
         thread_local Scratch scratch;
         float* memory = reinterpret_cast<float*>(scratch.get((num_experts + LANES) * sizeof(float)));

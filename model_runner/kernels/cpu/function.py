@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 OnCall = Callable[["NativeFunction", tuple[Any, ...]], None]
 
 
-class Tap(threading.local):
+class CallHook(threading.local):
     """Who is told of each call of a library's functions by this thread; usually nobody.
 
     Attributes:
-        only_told: calls are told and not made, but for questions; for whoever wants to know what would be called.
+        dry_run: calls are told and not made, but for questions; for whoever wants to know what would be called.
     """
 
     on_call: OnCall | None = None
-    only_told: bool = False
+    dry_run: bool = False
 
 
 class NativeFunction:
@@ -37,19 +37,23 @@ class NativeFunction:
     __slots__ = ("_function", "_tap", "arguments", "name", "recorded_form", "returns")
 
     def __init__(
-        self, function: ctypes._NamedFuncPointer, arguments: str, recorded_form: int | None, tap: Tap
+        self,
+        function: ctypes._NamedFuncPointer,
+        arguments: str,
+        recorded_form: int | None,
+        call_hook: CallHook,
     ) -> None:
         self.name = function.__name__
         self.arguments = arguments
         self.recorded_form = recorded_form
         self.returns = function.restype is not None
         self._function = function
-        self._tap = tap
+        self._tap = call_hook
 
     def __call__(self, *arguments: Any) -> Any:
         """Call it, then tell."""
         if self._tap.on_call is None:
             return self._function(*arguments)
-        result = None if self._tap.only_told and not self.returns else self._function(*arguments)
+        result = None if self._tap.dry_run and not self.returns else self._function(*arguments)
         self._tap.on_call(self, arguments)
         return result

@@ -48,7 +48,7 @@ EXPORT void pack_linear(const void* weight_, int64_t outputs, int64_t inputs, vo
 // Makes the weight of a gated product (output.h) of a packed one, in place.
 EXPORT void pair_linear(void* packed_, int64_t outputs, int64_t inputs) {
     using namespace engine;
-    constexpr int64_t UNIT = STEP_PAIRS * LANES, MIN_STEPS = 16;  // neighbours in memory, which one thread should move
+    constexpr int64_t UNIT = STEP_PAIRS * LANES, MIN_STEPS = 16;  // neighbors in memory, which one thread should move
     uint32_t* packed = static_cast<uint32_t*>(packed_);
     LinearCall call = {{nullptr, nullptr, GATED, outputs}, nullptr, 0, packed, 0, inputs};
     int64_t vectors = call.num_vectors();

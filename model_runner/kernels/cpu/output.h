@@ -22,7 +22,7 @@ struct Output {
     Form form;
     int64_t outputs;
 
-    // Neighbours that are to be finished together.
+    // Neighbors that are to be finished together.
     int64_t unit() const { return form == GATED ? 2 : 1; }
 
     // Of the outputs before they were packed, where 16 begin that a vector of the packed weight has.

@@ -18,8 +18,8 @@ void multiply_part(const LinearCall& call, int64_t begin, int64_t end);
 
 void multiply_compressed_part(const LinearCall& call, int64_t begin, int64_t end);
 
-// `tokens`: those of the call, quantised; not looked at where `part_takes_tiles`.
-void multiply_blocks_part(const BlockCall& call, const Quantised& tokens, int64_t begin, int64_t end, int64_t tiles_from);
+// `tokens`: those of the call, quantized; not looked at where `part_takes_tiles`.
+void multiply_blocks_part(const BlockCall& call, const Quantized& tokens, int64_t begin, int64_t end, int64_t tiles_from);
 
 // Whether tokens are multiplied as they are (block_tiles.h).
 inline bool part_takes_tiles(int64_t num_tokens, int64_t tiles_from) { return TILES && num_tokens >= tiles_from; }

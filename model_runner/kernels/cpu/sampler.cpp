@@ -130,20 +130,20 @@ inline uint64_t rank(float value, int32_t id) {
 }
 
 // In float64: nothing is lost where the likeliest token has nearly all of the mass.
-double normaliser(const float* x, int64_t size, float largest) {
+double normalizer(const float* x, int64_t size, float largest) {
     return largest + std::log(weigh<false>(x, size, largest).total);
 }
 
-void top_tokens(const float* x, int64_t size, double normaliser, int64_t k, float* groups, Candidates& c, int32_t* ids,
+void top_tokens(const float* x, int64_t size, double normalizer, int64_t k, float* groups, Candidates& c, int32_t* ids,
                 float* logprobs) {
-    if (!std::isnan(normaliser)) collect(x, size, bound_of_top_k(groups, size, k), c);  // else there is no order
+    if (!std::isnan(normalizer)) collect(x, size, bound_of_top_k(groups, size, k), c);  // else there is no order
     uint64_t* ranks = reinterpret_cast<uint64_t*>(c.keys);  // and the weights behind them
     for (int64_t n = 0; n < c.count; ++n) ranks[n] = rank(c.values[n], c.ids[n]);
     int64_t found = std::min(k, c.count);
     std::partial_sort(ranks, ranks + found, ranks + c.count, std::greater<uint64_t>());
     for (int64_t n = 0; n < found; ++n) {
         ids[n] = int32_t(~uint32_t(ranks[n]));
-        logprobs[n] = float(x[ids[n]] - normaliser);
+        logprobs[n] = float(x[ids[n]] - normalizer);
     }
     for (int64_t n = found; n < k; ++n) {  // the row is not made of numbers
         ids[n] = 0;
@@ -178,7 +178,7 @@ EXPORT void token_logprobs(const float* logits, int64_t stride, const int64_t* i
         const float* x = logits + indices[n] * stride;
         Workspace work(size);
         Survey seen = survey(x, size, 1.0f, nullptr, work.groups());
-        double log_total = normaliser(x, size, seen.largest);
+        double log_total = normalizer(x, size, seen.largest);
         token[n] = float(x[token_ids[indices[n]]] - log_total);
         if (top_k == 0) return;
         Candidates c = work.candidates();

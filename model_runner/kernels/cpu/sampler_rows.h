@@ -139,7 +139,7 @@ inline float rounded_product(float a, float b) {
     return product;
 }
 
-inline void penalise(const Row& row, const Batch& batch, float* x) {
+inline void penalize(const Row& row, const Batch& batch, float* x) {
     const uint8_t* in_prompt = batch.in_prompt + row.slot * batch.size;
     const int32_t* in_output = batch.in_output + row.slot * batch.size;
     for (int64_t begin = 0; begin < batch.size; begin += LANES) {
@@ -174,7 +174,7 @@ inline bool edit(const Row& row, const Batch& batch, const float* logits, float*
         magnitude.see(v);
         store(x + n, v);  // there is room behind the last one
     }
-    if (row.slot >= 0) penalise(row, batch, x);
+    if (row.slot >= 0) penalize(row, batch, x);
     for (int32_t e = row.edits_start; e < row.edits_stop; ++e)
         if (int64_t token = batch.edit_ids[e]; token >= 0 && token < batch.size) x[token] += batch.edit_values[e];
     if (row.grammar >= 0) forbid(batch.masks + row.grammar * batch.mask_stride, x, batch.size);

@@ -309,20 +309,20 @@ ALWAYS_INLINE uint32_t load_pair(const void* p) {
 
 // ---------------------------------------------------------------- 16 sums at once
 
-// One level of the tree below: adds neighbours of a into the first half of each block, those of b into the second.
-ALWAYS_INLINE f32x16 add_neighbours_1(f32x16 a, f32x16 b) {
+// One level of the tree below: adds neighbors of a into the first half of each block, those of b into the second.
+ALWAYS_INLINE f32x16 add_neighbors_1(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
-ALWAYS_INLINE f32x16 add_neighbours_2(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 add_neighbors_2(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
            SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }
-ALWAYS_INLINE f32x16 add_neighbours_4(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 add_neighbors_4(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
            SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
 }
-ALWAYS_INLINE f32x16 add_neighbours_8(f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32x16 add_neighbors_8(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
@@ -330,10 +330,10 @@ ALWAYS_INLINE f32x16 add_neighbours_8(f32x16 a, f32x16 b) {
 // The sum of each of 16 vectors, in their order.
 ALWAYS_INLINE f32x16 sums(const f32x16* v) {
     f32x16 w[8];
-    for (int n = 0; n < 8; ++n) w[n] = add_neighbours_1(v[2 * n], v[2 * n + 1]);
-    for (int n = 0; n < 4; ++n) w[n] = add_neighbours_2(w[2 * n], w[2 * n + 1]);
-    for (int n = 0; n < 2; ++n) w[n] = add_neighbours_4(w[2 * n], w[2 * n + 1]);
-    return add_neighbours_8(w[0], w[1]);
+    for (int n = 0; n < 8; ++n) w[n] = add_neighbors_1(v[2 * n], v[2 * n + 1]);
+    for (int n = 0; n < 4; ++n) w[n] = add_neighbors_2(w[2 * n], w[2 * n + 1]);
+    for (int n = 0; n < 2; ++n) w[n] = add_neighbors_4(w[2 * n], w[2 * n + 1]);
+    return add_neighbors_8(w[0], w[1]);
 }
 
 }  // namespace engine

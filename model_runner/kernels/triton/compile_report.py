@@ -42,7 +42,7 @@ class KernelVariant:
         kernel: what `triton.jit` made.
         signature: type of each argument that is not a constant, in any order: "*bf16", "i64", "fp32". Pointers count as
             aligned to 16 bytes, as torch allocates them; an integer that is always a multiple of 16 is "i32:16".
-        constexprs: value of each `tl.constexpr` argument, and None or 1 for arguments that are specialised to it.
+        constexprs: value of each `tl.constexpr` argument, and None or 1 for arguments that are specialized to it.
         max_stack_bytes: spilled registers and local arrays of a thread that are known and accepted.
         min_arch: the first compute capability, without the dot, that it can be compiled for and is launched on.
     """

@@ -2,7 +2,7 @@
 
 The packed layout is ours, the same for every checkpoint format. Inputs are taken in blocks of 128; a word of 32 bits
 holds the numbers of eight inputs that lie 16 apart, so that one shift and one mask of a tile of words give 16
-neighbouring inputs: the tile of a matrix instruction, with nothing to shuffle and nothing read twice.
+neighboring inputs: the tile of a matrix instruction, with nothing to shuffle and nothing read twice.
 
     word [16 * b + r, n]: bits 4j..4j+3 are the number of input 128 * b + 16 * j + r, output n   0 <= j < 8, 0 <= r < 16
 
@@ -121,7 +121,7 @@ def _int4_gemm_kernel(
 
 
 @triton.jit
-def _dequantise_kernel(
+def _dequantize_kernel(
     words_ptr, scales_ptr, zeros_ptr, out_ptr, num_inputs, width, GROUP: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     block = tl.program_id(0)
@@ -151,7 +151,7 @@ def int4_gemm(
     group_size: int,
     num_sms: int,
 ) -> Tensor:
-    """x @ weight (+ bias): [M, K] -> [M, N] in x's dtype. For many rows see `dequantise_int4`: each tile unpacks anew.
+    """x @ weight (+ bias): [M, K] -> [M, N] in x's dtype. For many rows see `dequantize_int4`: each tile unpacks anew.
 
     Args:
         x: rows may lie apart by any stride.
@@ -187,14 +187,14 @@ def int4_gemm(
     return cut.finish()
 
 
-def dequantise_int4(
+def dequantize_int4(
     words: Tensor, scales: Tensor, zeros: Tensor, *, num_inputs: int, group_size: int, dtype: torch.dtype
 ) -> Tensor:
     """The whole weight: [K, N]. Arguments as in `int4_gemm`."""
     width = words.shape[1]
     out = torch.empty((num_inputs, width), dtype=dtype, device=words.device)
     grid = (triton.cdiv(num_inputs, BLOCK_K), triton.cdiv(width, 2 * TILE_OUTPUTS))
-    _dequantise_kernel[grid](
+    _dequantize_kernel[grid](
         words, scales, zeros, out, num_inputs, width, GROUP=group_size, BLOCK_N=2 * TILE_OUTPUTS, num_warps=4
     )
     return out
@@ -218,5 +218,5 @@ def variants() -> list[KernelVariant]:
         found.append(KernelVariant(name, _int4_gemm_kernel, signature, constants, num_stages=4))
     constants = {"GROUP": 128, "BLOCK_N": 2 * TILE_OUTPUTS}
     signature = packed | sizes | {"out_ptr": "*bf16"}
-    found.append(KernelVariant("dequantise_int4 group 128", _dequantise_kernel, signature, constants))
+    found.append(KernelVariant("dequantize_int4 group 128", _dequantize_kernel, signature, constants))
     return found

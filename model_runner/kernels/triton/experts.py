@@ -47,7 +47,7 @@ _MIDDLE: Final = _Tile(32, 64, 64, 4, 4)
 _HIGH: Final = _Tile(128, 64, 64, 8, 3)
 
 
-# Specialised to their counts of rows, kernels would be compiled while serving: for 1, multiples of 16, and others.
+# Specialized to their counts of rows, kernels would be compiled while serving: for 1, multiples of 16, and others.
 @triton.jit(do_not_specialize=["num_rows"])
 def _align_kernel(
     expert_ids_ptr,
@@ -110,7 +110,7 @@ def _product_kernel(
     INPUTS: tl.constexpr,
 ):
     """A block of rows times a tile of its expert's weight [outputs, inputs]; GATED: times two tiles, gate and up."""
-    # Blocks before outputs: neighbours read the same tile of weights, which is what is large.
+    # Blocks before outputs: neighbors read the same tile of weights, which is what is large.
     block = tl.program_id(0) % max_blocks
     if block >= tl.load(num_blocks_ptr):
         return

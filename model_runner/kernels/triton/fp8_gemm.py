@@ -1,6 +1,6 @@
-"""8-bit floats: activations quantised token by token, and products with weights that have a scale per output or block.
+"""8-bit floats: activations quantized token by token, and products with weights that have a scale per output or block.
 
-`quantise_rows` stands before every product, also those of other libraries. `fp8_gemm` is for what they do not take:
+`quantize_rows` stands before every product, also those of other libraries. `fp8_gemm` is for what they do not take:
 numbers of outputs that are no multiple of 16, and scales per group of 128 inputs, whose partial sums are scaled before
 they are added up. Both need compute capability 8.9. `fp8_weight_gemm` does not: it turns weights into the type of the
 activations in registers, so that older GPUs at least read half as much.
@@ -37,10 +37,10 @@ _NUMBERS_AT_A_TIME: Final = 4096
 
 
 @triton.jit
-def _quantise_kernel(
+def _quantize_kernel(
     x_ptr, numbers_ptr, scales_ptr, x_stride, num_inputs, num_groups, group_size, bound, BLOCK: tl.constexpr
 ):
-    """A program quantises one group of one row. NaN stays NaN."""
+    """A program quantizes one group of one row. NaN stays NaN."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     start = group * group_size
@@ -172,7 +172,7 @@ def _fp8_weight_gemm_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=has_row[:, None] & inside[None, :])
 
 
-def quantise_rows(x: Tensor, group_size: int, bound: float | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, group_size: int, bound: float | None = None) -> tuple[Tensor, Tensor]:
     """Each row of [M, K], or each group of its numbers, to 8 bits: ([M, K] e4m3, scales [M, G] float32).
 
     A scale is the largest absolute number / 448, or `bound` / 448 where that is less: larger numbers become the bound.
@@ -183,7 +183,7 @@ def quantise_rows(x: Tensor, group_size: int, bound: float | None = None) -> tup
     scales = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
     if num_rows:
         block = min(triton.next_power_of_2(min(group_size, num_inputs)), _NUMBERS_AT_A_TIME)
-        _quantise_kernel[(num_rows, num_groups)](
+        _quantize_kernel[(num_rows, num_groups)](
             x,
             numbers,
             scales,
@@ -193,7 +193,7 @@ def quantise_rows(x: Tensor, group_size: int, bound: float | None = None) -> tup
             group_size,
             float("inf") if bound is None else bound,
             BLOCK=block,
-            num_warps=_quantise_warps(block),
+            num_warps=_quantize_warps(block),
         )
     return numbers, scales
 
@@ -207,10 +207,10 @@ def fp8_gemm(
     dtype: torch.dtype,
     num_sms: int,
 ) -> Tensor:
-    """x @ weight.T (+ bias), both quantised: [M, K] -> [M, N] of `dtype`.
+    """x @ weight.T (+ bias), both quantized: [M, K] -> [M, N] of `dtype`.
 
     Args:
-        x: [M, K], contiguous, and its scales [M, G], as `quantise_rows` makes them.
+        x: [M, K], contiguous, and its scales [M, G], as `quantize_rows` makes them.
         weight: [N, K], contiguous; K a multiple of 16, or this is slow.
         weight_scales: [G, N]; groups are of 128 inputs where there are several.
     """
@@ -247,7 +247,7 @@ def fp8_gemm(
 def fp8_weight_gemm(
     x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, group_size: int, num_sms: int
 ) -> Tensor:
-    """x @ weight.T (+ bias), only the weight quantised: [M, K] -> [M, N] in x's dtype.
+    """x @ weight.T (+ bias), only the weight quantized: [M, K] -> [M, N] in x's dtype.
 
     Args:
         x: rows may lie apart by any stride.
@@ -284,7 +284,7 @@ def fp8_weight_gemm(
     return cut.finish()
 
 
-def _quantise_warps(block: int) -> int:
+def _quantize_warps(block: int) -> int:
     return min(max(block // 512, 1), 8)
 
 
@@ -294,14 +294,14 @@ def variants() -> list[KernelVariant]:
     for block in (GROUP, _NUMBERS_AT_A_TIME):
         signature = {"x_ptr": "*bf16", "numbers_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "x_stride": "i32:16"}
         signature |= {"num_inputs": "i32:16", "num_groups": "i32", "group_size": "i32:16", "bound": "fp32"}
-        name = f"quantise_rows {block} at a time"
+        name = f"quantize_rows {block} at a time"
         found.append(
             KernelVariant(
                 name,
-                _quantise_kernel,
+                _quantize_kernel,
                 signature,
                 {"BLOCK": block},
-                _quantise_warps(block),
+                _quantize_warps(block),
                 min_arch=_MIN_ARCH,
             )
         )

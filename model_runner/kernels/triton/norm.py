@@ -55,7 +55,7 @@ def _add_rms_norm_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     residual_at = residual_ptr + row * residual_stride + column
     residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-    # What is normalised is the stream as it is kept, rounded, and not a better one that nobody sees again.
+    # What is normalized is the stream as it is kept, rounded, and not a better one that nobody sees again.
     residual = (residual + x).to(residual_ptr.dtype.element_ty)
     tl.store(residual_at, residual, mask=inside)
     residual = residual.to(tl.float32)

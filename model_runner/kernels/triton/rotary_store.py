@@ -1,6 +1,6 @@
 """All that stands between the projections and attention, in one launch: norms of heads, rotary, and the KV pool.
 
-A program takes a few neighbouring heads of one token, whether of q, k or v; heads are told apart by their number alone.
+A program takes a few neighboring heads of one token, whether of q, k or v; heads are told apart by their number alone.
 Each head lies in two tiles, the two halves that rotate into each other, and a third of what does not rotate.
 
     head   [ first half | second half | rest ]      q -> a new tensor, k and v -> their slots of the pool

@@ -57,7 +57,7 @@ def _route_kernel(
     tl.store(ids_ptr + at, ids.to(tl.int64), mask=place < NUM_ACTIVE)
 
 
-def route(logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
     """See `Route`. Of equal logits the expert with the smaller number is the larger one."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -71,7 +71,7 @@ def route(logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, 
             logits.stride(0),
             num_experts,
             NUM_ACTIVE=num_active,
-            NORMALISE=normalise,
+            NORMALISE=normalize,
             BLOCK=triton.next_power_of_2(num_experts),
             ACTIVE_BLOCK=triton.next_power_of_2(num_active),
             num_warps=_NUM_WARPS,

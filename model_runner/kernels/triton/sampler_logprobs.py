@@ -1,4 +1,4 @@
-"""Log-probabilities in two launches: normaliser, given tokens and the likeliest ones, without sorting the vocabulary.
+"""Log-probabilities in two launches: normalizer, given tokens and the likeliest ones, without sorting the vocabulary.
 
 Each chunk of a row hands over its k likeliest tokens as integers that order first by logit, then by token id, the
 smaller first; among those of all chunks the row's k likeliest are found in the same way.
@@ -84,10 +84,10 @@ def collect_logprobs_kernel(
     )
     sums = tl.load(stats_ptr + (line + SUM * num_lines) * num_chunks + lanes, mask=valid, other=0.0)
     largest, total = sum_of_exp(maxima, sums)
-    normaliser = largest + tl.log(total)
+    normalizer = largest + tl.log(total)
     row = tl.load(indices_ptr + line)
     chosen = tl.load(chosen_ptr + row)
-    tl.store(token_ptr + line, tl.load(logits_ptr + row * logits_stride + chosen) - normaliser)
+    tl.store(token_ptr + line, tl.load(logits_ptr + row * logits_stride + chosen) - normalizer)
     places = tl.arange(0, CANDIDATES)
     ranked = tl.load(
         top_ptr + line * num_chunks * top_k + places, mask=places < num_chunks * top_k, other=NONE
@@ -97,7 +97,7 @@ def collect_logprobs_kernel(
         best = tl.max(ranked, axis=0)
         tl.store(top_ids_ptr + line * top_k + rank, LAST_ID - (best & 0xFFFFFFFF).to(tl.int32))
         logit = from_order_key((best >> 32).to(tl.int32))
-        tl.store(top_logprobs_ptr + line * top_k + rank, logit - normaliser)
+        tl.store(top_logprobs_ptr + line * top_k + rank, logit - normalizer)
         ranked = tl.where(ranked == best, NONE, ranked)
         rank += 1
 

@@ -15,7 +15,7 @@ from ..block_forms import GGUF_FORMS
 from ..fields import Fields
 from ..hf.hf_families import windows_by_pattern
 from ..model_spec import DTypeName, ExpertsSpec, ModelSpec
-from ..quantization import QuantisationSpec
+from ..quantization import QuantizationSpec
 from .gguf_file import GGUFFile
 from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
@@ -89,14 +89,14 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         **_family_facts(fields, arch, num_heads, hidden_size),
     )
     spec = structs.replace(
-        spec, max_position_embeddings=spec.known_positions, quantisation=_quantisation(file, spec)
+        spec, max_position_embeddings=spec.known_positions, quantization=_quantization(file, spec)
     )
     if contradiction := spec.contradiction():
         raise ConfigError(f"{file.path}: {contradiction}")
     return spec
 
 
-def _quantisation(file: GGUFFile, spec: ModelSpec) -> QuantisationSpec | None:
+def _quantization(file: GGUFFile, spec: ModelSpec) -> QuantizationSpec | None:
     """The modules stored in blocks that can stay quantized; None: there are none."""
     types: dict[str, str] = {}
     for name, stored, _ in stored_names(spec, experts=False):
@@ -113,7 +113,7 @@ def _quantisation(file: GGUFFile, spec: ModelSpec) -> QuantisationSpec | None:
         info = file.tensors.get(stored)
         if info is not None and len(info.shape) == 3 and info.ggml_type.name in GGUF_FORMS:
             types[module] = info.ggml_type.name
-    return QuantisationSpec(method="gguf", types=types) if types else None
+    return QuantizationSpec(method="gguf", types=types) if types else None
 
 
 def _vocab_size(file: GGUFFile, fields: Fields, arch: str) -> int:
@@ -151,7 +151,7 @@ def _family_facts(fields: Fields, arch: str, num_heads: int, hidden_size: int) -
             num_experts=fields.integer(f"{arch}.expert_count", 1, 1 << 16),
             num_active=fields.integer(f"{arch}.expert_used_count", 1, 1 << 16),
             intermediate_size=fields.integer(f"{arch}.expert_feed_forward_length", 1, 1 << 22),
-            normalise=True,  # llama.cpp always normalizes
+            normalize=True,  # llama.cpp always normalizes
         )
         return {"qk_norm": True, "experts": experts}
     if arch == "gemma3":

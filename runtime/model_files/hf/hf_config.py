@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ..fields import Fields
 from ..json_file import read_json
 from ..model_spec import DTypeName, ModelSpec
-from ..quantization import read_quantisation
+from ..quantization import read_quantization
 from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
 from .hf_rope import MAX_POSITIONS
@@ -61,7 +61,7 @@ def read_hf_spec(folder: Path) -> ModelSpec:
         torch_dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, folder, vocab_size),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-        quantisation=read_quantisation(folder, fields),
+        quantization=read_quantization(folder, fields),
         **family.read(fields),
     )
     spec = structs.replace(spec, max_position_embeddings=spec.known_positions)

@@ -60,7 +60,7 @@ def _qwen3_moe(fields: Fields) -> Facts:
         num_experts=fields.integer(name, 1, 1 << 16),
         num_active=fields.integer("num_experts_per_tok", 1, 1 << 16),
         intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22),
-        normalise=fields.boolean("norm_topk_prob", default=False),
+        normalize=fields.boolean("norm_topk_prob", default=False),
         dense_layers=tuple(sorted(layer for layer in dense if layer < num_layers)),
     )
     return _qwen3_attention(fields) | windows | {"experts": experts}

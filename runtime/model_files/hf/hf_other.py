@@ -105,6 +105,6 @@ def _experts(fields: Fields) -> Facts:
         num_experts=num_experts,
         num_active=fields.integer("num_experts_per_tok", 1, 1 << 16, default=num_experts),
         intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22, default=width),
-        normalise=False,
+        normalize=False,
     )
     return {"experts": experts}

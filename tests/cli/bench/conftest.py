@@ -6,7 +6,7 @@ import pytest
 from engine.cli.bench.load import LoadRun
 from engine.cli.bench.records import RequestRecord
 from engine.cli.bench.result_file import RequestRow, Run
-from engine.cli.bench.summary import summarise
+from engine.cli.bench.summary import summarize
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def make_run(make_record, make_load_run):
         load = make_load_run(records)
         rows = [RequestRow.of(record, 0.0, details=False) for record in records]
         return Run(
-            "serve", "2026-01-01T00:00:00+00:00", {"seed": 0}, None, {}, None, summarise(load, {}), rows
+            "serve", "2026-01-01T00:00:00+00:00", {"seed": 0}, None, {}, None, summarize(load, {}), rows
         )
 
     return make

@@ -1,4 +1,4 @@
-"""The client against a server whose behaviour is known: counts, times, and every way to fail."""
+"""The client against a server whose behavior is known: counts, times, and every way to fail."""
 
 import asyncio
 import json

@@ -106,7 +106,7 @@ def test_a_model_cannot_write_escape_sequences_to_a_terminal():
     assert file.getvalue() == "a\x1b[2Jb"
 
 
-def test_colours_only_on_a_terminal_and_not_under_no_color(monkeypatch):
+def test_colors_only_on_a_terminal_and_not_under_no_color(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal, file = Terminal(), io.StringIO()

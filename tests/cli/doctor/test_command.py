@@ -9,7 +9,7 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.doctor import machine_facts, torch_probe
-from engine.cli.doctor.check import Check, Verdict, fail, ok, refused, warn
+from engine.cli.doctor.check import Check, CheckStatus, fail, ok, refused, warn
 from engine.cli.doctor.command import json_text, summary, warn_at_start
 from engine.model_runner.kernels.cpu.isa import ISAS
 from engine.runtime.config.engine_config import EngineConfig
@@ -90,9 +90,9 @@ def test_the_summary_names_what_matters():
 
 def test_the_way_out_of_an_error_is_the_fix():
     assert refused("x", "a is 3; so it is; lower a") == Check(
-        "x", Verdict.FAIL, "a is 3; so it is", "lower a"
+        "x", CheckStatus.FAIL, "a is 3; so it is", "lower a"
     )
-    assert refused("x", "no way out") == Check("x", Verdict.FAIL, "no way out", "see the message")
+    assert refused("x", "no way out") == Check("x", CheckStatus.FAIL, "no way out", "see the message")
 
 
 def test_a_start_says_only_what_is_not_well(caplog, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.doctor.check import Verdict
+from engine.cli.doctor.check import CheckStatus
 from engine.cli.doctor.compute import check_compute, covers
 from engine.cli.doctor.machine import check_machine
 from engine.cli.doctor.machine_facts import Process, Unmet
@@ -19,7 +19,7 @@ from engine.runtime.resolve.host_facts import HostFacts
 
 from .conftest import FLAGS, GIB, GPU, cuda_torch, host, machine, torch
 
-WARN, FAIL = Verdict.WARN, Verdict.FAIL
+WARN, FAIL = CheckStatus.WARN, CheckStatus.FAIL
 CUDA_VERSION = "2.14.1+cu130"
 GPU_HOST = host(gpus=(GPU,), torch_version=CUDA_VERSION)
 
@@ -151,7 +151,7 @@ TORCH_FAULTS = [
     ),
     (
         *(torch(isa="portable"), host(cpu_flags=NO_AVX2), "cpu", WARN),
-        *("no bfloat16 .*; no AVX2 with FMA, .* dequantised", "use a CPU with AVX2"),
+        *("no bfloat16 .*; no AVX2 with FMA, .* dequantized", "use a CPU with AVX2"),
     ),
     (
         torch(cpu_kernels_error="no C++ compiler for the CPU kernels; install one", compilers=()),

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.doctor.check import Verdict
+from engine.cli.doctor.check import CheckStatus
 from engine.cli.doctor.model import check_checksums, check_model
 from engine.cli.doctor.model_facts import SAMPLES, Checksum, ModelFacts, gather_model
 from engine.runtime.config.config_sources import from_arguments, merge
 
 from .conftest import GIB, host
 
-WARN, FAIL, OK, SKIP = Verdict.WARN, Verdict.FAIL, Verdict.OK, Verdict.SKIP
+WARN, FAIL, OK, SKIP = CheckStatus.WARN, CheckStatus.FAIL, CheckStatus.OK, CheckStatus.SKIP
 
 
 def examine(model, on=None, **settings):

@@ -24,7 +24,7 @@ from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import (
     Arrived,
     DecisionRecord,
-    Left,
+    Finished,
     PageCounts,
     PassRecord,
     Retraction,
@@ -212,7 +212,7 @@ class SampleEngine:
             facts = (prefix, length, request.max_new_tokens // 2, need, have)
             record.verdicts.append(Verdict(request.rid, AddReqResult.CONTINUE, reason, *facts))
             if not request.on_host:
-                kind = MissKind.COLD if not prefix else MissKind.DIFFERS
+                kind = MissKind.NO_PREFIX if not prefix else MissKind.DIFFERS
                 record.cache_misses.append(
                     CacheMiss(request.rid, request.prompt_len, prefix, kind, prefix + 3)
                 )
@@ -248,18 +248,18 @@ class SampleEngine:
             record.evicted_pages = min(excess, self._cached)
             self._cached -= record.evicted_pages
 
-    def _settle(self, mode: ForwardMode, done: list[_Request]) -> list[Left]:
+    def _settle(self, mode: ForwardMode, done: list[_Request]) -> list[Finished]:
         left = []
         if mode is not ForwardMode.EXTEND:
             for request in list(self._running):
                 if request.end is FinishKind.ABORT and request.output_len >= request.max_new_tokens // 2:
                     left.append(
-                        Left(
+                        Finished(
                             request.rid, FinishKind.ABORT, request.output_len, "the client closed the stream"
                         )
                     )
                 elif request.output_len >= request.max_new_tokens:
-                    left.append(Left(request.rid, request.end, request.output_len))
+                    left.append(Finished(request.rid, request.end, request.output_len))
                 else:
                     continue
                 self._running.remove(request)

@@ -121,7 +121,7 @@ def test_long_texts_are_cut():
     assert len(data["requests"]["rid"][0]) == page.MAX_TEXT_LEN
 
 
-def test_every_reason_has_a_colour():
+def test_every_reason_has_a_color():
     waits = {reason: wait_group(reason) for reason in Reason}
     assert set(waits.values()) == {"memory", "compute", "shared", "queue"}
     assert waits[Reason.NO_KV] == "memory"

@@ -79,7 +79,7 @@ def root_attributes(dom):
 
 
 def pixels(path):
-    """How often each colour occurs in a PNG of 8-bit RGB or RGBA."""
+    """How often each color occurs in a PNG of 8-bit RGB or RGBA."""
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     at, packed, width, height, channels = 8, b"", 0, 0, 0
@@ -95,13 +95,13 @@ def pixels(path):
         at += 12 + length
     assert (width, height) == SIZE
     raw, stride = zlib.decompress(packed), width * channels
-    colours: Counter[bytes] = Counter()
+    colors: Counter[bytes] = Counter()
     above = bytearray(stride)
     for y in range(height):
         start = y * (stride + 1)
         above = unfilter(raw[start], raw[start + 1 : start + 1 + stride], above, channels)
-        colours.update(bytes(above[x : x + 3]) for x in range(0, stride, channels))
-    return colours
+        colors.update(bytes(above[x : x + 3]) for x in range(0, stride, channels))
+    return colors
 
 
 def unfilter(kind, line, above, channels):
@@ -124,14 +124,14 @@ def unfilter(kind, line, above, channels):
 
 
 def palette(theme):
-    """The page's colours by name."""
+    """The page's colors by name."""
     block = CSS[CSS.index(':root[data-theme="dark"] {') :] if theme == "dark" else CSS
     block = block[: block.index("}")]
     return {name: bytes.fromhex(code) for name, code in re.findall(r"--([a-z-]+): #([0-9a-f]{6});", block)}
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_small_log_is_drawn_in_the_colours_of_its_legend(browse, sample_engine, theme):
+def test_a_small_log_is_drawn_in_the_colors_of_its_legend(browse, sample_engine, theme):
     timeline = read_timeline(sample_engine(num_requests=40, num_pages=160).records())
 
     dom, shot = browse(timeline, f"theme={theme}")
@@ -141,9 +141,9 @@ def test_a_small_log_is_drawn_in_the_colours_of_its_legend(browse, sample_engine
     assert found["passes"] == str(len(timeline.passes))
     assert "error" not in found
     assert "<title>Scheduler trace · decisions.log</title>" in dom
-    colours, expected = pixels(shot), palette(theme)
-    assert len(colours) > 100
-    assert colours.most_common(1)[0][0] in (expected["surface"], expected["page"])
+    colors, expected = pixels(shot), palette(theme)
+    assert len(colors) > 100
+    assert colors.most_common(1)[0][0] in (expected["surface"], expected["page"])
     for name, at_least in {
         "prefill": 1500,
         "decode": 10_000,
@@ -155,7 +155,7 @@ def test_a_small_log_is_drawn_in_the_colours_of_its_legend(browse, sample_engine
         "step": 5000,
     }.items():
         # the swatches of the legend have at most 144 pixels, the thin ones of waits 80
-        assert colours[expected[name]] > at_least, (name, colours[expected[name]])
+        assert colors[expected[name]] > at_least, (name, colors[expected[name]])
 
 
 def test_a_large_log_is_drawn_in_as_many_rows_as_requests_at_a_time(browse, sample_engine):
@@ -179,7 +179,7 @@ def test_a_coarser_page_is_drawn_and_says_so(browse, sample_engine, monkeypatch)
     found = root_attributes(dom)
     assert (found["ready"], found["rows"]) == ("1", "40")
     assert "error" not in found
-    assert "are drawn as one, in the colour of the longest" in dom
+    assert "are drawn as one, in the color of the longest" in dom
     assert pixels(shot)[palette("light")["wait-memory"]] > 500
 
 

@@ -12,7 +12,14 @@ from engine.cli.trace.timeline import EmptyLogError, TimelineBuilder, read_timel
 from engine.runtime.messages import FinishKind
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.records.cache_miss import CacheMiss, MissKind
-from engine.scheduler.records.decision_log import Arrived, Left, PageCounts, PassRecord, Retraction, Settled
+from engine.scheduler.records.decision_log import (
+    Arrived,
+    Finished,
+    PageCounts,
+    PassRecord,
+    Retraction,
+    Settled,
+)
 from engine.scheduler.records.pass_figures import BudgetState
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
@@ -81,7 +88,7 @@ def test_a_request_waits_computes_and_decodes_until_it_is_answered(log):
     log.a_pass(refused("a", have=14), num_waiting=1)
     log.a_pass(admitted("a"), num_waiting=1, cache_misses=[CacheMiss("a", 8, 4, MissKind.DIFFERS, 5)])
     log.a_pass(num_decodes=1)
-    log.a_pass(num_decodes=1, left=[Left("a", FinishKind.STOP, 3, "")])
+    log.a_pass(num_decodes=1, left=[Finished("a", FinishKind.STOP, 3, "")])
     log.a_pass()
 
     story = log.story("a")
@@ -227,7 +234,7 @@ def test_with_overlap_the_surplus_step_is_not_counted(log):
     log.a_pass(num_decodes=1, settle=False)
     log.settle(1)
     log.a_pass(num_decodes=1, settle=False)
-    log.settle(2, Left("a", FinishKind.LENGTH, 2))
+    log.settle(2, Finished("a", FinishKind.LENGTH, 2))
     log.settle(3)
     assert log.spans("a") == [("PREFILL", 0, 0), ("DECODE", 1, 1)]
 
@@ -235,7 +242,7 @@ def test_with_overlap_the_surplus_step_is_not_counted(log):
 def test_an_abort_between_steps_ends_a_wait_at_the_last_pass(log):
     log.arrive("a")
     log.a_pass(num_waiting=1, num_rest=1, rest_reason=Reason.NO_ROW)
-    log.records.append(Settled(100.02, 0, left=[Left("a", FinishKind.ABORT, 0, "the client is gone")]))
+    log.records.append(Settled(100.02, 0, left=[Finished("a", FinishKind.ABORT, 0, "the client is gone")]))
     log.a_pass()
 
     story = log.story("a")
@@ -246,7 +253,7 @@ def test_an_abort_between_steps_ends_a_wait_at_the_last_pass(log):
 
 def test_requests_from_before_the_log_and_without_an_end_are_told_as_far_as_known(log):
     log.a_pass(retractions=[Retraction("old", "recompute", "memory", 1, 1)], num_decodes=2)
-    log.a_pass(left=[Left("older", FinishKind.STOP, 9)], num_decodes=1)
+    log.a_pass(left=[Finished("older", FinishKind.STOP, 9)], num_decodes=1)
     log.arrive("late")
 
     timeline = log.timeline()
@@ -261,7 +268,7 @@ def test_requests_from_before_the_log_and_without_an_end_are_told_as_far_as_know
 
 def test_an_id_may_come_again_after_its_answer(log):
     log.arrive("a")
-    log.a_pass(admitted("a"), left=[Left("a", FinishKind.STOP, 1)])
+    log.a_pass(admitted("a"), left=[Finished("a", FinishKind.STOP, 1)])
     log.arrive("a")
     log.a_pass(admitted("a"))
     assert [story.spans[0].first for story in log.timeline().requests] == [0, 1]
@@ -409,7 +416,7 @@ def test_coarsening_to_a_shared_reason_leaves_no_verdict():
     assert (span.reason, span.num_verdicts) == (Reason.NO_KV, 9)
 
 
-def test_coarsening_leaves_long_neighbours_and_sums_chunks():
+def test_coarsening_leaves_long_neighbors_and_sums_chunks():
     long = [wait(0, 9, Reason.NO_KV), wait(10, 19, Reason.NO_ROW)]
     assert coarsen(long, 4) == long
     chunks = [Span(SpanKind.PREFILL, idx, idx, num_verdicts=1, extend_len=8) for idx in (0, 1, 3, 20)]

@@ -107,7 +107,7 @@ class Pages:
         q, k, expected = [], [], []
         for slots, keys, values, new in zip(self.slots, self.keys, self.values, extend_lens, strict=True):
             if self.pool.k_scale:
-                keys, values = self._store_quantised(layer_id, slots, keys, values)
+                keys, values = self._store_quantized(layer_id, slots, keys, values)
             else:
                 store(self.pool.k[layer_id], slots, keys)
                 store(self.pool.v[layer_id], slots, values)
@@ -118,7 +118,7 @@ class Pages:
         self.q = torch.cat((torch.cat(q), torch.cat(k)), dim=1)[:, : self.spec.num_heads]
         return expected
 
-    def _store_quantised(
+    def _store_quantized(
         self, layer_id: int, slots: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns what they are as int8, in float64."""

@@ -349,7 +349,7 @@ def test_a_window_reads_no_token_before_it(library):
 @pytest.mark.parametrize("kv_dtype", [F32, INT8])
 @pytest.mark.parametrize("new", [1, 90])
 @pytest.mark.parametrize(("key", "value"), [(torch.nan, 0.0), (0.0, torch.nan), (0.0, -torch.inf)])
-def test_a_request_with_nan_does_not_touch_its_neighbours(library, kv_dtype, new, key, value):
+def test_a_request_with_nan_does_not_touch_its_neighbors(library, kv_dtype, new, key, value):
     pages = pages_of(library, spec_of(4, 2, 16), 4, [200, 30, 90], F32, seed=1, kv_dtype=kv_dtype)
     pages.keys[0][5, 0, 3] = key
     pages.values[0][6, 1, 2] = value

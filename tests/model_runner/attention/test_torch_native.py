@@ -57,7 +57,7 @@ def test_a_window_reads_no_token_before_it():
     assert all(out.isfinite().all() for out in ours)
 
 
-def test_a_request_with_nan_does_not_touch_its_neighbours():
+def test_a_request_with_nan_does_not_touch_its_neighbors():
     pages = native(spec_of(4, 2, 8), 4, [200, 30, 90], torch.float32, seed=1)
     pages.keys[0][5] = torch.nan
     pages.values[0][6] = torch.inf

@@ -22,7 +22,7 @@ from engine.runtime.sampling_params import SamplingParams
 ALL_HEADS = {"num_key_value_heads": 6}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", ALL_HEADS),
-    "gpt2, learnt positions": ("gpt2", {"n_inner": 80, **ALL_HEADS}),
+    "gpt2, learned positions": ("gpt2", {"n_inner": 80, **ALL_HEADS}),
     "olmo2": ("olmo2", {}),
     "opt, whose head calls an inner decoder": (
         "opt",
@@ -207,7 +207,7 @@ def test_masks_that_the_model_makes_are_refused_even_if_they_hide_nothing_yet(ma
         load(tiny)
 
 
-def test_layers_that_mix_neighbours_are_refused(make_tiny_model, monkeypatch):
+def test_layers_that_mix_neighbors_are_refused(make_tiny_model, monkeypatch):
     """As a convolution over the text does: right alone, wrong beside others and in chunks."""
     from transformers.models.olmo2 import modeling_olmo2
 
@@ -287,7 +287,7 @@ def test_unknown_architectures_are_not_run_from_the_folder(make_tiny_model):
         load(tiny, replace(tiny.spec, model_type="novel"))
 
 
-def test_quantised_weights_and_other_files_are_refused(make_tiny_model):
+def test_quantized_weights_and_other_files_are_refused(make_tiny_model):
     tiny = make_tiny_model("olmo2")
     with pytest.raises(ConfigError, match="quantization is fp8, but model_impl transformers"):
         load(tiny, quantization="fp8")

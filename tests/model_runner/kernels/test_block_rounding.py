@@ -40,7 +40,7 @@ def test_8_bits_are_off_by_half_a_step_at_most(weight: Tensor) -> None:
     assert rounded.shape == weight.shape
     steps = rounded.scales.repeat_interleave(32, dim=1)
     # A scale of 16 bits may be a little too small for the largest number.
-    assert ((rounded.dequantised(torch.float32) - weight).abs() <= steps * 0.57).all()
+    assert ((rounded.dequantized(torch.float32) - weight).abs() <= steps * 0.57).all()
     assert rounded.numbers.min() >= 1  # symmetric
 
 
@@ -49,7 +49,7 @@ def test_two_blocks_of_8_bits_may_share_a_scale(weight: Tensor) -> None:
 
     assert rounded.has_paired_scales and not round_to_blocks(weight, 8).has_paired_scales
     steps = rounded.scales.repeat_interleave(32, dim=1)
-    assert ((rounded.dequantised(torch.float32) - weight).abs() <= steps * 0.57).all()
+    assert ((rounded.dequantized(torch.float32) - weight).abs() <= steps * 0.57).all()
     single = round_to_blocks(weight, 8).scales
     assert torch.equal(rounded.scales[:, ::2], torch.maximum(single[:, ::2], single[:, 1::2]))
     stacked = stack_blocks([rounded, round_to_blocks(weight, 8)])
@@ -66,7 +66,7 @@ def test_4_bits_lie_where_the_error_is_small(weight: Tensor) -> None:
     rounded = round_to_blocks(weight, 4)
 
     assert (rounded.zero, rounded.bits) == (0, 4) and rounded.numbers.max() == 15
-    ours = squared_error(weight, rounded.dequantised(torch.float32))
+    ours = squared_error(weight, rounded.dequantized(torch.float32))
     ranges = squared_error(weight, whole_range(weight))
     assert ours.sqrt().sum() < 0.95 * ranges.sqrt().sum()
     assert (ours <= ranges * 1.05 + 1e-9).all()  # no block is worse, but for the 16 bits of scale and minimum
@@ -117,7 +117,7 @@ def test_several_threads_round_as_one_does_also_in_inference_mode(weight: Tensor
         with torch.inference_mode():
             rounded = round_to_blocks(weight, bits)  # type: ignore[arg-type]
             assert torch.get_num_threads() == 2
-            assert torch.equal(rounded.dequantised(torch.float32), expected.dequantised(torch.float32))
+            assert torch.equal(rounded.dequantized(torch.float32), expected.dequantized(torch.float32))
     finally:
         torch.set_num_threads(before)
 
@@ -134,7 +134,7 @@ def test_blocks_of_equal_numbers_are_exact_and_zero_stays_zero(bits: int, value:
 
     rounded = round_to_blocks(weight, bits)  # type: ignore[arg-type]
 
-    torch.testing.assert_close(rounded.dequantised(torch.float32), weight.float(), rtol=4e-4, atol=0)
+    torch.testing.assert_close(rounded.dequantized(torch.float32), weight.float(), rtol=4e-4, atol=0)
 
 
 def test_what_already_lies_on_16_steps_is_found() -> None:
@@ -145,24 +145,24 @@ def test_what_already_lies_on_16_steps_is_found() -> None:
     scales, minima = (torch.rand(64, 4, generator=generator).half().float() for _ in range(2))
     stored = BlockWeight(numbers, scales + 0.5, minima - 8, 0, 4)
 
-    again = round_to_blocks(stored.dequantised(torch.float32), 4)
+    again = round_to_blocks(stored.dequantized(torch.float32), 4)
 
     assert torch.equal(again.numbers, numbers)
 
 
 def test_parts_of_the_inputs_and_stacks_of_outputs(weight: Tensor) -> None:
     rounded = round_to_blocks(weight, 4)
-    whole = rounded.dequantised(torch.float32)
+    whole = rounded.dequantized(torch.float32)
 
-    assert torch.equal(rounded.inputs(64, 192).dequantised(torch.float32), whole[:, 64:192])
+    assert torch.equal(rounded.inputs(64, 192).dequantized(torch.float32), whole[:, 64:192])
     stacked = stack_blocks([rounded, round_to_blocks(weight[:7], 4)])
-    assert torch.equal(stacked.dequantised(torch.float32), torch.cat((whole, whole[:7])))
+    assert torch.equal(stacked.dequantized(torch.float32), torch.cat((whole, whole[:7])))
     wide = round_to_blocks(weight, 8)
     mixed = stack_blocks([rounded, wide])
     assert rounded.stacks_with(wide) and mixed.bits == 8
     assert torch.equal(mixed.numbers, torch.cat((rounded.numbers, wide.numbers)))
-    assert torch.equal(mixed.dequantised(torch.float32)[: len(whole)], whole)
+    assert torch.equal(mixed.dequantized(torch.float32)[: len(whole)], whole)
     torch.testing.assert_close(
-        mixed.dequantised(torch.float32)[len(whole) :], wide.dequantised(torch.float32)
+        mixed.dequantized(torch.float32)[len(whole) :], wide.dequantized(torch.float32)
     )
     assert not rounded.stacks_with(rounded.inputs(0, 32))

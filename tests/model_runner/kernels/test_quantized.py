@@ -1,4 +1,4 @@
-"""Who multiplies with a quantised weight and why, and that each of them gives what the dequantised weight gives."""
+"""Who multiplies with a quantized weight and why, and that each of them gives what the dequantized weight gives."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.quantized import (
     Part,
-    QuantisedLinears,
+    QuantizedLinears,
     QuantTarget,
-    choose_maker,
-    dequantised,
+    choose_provider,
+    dequantized,
 )
 from engine.model_runner.kernels.quantized_linear import (
     Fp8Linear,
     Fp8WeightLinear,
     Int4Linear,
-    SglProduct,
+    SglMatmul,
     SideBySide,
-    torch_product,
+    torch_matmul,
 )
 from engine.model_runner.kernels.quantized_weights import (
     FP8,
     Fp8Weight,
     Int4Weight,
-    quantise_to_fp8,
+    quantize_to_fp8,
     stack_fp8,
 )
 from engine.model_runner.kernels.triton import fp8_gemm, split_k
@@ -77,7 +77,7 @@ def on(device: torch.device, weight: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("target", "weight", "maker", "why"),
+    ("target", "weight", "provider", "why"),
     [
         (HOPPER, fp8_weight(), "sgl_kernel", ""),
         (NO_SGL, fp8_weight(), "torch._scaled_mm", "sgl_kernel: not installed"),
@@ -86,7 +86,7 @@ def on(device: torch.device, weight: Any) -> Any:
             HOPPER,
             replace(fp8_weight(), weights_only=True),
             "triton, weights only",
-            "the checkpoint says that only weights are quantised",
+            "the checkpoint says that only weights are quantized",
         ),
         (HOPPER, fp8_weight(rows=72), "triton", "takes sizes in multiples of 16, not 72 x 256"),
         (HOPPER, fp8_weight(columns=200), "triton, weights only", "reads inputs in multiples of 16, not 200"),
@@ -107,10 +107,10 @@ def on(device: torch.device, weight: Any) -> Any:
         (replace(HOPPER, device=torch.device("cpu")), int4_weight(), None, "on GPUs only, not on cpu"),
     ],
 )
-def test_who_multiplies_and_why_not_somebody_better(target, weight, maker, why):
-    chosen, passed_over = choose_maker(target, weight)
+def test_who_multiplies_and_why_not_somebody_better(target, weight, provider, why):
+    chosen, passed_over = choose_provider(target, weight)
 
-    assert (chosen and chosen.name) == maker
+    assert (chosen and chosen.name) == provider
     assert why in passed_over and bool(why) == bool(passed_over)
 
 
@@ -128,23 +128,23 @@ def _scaled_mm(a, b, scales_a, scales_b, dtype, bias):
 
 @pytest.fixture(params=VERSIONS)
 def sgl_product(request):
-    space = f"quantised_sgl_kernel_{request.param.replace('.', '_')}"
+    space = f"quantized_sgl_kernel_{request.param.replace('.', '_')}"
     library = torch.library.Library(space, "DEF")
     library.define(operator_schemas(request.param)["fp8_scaled_mm"])
     library.impl("fp8_scaled_mm", _scaled_mm, "CPU")
-    yield SglProduct(getattr(torch.ops, space))
+    yield SglMatmul(getattr(torch.ops, space))
     library._destroy()
 
 
 def check_fp8(linear: Callable[..., Tensor], weight: Fp8Weight, device: torch.device) -> None:
-    """The product of what the two stand for, once activations are quantised."""
+    """The product of what the two stand for, once activations are quantized."""
     for num_rows in (0, 1, 5):
         x = torch.randn(num_rows, weight.shape[1], device=device).to(torch.bfloat16)
         bias = torch.randn(weight.shape[0], device=device).to(torch.bfloat16)
-        rounded = quantise_to_fp8(x).dequantised(torch.float32).double() if num_rows else x.double()
+        rounded = quantize_to_fp8(x).dequantized(torch.float32).double() if num_rows else x.double()
         for given in (None, bias):
             out = linear(x, given)
-            exact = rounded @ weight.dequantised(torch.float32).double().t()
+            exact = rounded @ weight.dequantized(torch.float32).double().t()
             if given is not None:
                 exact = exact + given.double()
             assert out.dtype == torch.bfloat16 and out.shape == (num_rows, weight.shape[0])
@@ -154,7 +154,7 @@ def check_fp8(linear: Callable[..., Tensor], weight: Fp8Weight, device: torch.de
 @needs_fp8
 def test_torch_multiplies_8_bit_floats(device):
     weight = on(device, fp8_weight())
-    check_fp8(Fp8Linear(weight, torch_product), weight, device)
+    check_fp8(Fp8Linear(weight, torch_matmul), weight, device)
 
 
 @pytest.mark.skipif(HAS_NVIDIA_DRIVER, reason="stands in for the library on machines that cannot load it")
@@ -182,7 +182,7 @@ def test_weights_only_on_older_gpus(device, group_size):
         x = torch.randn(num_rows, 200, device=device).to(torch.bfloat16)
         bias = torch.randn(40, device=device).to(torch.bfloat16)
 
-        exact = x.double() @ weight.dequantised(torch.float32).double().t()
+        exact = x.double() @ weight.dequantized(torch.float32).double().t()
 
         torch.testing.assert_close(linear(x).double(), exact, rtol=2**-7, atol=1e-3)
         torch.testing.assert_close(linear(x, bias).double(), exact + bias.double(), rtol=2**-7, atol=1e-3)
@@ -221,7 +221,7 @@ def test_4_bit_weights_for_few_and_for_many_tokens(device, num_rows, order):
     x = torch.randn(num_rows, 256, device=device).to(torch.bfloat16)
     bias = torch.randn(40, device=device).to(torch.bfloat16)
 
-    exact = x.double() @ weight.dequantised(torch.bfloat16).double().t()
+    exact = x.double() @ weight.dequantized(torch.bfloat16).double().t()
 
     torch.testing.assert_close(linear(x).double(), exact, rtol=2**-7, atol=2e-3)
     torch.testing.assert_close(linear(x, bias).double(), exact + bias.double(), rtol=2**-7, atol=2e-3)
@@ -231,7 +231,7 @@ def test_sorted_inputs_mean_the_same_weight():
     weight = int4_weight(rows=8, columns=64, group_size=32, order=True)
     assert weight.order is not None
 
-    whole = weight.dequantised(torch.float32)
+    whole = weight.dequantized(torch.float32)
 
     group = torch.arange(64) // 32
     for row, column in enumerate(weight.order.tolist()):
@@ -242,23 +242,23 @@ def test_sorted_inputs_mean_the_same_weight():
 
 
 class TestPack:
-    """`QuantisedLinears.pack` on the CPU, where all is dequantised, and on a machine with kernels."""
+    """`QuantizedLinears.pack` on the CPU, where all is dequantized, and on a machine with kernels."""
 
-    def test_modules_with_nothing_in_common_become_one_product_where_all_are_dequantised(self):
+    def test_modules_with_nothing_in_common_become_one_product_where_all_are_dequantized(self):
         cpu = replace(HOPPER, device=torch.device("cpu"), dtype=torch.float32)
         parts: list[Part] = [fp8_weight(16, 64), int4_weight(8, 64), torch.randn(24, 64)]
 
-        linear = QuantisedLinears(cpu, plain.pack_linear).pack(parts)
+        linear = QuantizedLinears(cpu, plain.pack_linear).pack(parts)
 
         assert isinstance(linear, plain.PlainLinear)
-        assert torch.equal(linear.weight, torch.cat([dequantised(part, torch.float32) for part in parts]))
+        assert torch.equal(linear.weight, torch.cat([dequantized(part, torch.float32) for part in parts]))
 
     def test_what_stacks_is_one_product_and_the_rest_stand_side_by_side(self, monkeypatch):
         monkeypatch.setattr(split_k, "num_sms_of", lambda _device: 132)
         first, second, third = int4_weight(8, 64), int4_weight(16, 64), int4_weight(8, 64, order=True)
         rest = torch.randn(24, 64)
 
-        linear = QuantisedLinears(replace(HOPPER, dtype=torch.float32), plain.pack_linear).pack(
+        linear = QuantizedLinears(replace(HOPPER, dtype=torch.float32), plain.pack_linear).pack(
             [first, second, third, rest]
         )
 
@@ -266,7 +266,7 @@ class TestPack:
         assert [type(one) for one in linear.weights] == [Int4Linear, Int4Linear, plain.PlainLinear]
         if HAS_NVIDIA_DRIVER:
             return  # the weights lie on the host
-        whole = torch.cat([*(part.dequantised(torch.float32) for part in (first, second, third)), rest])
+        whole = torch.cat([*(part.dequantized(torch.float32) for part in (first, second, third)), rest])
         x, bias = torch.randn(2, 64), torch.randn(56)
         torch.testing.assert_close(linear(x, bias), x @ whole.t() + bias)
 
@@ -278,11 +278,13 @@ class TestPack:
         target = replace(HOPPER, device=torch.device(device))
         odd = int4_weight(columns=240, group_size=48)
         with caplog.at_level(logging.INFO):
-            QuantisedLinears(target, plain.pack_linear).pack([odd, odd])
+            QuantizedLinears(target, plain.pack_linear).pack([odd, odd])
 
         (record,) = caplog.records
         assert record.levelno == level
-        assert "maker=dequantised while loading (3.6 times the memory) passed over: triton" in record.message
+        assert (
+            "provider=dequantized while loading (3.6 times the memory) passed over: triton" in record.message
+        )
 
     def test_weights_that_mean_other_activations_do_not_stack(self):
         assert not fp8_weight().stacks_with(replace(fp8_weight(), weights_only=True))

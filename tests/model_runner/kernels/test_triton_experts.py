@@ -25,18 +25,18 @@ SOME = settings(max_examples=6)
 @given(
     num_tokens=st.integers(0, 5),
     shape=st.sampled_from([(4, 1), (6, 6), (60, 4), (128, 8)]),
-    normalise=st.booleans(),
+    normalize=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-def test_the_router_chooses_as_torch_does(device, num_tokens, shape, normalise, dtype, seed):
+def test_the_router_chooses_as_torch_does(device, num_tokens, shape, normalize, dtype, seed):
     num_experts, num_active = shape
     torch.manual_seed(seed)
     # A shuffled row has no equals, about which torch promises nothing.
     rows = [torch.randperm(num_experts) / 8 - 3 for _ in range(num_tokens)]
     logits = torch.stack([*rows, torch.zeros(num_experts)])[:num_tokens].to(device, dtype)
-    shares, ids = route.route(logits, num_active, normalise=normalise)
-    expected_shares, expected_ids = plain.route(logits, num_active, normalise=normalise)
+    shares, ids = route.route(logits, num_active, normalize=normalize)
+    expected_shares, expected_ids = plain.route(logits, num_active, normalize=normalize)
     assert (shares.dtype, ids.dtype) == (torch.float32, torch.int64)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(shares, expected_shares)
@@ -44,13 +44,13 @@ def test_the_router_chooses_as_torch_does(device, num_tokens, shape, normalise, 
 
 def test_equal_experts_are_taken_in_their_order(device):
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]], device=device)
-    assert route.route(logits, 4, normalise=True)[1].tolist() == [[1, 2, 4, 0]]
+    assert route.route(logits, 4, normalize=True)[1].tolist() == [[1, 2, 4, 0]]
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_exist(device):
     logits = torch.full((2, 5), torch.nan, device=device)
     logits[1, 3] = 1.0
-    _, ids = route.route(logits, 3, normalise=True)
+    _, ids = route.route(logits, 3, normalize=True)
     assert ids.min() >= 0 and ids.max() < 5
     assert ids[1, 0] == 3
 
@@ -80,7 +80,7 @@ def test_experts_are_the_weighted_sum(device, num_tokens, num_experts, num_activ
     down = (torch.randn(num_experts, width, inner, device=device) / inner**0.5).to(dtype)
     x = torch.randn(num_tokens, width, device=device).to(dtype)
     logits = torch.randn(num_tokens, num_experts, device=device)
-    shares, ids = plain.route(logits, num_active, normalise=True)
+    shares, ids = plain.route(logits, num_active, normalize=True)
     ours = experts.pack_experts(StackedExperts(gate_up, down))(x, shares, ids)
     assert ours.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
@@ -146,11 +146,11 @@ def test_no_number_of_tokens_is_compiled_for_while_serving(device, dtype, monkey
     assert len(compiled - loaded) == 1
 
 
-def test_a_token_does_not_depend_on_its_neighbours(device):
+def test_a_token_does_not_depend_on_its_neighbors(device):
     torch.manual_seed(1)
     gate_up, down = torch.randn(4, 32, 24, device=device) / 5, torch.randn(4, 24, 16, device=device) / 4
     x = torch.randn(6, 24, device=device)
-    shares, ids = plain.route(torch.randn(6, 4, device=device), 2, normalise=True)
+    shares, ids = plain.route(torch.randn(6, 4, device=device), 2, normalize=True)
     layer = experts.pack_experts(StackedExperts(gate_up, down))
     together = layer(x, shares, ids)
     alone = torch.cat([layer(x[n : n + 1], shares[n : n + 1], ids[n : n + 1]) for n in range(6)])

@@ -47,7 +47,7 @@ SPECS = {
         LLAMA,
         model_type="qwen3_moe",
         qk_norm=True,
-        experts=ExpertsSpec(num_experts=4, num_active=2, intermediate_size=24, normalise=True),
+        experts=ExpertsSpec(num_experts=4, num_active=2, intermediate_size=24, normalize=True),
     ),
     "gemma3": msgspec.structs.replace(
         LLAMA,

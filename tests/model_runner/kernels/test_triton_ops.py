@@ -205,7 +205,7 @@ def test_every_bfloat16_becomes_the_8_bit_float_that_torch_makes_of_it(device):
 
 
 def test_ties_between_8_bit_floats_go_to_the_even_one(device):
-    """What lies exactly between two neighbours, and a hair beside it."""
+    """What lies exactly between two neighbors, and a hair beside it."""
     values = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (values[1:] + values[:-1]) / 2
     x = torch.cat((middles, middles.nextafter(torch.tensor(0.0)), middles.nextafter(torch.tensor(1e9))))

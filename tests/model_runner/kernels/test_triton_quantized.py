@@ -1,4 +1,4 @@
-"""Triton's products with quantised weights against the dequantised ones in float64, with outputs that start as NaN."""
+"""Triton's products with quantized weights against the dequantized ones in float64, with outputs that start as NaN."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.kernels.quantized_weights import FP8, Fp8Weight, Int4Weight, quantise_to_fp8
+from engine.model_runner.kernels.quantized_weights import FP8, Fp8Weight, Int4Weight, quantize_to_fp8
 from engine.model_runner.kernels.triton import dequant_gemm, fp8_gemm, split_k
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.triton_interpreter import repair_interpreter
@@ -86,7 +86,7 @@ class TestInt4:
     )
     @example(1, 16, 24, 128, True, DTYPES[1], 0)  # 16 blocks of inputs: split in two
     @example(64, 2, 72, 0, True, DTYPES[1], 1)
-    def test_against_the_dequantised_weight(
+    def test_against_the_dequantized_weight(
         self, device, num_rows, blocks, width, group_size, bias, dtype, seed
     ):
         torch.manual_seed(seed)
@@ -107,11 +107,11 @@ class TestInt4:
             num_sms=132,
         )
 
-        exact = x.double() @ weight.dequantised(dtype).double().t()
+        exact = x.double() @ weight.dequantized(dtype).double().t()
         if offset is not None:
             exact = exact + offset.double()
         size = (
-            (x.double().abs() @ weight.dequantised(dtype).double().abs().t()).amax().item() if num_rows else 0
+            (x.double().abs() @ weight.dequantized(dtype).double().abs().t()).amax().item() if num_rows else 0
         )
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), exact, rtol=ROUNDING[dtype], atol=1e-6 * size)
@@ -130,7 +130,7 @@ class TestInt4:
         torch.manual_seed(seed)
         weight = make_int4(num_inputs, width, group_size, device)
 
-        whole = dequant_gemm.dequantise_int4(
+        whole = dequant_gemm.dequantize_int4(
             dequant_gemm.pack_int4(weight.numbers),
             weight.scales,
             weight.zeros,
@@ -139,7 +139,7 @@ class TestInt4:
             dtype=dtype,
         )
 
-        assert torch.equal(whole.t(), weight.dequantised(dtype))
+        assert torch.equal(whole.t(), weight.dequantized(dtype))
 
 
 @pytest.mark.skipif(not WITH_FP8, reason="8-bit floats need compute capability 8.9")
@@ -160,11 +160,11 @@ class TestFp8:
         x = x.to(dtype)
         size = 128 if grouped else num_inputs
 
-        numbers, scales = fp8_gemm.quantise_rows(x, size)
+        numbers, scales = fp8_gemm.quantize_rows(x, size)
 
         assert scales.shape == (num_rows, -(-num_inputs // size))
         for group, part in enumerate(x.split(size, dim=1)):
-            expected = quantise_to_fp8(part)
+            expected = quantize_to_fp8(part)
             assert torch.equal(scales[:, group : group + 1], expected.scales)
             ours = numbers[:, group * size : group * size + part.shape[1]]
             assert torch.equal(ours.view(torch.uint8), expected.numbers.view(torch.uint8))
@@ -174,7 +174,7 @@ class TestFp8:
         x[1] = torch.linspace(-2000.0, 2000.0, 40)
         x[2, :2] = torch.tensor([3.0, torch.nan])
 
-        numbers, scales = fp8_gemm.quantise_rows(x, 40, bound=1000.0)
+        numbers, scales = fp8_gemm.quantize_rows(x, 40, bound=1000.0)
 
         assert not numbers[0].float().any() and scales[0].item() > 0
         torch.testing.assert_close(scales[1].item(), 1000.0 / 448, rtol=1e-6, atol=0)
@@ -195,7 +195,7 @@ class TestFp8:
     )
     @example(1, 2048, 24, True, True, DTYPES[1], 0)  # 16 blocks of inputs: split in two
     @example(64, 2048, 24, False, True, DTYPES[1], 0)
-    def test_against_the_dequantised_product(
+    def test_against_the_dequantized_product(
         self, device, num_rows, num_inputs, width, grouped, bias, dtype, seed
     ):
         torch.manual_seed(seed)
@@ -203,14 +203,14 @@ class TestFp8:
         groups = -(-num_inputs // size)
         numbers = torch.randn((width, num_inputs), device=device).mul_(100).clamp_(-448, 448).to(FP8)
         weight = Fp8Weight(numbers, torch.rand((width, groups), device=device) * 0.01 + 0.001, size)
-        x, x_scales = fp8_gemm.quantise_rows(rows(num_rows, num_inputs, 0, dtype, device), size)
+        x, x_scales = fp8_gemm.quantize_rows(rows(num_rows, num_inputs, 0, dtype, device), size)
         offset = torch.randn(width, device=device).to(dtype) if bias else None
 
         out = fp8_gemm.fp8_gemm(
             x, x_scales, numbers, weight.scales.t().contiguous(), offset, dtype, num_sms=132
         )
 
-        meant = (Fp8Weight(x, x_scales, size).dequantised(torch.float32), weight.dequantised(torch.float32))
+        meant = (Fp8Weight(x, x_scales, size).dequantized(torch.float32), weight.dequantized(torch.float32))
         exact, most = exact_product(*meant, offset)
         # Tensor cores of Hopper add 8-bit products up with 14 digits.
         atol = most * (2**-12 if HAS_NVIDIA_DRIVER else 1e-6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model_runner.memory.host_memory import MADV_POPULATE_WRITE, Populator, reserve
+from engine.model_runner.memory.host_memory import MADV_POPULATE_WRITE, PreFaulter, reserve
 from engine.model_runner.memory.huge_pages import HUGE_PAGE_BYTES
 
 MIB = 1 << 20
@@ -56,23 +56,23 @@ def num_resident(tensor: Tensor) -> int:
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 1.0])
 def test_the_beginnings_of_all_tensors_become_resident_and_little_else(share):
     system, all_of_them = FakeSystem(), tensors()
-    populator = Populator(all_of_them, system)
+    populator = PreFaulter(all_of_them, system)
 
-    while populator.populate_some(share):
+    while populator.fault_in_some(share):
         pass
 
     assert all(system.covers(tensor, share) for tensor in all_of_them)
     most = sum(share * tensor.nbytes + HUGE_PAGE_BYTES + 2 * mmap.PAGESIZE for tensor in all_of_them)
     assert sum(num_bytes for _, num_bytes in system.calls) <= (most if share else 0)
-    assert not populator.populate_some(share), "nothing is done twice"
+    assert not populator.fault_in_some(share), "nothing is done twice"
 
 
 def test_a_larger_share_goes_on_where_the_smaller_one_ended():
     system, all_of_them = FakeSystem(), tensors()
-    populator = Populator(all_of_them, system)
-    while populator.populate_some(0.3):
+    populator = PreFaulter(all_of_them, system)
+    while populator.fault_in_some(0.3):
         pass
-    while populator.populate_some(1.0):
+    while populator.fault_in_some(1.0):
         pass
 
     assert len(set(system.calls)) == len(system.calls)
@@ -81,9 +81,9 @@ def test_a_larger_share_goes_on_where_the_smaller_one_ended():
 
 def test_a_system_that_cannot_is_asked_once():
     system = FakeSystem(errno.EINVAL)
-    populator = Populator(tensors(), system)
+    populator = PreFaulter(tensors(), system)
 
-    assert [populator.populate_some(1.0) for _ in range(3)] == [False] * 3
+    assert [populator.fault_in_some(1.0) for _ in range(3)] == [False] * 3
     assert len(system.calls) == 1
 
 
@@ -102,9 +102,9 @@ def can_populate() -> bool:
 def test_really_resident_and_what_was_written_stays():
     tensor = reserve((12 * MIB,), torch.uint8)
     tensor[: 3 * MIB] = 7
-    populator = Populator([tensor])
+    populator = PreFaulter([tensor])
 
-    while populator.populate_some(1.0):
+    while populator.fault_in_some(1.0):
         pass
 
     assert num_resident(tensor) >= tensor.nbytes // mmap.PAGESIZE

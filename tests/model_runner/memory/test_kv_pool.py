@@ -64,13 +64,13 @@ def test_pages_become_resident_as_far_as_asked_for_and_little_further(
         device=torch.device("cpu"),
     )
 
-    while pool.populate_some(used_pages, ahead_pages * pool.page_bytes):
+    while pool.fault_in_some(used_pages, ahead_pages * pool.page_bytes):
         pass
 
     last = min(used_pages + ahead_pages, 1000)
     for view in (*pool.page_views, *pool.scale_views):
         start, page = view.data_ptr(), view[0].nbytes
-        # A neighbour's first small page may be this one's last.
+        # A neighbor's first small page may be this one's last.
         reached = max(
             min(end, start + view.nbytes)
             for begin, end in populated
@@ -90,4 +90,4 @@ def test_a_gpu_has_nothing_to_make_resident():
         dtype=torch.float32,
         device=torch.device("meta"),
     )
-    assert not pool.populate_some(5, 1 << 40)
+    assert not pool.fault_in_some(5, 1 << 40)

@@ -29,7 +29,7 @@ PENALISED = SamplingParams(
 MIN_TOKENS = SamplingParams(
     temperature=0.0, seed=0, max_new_tokens=64, min_new_tokens=11, logit_bias={2: 60.0}
 )
-KINDS = {"greedy": GREEDY, "seeded": SEEDED, "penalised": PENALISED, "min_tokens": MIN_TOKENS}
+KINDS = {"greedy": GREEDY, "seeded": SEEDED, "penalized": PENALISED, "min_tokens": MIN_TOKENS}
 
 
 @pytest.fixture(params=list(KINDS))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from engine.model_runner import assembly, load
 from engine.model_runner.attention.triton_paged import TritonAttention
-from engine.model_runner.op_selection import MAKERS, select_ops
+from engine.model_runner.op_selection import PROVIDERS, select_ops
 from engine.model_runner.recording.cuda_graph_executor import batch_sizes, sizes_to_record
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.runtime.config.device_config import KernelConfig
@@ -40,7 +40,7 @@ KINDS = [
     replace(GREEDY, logprobs=2, prompt_logprobs=1, seed=5),
 ]
 ROWS = 14
-PLAIN = {op: makers[-1:] for op, makers in MAKERS.items()}
+PLAIN = {op: providers[-1:] for op, providers in PROVIDERS.items()}
 
 
 def make(

@@ -94,10 +94,10 @@ class Compared:
         assert ours.shape == theirs.shape and ours.isfinite().all()
         assert torch.equal(ours, theirs), num_tokens
         self.wanted.append(len(ours))
-        if self.with_all_rows and batch.wanted is not None:
-            all_rows = self.model.forward(replaced(batch, wanted=None))
-            assert len(all_rows) == num_tokens > len(ours) == len(batch.wanted)
-            assert torch.equal(all_rows[batch.wanted], ours), num_tokens
+        if self.with_all_rows and batch.logits_indices is not None:
+            all_rows = self.model.forward(replaced(batch, logits_indices=None))
+            assert len(all_rows) == num_tokens > len(ours) == len(batch.logits_indices)
+            assert torch.equal(all_rows[batch.logits_indices], ours), num_tokens
         return ours
 
 
@@ -183,7 +183,7 @@ def test_prompts_whose_tokens_are_all_wanted_are_a_program_too(make):
 
 
 def test_few_and_many_wanted_tokens_may_be_two_programs(make, monkeypatch):
-    """As with quantised weights on CPUs with AMX; they work in the same memory."""
+    """As with quantized weights on CPUs with AMX; they work in the same memory."""
     set_constants(monkeypatch, BORDERS=(TILES_FROM,))
     driver = make("llama")
     compared = Compared(driver)
@@ -343,7 +343,7 @@ def test_what_cannot_be_recorded_is_hardly_computed(make):
 
 @pytest.mark.parametrize("least", [TILES_FROM, MAX_DRAFT_STEP_TOKENS + 1], ids=["plain", "drafts"])
 def test_fewer_tokens_may_be_other_calls(make, least):
-    """As those of quantised weights are on CPUs with AMX, where more tokens need no memory beside."""
+    """As those of quantized weights are on CPUs with AMX, where more tokens need no memory beside."""
 
     def change(add: Any, hidden: Tensor, num_tokens: int) -> None:
         for number in (num_tokens, len(hidden)):
@@ -356,8 +356,8 @@ def test_fewer_tokens_may_be_other_calls(make, least):
     forward = programmed_forward(KernelConfig(), model=odd, kv_pool=pool, attention=attention, num_ranks=1)
     assert isinstance(forward, ProgrammedForward)
     few, many = (program.steps for program in forward.programs)
-    assert (few.least_tokens, few.least_wanted, few.most_wanted) == (least, 1, least - 1)
-    assert (many.least_tokens, many.least_wanted, many.most_wanted) == (least, least, MAX_TOKENS)
+    assert (few.least_tokens, few.least_logits, few.most_logits) == (least, 1, least - 1)
+    assert (many.least_tokens, many.least_logits, many.most_logits) == (least, least, MAX_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -404,4 +404,4 @@ def test_every_step_belongs_to_one_program_at_most(border):
     for steps in all_steps:
         tried = steps.tried()
         assert len(set(tried)) == len(tried) and steps.largest not in tried
-        assert {size.wanted for size in tried} > {steps.least_wanted + 1}
+        assert {size.num_logits for size in tried} > {steps.least_logits + 1}

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.model_runner.attention.backend import AttentionBackend, BatchLayout
 from engine.model_runner.input_batch import InputBatch
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.op_selection import MAKERS
+from engine.model_runner.op_selection import PROVIDERS
 from engine.model_runner.recording import native_executor, native_program
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.sampling.sampling_batch import SamplingBatch
@@ -232,7 +232,7 @@ def checking(driver: Driver, reqs: Sequence[Request], counts: npt.NDArray[np.int
         positions=positions,
         out_cache_loc=np.array(slots),
         input_ids=positions % 7 + 50,
-        wanted=None,
+        logits_indices=None,
         sample_indices=None,
         sampled_idx=np.arange(num),
         cut_indices=np.empty(0, dtype=np.int64),
@@ -284,7 +284,7 @@ def test_a_burst_whose_first_round_could_not_be_recorded_goes_on_without(make_pa
     monkeypatch.setattr(
         native_executor,
         "record",
-        lambda library, arena, compute: native_program.Recorded(compute(), None, "for a test"),
+        lambda library, arena, compute: native_program.RecordedProgram(compute(), None, "for a test"),
     )
     reqs = [recorded.start(tokens) for tokens in ([3, 4, 5], [6, 7, 8, 9])]
     recorded.step([(req, len(req.tokens)) for req in reqs])
@@ -342,4 +342,4 @@ def test_where_nothing_can_be_recorded_nothing_is_tried(kernels, num_ranks, reas
 def test_every_native_operation_of_a_layer_has_a_torch_twin():
     """What a recording needs beside products and attention is an operation, so that every device has it."""
     for op in ("add", "take_rows", "to_float32"):
-        assert [maker.name for maker in MAKERS[op]] == ["native", "torch"]
+        assert [provider.name for provider in PROVIDERS[op]] == ["native", "torch"]

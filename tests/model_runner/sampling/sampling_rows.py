@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from engine.model_runner.memory.io_buffers import InputBuffers
-from engine.model_runner.row_states import RowStates
+from engine.model_runner.request_states import RequestStates
 from engine.model_runner.sampling.noise import noise_keys
-from engine.model_runner.sampling.sampler_backend import TokenChooser
+from engine.model_runner.sampling.sampler_backend import SamplerBackend
 from engine.model_runner.sampling.sampling_batch import GrammarMask, plan_sampling
 from engine.model_runner.sampling.token_counts import TokenCounts
-from engine.model_runner.sampling.torch_backend import TorchChooser
+from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import NewReq
 from tests.conftest import HAS_NVIDIA_DRIVER
@@ -48,7 +48,7 @@ class Batch:
     def __init__(self, rows: list[Row], vocab_size: int) -> None:
         self.rows, self.vocab_size = rows, vocab_size
         num = len(rows)
-        states = RowStates(max(num, 1), vocab_size)
+        states = RequestStates(max(num, 1), vocab_size)
         self.counts = TokenCounts(vocab_size, InputBuffers(DEVICE))
         for n, row in enumerate(rows):
             ids = np.array(row.prompt + row.output, dtype=np.int32)
@@ -70,17 +70,17 @@ class Batch:
         for n, row in enumerate(rows):
             self.logits[n] = row.logits.to(DEVICE)
 
-    def choose(self, chooser: TokenChooser) -> tuple[list[int], list[bool], torch.Tensor]:
+    def sample(self, backend: SamplerBackend) -> tuple[list[int], list[bool], torch.Tensor]:
         """Tokens, whether finite, and the counts afterwards; nothing stays changed."""
         before, own = self.counts.in_output.clone(), self.logits.clone()
-        choice = with_poison(chooser.choose, self.logits, self.plan)
+        choice = with_poison(backend.sample, self.logits, self.plan)
         after = self.counts.in_output.clone()
         self.counts.in_output.copy_(before)
         torch.testing.assert_close(self.logits, own, rtol=0, atol=0, equal_nan=True)
         return choice.token_ids.tolist(), choice.finite.tolist(), after
 
     def torch(self) -> list[int]:
-        return self.choose(TorchChooser(self.counts))[0]
+        return self.sample(TorchSamplerBackend(self.counts))[0]
 
 
 def with_poison(function: Any, *args: Any) -> Any:
@@ -207,12 +207,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_choosers(batch: Batch, *choosers: TokenChooser) -> int:
+def check_backends(batch: Batch, *backends: SamplerBackend) -> int:
     """Each against the reference; returns how many rows could be decided."""
     expected = [reference(row) for row in batch.rows]
     decided = [n for n, token in enumerate(expected) if token is not None]
-    for chooser in choosers:
-        tokens, finite, counts = batch.choose(chooser)
+    for backend in backends:
+        tokens, finite, counts = batch.sample(backend)
         assert [tokens[n] for n in decided] == [expected[n] for n in decided]
         assert all(finite)
         assert all(0 <= token < batch.vocab_size for token in tokens)

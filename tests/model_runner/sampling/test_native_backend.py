@@ -13,11 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.sampling.native_backend import NativeChooser
+from engine.model_runner.sampling.native_backend import NativeSamplerBackend
 from engine.model_runner.sampling.noise import noise_keys
 from engine.model_runner.sampling.sampler import Sampler
 from engine.model_runner.sampling.sampling_batch import Draw, LogitEdits, LogprobRequest, SamplingBatch
-from engine.model_runner.sampling.torch_backend import TorchChooser
+from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.kernels.cpu.conftest import best_library, library
 from tests.model_runner.sampling.sampling_rows import (
@@ -26,7 +26,7 @@ from tests.model_runner.sampling.sampling_rows import (
     UNDECIDED,
     Batch,
     Row,
-    check_choosers,
+    check_backends,
     exact_noise,
     peaked,
     random_row,
@@ -43,7 +43,7 @@ SIZES = [1, 2, 16, 17, 63, 200, 1023, 1041, 5000]
 
 def tokens_of(library: Any, rows: list[Row]) -> list[int]:
     batch = Batch(rows, len(rows[0].logits))
-    return batch.choose(NativeChooser(batch.counts, library))[0]
+    return batch.sample(NativeSamplerBackend(batch.counts, library))[0]
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def threads(num: int) -> Iterator[None]:
 def test_batches_that_mix_everything(library, vocab_size):
     rng = np.random.default_rng(vocab_size)
     batch = Batch([random_row(rng, vocab_size) for _ in range(24)], vocab_size)
-    assert check_choosers(batch, NativeChooser(batch.counts, library)) >= 15
+    assert check_backends(batch, NativeSamplerBackend(batch.counts, library)) >= 15
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_many_batches_that_mix_everything(best_library, seed):
     rng = np.random.default_rng(2000 + seed)
     vocab_size = int(rng.choice([*SIZES, 31, 49152]))
     batch = Batch([random_row(rng, vocab_size) for _ in range(12)], vocab_size)
-    assert check_choosers(batch, NativeChooser(batch.counts, best_library)) >= 6
+    assert check_backends(batch, NativeSamplerBackend(batch.counts, best_library)) >= 6
 
 
 def test_a_row_depends_on_no_other_row_and_on_no_number_of_threads(best_library):
@@ -223,8 +223,8 @@ def test_draws_follow_the_distribution(best_library, options):
         np.full(num, row.params.top_p, dtype=np.float32),
         np.full(num, np.log(row.params.min_p) if row.params.min_p else -np.inf, dtype=np.float32),
     )
-    chooser = NativeChooser(batch.counts, best_library)
-    tokens = chooser.choose(logits.expand(num, -1), SamplingBatch(num, draw=draw)).token_ids
+    backend = NativeSamplerBackend(batch.counts, best_library)
+    tokens = backend.sample(logits.expand(num, -1), SamplingBatch(num, draw=draw)).token_ids
     counts = np.bincount(tokens.numpy(), minlength=60)
     assert counts[expected == 0].sum() == 0
     likely = expected > 5
@@ -241,7 +241,9 @@ def test_noise_is_that_of_torch(library):
     logits = torch.zeros(5000)
     rows = [Row(SamplingParams(seed=seed * 977), logits) for seed in range(100)]
     batch = Batch(rows, 5000)
-    decided = check_choosers(batch, NativeChooser(batch.counts, library), TorchChooser(batch.counts))
+    decided = check_backends(
+        batch, NativeSamplerBackend(batch.counts, library), TorchSamplerBackend(batch.counts)
+    )
     assert decided >= 98
 
 
@@ -268,7 +270,7 @@ def test_rows_in_which_all_is_forbidden_have_some_token(library):
         for n, options in enumerate(KINDS.values())
     ]
     batch = Batch(rows, 90)
-    tokens, finite, _ = batch.choose(NativeChooser(batch.counts, library))
+    tokens, finite, _ = batch.sample(NativeSamplerBackend(batch.counts, library))
     assert all(finite)  # the model's own logits are
     assert all(0 <= token < 90 for token in tokens)
 
@@ -285,7 +287,7 @@ def test_rows_that_are_not_numbers_are_found_and_harm_nobody(library, bad, where
     ]
     broken += [Row(row.params, torch.full((90,), bad), allowed=row.allowed) for row in rows]
     batch = Batch([*rows, *broken], 90)
-    tokens, finite, _ = batch.choose(NativeChooser(batch.counts, library))
+    tokens, finite, _ = batch.sample(NativeSamplerBackend(batch.counts, library))
     assert finite == [True] * len(rows) + [False] * len(broken)
     assert tokens[: len(rows)] == expected
     assert all(0 <= token < 90 for token in tokens)
@@ -304,16 +306,16 @@ def test_large_numbers_are_numbers(library):
     """Their sum would not be."""
     logits = torch.full((40,), 3e38)
     batch = Batch([Row(GREEDY, logits)], 40)
-    assert batch.choose(NativeChooser(batch.counts, library))[:2] == ([0], [True])
+    assert batch.sample(NativeSamplerBackend(batch.counts, library))[:2] == ([0], [True])
 
 
 def test_nobody_samples(library):
     batch = Batch([], 50)
-    chooser = NativeChooser(batch.counts, library)
-    choice = chooser.choose(batch.logits, SamplingBatch(0))
+    backend = NativeSamplerBackend(batch.counts, library)
+    choice = backend.sample(batch.logits, SamplingBatch(0))
     assert choice.token_ids.shape == choice.finite.shape == (0,)
     nobody = np.empty(0, dtype=np.int64)
-    logprobs = chooser.logprobs(batch.logits, nobody, choice.token_ids, 2)
+    logprobs = backend.logprobs(batch.logits, nobody, choice.token_ids, 2)
     assert (logprobs.token.shape, logprobs.top.shape) == ((0,), (0, 2))
 
 
@@ -321,7 +323,7 @@ def test_an_edit_of_a_token_that_does_not_exist_harms_nobody(library):
     batch = Batch([Row(SamplingParams(temperature=0.0, logit_bias={7: 0.1}), torch.zeros(100))] * 2, 100)
     values = np.array([50.0, 50.0, 0.1], dtype=np.float32)
     edits = LogitEdits(np.array([0, 0, 1]), np.array([100, -1, 7]), values)
-    choice = NativeChooser(batch.counts, library).choose(batch.logits, SamplingBatch(2, edits=edits))
+    choice = NativeSamplerBackend(batch.counts, library).sample(batch.logits, SamplingBatch(2, edits=edits))
     assert choice.token_ids.tolist() == [0, 7]
 
 
@@ -330,7 +332,7 @@ def test_a_mask_that_is_too_short_is_refused(best_library):
     assert batch.plan.grammar is not None
     plan = replace(batch.plan, grammar=replace(batch.plan.grammar, bits=batch.plan.grammar.bits[:, :3]))
     with pytest.raises(AssertionError, match="shorter than the vocabulary"):
-        NativeChooser(batch.counts, best_library).choose(batch.logits, plan)
+        NativeSamplerBackend(batch.counts, best_library).sample(batch.logits, plan)
 
 
 class TestLogprobs:
@@ -340,8 +342,8 @@ class TestLogprobs:
     def test_are_those_of_float64(self, library, vocab_size, top_k):
         batch = Batch([Row(GREEDY, peaked(vocab_size, n)) for n in range(4)], vocab_size)
         indices, chosen = np.array([3, 0, 2]), torch.arange(4) * 7 % vocab_size
-        chooser = NativeChooser(batch.counts, library)
-        ours = with_poison(chooser.logprobs, batch.logits, indices, chosen, top_k)
+        backend = NativeSamplerBackend(batch.counts, library)
+        ours = with_poison(backend.logprobs, batch.logits, indices, chosen, top_k)
         expected = batch.logits[indices].double().log_softmax(-1)
         top = expected.topk(top_k, dim=-1)
         torch.testing.assert_close(
@@ -354,7 +356,7 @@ class TestLogprobs:
         logits = torch.full((1000,), 10.0)
         logits[500] = 31.0
         batch = Batch([Row(GREEDY, logits)], 1000)
-        ours = NativeChooser(batch.counts, library).logprobs(
+        ours = NativeSamplerBackend(batch.counts, library).logprobs(
             batch.logits, np.array([0]), torch.tensor([500]), 1
         )
         exact = -np.log1p(999 * np.exp(-21.0))
@@ -362,7 +364,7 @@ class TestLogprobs:
 
     def test_the_first_of_equals_comes_first(self, library):
         batch = Batch([Row(GREEDY, torch.zeros(200)), Row(GREEDY, -torch.zeros(200))], 200)
-        ours = NativeChooser(batch.counts, library).logprobs(
+        ours = NativeSamplerBackend(batch.counts, library).logprobs(
             batch.logits, np.array([0, 1]), torch.tensor([5, 6]), 4
         )
         assert ours.top_ids.tolist() == [[0, 1, 2, 3]] * 2
@@ -371,7 +373,7 @@ class TestLogprobs:
         logits = peaked(100, 1)
         logits[50:] = -torch.inf
         batch = Batch([Row(GREEDY, logits)], 100)
-        ours = NativeChooser(batch.counts, library).logprobs(
+        ours = NativeSamplerBackend(batch.counts, library).logprobs(
             batch.logits, np.array([0]), torch.tensor([60]), 2
         )
         assert ours.token.tolist() == [-torch.inf]
@@ -381,9 +383,9 @@ class TestLogprobs:
     def test_rows_that_are_not_numbers_harm_nobody(self, library, bad):
         rows = [Row(GREEDY, torch.full((70,), bad)), Row(GREEDY, peaked(70, 2))]
         batch = Batch(rows, 70)
-        chooser, chosen = NativeChooser(batch.counts, library), torch.tensor([5, 6])
-        ours = with_poison(chooser.logprobs, batch.logits, np.array([0, 1]), chosen, 5)
-        alone = chooser.logprobs(batch.logits, np.array([1]), chosen, 5)
+        backend, chosen = NativeSamplerBackend(batch.counts, library), torch.tensor([5, 6])
+        ours = with_poison(backend.logprobs, batch.logits, np.array([0, 1]), chosen, 5)
+        alone = backend.logprobs(batch.logits, np.array([1]), chosen, 5)
         assert ((ours.top_ids >= 0) & (ours.top_ids < 70)).all()
         assert torch.equal(ours.top[1:], alone.top)
         assert torch.equal(ours.top_ids[1:], alone.top_ids)
@@ -392,7 +394,7 @@ class TestLogprobs:
     def test_through_the_sampler(self, best_library):
         rows = [Row(GREEDY, peaked(300, n)) for n in range(3)]
         batch = Batch(rows, 300)
-        sampler = Sampler(batch.counts, NativeChooser(batch.counts, best_library))
+        sampler = Sampler(batch.counts, NativeSamplerBackend(batch.counts, best_library))
         plan = SamplingBatch(3, logprobs=LogprobRequest((0, 2), (0, 4)))
         sampled = sampler.sample(batch.logits, plan)
         assert sampled.logprobs is not None

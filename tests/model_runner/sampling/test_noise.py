@@ -50,7 +50,7 @@ def test_is_gumbel_distributed():
     assert ((-(-ordered).exp()).exp() - steps).abs().max() < 1.63 / math.sqrt(len(ordered))
 
 
-def test_neighbouring_seeds_positions_and_tokens_are_uncorrelated():
+def test_neighboring_seeds_positions_and_tokens_are_uncorrelated():
     by_seed = gumbel_noise(keys_of([*range(64)], [5] * 64), 4096)
     by_position = gumbel_noise(keys_of([5] * 64, [*range(64)]), 4096)
     for noise in (by_seed, by_position):

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.memory.io_buffers import InputBuffers
-from engine.model_runner.row_states import RowStates
+from engine.model_runner.request_states import RequestStates
 from engine.model_runner.sampling.logits import process_logits
 from engine.model_runner.sampling.row_filters import survivors
 from engine.model_runner.sampling.sampler import Sampler
 from engine.model_runner.sampling.sampling_batch import SamplingBatch, plan_sampling
 from engine.model_runner.sampling.token_counts import TokenCounts
-from engine.model_runner.sampling.torch_backend import TorchChooser
+from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import NewReq
 
@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, vocab_size: int, num_rows: int = 4096) -> None:
         self.vocab_size = vocab_size
-        self.states = RowStates(num_rows, vocab_size)
+        self.states = RequestStates(num_rows, vocab_size)
         self.counts = TokenCounts(vocab_size, InputBuffers(CPU))
         self.sampler = Sampler(self.counts)
         self.rows: list[int] = []
@@ -62,7 +62,7 @@ class Bench:
         assert draw is not None
         assert len(draw.indices) == len(logits)
         scaled = logits / torch.from_numpy(draw.temperature)[:, None]
-        floor = TorchChooser(self.counts)._floor(scaled, draw)
+        floor = TorchSamplerBackend(self.counts)._floor(scaled, draw)
         return torch.ones_like(logits, dtype=torch.bool) if floor is None else scaled >= floor
 
     def kept_on_cpu(self, logits: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ class TestPenalties:
 
 
 class TestEdits:
-    def test_bias_is_added_to_the_penalised_logit(self):
+    def test_bias_is_added_to_the_penalized_logit(self):
         bench = Bench(6)
         bench.add(SamplingParams(repetition_penalty=2.0, logit_bias={1: 10.0, 5: -100.0}), prompt=[1])
         expected = torch.tensor([[4.0, 12.0, 4.0, 4.0, 4.0, -96.0]])

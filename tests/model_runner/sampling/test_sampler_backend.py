@@ -19,16 +19,16 @@ from engine.model_runner.kernels.triton import sampler_choose as choose_kernels
 from engine.model_runner.kernels.triton import sampler_logprobs as logprob_kernels
 from engine.model_runner.kernels.triton.sampler_math import from_order_key, gumbel, order_key
 from engine.model_runner.memory.io_buffers import InputBuffers
-from engine.model_runner.sampling import native_backend as native_chooser
-from engine.model_runner.sampling.backend_selection import MAKERS, ChooserMaker, select_chooser
-from engine.model_runner.sampling.native_backend import NativeChooser
+from engine.model_runner.sampling import native_backend
+from engine.model_runner.sampling.backend_selection import PROVIDERS, SamplerProvider, select_sampler_backend
+from engine.model_runner.sampling.native_backend import NativeSamplerBackend
 from engine.model_runner.sampling.noise import gumbel_noise, noise_keys
 from engine.model_runner.sampling.sampler import Sampler, make_sampler
-from engine.model_runner.sampling.sampler_backend import Choice
+from engine.model_runner.sampling.sampler_backend import SampledTokens
 from engine.model_runner.sampling.sampling_batch import LogitEdits, SamplingBatch
 from engine.model_runner.sampling.token_counts import TokenCounts
-from engine.model_runner.sampling.torch_backend import TorchChooser
-from engine.model_runner.sampling.triton_backend import Geometry, TritonChooser
+from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
+from engine.model_runner.sampling.triton_backend import Geometry, TritonSamplerBackend
 from engine.runtime.sampling_params import SamplingParams
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.sampling.sampling_rows import (
@@ -37,7 +37,7 @@ from tests.model_runner.sampling.sampling_rows import (
     KINDS,
     Batch,
     Row,
-    check_choosers,
+    check_backends,
     peaked,
     random_row,
     with_poison,
@@ -74,13 +74,13 @@ def _quick(monkeypatch):
 
 
 def tokens_by_triton(batch: Batch, geometry: Geometry = SMALL) -> list[int]:
-    return batch.choose(TritonChooser(batch.counts, geometry))[0]
+    return batch.sample(TritonSamplerBackend(batch.counts, geometry))[0]
 
 
 def check(batch: Batch, geometry: Geometry = SMALL) -> int:
-    """Both choosers against the reference; returns how many rows could be decided."""
-    choosers = TorchChooser(batch.counts), TritonChooser(batch.counts, geometry)
-    return check_choosers(batch, *choosers)
+    """Both backends against the reference; returns how many rows could be decided."""
+    backends = TorchSamplerBackend(batch.counts), TritonSamplerBackend(batch.counts, geometry)
+    return check_backends(batch, *backends)
 
 
 CASES = [
@@ -197,7 +197,7 @@ def test_an_edit_of_a_token_that_does_not_exist_harms_nobody():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", noting_empty)
-        choice = TritonChooser(batch.counts, SMALL).choose(batch.logits, SamplingBatch(2, edits=edits))
+        choice = TritonSamplerBackend(batch.counts, SMALL).sample(batch.logits, SamplingBatch(2, edits=edits))
 
     assert choice.token_ids.tolist() == [0, 7]
     (rows,) = edited
@@ -216,7 +216,7 @@ def test_rows_that_are_not_numbers_are_found_and_harm_nobody(bad):
     broken.append(Row(rows[-1].params, torch.full((90,), bad)))
     broken.append(Row(rows[0].params, torch.full((90,), bad)))
     batch = Batch([*rows, *broken], 90)
-    tokens, finite, _ = batch.choose(TritonChooser(batch.counts, SMALL))
+    tokens, finite, _ = batch.sample(TritonSamplerBackend(batch.counts, SMALL))
     assert finite == [True] * len(rows) + [False] * len(broken)
     assert tokens[: len(rows)] == expected
     assert all(0 <= token < 90 for token in tokens)
@@ -224,7 +224,7 @@ def test_rows_that_are_not_numbers_are_found_and_harm_nobody(bad):
 
 def test_nobody_samples():
     batch = Batch([], 50)
-    choice = TritonChooser(batch.counts, SMALL).choose(batch.logits, SamplingBatch(0))
+    choice = TritonSamplerBackend(batch.counts, SMALL).sample(batch.logits, SamplingBatch(0))
     assert choice.token_ids.shape == choice.finite.shape == (0,)
 
 
@@ -265,7 +265,9 @@ class TestLogprobs:
     def test_are_those_of_torch(self, vocab_size, top_k):
         batch = Batch([Row(GREEDY, peaked(vocab_size, n)) for n in range(4)], vocab_size)
         indices, chosen = np.array([3, 0, 2]), torch.randint(vocab_size, (4,), device=DEVICE)
-        ours = with_poison(TritonChooser(batch.counts, SMALL).logprobs, batch.logits, indices, chosen, top_k)
+        ours = with_poison(
+            TritonSamplerBackend(batch.counts, SMALL).logprobs, batch.logits, indices, chosen, top_k
+        )
         expected = batch.logits[indices].double().log_softmax(-1)
         top = expected.topk(top_k, dim=-1)
         torch.testing.assert_close(ours.token, expected.gather(1, chosen[indices, None])[:, 0].float())
@@ -275,7 +277,7 @@ class TestLogprobs:
     def test_the_first_of_equals_comes_first(self):
         batch = Batch([Row(GREEDY, torch.zeros(200)), Row(GREEDY, -torch.zeros(200))], 200)
         chosen = torch.tensor([5, 6], device=DEVICE)
-        ours = TritonChooser(batch.counts, SMALL).logprobs(batch.logits, np.array([0, 1]), chosen, 4)
+        ours = TritonSamplerBackend(batch.counts, SMALL).logprobs(batch.logits, np.array([0, 1]), chosen, 4)
         assert ours.top_ids.tolist() == [[0, 1, 2, 3]] * 2
 
     def test_forbidden_tokens_are_impossible(self):
@@ -283,7 +285,7 @@ class TestLogprobs:
         logits[50:] = -torch.inf
         batch = Batch([Row(GREEDY, logits)], 100)
         chosen = torch.tensor([60], device=DEVICE)
-        ours = TritonChooser(batch.counts, SMALL).logprobs(batch.logits, np.array([0]), chosen, 2)
+        ours = TritonSamplerBackend(batch.counts, SMALL).logprobs(batch.logits, np.array([0]), chosen, 2)
         assert ours.token.tolist() == [-torch.inf]
         torch.testing.assert_close(ours.top[0].cpu(), logits.log_softmax(-1).topk(2).values)
 
@@ -301,10 +303,10 @@ class Recorder:
 
 def test_triton_waits_for_nothing_and_uploads_once(monkeypatch):
     """On a device without data, where whoever looks at a value gets an error; see test_asynchrony."""
-    survey, shortlist, choose, of_logprobs = Recorder(), Recorder(), Recorder(), Recorder()
+    survey, shortlist, sample, of_logprobs = Recorder(), Recorder(), Recorder(), Recorder()
     monkeypatch.setattr(kernels, "survey_kernel", survey)
     monkeypatch.setattr(kernels, "shortlist_kernel", shortlist)
-    monkeypatch.setattr(choose_kernels, "choose_kernel", choose)
+    monkeypatch.setattr(choose_kernels, "choose_kernel", sample)
     for name in ("survey_logprobs_kernel", "collect_logprobs_kernel"):
         monkeypatch.setattr(logprob_kernels, name, of_logprobs)
     rows = [
@@ -321,21 +323,21 @@ def test_triton_waits_for_nothing_and_uploads_once(monkeypatch):
         return put_all(arrays)
 
     monkeypatch.setattr(buffers, "put_all", counted)
-    chooser = TritonChooser(TokenCounts(60, buffers))
+    backend = TritonSamplerBackend(TokenCounts(60, buffers))
     logits = torch.empty((len(rows), 60), device=nowhere)
 
-    sampled = Sampler(chooser._counts, chooser).sample(logits, batch.plan)
+    sampled = Sampler(backend._counts, backend).sample(logits, batch.plan)
     assert (sampled.token_ids.shape, sampled.token_ids.dtype) == ((len(rows),), torch.int64)
     assert (sampled.finite.shape, sampled.finite.dtype) == ((len(rows),), torch.bool)
     assert sampled.logprobs is not None
     assert sampled.logprobs.top_ids.shape == (len(KINDS), 3)
     assert survey.grids == shortlist.grids == [(1, len(rows))]
-    assert choose.grids == [(len(rows),)]
+    assert sample.grids == [(len(rows),)]
     assert of_logprobs.grids == [(1, len(KINDS)), (len(KINDS),)]
     assert uploads == [4]
 
-    chooser.choose(logits, SamplingBatch(len(rows)))
-    assert (len(survey.grids), len(shortlist.grids), len(choose.grids), len(uploads)) == (2, 1, 2, 1)
+    backend.sample(logits, SamplingBatch(len(rows)))
+    assert (len(survey.grids), len(shortlist.grids), len(sample.grids), len(uploads)) == (2, 1, 2, 1)
 
 
 def test_warming_up_launches_what_serving_will(monkeypatch):
@@ -360,8 +362,8 @@ def test_warming_up_launches_what_serving_will(monkeypatch):
     rows = [random_row(rng, 40) for _ in range(20)]
     rows += [Row(SamplingParams(seed=1), peaked(40, 1)), Row(GREEDY, peaked(40, 2))]
     everything = Batch(rows, 40)
-    chooser = TritonChooser(everything.counts, SMALL)
-    chooser.warm_up(40)
+    backend = TritonSamplerBackend(everything.counts, SMALL)
+    backend.warm_up(40)
     compiled = launched.copy()
     assert {name for name, *_ in compiled} == {
         "survey_kernel",
@@ -372,9 +374,9 @@ def test_warming_up_launches_what_serving_will(monkeypatch):
     }
     for part in (rows, rows[-1:], rows[-2:], *([row] for row in rows)):
         batch = Batch(part, 40)
-        TritonChooser(batch.counts, SMALL).choose(batch.logits, batch.plan)
+        TritonSamplerBackend(batch.counts, SMALL).sample(batch.logits, batch.plan)
     for top_k in (0, 1, 2, 20):
-        chooser.logprobs(
+        backend.logprobs(
             everything.logits, np.array([1, 0]), torch.zeros(len(rows), device=DEVICE).long(), top_k
         )
     assert launched == compiled
@@ -385,38 +387,42 @@ class TestSelection:
         def __init__(self, counts: TokenCounts) -> None:
             self.counts = counts
 
-        def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> Choice:
+        def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
             raise NotImplementedError
 
         def logprobs(self, *args: Any) -> Any:
             raise NotImplementedError
 
     def test_our_kernels_choose_on_the_cpu_and_the_log_says_why(self, caplog, monkeypatch):
-        monkeypatch.setattr(native_chooser, "reasons_against_library", list)
-        monkeypatch.setattr(native_chooser, "load_library", lambda: Mock(name="library"))
+        monkeypatch.setattr(native_backend, "reasons_against_library", list)
+        monkeypatch.setattr(native_backend, "load_library", lambda: Mock(name="library"))
         caplog.set_level("INFO", "engine.model_runner.sampling.backend_selection")
         counts = TokenCounts(9, InputBuffers(torch.device("cpu")))
-        assert isinstance(make_sampler(counts, torch.device("cpu"))._chooser, NativeChooser)
-        assert "maker=native passed over: triton: runs on CUDA devices, not on cpu" in caplog.text
+        assert isinstance(make_sampler(counts, torch.device("cpu"))._backend, NativeSamplerBackend)
+        assert "provider=native passed over: triton: runs on CUDA devices, not on cpu" in caplog.text
 
     def test_torch_chooses_without_our_kernels(self, caplog, monkeypatch):
-        monkeypatch.setattr(native_chooser, "reasons_against_library", lambda: ["no compiler"])
+        monkeypatch.setattr(native_backend, "reasons_against_library", lambda: ["no compiler"])
         caplog.set_level("INFO", "engine.model_runner.sampling.backend_selection")
         counts = TokenCounts(9, InputBuffers(torch.device("cpu")))
-        assert isinstance(make_sampler(counts, torch.device("cpu"))._chooser, TorchChooser)
+        assert isinstance(make_sampler(counts, torch.device("cpu"))._backend, TorchSamplerBackend)
         assert "native: no compiler" in caplog.text
 
     def test_our_kernels_for_the_cpu_choose_on_no_other_device(self):
-        assert native_chooser.reasons_against_native_chooser(torch.device("meta")) == [
+        assert native_backend.reasons_against_native_backend(torch.device("meta")) == [
             "runs on CPUs only, not on meta"
         ]
 
     def test_the_first_with_nothing_against_it_chooses(self):
         counts, device = TokenCounts(9, InputBuffers(torch.device("cpu"))), torch.device("cpu")
-        willing = ChooserMaker("willing", lambda _device: [], self.Nobody)
-        refusing = ChooserMaker("refusing", lambda _device: ["no"], lambda _counts: pytest.fail("was made"))
-        assert isinstance(select_chooser(counts, device, (refusing, willing, *MAKERS)), self.Nobody)
+        willing = SamplerProvider("willing", lambda _device: [], self.Nobody)
+        refusing = SamplerProvider(
+            "refusing", lambda _device: ["no"], lambda _counts: pytest.fail("was made")
+        )
+        assert isinstance(
+            select_sampler_backend(counts, device, (refusing, willing, *PROVIDERS)), self.Nobody
+        )
 
     def test_a_sampler_without_a_chooser_has_torch(self):
         counts = TokenCounts(9, InputBuffers(torch.device("cpu")))
-        assert isinstance(Sampler(counts)._chooser, TorchChooser)
+        assert isinstance(Sampler(counts)._backend, TorchSamplerBackend)

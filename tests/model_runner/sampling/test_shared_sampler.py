@@ -13,7 +13,7 @@ from engine.model_runner.sampling.logprobs import token_logprobs
 from engine.model_runner.sampling.sampler import Sampler
 from engine.model_runner.sampling.shared_sampler import shared_sampler
 from engine.model_runner.sampling.token_counts import TokenCounts
-from engine.model_runner.sampling.torch_backend import TorchChooser
+from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.runtime.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -57,14 +57,14 @@ class TestSharedSampler:
 def test_prompts_are_looked_up_by_whoever_chooses(driver, monkeypatch):
     """Our kernels sort no vocabulary."""
     asked: list[tuple[int, list[int], int]] = []
-    chooser = driver.runner.sampler._chooser
-    own = chooser.logprobs
+    backend = driver.runner.sampler._backend
+    own = backend.logprobs
 
     def logprobs(logits: Any, indices: Any, token_ids: Any, top_k: int) -> Any:
         asked.append((len(logits), indices.tolist(), top_k))
         return own(logits, indices, token_ids, top_k)
 
-    monkeypatch.setattr(chooser, "logprobs", logprobs)
+    monkeypatch.setattr(backend, "logprobs", logprobs)
     req = driver.start([3, 14, 15, 92, 65], SamplingParams(temperature=0.0, prompt_logprobs=2))
     driver.step([(req, 5)])
 
@@ -72,9 +72,9 @@ def test_prompts_are_looked_up_by_whoever_chooses(driver, monkeypatch):
 
 
 def test_some_rows_in_any_order_and_all_of_them():
-    chooser = TorchChooser(TokenCounts(40, InputBuffers(CPU)))
+    backend = TorchSamplerBackend(TokenCounts(40, InputBuffers(CPU)))
     logits, token_ids = torch.randn(4, 40), torch.tensor([3, 0, 39, 7])
     whole = token_logprobs(logits, token_ids, 3)
     for indices in ([0, 1, 2, 3], [3, 2, 1, 0], [2], [1, 1, 0, 0]):
-        ours = chooser.logprobs(logits, np.array(indices), token_ids, 3)
+        ours = backend.logprobs(logits, np.array(indices), token_ids, 3)
         assert all(torch.equal(one, other[indices]) for one, other in zip(ours, whole, strict=True))

@@ -33,8 +33,8 @@ from engine.runtime.model_files.block_forms import GGUF_FORMS
 from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.quantization import QuantisationSpec
-from engine.runtime.model_files.quantization_choice import with_quantisation
+from engine.runtime.model_files.quantization import QuantizationSpec
+from engine.runtime.model_files.quantization_choice import with_quantization
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, engine_config
@@ -116,7 +116,7 @@ def test_blocks_mean_what_is_read_without_them(tmp_path: Path, kind: str) -> Non
         blocks = store.blocks(f"{module}.weight")
 
         assert blocks is not None and blocks.bits == GGUF_FORMS[kind].bits and blocks.shape == shape
-        means = blocks.dequantised(torch.float32)
+        means = blocks.dequantized(torch.float32)
         if GGUF_FORMS[kind].is_exact:
             assert torch.equal(means, plain)
         else:  # half a step of 8 bits, and what the scale loses by having 16
@@ -126,11 +126,11 @@ def test_blocks_mean_what_is_read_without_them(tmp_path: Path, kind: str) -> Non
             cut = store.blocks(f"{module}.weight", part)
             assert cut is not None
             expected = means.narrow(part.axis, part.start, part.stop - part.start)
-            assert torch.equal(cut.dequantised(torch.float32), expected)
+            assert torch.equal(cut.dequantized(torch.float32), expected)
 
 
 class Kept:
-    """Takes the place of `QuantisedLinears`, and keeps what it is given."""
+    """Takes the place of `QuantizedLinears`, and keeps what it is given."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -140,9 +140,9 @@ class Kept:
         return lambda x, bias=None: x
 
 
-def load(quantisation: QuantisationSpec, reader: WeightReader, name: str, part: Slice | None = None) -> Part:
+def load(quantization: QuantizationSpec, reader: WeightReader, name: str, part: Slice | None = None) -> Part:
     kept = Kept()
-    linear_format = BlockFormat(quantisation, kept)  # type: ignore[arg-type]
+    linear_format = BlockFormat(quantization, kept)  # type: ignore[arg-type]
     linear_format.load(reader, [name], [SHAPES[name]], None if part is None else [part])
     (loaded,) = kept.parts
     return loaded
@@ -151,11 +151,11 @@ def load(quantisation: QuantisationSpec, reader: WeightReader, name: str, part: 
 def test_what_the_file_has_in_blocks_is_kept_and_the_rest_is_plain(tmp_path: Path) -> None:
     store = store_of(tmp_path / "tiny.gguf", ["Q4_K", "Q4_0", "Q6_K", "Q8_0", "Q4_1"])
     types = {f"{ATTENTION}.q_proj": "Q4_K", "model.layers.0.mlp.down_proj": "Q8_0"}
-    quantisation = QuantisationSpec(method="gguf", types=types)
+    quantization = QuantizationSpec(method="gguf", types=types)
     reader = WeightReader(store, torch.bfloat16, CPU)
 
     q, v, down = (
-        load(quantisation, reader, name)
+        load(quantization, reader, name)
         for name in (f"{ATTENTION}.q_proj", f"{ATTENTION}.v_proj", "model.layers.0.mlp.down_proj")
     )
 
@@ -167,18 +167,18 @@ def test_what_the_file_has_in_blocks_is_kept_and_the_rest_is_plain(tmp_path: Pat
 def test_inputs_are_cut_between_blocks_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = store_of(tmp_path / "tiny.gguf", ["Q4_K"] * 5)
     name = "model.layers.0.mlp.down_proj"
-    quantisation = QuantisationSpec(method="gguf", types={name: "Q4_K"})
+    quantization = QuantizationSpec(method="gguf", types={name: "Q4_K"})
     reader = WeightReader(store, torch.float32, CPU)
 
-    whole = load(quantisation, reader, name)
-    half = load(quantisation, reader, name, Slice(1, 384, 768))
+    whole = load(quantization, reader, name)
+    half = load(quantization, reader, name, Slice(1, 384, 768))
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        third = load(quantisation, reader, name, Slice(1, 0, 100))
+        third = load(quantization, reader, name, Slice(1, 0, 100))
 
     assert isinstance(whole, BlockWeight) and isinstance(half, BlockWeight)
-    means = whole.dequantised(torch.float32)
-    assert torch.equal(half.dequantised(torch.float32), means[:, 384:])
+    means = whole.dequantized(torch.float32)
+    assert torch.equal(half.dequantized(torch.float32), means[:, 384:])
     assert isinstance(third, Tensor) and torch.equal(third, means[:, :100])
     assert "a rank takes inputs 0 to 99, and blocks of 32 cannot be split" in caplog.text
 
@@ -188,15 +188,15 @@ def test_a_rank_with_the_end_of_the_head_gets_zeros_behind_it(tmp_path: Path) ->
     name = "model.embed_tokens"
     table = torch.empty(SHAPES[name])
     store.read(f"{name}.weight", table)
-    for quantisation in (
-        QuantisationSpec(method="gguf", types={name: "Q8_0"}),
-        QuantisationSpec(method="int4", stored=False),
+    for quantization in (
+        QuantizationSpec(method="gguf", types={name: "Q8_0"}),
+        QuantizationSpec(method="int4", stored=False),
     ):
         kept = Kept()
         reader = WeightReader(store, torch.float32, CPU)
         padded = torch.cat((table[70:], torch.zeros(44, 512)))
 
-        BlockFormat(quantisation, kept).head(  # type: ignore[arg-type]
+        BlockFormat(quantization, kept).head(  # type: ignore[arg-type]
             reader, name, SHAPES[name], range(70, 140), partial(torch.clone, padded)
         )
 
@@ -204,9 +204,9 @@ def test_a_rank_with_the_end_of_the_head_gets_zeros_behind_it(tmp_path: Path) ->
         assert isinstance(head, BlockWeight) and head.bits == 8 and head.shape == (70, 512)
         steps = head.scales.abs().repeat_interleave(32, dim=1)
         # The file's own 8 bits, or others half a step away: blocks share their scales in pairs then.
-        assert ((head.dequantised(torch.float32) - padded).abs() <= 0.57 * steps).all()
-        assert quantisation.stored is torch.allclose(head.dequantised(torch.float32), padded, rtol=1e-6)
-        assert not head.dequantised(torch.float32)[26:].any()
+        assert ((head.dequantized(torch.float32) - padded).abs() <= 0.57 * steps).all()
+        assert quantization.stored is torch.allclose(head.dequantized(torch.float32), padded, rtol=1e-6)
+        assert not head.dequantized(torch.float32)[26:].any()
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
@@ -219,11 +219,11 @@ def test_a_file_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path, kind: 
         file.seek(info.offset + HALF_FIELDS[kind][0])
         file.write(np.float16(np.nan).tobytes())
     name = "model.layers.0.mlp.down_proj"
-    quantisation = QuantisationSpec(method="gguf", types={name: kind})
+    quantization = QuantizationSpec(method="gguf", types={name: kind})
     reader = WeightReader(GGUFStore(path, SPEC), torch.bfloat16, CPU)
 
     with pytest.raises(ConfigError, match=f"{name}.weight holds numbers that are not finite, .*damaged"):
-        load(quantisation, reader, name)
+        load(quantization, reader, name)
 
 
 # ---------------------------------------------------------------- made while loading
@@ -236,7 +236,7 @@ def test_plain_weights_are_rounded_block_by_block(make_tiny_llama) -> None:
     plain = tiny.reference.state_dict()[f"{name}.weight"].to(torch.bfloat16)
     for method, bits in (("int8", 8), ("int4", 4)):
         kept = Kept()
-        spec = QuantisationSpec(method=method, stored=False)  # type: ignore[arg-type]
+        spec = QuantizationSpec(method=method, stored=False)  # type: ignore[arg-type]
         BlockFormat(spec, kept).load(reader, [name], [(128, 128)], [Slice(1, 64, 128)])  # type: ignore[arg-type]
         (made,) = kept.parts
         assert isinstance(made, BlockWeight)
@@ -245,10 +245,10 @@ def test_plain_weights_are_rounded_block_by_block(make_tiny_llama) -> None:
 
 
 def test_a_width_that_is_no_multiple_of_a_block_stays_plain() -> None:
-    made = QuantisationSpec(method="int8", stored=False)
+    made = QuantizationSpec(method="int8", stored=False)
     assert made.form_of("model.layers.0.mlp.up_proj", 48) is None
     assert made.form_of("model.layers.0.mlp.gate", 64) is None  # a router
-    narrow = QuantisationSpec(method="int4", stored=False)
+    narrow = QuantizationSpec(method="int4", stored=False)
     names = ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
     forms = [narrow.form_of(f"model.layers.0.{name}", 64) for name in names]
     assert [form.bits for form in forms if form is not None] == [8, 4, 4, 8]
@@ -267,21 +267,21 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
 @needs_kernel
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_file_that_is_kept_says_what_it_says_dequantised(
+def test_a_file_that_is_kept_says_what_it_says_dequantized(
     make_tiny_llama, make_driver, unpack, tmp_path, kind, tied, caplog
 ):
     tiny = make_tiny_llama(**SIZES, tie_word_embeddings=tied)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny, kind)
     spec = read_gguf_spec(GGUFFile(path))
-    assert spec.quantisation is not None and set(spec.quantisation.types.values()) == {kind}
+    assert spec.quantization is not None and set(spec.quantization.types.values()) == {kind}
 
     with caplog.at_level(logging.INFO):
         kept = make_driver(spec, path, kind="gguf", dtype="bfloat16")
     assert f"weights are kept as gguf ({kind} x " in caplog.text
-    dequantised = make_driver(with_quantisation(spec, "none"), path, kind="gguf", dtype="float32")
+    dequantized = make_driver(with_quantization(spec, "none"), path, kind="gguf", dtype="float32")
 
-    ours, theirs = prompt_logprobs(kept, unpack), prompt_logprobs(dequantised, unpack)
+    ours, theirs = prompt_logprobs(kept, unpack), prompt_logprobs(dequantized, unpack)
     # bfloat16 alone, kept or not, is off by 0.03 on average on this model of noise.
     assert np.abs(ours - theirs).mean() < 0.08
 
@@ -292,7 +292,7 @@ def test_a_model_whose_weights_are_made_says_about_the_same(
     make_tiny_llama, make_driver, unpack, method, bound
 ):
     tiny = make_tiny_llama(**SIZES)
-    made = make_driver(with_quantisation(tiny.spec, method), tiny.folder, dtype="bfloat16")
+    made = make_driver(with_quantization(tiny.spec, method), tiny.folder, dtype="bfloat16")
 
     expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     error = np.abs(prompt_logprobs(made, unpack) - expected.numpy()).mean()
@@ -326,17 +326,17 @@ def test_without_a_kernel_nothing_is_made_in_blocks(make_tiny_llama, make_driver
     with pytest.raises(
         ConfigError, match=f"quantization is {method}, but the product .*float32; use --quanti"
     ):
-        make_driver(with_quantisation(tiny.spec, method), tiny.folder, dtype="float32")
+        make_driver(with_quantization(tiny.spec, method), tiny.folder, dtype="float32")
 
 
-def test_without_a_kernel_the_file_is_dequantised_and_the_log_says_what_that_costs(
+def test_without_a_kernel_the_file_is_dequantized_and_the_log_says_what_that_costs(
     make_tiny_llama, make_driver, tmp_path, caplog
 ):
     tiny = make_tiny_llama(**SIZES)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny, "Q8_0")
     spec = read_gguf_spec(GGUFFile(path))
-    plain = make_driver(with_quantisation(spec, "none"), path, kind="gguf").generate([PROMPT], num=8)
+    plain = make_driver(with_quantization(spec, "none"), path, kind="gguf").generate([PROMPT], num=8)
 
     with caplog.at_level(logging.WARNING):
         driver = make_driver(spec, path, kind="gguf", dtype="float32")
@@ -345,10 +345,10 @@ def test_without_a_kernel_the_file_is_dequantised_and_the_log_says_what_that_cos
     assert driver.generate([PROMPT], num=8) == plain
 
 
-def test_a_quantised_checkpoint_can_be_dequantised() -> None:
-    stored = QuantisationSpec(method="awq", group_size=32)
-    awq = replace(SPEC, quantisation=stored)
-    plain = with_quantisation(awq, "none")
-    assert plain.quantisation == QuantisationSpec(method="awq", group_size=32, kept=False)
-    assert not plain.quantisation.is_kept(on_cpu=False)
-    assert with_quantisation(with_quantisation(SPEC, "int8"), "none") == SPEC
+def test_a_quantized_checkpoint_can_be_dequantized() -> None:
+    stored = QuantizationSpec(method="awq", group_size=32)
+    awq = replace(SPEC, quantization=stored)
+    plain = with_quantization(awq, "none")
+    assert plain.quantization == QuantizationSpec(method="awq", group_size=32, kept=False)
+    assert not plain.quantization.is_kept(on_cpu=False)
+    assert with_quantization(with_quantization(SPEC, "int8"), "none") == SPEC

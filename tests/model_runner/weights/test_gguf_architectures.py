@@ -105,7 +105,7 @@ def write(path: Path, tiny: Any, arch: str, experts_as: Mapping[str, str] | None
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if arch == "llama":
-            array = _neighbours(name, array, config)
+            array = _neighbors(name, array, config)
         if arch == "gemma3" and name.endswith("norm.weight"):
             array = array + 1
         writer.add_tensor(
@@ -139,7 +139,7 @@ def _checkpoint(tiny: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
         return [(name, file.get_tensor(name)) for name in sorted(file.keys(), key=key)]
 
 
-def _neighbours(name: str, array: np.ndarray[Any, Any], config: Any) -> np.ndarray[Any, Any]:
+def _neighbors(name: str, array: np.ndarray[Any, Any], config: Any) -> np.ndarray[Any, Any]:
     heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
     if "q_proj" not in name and "k_proj" not in name:
         return array
@@ -238,7 +238,7 @@ def test_experts_keep_the_numbers_of_the_file(write_mixture, make_driver, unpack
     # Activations are rounded to 8 bits, too, which now and then sends a token to another expert.
     assert np.abs(found[None] - found["none"]).mean() < 0.1
 
-    saved = spec.weight_bytes(2, dequantised=True) - spec.weight_bytes(2)
+    saved = spec.weight_bytes(2, dequantized=True) - spec.weight_bytes(2)
     assert saved == 2 * (2 * 4 * 3 * 64 * 32) - num_bytes
 
 

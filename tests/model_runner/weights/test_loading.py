@@ -168,7 +168,7 @@ class TestSafetensors:
             make_driver(tiny.spec, tiny.folder)
 
 
-def write_gguf(path: Path, tiny: Any, quantisation: str = "F32") -> None:
+def write_gguf(path: Path, tiny: Any, quantization: str = "F32") -> None:
     """As llama.cpp's converter writes a Llama: its names, its order of rows in q and k."""
     import gguf
 
@@ -186,7 +186,7 @@ def write_gguf(path: Path, tiny: Any, quantisation: str = "F32") -> None:
     writer.add_rope_freq_base(10000.0)
     writer.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    kind = gguf.GGMLQuantizationType[quantisation]
+    kind = gguf.GGMLQuantizationType[quantization]
     for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -231,9 +231,9 @@ class TestGGUF:
         driver = make_driver(read_gguf_spec(GGUFFile(path)), path, kind="gguf")
         assert driver.generate([PROMPT], num=4)[0] == tiny.greedy(PROMPT, 4)
 
-    @pytest.mark.parametrize("quantisation", ["F16", "BF16", "Q8_0", "Q4_1"])
-    def test_quantised_weights_are_dequantised(
-        self, make_tiny_llama, make_driver, unpack, tmp_path, quantisation
+    @pytest.mark.parametrize("quantization", ["F16", "BF16", "Q8_0", "Q4_1"])
+    def test_quantized_weights_are_dequantized(
+        self, make_tiny_llama, make_driver, unpack, tmp_path, quantization
     ):
         """Against transformers with the same rounded weights."""
         import gguf
@@ -244,8 +244,8 @@ class TestGGUF:
             hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
         )
         path = tmp_path / "tiny.gguf"
-        write_gguf(path, tiny, quantisation)
-        kind = gguf.GGMLQuantizationType[quantisation]
+        write_gguf(path, tiny, quantization)
+        kind = gguf.GGMLQuantizationType[quantization]
         for parameter in tiny.reference.parameters():
             if parameter.ndim == 2:
                 rounded = gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: packed here from the formats' definitions, and compared with the weights they stand for."""
+"""Quantized checkpoints: packed here from the formats' definitions, and compared with the weights they stand for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.probe import Finding, KernelProbe
-from engine.model_runner.kernels.quantized import QuantisedLinears, QuantTarget, reasons_against_blocks
+from engine.model_runner.kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
 from engine.model_runner.kernels.quantized_weights import Fp8Weight, Int4Weight
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.weights import format_selection
@@ -27,15 +27,15 @@ from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.fp8_format import Fp8Parts, MadeFp8Parts
 from engine.model_runner.weights.gptq_format import GptqParts
-from engine.model_runner.weights.quantized_format import QuantisedFormat
+from engine.model_runner.weights.quantized_format import QuantizedFormat
 from engine.model_runner.weights.reader import Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.quantization import QuantisationSpec
-from engine.runtime.model_files.quantization_choice import with_quantisation
+from engine.runtime.model_files.quantization import QuantizationSpec
+from engine.runtime.model_files.quantization_choice import with_quantization
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, engine_config
@@ -56,7 +56,7 @@ Tensors = dict[str, Tensor]
 
 
 def pack_words(numbers: Tensor, axis: int, order: list[int]) -> Tensor:
-    """Eight neighbours along an axis to a word; nibble i holds neighbour order[i]."""
+    """Eight neighbors along an axis to a word; nibble i holds neighbor order[i]."""
     groups = numbers.to(torch.int64).movedim(axis, -1).unflatten(-1, (-1, 8))
     words = sum(groups[..., order[i]] << (4 * i) for i in range(8))
     assert isinstance(words, Tensor)
@@ -67,7 +67,7 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 PLAIN_ORDER = list(range(8))
 
 
-def quantise_int4(weight: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_int4(weight: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[N, K] rounded, inputs of equal number in `group` [K] together: numbers [K, N], zeros, scales [G, N], meaning."""
     columns = weight.t()
     count = int(group.max()) + 1
@@ -82,7 +82,7 @@ def quantise_int4(weight: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def as_awq(weight: Tensor, group_size: int, **_: Any) -> tuple[Tensors, Tensor]:
     size = group_size if group_size > 0 else weight.shape[1]
-    numbers, zeros, scales, meant = quantise_int4(weight, torch.arange(weight.shape[1]) // size)
+    numbers, zeros, scales, meant = quantize_int4(weight, torch.arange(weight.shape[1]) // size)
     return {
         "qweight": pack_words(numbers, 1, AWQ_ORDER),
         "qzeros": pack_words(zeros, 1, AWQ_ORDER),
@@ -98,7 +98,7 @@ def as_gptq(
     group = torch.arange(columns) // size
     if desc_act:
         group = group[torch.randperm(columns)]
-    numbers, zeros, scales, meant = quantise_int4(weight, group)
+    numbers, zeros, scales, meant = quantize_int4(weight, group)
     return {
         "qweight": pack_words(numbers, 0, PLAIN_ORDER),
         "qzeros": pack_words((zeros - offset) % 16, 1, PLAIN_ORDER),
@@ -172,8 +172,8 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Tensors, Tensor]
 }
 
 
-def quantise_checkpoint(
-    tiny: Any, description: dict[str, Any], quantise: Callable[[Tensor], tuple[Tensors, Tensor]]
+def quantize_checkpoint(
+    tiny: Any, description: dict[str, Any], quantize: Callable[[Tensor], tuple[Tensors, Tensor]]
 ) -> None:
     """Rewrite the folder in a form, and give transformers' model the weights that it means."""
     path = tiny.folder / "model.safetensors"
@@ -185,7 +185,7 @@ def quantise_checkpoint(
         if not module.endswith("_proj") or plain_module:
             stored[name] = tensor
             continue
-        tensors, meant = quantise(tensor)
+        tensors, meant = quantize(tensor)
         stored |= {f"{module}.{suffix}": value for suffix, value in tensors.items()}
         if "weight" in tensors and module.endswith(
             ".k_proj"
@@ -203,13 +203,13 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_quantised_model_is_the_one_with_the_weights_it_stands_for(
+def test_a_quantized_model_is_the_one_with_the_weights_it_stands_for(
     make_tiny_llama, make_driver, unpack, form
 ):
     tiny = make_tiny_llama(**SIZES)
     original = tiny.logprobs(PROMPT)
-    description, quantise = FORMS[form]
-    quantise_checkpoint(tiny, description, quantise)
+    description, quantize = FORMS[form]
+    quantize_checkpoint(tiny, description, quantize)
 
     driver = make_driver(read_hf_spec(tiny.folder), tiny.folder)
 
@@ -217,7 +217,7 @@ def test_a_quantised_model_is_the_one_with_the_weights_it_stands_for(
     rows = torch.arange(len(PROMPT) - 1)
     np.testing.assert_allclose(prompt_logprobs(driver, unpack), meant[rows, PROMPT[1:]], atol=1e-3)
     assert driver.generate([PROMPT], num=10)[0] == tiny.greedy(PROMPT, 10)
-    # It was quantised, and means about the same: 8-bit floats keep 4 digits of a weight, whole numbers of 4 bits fewer.
+    # It was quantized, and means about the same: 8-bit floats keep 4 digits of a weight, whole numbers of 4 bits fewer.
     assert 1e-4 < (meant - original).abs().mean() < (0.3 if "fp8" in description["quant_method"] else 1.5)
 
 
@@ -229,13 +229,13 @@ def test_4_bits_are_multiplied_as_blocks_where_that_is_faster(
     make_tiny_llama, make_driver, unpack, caplog, form
 ):
     tiny = make_tiny_llama(**SIZES)
-    quantise_checkpoint(tiny, *FORMS[form])
+    quantize_checkpoint(tiny, *FORMS[form])
 
     with caplog.at_level(logging.INFO):
         driver = make_driver(read_hf_spec(tiny.folder), tiny.folder, dtype="bfloat16")
 
     has_order = form == "gptq by weight"
-    assert ("op=linear_blocks maker=native" in caplog.text) != has_order
+    assert ("op=linear_blocks provider=native" in caplog.text) != has_order
     assert ("for which there is no kernel here" in caplog.text) == has_order
     expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     assert np.abs(prompt_logprobs(driver, unpack) - expected.numpy()).mean() < 0.1
@@ -255,7 +255,7 @@ def test_groups_of_whole_blocks_are_blocks(group_size):
     blocks = weight.as_blocks()
 
     assert blocks is not None and (blocks.bits, blocks.shape) == (4, (40, 192))
-    torch.testing.assert_close(blocks.dequantised(torch.float32), weight.dequantised(torch.float32))
+    torch.testing.assert_close(blocks.dequantized(torch.float32), weight.dequantized(torch.float32))
     assert replace(weight, order=torch.arange(192)).as_blocks() is None
     assert replace(weight, group_size=48).as_blocks() is None
     weight.scales[1, 3] = torch.inf
@@ -274,7 +274,7 @@ def test_block_scales_mean_what_transformers_takes_them_for(make_tiny_llama):
 
 def test_fp8_made_of_plain_weights(make_tiny_llama, make_driver, unpack):
     tiny = make_tiny_llama(**SIZES)
-    driver = make_driver(with_quantisation(tiny.spec, "fp8"), tiny.folder)
+    driver = make_driver(with_quantization(tiny.spec, "fp8"), tiny.folder)
     for name, parameter in tiny.reference.named_parameters():
         if name.endswith("_proj.weight"):
             parameter.data = as_fp8(parameter.detach(), "channel")[1]
@@ -287,12 +287,12 @@ def test_fp8_made_of_plain_weights(make_tiny_llama, make_driver, unpack):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["awq", "fp8 per block"])
 def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dtype):
-    """Experts are dequantised while they are loaded, or become blocks; routers are plain in every checkpoint."""
+    """Experts are dequantized while they are loaded, or become blocks; routers are plain in every checkpoint."""
     tiny = make_tiny_model(
         "qwen3_moe", **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     )
     fused = {name: p for name, p in tiny.reference.named_parameters() if ".experts." in name}
-    description, quantise = FORMS[form]
+    description, quantize = FORMS[form]
     stored: Tensors = {}
     parameters = dict(tiny.reference.named_parameters())
     for name, tensor in load_file(tiny.folder / "model.safetensors").items():
@@ -300,7 +300,7 @@ def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dt
         if not module.endswith("_proj"):
             stored[name] = tensor
             continue
-        tensors, meant = quantise(tensor)
+        tensors, meant = quantize(tensor)
         stored |= {f"{module}.{suffix}": value for suffix, value in tensors.items()}
         if ".experts." not in name:
             parameters[name].data = meant.contiguous()
@@ -330,7 +330,7 @@ def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dt
 @pytest.mark.parametrize("form", ["awq", "gptq", "fp8 per channel", "fp8 per block"])
 def test_two_ranks_say_what_one_says(make_tiny_llama, make_driver, form):
     tiny = make_tiny_llama(**SIZES)
-    quantise_checkpoint(tiny, *FORMS[form])
+    quantize_checkpoint(tiny, *FORMS[form])
     spec = read_hf_spec(tiny.folder)
 
     def tokens(group: ThreadGroup) -> list[list[int]]:
@@ -351,22 +351,22 @@ def reader_of(folder: Path, tensors: Tensors) -> WeightReader:
     return WeightReader(SafetensorsStore(folder), torch.float32, CPU)
 
 
-def format_of(parts: Any) -> QuantisedFormat:
-    return QuantisedFormat(parts, QuantisedLinears(quant_target(CPU, torch.float32), plain.pack_linear))
+def format_of(parts: Any) -> QuantizedFormat:
+    return QuantizedFormat(parts, QuantizedLinears(quant_target(CPU, torch.float32), plain.pack_linear))
 
 
 PARTS: dict[str, tuple[Any, Callable[[Tensor], tuple[Tensors, Tensor]], int]] = {
     # and how many neighboring inputs cannot be split
-    "awq": (AwqParts(QuantisationSpec(method="awq", group_size=32)), lambda w: as_awq(w, 32), 32),
-    "awq in one group": (AwqParts(QuantisationSpec(method="awq")), lambda w: as_awq(w, -1), 8),
+    "awq": (AwqParts(QuantizationSpec(method="awq", group_size=32)), lambda w: as_awq(w, 32), 32),
+    "awq in one group": (AwqParts(QuantizationSpec(method="awq")), lambda w: as_awq(w, -1), 8),
     "gptq": (
-        GptqParts(QuantisationSpec(method="gptq", group_size=64, zeros_less_one=True)),
+        GptqParts(QuantizationSpec(method="gptq", group_size=64, zeros_less_one=True)),
         lambda w: as_gptq(w, 64),
         64,
     ),
-    "fp8 per channel": (Fp8Parts(QuantisationSpec(method="fp8")), lambda w: as_fp8(w, "channel"), 1),
+    "fp8 per channel": (Fp8Parts(QuantizationSpec(method="fp8")), lambda w: as_fp8(w, "channel"), 1),
     "fp8 per block": (
-        Fp8Parts(QuantisationSpec(method="fp8", block=(48, 32))),
+        Fp8Parts(QuantizationSpec(method="fp8", block=(48, 32))),
         lambda w: as_fp8(w, "block"),
         32,
     ),
@@ -375,8 +375,8 @@ PARTS: dict[str, tuple[Any, Callable[[Tensor], tuple[Tensors, Tensor]], int]] = 
 
 @pytest.mark.parametrize("form", PARTS)
 def test_ranks_take_their_parts(tmp_path, form):
-    parts, quantise, _ = PARTS[form]
-    tensors, meant = quantise(torch.randn(96, 128))
+    parts, quantize, _ = PARTS[form]
+    tensors, meant = quantize(torch.randn(96, 128))
     weights = reader_of(tmp_path, tensors)
 
     def taken(*slices: Slice) -> Tensor:
@@ -389,16 +389,16 @@ def test_ranks_take_their_parts(tmp_path, form):
 
 @pytest.mark.parametrize("form", [form for form, (_, _, step) in PARTS.items() if step > 1])
 def test_a_cut_within_a_group_or_a_word_is_refused(tmp_path, form):
-    parts, quantise, step = PARTS[form]
-    weights = reader_of(tmp_path, quantise(torch.randn(96, 128))[0])
+    parts, quantize, step = PARTS[form]
+    weights = reader_of(tmp_path, quantize(torch.randn(96, 128))[0])
 
     with pytest.raises(ConfigError, match=rf"m: a rank takes inputs 4 to 63, but {step} neighbors share"):
         format_of(parts).load(weights, ["m"], [(96, 128)], [Slice(1, 4, 64)])
 
 
 def test_words_of_outputs_cannot_be_parted(tmp_path):
-    parts, quantise, _ = PARTS["awq"]
-    weights = reader_of(tmp_path, quantise(torch.randn(96, 128))[0])
+    parts, quantize, _ = PARTS["awq"]
+    weights = reader_of(tmp_path, quantize(torch.randn(96, 128))[0])
 
     with pytest.raises(ConfigError, match=r"takes outputs 12 to 47, but 8 neighbors share a word.*--tp"):
         format_of(parts).load(weights, ["m"], [(96, 128)], [Slice(0, 12, 48)])
@@ -408,7 +408,7 @@ def test_inputs_in_the_order_of_their_weight_cannot_be_shared_by_ranks(tmp_path)
     tensors, meant = as_gptq(torch.randn(16, 64), 32, desc_act=True)
     weights = reader_of(tmp_path, tensors)
     parts = format_of(
-        GptqParts(QuantisationSpec(method="gptq", group_size=32, reordered=True, zeros_less_one=True))
+        GptqParts(QuantizationSpec(method="gptq", group_size=32, reordered=True, zeros_less_one=True))
     )
 
     torch.testing.assert_close(parts.dense(weights, ["m"], [(16, 64)], [Slice(0, 8, 16)]), meant[8:])
@@ -420,7 +420,7 @@ def test_groups_of_the_wrong_size(tmp_path):
     tensors, _ = as_gptq(torch.randn(16, 64), 32)
     tensors["g_idx"][0] = 1
     weights = reader_of(tmp_path, tensors)
-    parts = format_of(GptqParts(QuantisationSpec(method="gptq", group_size=32, reordered=True)))
+    parts = format_of(GptqParts(QuantizationSpec(method="gptq", group_size=32, reordered=True)))
 
     with pytest.raises(ConfigError, match=r"m.g_idx: does not assign 32 inputs to each of 2 groups"):
         parts.load(weights, ["m"], [(16, 64)], None)
@@ -430,7 +430,7 @@ def test_sizes_that_are_no_whole_groups(tmp_path):
     weights = reader_of(tmp_path, as_awq(torch.randn(16, 64), 32)[0])
 
     with pytest.raises(ConfigError, match=r"m: a weight of 16 outputs and 64 inputs cannot be stored as awq"):
-        format_of(AwqParts(QuantisationSpec(method="awq", group_size=128))).load(
+        format_of(AwqParts(QuantizationSpec(method="awq", group_size=128))).load(
             weights, ["m"], [(16, 64)], None
         )
 
@@ -439,7 +439,7 @@ def test_a_bias_that_nobody_adds_is_not_forgotten(tmp_path):
     tensors, _ = as_gptq(torch.randn(16, 64), 32)
     tensors["bias"][3] = 1.0
     weights = reader_of(tmp_path, tensors)
-    parts = format_of(GptqParts(QuantisationSpec(method="gptq", group_size=32)))
+    parts = format_of(GptqParts(QuantizationSpec(method="gptq", group_size=32)))
     parts.load(weights, ["m"], [(16, 64)], None)
 
     with pytest.raises(ConfigError, match=r"unexpected tensor 'm.bias'"):
@@ -456,9 +456,9 @@ def test_numbers_without_their_scales_are_refused(tmp_path):
         weights.stacked(["m.weight"], [(16, 64)])
 
 
-def test_a_weight_knows_whether_activations_are_quantised(tmp_path):
+def test_a_weight_knows_whether_activations_are_quantized(tmp_path):
     for weights_only in (False, True):
-        spec = QuantisationSpec(method="fp8", weights_only=weights_only)
+        spec = QuantizationSpec(method="fp8", weights_only=weights_only)
         weights = reader_of(tmp_path, as_fp8(torch.randn(16, 64), "channel")[0])
         part = Fp8Parts(spec).read(weights, "m", (16, 64), None)
         assert isinstance(part, Fp8Weight) and part.weights_only == weights_only
@@ -466,7 +466,7 @@ def test_a_weight_knows_whether_activations_are_quantised(tmp_path):
 
 def test_routers_stay_plain_when_fp8_is_made():
     weights = WeightReader(DummyStore(0), torch.float32, CPU)
-    made = MadeFp8Parts(QuantisationSpec(method="fp8", stored=False))
+    made = MadeFp8Parts(QuantizationSpec(method="fp8", stored=False))
 
     assert isinstance(made.read(weights, "model.layers.0.mlp.gate", (8, 16), None), Tensor)
     assert not isinstance(made.read(weights, "model.layers.0.mlp.gate_proj", (8, 16), None), Tensor)
@@ -482,10 +482,10 @@ def test_dummy_weights_of_any_form_differ(form):
     assert len(dense.unique()) > 100 and not torch.equal(dense[:96], dense[96:])
 
 
-def test_what_dequantising_costs_is_said(make_tiny_llama, make_driver, caplog):
+def test_what_dequantizing_costs_is_said(make_tiny_llama, make_driver, caplog):
     tiny = make_tiny_llama(**SIZES)
-    description, quantise = FORMS["awq"]
-    quantise_checkpoint(tiny, description, quantise)
+    description, quantize = FORMS["awq"]
+    quantize_checkpoint(tiny, description, quantize)
 
     with caplog.at_level(logging.INFO):
         make_driver(read_hf_spec(tiny.folder), tiny.folder)
@@ -494,7 +494,7 @@ def test_what_dequantising_costs_is_said(make_tiny_llama, make_driver, caplog):
     assert (
         "weights are awq, for which there is no kernel here: they are kept as float32, weights_mib=" in text
     )
-    assert text.count("op=linear_int4 maker=dequantised while loading (") == 1
+    assert text.count("op=linear_int4 provider=dequantized while loading (") == 1
 
 
 def test_a_target_on_a_gpu_is_what_the_probe_found(monkeypatch):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of how its weights are quantised: every form that is read, and every one that is refused."""
+"""What a checkpoint says of how its weights are quantized: every form that is read, and every one that is refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.fields import Fields
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.quantization import (
-    QuantisationSpec,
+    QuantizationSpec,
     QuantMethod,
-    read_quantisation,
+    read_quantization,
 )
-from engine.runtime.model_files.quantization_choice import with_quantisation
+from engine.runtime.model_files.quantization_choice import with_quantization
 from engine.runtime.resolve.memory_budget import plan_memory
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -36,8 +36,8 @@ FP8_CHANNEL: dict[str, Any] = {
 }
 
 
-def read(folder: Path, description: Any) -> QuantisationSpec | None:
-    return read_quantisation(folder, Fields(folder / "config.json", {"quantization_config": description}))
+def read(folder: Path, description: Any) -> QuantizationSpec | None:
+    return read_quantization(folder, Fields(folder / "config.json", {"quantization_config": description}))
 
 
 def spec(**changes: Any) -> ModelSpec:
@@ -60,7 +60,7 @@ def spec(**changes: Any) -> ModelSpec:
 
 
 @pytest.mark.parametrize("activations", [None, {}], ids=["null", "missing"])
-def test_weights_may_be_all_that_is_quantised(tmp_path: Path, activations: Any) -> None:
+def test_weights_may_be_all_that_is_quantized(tmp_path: Path, activations: Any) -> None:
     group = dict(FP8_CHANNEL["config_groups"]["group_0"])
     group["input_activations"] = activations
     if activations is not None:
@@ -76,24 +76,24 @@ def test_weights_may_be_all_that_is_quantised(tmp_path: Path, activations: Any) 
 @pytest.mark.parametrize(
     ("description", "expected"),
     [
-        (AWQ, QuantisationSpec(method="awq", group_size=128)),
+        (AWQ, QuantizationSpec(method="awq", group_size=128)),
         (
             AWQ | {"version": "GEMM", "group_size": -1, "modules_to_not_convert": ["mlp.gate"]},
-            QuantisationSpec(method="awq", plain_modules=("mlp.gate",)),
+            QuantizationSpec(method="awq", plain_modules=("mlp.gate",)),
         ),
-        (GPTQ, QuantisationSpec(method="gptq", group_size=128, zeros_less_one=True)),
+        (GPTQ, QuantizationSpec(method="gptq", group_size=128, zeros_less_one=True)),
         (
             GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True, "group_size": 32},
-            QuantisationSpec(method="gptq", group_size=32, reordered=True),
+            QuantizationSpec(method="gptq", group_size=32, reordered=True),
         ),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, QuantisationSpec(method="fp8")),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, QuantizationSpec(method="fp8")),
         (
             {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-            QuantisationSpec(method="fp8", block=(128, 128)),
+            QuantizationSpec(method="fp8", block=(128, 128)),
         ),
         (
             {"quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.down_proj"]},
-            QuantisationSpec(method="fp8", plain_modules=("model.layers.0.mlp.down_proj",)),
+            QuantizationSpec(method="fp8", plain_modules=("model.layers.0.mlp.down_proj",)),
         ),
         (
             {
@@ -101,14 +101,14 @@ def test_weights_may_be_all_that_is_quantised(tmp_path: Path, activations: Any) 
                 "activation_scale_ub": 1200.0,
                 "modules_to_not_convert": ["q_proj"],
             },
-            QuantisationSpec(method="fp8", activation_bound=1200.0, plain_modules=("q_proj",)),
+            QuantizationSpec(method="fp8", activation_bound=1200.0, plain_modules=("q_proj",)),
         ),
-        (FP8_CHANNEL, QuantisationSpec(method="fp8", plain_modules=("lm_head", "re:.*mlp\\.gate$"))),
+        (FP8_CHANNEL, QuantizationSpec(method="fp8", plain_modules=("lm_head", "re:.*mlp\\.gate$"))),
         (None, None),
     ],
     ids=str,
 )
-def test_forms_that_are_read(tmp_path: Path, description: Any, expected: QuantisationSpec | None) -> None:
+def test_forms_that_are_read(tmp_path: Path, description: Any, expected: QuantizationSpec | None) -> None:
     assert read(tmp_path, description) == expected
 
 
@@ -169,7 +169,7 @@ def test_what_is_refused_and_by_which_name(tmp_path: Path, description: Any, mes
 
 
 def test_modules_that_stay_plain_are_matched_in_whole_components() -> None:
-    found = QuantisationSpec(method="awq", plain_modules=("gate_up", "layers.1", "re:.*v_proj"))
+    found = QuantizationSpec(method="awq", plain_modules=("gate_up", "layers.1", "re:.*v_proj"))
 
     assert [
         found.is_plain(name)
@@ -187,50 +187,50 @@ def test_modules_that_stay_plain_are_matched_in_whole_components() -> None:
 @pytest.mark.parametrize(
     ("stored", "asked", "message"),
     [
-        (QuantisationSpec(method="awq"), "fp8", "quantization is fp8, but the checkpoint's weights are awq"),
+        (QuantizationSpec(method="awq"), "fp8", "quantization is fp8, but the checkpoint's weights are awq"),
         (None, "gptq", "quantization is gptq, but .*not quantized, and only fp8, int8, int4 can be"),
     ],
 )
 def test_a_flag_that_contradicts_the_checkpoint(
-    stored: QuantisationSpec | None, asked: QuantMethod, message: str
+    stored: QuantizationSpec | None, asked: QuantMethod, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        with_quantisation(spec(quantisation=stored), asked)
+        with_quantization(spec(quantization=stored), asked)
 
 
 def test_a_flag_that_agrees_changes_nothing_and_fp8_can_be_made_of_plain_weights() -> None:
-    awq = spec(quantisation=QuantisationSpec(method="awq", group_size=64))
-    assert with_quantisation(awq, "awq") is awq
-    assert with_quantisation(spec(), None) == spec()
+    awq = spec(quantization=QuantizationSpec(method="awq", group_size=64))
+    assert with_quantization(awq, "awq") is awq
+    assert with_quantization(spec(), None) == spec()
 
-    made = with_quantisation(spec(), "fp8")
+    made = with_quantization(spec(), "fp8")
 
-    assert made.quantisation == QuantisationSpec(method="fp8", stored=False)
-    assert with_quantisation(made, "fp8") is made
+    assert made.quantization == QuantizationSpec(method="fp8", stored=False)
+    assert with_quantization(made, "fp8") is made
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ModelSpec) == made
 
 
-def test_memory_of_quantised_weights() -> None:
+def test_memory_of_quantized_weights() -> None:
     linears = {"q": (256, 256), "k": (128, 256), "v": (128, 256), "o": (256, 256)}
     linears |= {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
     in_linears = 3 * sum(rows * columns for rows, columns in linears.values())
     rest = 2 * (spec().num_parameters - in_linears)
 
-    fp8 = spec(quantisation=QuantisationSpec(method="fp8"))
+    fp8 = spec(quantization=QuantizationSpec(method="fp8"))
     assert fp8.weight_bytes(2) == rest + in_linears + 3 * 4 * sum(rows for rows, _ in linears.values())
-    assert fp8.weight_bytes(2, dequantised=True) == spec().weight_bytes(2)
+    assert fp8.weight_bytes(2, dequantized=True) == spec().weight_bytes(2)
 
-    awq = spec(quantisation=QuantisationSpec(method="awq", group_size=64, plain_modules=("mlp",)))
+    awq = spec(quantization=QuantizationSpec(method="awq", group_size=64, plain_modules=("mlp",)))
     attention = [linears[name] for name in "qkvo"]
-    quantised = 3 * sum(rows * columns // 2 + 3 * rows * columns // 64 for rows, columns in attention)
+    quantized = 3 * sum(rows * columns // 2 + 3 * rows * columns // 64 for rows, columns in attention)
     plain = 2 * (spec().num_parameters - 3 * sum(rows * columns for rows, columns in attention))
-    assert awq.weight_bytes(2) == quantised + plain
+    assert awq.weight_bytes(2) == quantized + plain
 
 
 def test_memory_is_planned_for_what_the_device_keeps() -> None:
     def weights(**device: Any) -> int:
         budget = plan_memory(
-            spec(quantisation=QuantisationSpec(method="gptq", group_size=128), tie_word_embeddings=False),
+            spec(quantization=QuantizationSpec(method="gptq", group_size=128), tie_word_embeddings=False),
             usable_bytes=1 << 30,
             dtype="bfloat16",
             fraction=0.5,
@@ -241,5 +241,5 @@ def test_memory_is_planned_for_what_the_device_keeps() -> None:
         )
         return budget.weights_bytes
 
-    assert weights(on_cpu=True) == spec().weight_bytes(2)  # dequantised while loading
+    assert weights(on_cpu=True) == spec().weight_bytes(2)  # dequantized while loading
     assert weights(on_cpu=False) < 0.6 * spec().weight_bytes(2)

@@ -138,7 +138,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("text", list(GOLDEN))
 def test_tokens_are_those_of_the_published_tokenizer(tokenizer: Tokenizer, text: str) -> None:
-    """Recorded from transformers' conversion with the pre-tokeniser of the published tokenizer.json."""
+    """Recorded from transformers' conversion with the pre-tokenizer of the published tokenizer.json."""
     ids = tokenizer.encode(text)
     assert ids == GOLDEN[text]
     assert tokenizer.decode(ids, skip_special_tokens=False) == text

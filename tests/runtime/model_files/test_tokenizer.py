@@ -39,7 +39,7 @@ TEXTS = [
     "\x00\x7f\ufeff",
 ]
 
-# The published pre-tokenisers of the models behind the names, independent of the table under test.
+# The published pre-tokenizers of the models behind the names, independent of the table under test.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,7 +63,7 @@ PUBLISHED: dict[str, list[Any]] = {
 
 
 def train(pre: str) -> CoreTokenizer:
-    """A small byte-level BPE tokenizer with the published pre-tokeniser of `pre`."""
+    """A small byte-level BPE tokenizer with the published pre-tokenizer of `pre`."""
     core = CoreTokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
     core.pre_tokenizer = pre_tokenizers.Sequence(PUBLISHED[pre])
     core.normalizer = normalizers.NFC() if pre == "qwen2" else None
@@ -122,7 +122,7 @@ def test_gguf_byte_level_agrees_with_the_published_tokenizer(make_gguf: MakeGGUF
         ids = tokenizer.encode(text)
         assert ids == core.encode(text).ids
         assert tokenizer.decode(ids) == core.decode(ids)
-        if pre != "qwen2":  # which normalises
+        if pre != "qwen2":  # which normalizes
             assert joined(tokenizer, ids).decode() == text
 
 
@@ -237,7 +237,7 @@ SPM_METADATA = {
 
 
 def sentencepiece(text: str) -> list[int]:
-    """The definition: join the neighbours whose union scores best, leftmost first, until none is a piece."""
+    """The definition: join the neighbors whose union scores best, leftmost first, until none is a piece."""
     pieces = list("▁" + text.replace(" ", "▁")) if text else []
     ids = {token: i for i, token in enumerate(SPM_TOKENS)}
     while True:

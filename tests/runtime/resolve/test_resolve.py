@@ -15,8 +15,8 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import capacity_of
 from engine.runtime.kv_size import MIB
 from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
-from engine.runtime.model_files.quantization import QuantisationSpec
-from engine.runtime.model_files.quantization_choice import with_quantisation
+from engine.runtime.model_files.quantization import QuantizationSpec
+from engine.runtime.model_files.quantization_choice import with_quantization
 from engine.runtime.resolve.block_weights import KERNEL_FLAGS
 from engine.runtime.resolve.host_facts import GpuFacts, HostFacts
 from engine.runtime.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, plan_memory
@@ -42,7 +42,7 @@ SPEC = ModelSpec(
 MIXTURE = msgspec.structs.replace(
     SPEC,
     model_type="qwen3_moe",
-    experts=ExpertsSpec(num_experts=8, num_active=2, intermediate_size=64, normalise=True),
+    experts=ExpertsSpec(num_experts=8, num_active=2, intermediate_size=64, normalize=True),
 )
 HOST = HostFacts(
     num_cpus=8,
@@ -168,7 +168,7 @@ def test_the_default_model_on_a_plain_machine():
     assert all(note and "\n" not in note for note in resolved.notes.values())
 
 
-GGUF = QuantisationSpec(
+GGUF = QuantizationSpec(
     method="gguf",
     types={f"model.layers.{n}.mlp.{part}_proj": "Q4_1" for n in range(30) for part in ("gate", "up", "down")}
     | {"model.embed_tokens": "Q8_0"},
@@ -180,13 +180,13 @@ WITHOUT_COMPILER = dataclasses.replace(BLOCK_HOST, has_cpu_kernels=False)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them(model_type):
     plain = msgspec.structs.replace(SPEC, model_type=model_type)
-    spec = msgspec.structs.replace(plain, quantisation=GGUF)
+    spec = msgspec.structs.replace(plain, quantization=GGUF)
 
     kept = resolve(EngineConfig(), spec, BLOCK_HOST)
-    dequantised = resolve(config(quantization="none"), spec, BLOCK_HOST)
+    dequantized = resolve(config(quantization="none"), spec, BLOCK_HOST)
 
     assert kept.config.model.quantization == "gguf" and "quantization" in kept.notes
-    assert dequantised.config.model.quantization == "none" and "quantization" not in dequantised.notes
+    assert dequantized.config.model.quantization == "none" and "quantization" not in dequantized.notes
     assert resolve(kept.config, spec, BLOCK_HOST).config == kept.config
     mlp, head = 30 * 3 * 576 * 1536, 49152 * 576
     saved = mlp * (2 - 20 / 32) + head * (2 + 2 - 34 / 32)  # the embedding has no table of its own
@@ -205,7 +205,7 @@ def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them(model_
     ]
     assert budgets[1].weights_bytes - budgets[0].weights_bytes == saved
     assert pool_of(kept.config) == budgets[0].tokens // 16 * 16
-    assert pool_of(dequantised.config) == budgets[1].tokens // 16 * 16
+    assert pool_of(dequantized.config) == budgets[1].tokens // 16 * 16
 
 
 @pytest.mark.parametrize(
@@ -219,10 +219,10 @@ def test_a_gguf_file_keeps_its_weights_on_a_cpu_that_multiplies_with_them(model_
         ({"load_format": "dummy"}, BLOCK_HOST, "random weights have no blocks from a file"),
     ],
 )
-def test_where_blocks_cannot_be_multiplied_a_file_is_dequantised_and_a_wish_refused(
+def test_where_blocks_cannot_be_multiplied_a_file_is_dequantized_and_a_wish_refused(
     settings, machine, reason
 ):
-    spec = msgspec.structs.replace(SPEC, quantisation=GGUF)
+    spec = msgspec.structs.replace(SPEC, quantization=GGUF)
 
     resolved = resolve(config(**settings), spec, machine)
 
@@ -234,7 +234,7 @@ def test_where_blocks_cannot_be_multiplied_a_file_is_dequantised_and_a_wish_refu
         with pytest.raises(
             ConfigError, match=f"quantization is {wish}, but .*{re.escape(reason)}; (use|install) "
         ):
-            resolve(config(**settings, quantization=wish), with_quantisation(spec, wish), machine)
+            resolve(config(**settings, quantization=wish), with_quantization(spec, wish), machine)
 
 
 def test_the_flags_for_blocks_are_those_of_the_kernels():
@@ -243,7 +243,7 @@ def test_the_flags_for_blocks_are_those_of_the_kernels():
 
 
 def test_made_weights_are_counted_in_the_form_they_get():
-    made = resolve(config(quantization="int4"), with_quantisation(SPEC, "int4"), BLOCK_HOST).config
+    made = resolve(config(quantization="int4"), with_quantization(SPEC, "int4"), BLOCK_HOST).config
     plain = resolve(EngineConfig(), SPEC, BLOCK_HOST).config
 
     assert made.model.quantization == "int4" and plain.model.quantization is None

@@ -12,7 +12,7 @@ from tests.scheduler.harness import Harness, Pages, extend_lens
 
 
 def submit_siblings(harness, count, prompt, **sampling):
-    """Siblings differ in their length limit only, so that they end at different times."""
+    """ParallelSamples differ in their length limit only, so that they end at different times."""
     group = {"message": {"group": "g"}}
     return [
         harness.submit(f"s{idx}", prompt=prompt, max_new_tokens=4 + idx, **group, **sampling)

@@ -15,7 +15,7 @@ from engine.scheduler.estimator.base import CLIP_MAX_NEW_TOKENS, OutputEstimator
 from engine.scheduler.estimator.make import make_estimator
 from engine.scheduler.records.verdict import AddReqResult, Reason
 from engine.scheduler.requests.req import MAX_OVERTAKEN, Req, ReqStatus
-from engine.scheduler.step_size.partial_prefills import PartialLimits, promised_tokens
+from engine.scheduler.step_size.partial_prefills import PartialLimits, reserved_tokens
 from tests.scheduler.admission.prefill_pass import (
     Candidate,
     CountedMemory,
@@ -149,7 +149,7 @@ def test_the_rest_of_a_cut_prompt_and_its_output_are_promised_in_each_pass(make_
     # the first chunk's pages are gone; the last generated token needs no memory
     assert second.budget_before.rem_total_tokens == 240 - 24 - 10
     assert second.budget_before.cur_rem_tokens == 240
-    assert second.budget_after.rem_total_tokens == second.budget_before.rem_total_tokens  # promised already
+    assert second.budget_after.rem_total_tokens == second.budget_before.rem_total_tokens  # reserved already
     assert second.budget_after.cur_rem_tokens == 240 - (16 + 4)
     harness.run_until_idle()
 
@@ -391,7 +391,7 @@ def test_places_taken_from_others_count_at_once():
     missing = adder.missing_tokens(req, prefix_of(adder, req))
     assert missing == 20 + 10 + 4 + 1 - 4
 
-    adder.make_room(available_tokens=16, expected_tokens=missing - 16, num_rows=1)
+    adder.add_capacity(available_tokens=16, expected_tokens=missing - 16, num_rows=1)
 
     assert adder.add(req, prefix_of(adder, req)).reason is Reason.ADMITTED
 
@@ -441,8 +441,8 @@ def test_no_pass_breaks_a_promise(case):
     if case["chunk_size"] is None:
         in_progress = []
     remaining = np.array([req.fill_len - computed for req, computed in in_progress], dtype=np.int32)
-    promised = promised_tokens(remaining, page_size)
-    available = max(case["num_pages"] * page_size, promised)
+    reserved = reserved_tokens(remaining, page_size)
+    available = max(case["num_pages"] * page_size, reserved)
     nothing_runs = not (in_progress or case["num_decodes"])
     estimator: OutputEstimator = make_estimator(
         SchedulerConfig(admission_estimator=case["estimator"]), page_size
@@ -450,7 +450,7 @@ def test_no_pass_breaks_a_promise(case):
     it = PrefillBudget(
         page_size=page_size,
         available_tokens=available,
-        expected_tokens=promised,
+        expected_tokens=reserved,
         max_prefill_tokens=case["max_prefill_tokens"],
         chunk_size=case["chunk_size"],
         num_decodes=case["num_decodes"],
@@ -484,7 +484,7 @@ def test_no_pass_breaks_a_promise(case):
         assert chunk.is_last or end % page_size == 0
         assert chunk.is_last or case["chunk_size"] is not None
     # memory: of all in progress and admitted, the whole prompts fit, and with `full` the outputs do
-    pages = promised // page_size
+    pages = reserved // page_size
     for chunk in chunks:
         if chunk.is_first:
             length = chunk.req.max_kv_len if case["estimator"] == "full" else chunk.req.fill_len

@@ -142,8 +142,8 @@ def test_beta_learns_how_much_of_their_limits_requests_use(make_scheduler: Calla
         shares = [len(answer.tokens) / 200 for answer in harness.answers.values()][-100:]
         mean = sum(shares) / 100
         assert 0.02 < mean < 0.2, "the answers are not as short as the test wants them"
-        learnt = harness.scheduler.report(0.0).new_token_ratio
-        assert learnt == (pytest.approx(mean) if name == "beta" else 1.0)
+        learned = harness.scheduler.report(0.0).new_token_ratio
+        assert learned == (pytest.approx(mean) if name == "beta" else 1.0)
         for _ in range(16):
             harness.submit(prompt_len=4, max_new_tokens=200, ignore_eos=False)
         batch = harness.step()

@@ -14,7 +14,14 @@ from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.journal.log_file import Header, Idle, Input, LogRecord, Planning
 from engine.scheduler.journal.log_writer import header_of
 from engine.scheduler.records.cache_miss import CacheMiss, MissKind
-from engine.scheduler.records.decision_log import Arrived, Left, PageCounts, PassRecord, Retraction, Settled
+from engine.scheduler.records.decision_log import (
+    Arrived,
+    Finished,
+    PageCounts,
+    PassRecord,
+    Retraction,
+    Settled,
+)
 from engine.scheduler.records.pass_figures import BudgetState, StepTime
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
@@ -49,9 +56,11 @@ def sample_records() -> list[LogRecord]:
             plan_crc=4_000_000_000,
             step_time=StepTime(0.05, 0.01, 0.2, 0.04, 0.001, 0.0004),
         ),
-        Settled(2.0, 7, 0.01, [Left("a", FinishKind.ERROR, 1, "bad", 8, 5)], b"\1\0\0\0", {0: "bad"}, 0.5),
+        Settled(
+            2.0, 7, 0.01, [Finished("a", FinishKind.ERROR, 1, "bad", 8, 5)], b"\1\0\0\0", {0: "bad"}, 0.5
+        ),
         Input(3.0, AbortRequest("b", "gone")),
-        Settled(3.0, 0, left=[Left("b", FinishKind.ABORT, 0)], grammars=["c"]),
+        Settled(3.0, 0, left=[Finished("b", FinishKind.ABORT, 0)], grammars=["c"]),
         Idle(4.0),
     ]
 

@@ -16,7 +16,7 @@ from engine.scheduler.journal.flight_recorder import (
     started_requests,
 )
 from engine.scheduler.journal.recorder import NoRecorder
-from engine.scheduler.records.decision_log import Arrived, DecisionLog, Left, PassRecord, Settled
+from engine.scheduler.records.decision_log import Arrived, DecisionLog, Finished, PassRecord, Settled
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
 
@@ -35,7 +35,7 @@ def test_what_was_decided_can_be_read_while_the_recorder_lives(decisions, tmp_pa
     recorder.planning(1.5)
     decisions.append(PassRecord(2.0, step_id=7, num_decodes=1))
     recorder.planned(None)
-    decisions.append(Settled(2.5, 7, 0.25, [Left("r1", FinishKind.ERROR, 3, "odd")], b"\1\2\3\4"))
+    decisions.append(Settled(2.5, 7, 0.25, [Finished("r1", FinishKind.ERROR, 3, "odd")], b"\1\2\3\4"))
     recorder.settled()
 
     assert [type(record) for record in read_decisions(tmp_path)] == [Arrived, PassRecord, Settled]

@@ -9,7 +9,7 @@ import numpy as np
 from tests.scheduler.harness import Harness
 
 
-def share_of_neighbours(harness: Harness) -> float:
+def share_of_neighbors(harness: Harness) -> float:
     """Of the pages of running requests, how many lie behind the one before. (No prompt has a cached prefix here.)"""
     pool = harness.scheduler._parts.memory.pool
     counts: list[bool] = []
@@ -46,7 +46,7 @@ def test_in_a_fresh_pool():
 
     decode(harness)
 
-    assert share_of_neighbours(harness) > 0.8
+    assert share_of_neighbors(harness) > 0.8
 
 
 def test_prompts_that_are_computed_chunk_by_chunk_in_turn():
@@ -56,7 +56,7 @@ def test_prompts_that_are_computed_chunk_by_chunk_in_turn():
     for _ in range(60):
         harness.step()
 
-    assert share_of_neighbours(harness) > 0.8
+    assert share_of_neighbors(harness) > 0.8
 
 
 def test_requests_that_get_pages_for_drafts_too():
@@ -64,7 +64,7 @@ def test_requests_that_get_pages_for_drafts_too():
 
     decode(harness)
 
-    assert share_of_neighbours(harness) > 0.8
+    assert share_of_neighbors(harness) > 0.8
 
 
 def test_when_all_memory_is_cached_prompts():
@@ -74,7 +74,7 @@ def test_when_all_memory_is_cached_prompts():
     decode(harness)
 
     assert harness.scheduler.report(0.0).evicted_tokens_total > 0
-    assert share_of_neighbours(harness) > 0.8
+    assert share_of_neighbors(harness) > 0.8
 
 
 def test_pages_are_evicted_ahead_of_need_where_their_order_counts_and_only_there():

@@ -17,13 +17,13 @@ def test_hands_out_every_page_once_and_never_the_dummy_page():
     assert allocator.num_free == 0
 
 
-def test_a_request_that_grows_page_by_page_beside_others_gets_neighbours():
+def test_a_request_that_grows_page_by_page_beside_others_gets_neighbors():
     allocator = PageAllocator(64)
     prompts = [allocator.allocate(3) for _ in range(4)]
 
     pages = np.stack(prompts)
     for _ in range(5):
-        pages = np.column_stack([pages, allocator.allocate_behind(pages[:, -1])])
+        pages = np.column_stack([pages, allocator.allocate_after(pages[:, -1])])
 
     assert (np.diff(pages) == 1).all()
     assert np.unique(pages).size == pages.size
@@ -33,7 +33,7 @@ def test_a_prompt_that_grows_goes_on_behind_its_last_page_and_then_in_whole_exte
     allocator = PageAllocator(64)
     first, other = allocator.allocate(3), allocator.allocate(3)
 
-    more = allocator.allocate(12, behind=int(first[-1]))
+    more = allocator.allocate(12, after=int(first[-1]))
 
     assert more.tolist()[:5] == (first[-1] + np.arange(1, 6)).tolist()
     assert np.diff(more[5:]).tolist() == [1] * 6
@@ -53,7 +53,7 @@ def test_two_requests_that_share_their_last_page_get_different_ones_behind_it():
     allocator = PageAllocator(16)
     shared = allocator.allocate(2)
 
-    pages = allocator.allocate_behind(np.array([shared[-1], shared[-1]], dtype=np.int32))
+    pages = allocator.allocate_after(np.array([shared[-1], shared[-1]], dtype=np.int32))
 
     assert pages[0] == shared[-1] + 1
     assert pages[1] not in (*shared, pages[0])
@@ -63,7 +63,7 @@ def test_a_request_that_needs_several_pages_at_once_gets_them_behind_each_other(
     allocator = PageAllocator(64)
     first, other = allocator.allocate(6), allocator.allocate(3)
 
-    pages = allocator.allocate_behind(np.array([first[-1], 0, 0, 0, other[-1], 0], dtype=np.int32))
+    pages = allocator.allocate_after(np.array([first[-1], 0, 0, 0, other[-1], 0], dtype=np.int32))
 
     assert pages[:2].tolist() == [first[-1] + 1, first[-1] + 2]
     assert pages[3] == pages[2] + 1
@@ -75,7 +75,7 @@ def test_a_page_that_is_not_in_use_or_none_has_nothing_behind_it(page):
     allocator = PageAllocator(24)
     taken = allocator.allocate(2)
 
-    pages = [*taken, *allocator.allocate_behind(np.array([page], dtype=np.int32)), *allocator.allocate(21)]
+    pages = [*taken, *allocator.allocate_after(np.array([page], dtype=np.int32)), *allocator.allocate(21)]
 
     assert sorted(pages) == list(range(1, 25))
 
@@ -102,12 +102,12 @@ def test_every_page_is_free_or_handed_out_once(num_pages, actions):
             allocator.free(pages[kept:])
             held += [pages[:kept]] if kept else []
         elif action == "take" and allocator.num_free:
-            behind = int(held[-1][-1]) if held and number % 2 else 0
-            held.append(allocator.allocate(1 + number % allocator.num_free, behind))
+            after = int(held[-1][-1]) if held and number % 2 else 0
+            held.append(allocator.allocate(1 + number % allocator.num_free, after))
         elif action == "grow":
             growing = min(len(held), allocator.num_free)
             last = np.array([pages[-1] + number % 3 for pages in held[:growing]], dtype=np.int32)
-            for n, page in enumerate(allocator.allocate_behind(last)):
+            for n, page in enumerate(allocator.allocate_after(last)):
                 held[n] = np.append(held[n], page)
         out = [int(page) for pages in held for page in pages]
         assert sorted([*out, *allocator.free_pages().tolist()]) == list(range(1, num_pages + 1))

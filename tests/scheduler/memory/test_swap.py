@@ -1,4 +1,4 @@
-"""Tests of swapping: a request that lost its place comes back with its KV from the host, and nobody notices.
+"""Tests of swapping: a request that was retracted comes back with its KV from the host, and nobody notices.
 
 The FakeRunner's KV is a hash of all tokens before, so a page that comes back wrong is seen at the first step that reads
 it; the harness compares every answer with the one the request gets alone.
@@ -221,7 +221,7 @@ def test_with_unknown_costs_nothing_is_swapped():
     assert not mode.swaps(1000, 63)
 
 
-def test_both_costs_are_learnt_from_the_steps_that_ran(make_scheduler):
+def test_both_costs_are_learned_from_the_steps_that_ran(make_scheduler):
     """The FakeRunner's steps take 10 ms: of 32 prompt tokens, and of swapping out two pages of 16 tokens."""
     harness = make_scheduler(page_size=16, num_host_pages=16, preemption_mode="cost", chaos="retract=1:2")
     mode = harness.scheduler._parts.settler._mode

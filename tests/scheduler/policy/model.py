@@ -143,7 +143,7 @@ class Model:
         req.num_retractions += 1
         req.fill_ids = bytes((req.prompt_len + req.output_len) * TOKEN_ID_BYTES)
         req.enter(ReqStatus.RETRACTED, self.now_s)
-        self.waiting.put_back(req)
+        self.waiting.requeue(req)
 
     # ------------------------------------------------------------ steps
 

@@ -103,4 +103,4 @@ def test_it_preempts_only_while_it_goes_by_priority():
     never = Model("adaptive", priority_preemption=False)
     follow(never, [0.5])
     assert not never.policy.preempts
-    assert never.policy.by_priority  # who loses its place for lack of memory goes by priority all the same
+    assert never.policy.by_priority  # who is retracted for lack of memory goes by priority all the same

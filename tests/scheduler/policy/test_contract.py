@@ -77,14 +77,14 @@ def test_who_was_overtaken_too_often_is_overtaken_no_more(name):
     model = Model(name, max_rows=1, policy_seed=103)
     root = TreeNode(None)
 
-    def favourites_come():
+    def favorites_come():
         for _ in range(3):
             model.cache(model.submit(8, 1, max_new_tokens=50), 1, TreeNode(root), 1)
 
-    favourites_come()
+    favorites_come()
     model.step()
     loser = model.submit(400, 1)
-    model.run_until(lambda: favourites_come() or loser in model.order_of_start, max_steps=2 * MAX_OVERTAKEN)
+    model.run_until(lambda: favorites_come() or loser in model.order_of_start, max_steps=2 * MAX_OVERTAKEN)
 
     assert sum(req.seq > loser.seq for req in model.order_of_start) == MAX_OVERTAKEN
 
@@ -98,7 +98,7 @@ def test_who_was_overtaken_too_often_is_overtaken_no_more(name):
     ],
 )
 def test_waiting_makes_up_for_priority_and_for_length(name, config, steps):
-    """Each second a favourite comes and takes the place; the loser's turn comes when its age is worth as much."""
+    """Each second a favorite comes and takes the place; the loser's turn comes when its age is worth as much."""
     model = Model(name, max_rows=1, **config)
     loser = model.submit(100, 50)
     while loser not in model.order_of_start:
@@ -128,6 +128,6 @@ def test_one_that_came_late_from_its_grammar_hides_nobody_who_was_overtaken(name
     model.cache(model.submit(8, 1, max_new_tokens=50), 1, TreeNode(None), 1)
     overtaken.num_overtaken = MAX_OVERTAKEN
     model.output_lens[late.seq] = 1
-    model.waiting.put_back(late)
+    model.waiting.requeue(late)
 
     assert model.order()[0] is overtaken

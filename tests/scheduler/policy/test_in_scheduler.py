@@ -206,7 +206,7 @@ def test_adaptives_switches_are_in_the_decision_log(make_scheduler):
 
 @pytest.mark.parametrize(("load", "loser"), [(0.1, "young"), (0.5, "low")])
 def test_adaptive_takes_the_place_of_the_least_urgent_while_it_goes_by_priority(make_scheduler, load, loser):
-    """Memory runs out: under fcfs the one that loses least work loses its place, under priority the least urgent."""
+    """Memory runs out: under fcfs the one that loses least work is retracted, under priority the least urgent."""
     harness = make_scheduler(
         schedule_policy="adaptive",
         num_pages=12,

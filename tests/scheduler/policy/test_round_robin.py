@@ -165,7 +165,7 @@ def test_who_is_idle_saves_nothing_up_and_is_forgotten():
 
 
 def test_what_is_lost_by_retraction_is_not_charged_again():
-    """A request that lost its place ten times has cost its tenant what it would have cost undisturbed."""
+    """A request that was retracted ten times has cost its tenant what it would have cost undisturbed."""
     model = Model("round-robin", max_rows=1, tenant_quantum=100)
     unlucky = model.submit(50, 20, tenant="a")
     for _ in range(10):

@@ -42,7 +42,7 @@ def test_sjf_looks_at_prompt_and_output():
 
 
 def test_srtf_lets_one_that_is_nearly_done_come_back_first():
-    """80 of 100 tokens are done when it loses its place: 20 are left, which is less than the 50 of those that wait."""
+    """80 of 100 tokens are done when it is retracted: 20 are left, which is less than the 50 of those that wait."""
     ended_s = {}
     for policy in ("sjf", "srtf"):
         model = Model(policy, max_rows=1, length_ageing=0.0)

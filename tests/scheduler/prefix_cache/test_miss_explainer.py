@@ -46,8 +46,8 @@ def test_the_rest_fills_no_page(pool):
 
 
 def test_nothing_begins_like_this(pool):
-    assert why(pool, [9, 9, 9, 9, 9]) == (MissKind.COLD, 0, 0)
-    assert why(CachedPool(8), [1, 2, 3]) == (MissKind.COLD, 0, 0)
+    assert why(pool, [9, 9, 9, 9, 9]) == (MissKind.NO_PREFIX, 0, 0)
+    assert why(CachedPool(8), [1, 2, 3]) == (MissKind.NO_PREFIX, 0, 0)
     assert why(pool, [1, 2, 3, 4, 5], "unheard of")[0] is MissKind.OTHER_NAMESPACE
 
 
@@ -72,7 +72,7 @@ def test_the_best_of_the_newest_children(pool):
 
 
 def test_a_conversation_goes_on(pool):
-    assert why(pool, [*range(1, 13), 50, 51, 52, 53, 54]) == (MissKind.ENDS, 12, 12)
+    assert why(pool, [*range(1, 13), 50, 51, 52, 53, 54]) == (MissKind.PROMPT_LONGER, 12, 12)
 
 
 def test_the_rest_was_evicted(pool):
@@ -89,13 +89,13 @@ def test_the_rest_was_evicted(pool):
     assert explain(pool, prompt) == CacheMiss(
         "r", 13, 0, MissKind.EVICTED, 0, evicted_at=3
     )  # root is gone, too
-    assert why(pool, [9, 9, 9, 9, 9]) == (MissKind.COLD, 0, 0)
+    assert why(pool, [9, 9, 9, 9, 9]) == (MissKind.NO_PREFIX, 0, 0)
 
 
 def test_only_the_page_that_went_counts_as_evicted(pool):
     pool.cache.evict(1)  # 9 10 11 12
 
-    assert why(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 99, 13])[0] is MissKind.ENDS
+    assert why(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 99, 13])[0] is MissKind.PROMPT_LONGER
     assert why(pool, [1, 2, 3, 4, 9, 10, 11, 12, 13])[0] is MissKind.DIFFERS
 
 
@@ -132,7 +132,7 @@ def test_another_namespace_has_it(pool):
 
     assert why(pool, list(range(1, 14)), "bob") == (MissKind.OTHER_NAMESPACE, 4, 4)
     assert why(pool, list(range(1, 14)), "eve") == (MissKind.OTHER_NAMESPACE, 0, 0)
-    assert why(pool, [1, 2, 3, 4, 5, 6, 7, 99, 9], "bob") == (MissKind.ENDS, 4, 4)
+    assert why(pool, [1, 2, 3, 4, 5, 6, 7, 99, 9], "bob") == (MissKind.PROMPT_LONGER, 4, 4)
     assert why(pool, [1, 2, 3, 4, 25, 26, 27, 28, 5, 6, 7, 8, 9], "bob") == (MissKind.OTHER_NAMESPACE, 4, 4)
 
 
@@ -142,7 +142,7 @@ def test_only_the_common_and_the_newest_namespaces_are_looked_at():
     for number in range(MAX_NAMESPACES):
         pool.serve([7], f"new-{number}")
 
-    assert why(pool, [1, 2, 3, 4], "mine")[0] is MissKind.COLD
+    assert why(pool, [1, 2, 3, 4], "mine")[0] is MissKind.NO_PREFIX
     assert why(pool, [7, 2], "mine")[0] is MissKind.OTHER_NAMESPACE
 
     pool = CachedPool(64)
@@ -163,13 +163,13 @@ def test_the_own_eviction_comes_before_another_namespace():
 
 def test_tombstones_are_bounded_and_the_oldest_go():
     pool = CachedPool(100)
-    pool.cache = RadixCache(1, max_tombstones=10)
+    pool.cache = RadixCache(1, max_evictions_remembered=10)
     for number in range(100):
         pool.serve([number], f"salt-{number}")
     pool.cache.evict(100)
 
-    assert len(pool.cache._tombstones) == 10
-    assert why(pool, [89, 0], "salt-89")[0] is MissKind.COLD
+    assert len(pool.cache._eviction_history) == 10
+    assert why(pool, [89, 0], "salt-89")[0] is MissKind.NO_PREFIX
     assert why(pool, [90, 0], "salt-90")[0] is MissKind.EVICTED
 
 
@@ -179,7 +179,7 @@ def test_cutting_one_leaf_page_by_page_leaves_one_tombstone():
     for _ in range(60):
         pool.cache.evict(1)
 
-    assert len(pool.cache._tombstones) == 1
+    assert len(pool.cache._eviction_history) == 1
     assert explain(pool, list(range(100))).evicted_at == 60
 
 
@@ -222,9 +222,9 @@ def test_the_reason_is_true(page_size, requests, prompt, key):
     assert (kind is MissKind.EVICTED) <= ((key, next_page) in gone)
     if kind is not MissKind.EVICTED:
         assert (kind is MissKind.OTHER_NAMESPACE) == any(path == next_page for _, path in cached)
-    if kind in (MissKind.DIFFERS, MissKind.COLD, MissKind.ENDS):
-        assert (kind is MissKind.ENDS) == (prefix_len > 0 and not nearest)
-        assert (kind is MissKind.COLD) == (prefix_len == 0 and common == 0)
+    if kind in (MissKind.DIFFERS, MissKind.NO_PREFIX, MissKind.PROMPT_LONGER):
+        assert (kind is MissKind.PROMPT_LONGER) == (prefix_len > 0 and not nearest)
+        assert (kind is MissKind.NO_PREFIX) == (prefix_len == 0 and common == 0)
         assert differs_at == common
 
 

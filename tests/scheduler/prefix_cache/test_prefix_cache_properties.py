@@ -75,7 +75,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     )
     def start(self, page_size: int, quota: int, prompts: list[tuple[str, list[int], int, int]]) -> None:
         self.policy = make_eviction(self.policy_name)
-        self.cache = RadixCache(page_size, eviction=self.policy, max_pinned_pages=quota, max_tombstones=5)
+        self.cache = RadixCache(
+            page_size, eviction=self.policy, max_pinned_pages=quota, max_evictions_remembered=5
+        )
         self.page_size, self.quota = page_size, quota
         self.pins: dict[Prefix, tuple[float, set[Prefix]]] = {}
         self.holders: list[Holder] = []

@@ -27,7 +27,7 @@ def test_a_client_does_not_learn_what_is_cached_under_another_salt(make_schedule
     operator = explain(harness.scheduler.decisions, "yours")
     assert MissKind.OTHER_NAMESPACE.text in str(operator)
     assert MissKind.OTHER_NAMESPACE.text not in str(told)
-    assert MissKind.COLD.text in str(told)
+    assert MissKind.NO_PREFIX.text in str(told)
 
 
 def ask(harness, rid):

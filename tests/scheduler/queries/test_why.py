@@ -10,7 +10,7 @@ from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import (
     Arrived,
     DecisionRecord,
-    Left,
+    Finished,
     PassRecord,
     Retraction,
     Settled,
@@ -33,7 +33,7 @@ def a_pass(step_id: int, *verdicts: Verdict, **fields: object) -> PassRecord:
 
 
 ARRIVED = Arrived(10.0, "r1", 20, 5)
-ENDED = Settled(12.0, 9, left=[Left("r1", FinishKind.LENGTH, 5)])
+ENDED = Settled(12.0, 9, left=[Finished("r1", FinishKind.LENGTH, 5)])
 
 
 def test_a_request_that_waited_for_nothing():
@@ -51,7 +51,9 @@ def test_a_request_that_waited_for_nothing():
 
 
 def test_drafts_that_were_right_are_told():
-    ended = Settled(12.0, 9, left=[Left("r1", FinishKind.LENGTH, 50, num_drafts=40, num_right_drafts=31)])
+    ended = Settled(
+        12.0, 9, left=[Finished("r1", FinishKind.LENGTH, 50, num_drafts=40, num_accepted_drafts=31)]
+    )
     answer = explain([ARRIVED, a_pass(1, admitted("r1")), ended], "r1")
     assert answer.sentence.endswith("with 50 tokens (length; 31 of 40 drafts were right).")
     assert answer.rows[-1][3] == "length, 50 tokens; 31 of 40 drafts were right"
@@ -171,7 +173,7 @@ def test_a_place_that_was_lost():
         "not kept them"
     )
     assert answer.rows[4][3].endswith("after 4 generated tokens its 7 pages went to the host")
-    assert "lost its place 1x because KV memory ran out, 1x because a more urgent request took its place" in (
+    assert "was retracted 1x because KV memory ran out, 1x because a more urgent request took its place" in (
         answer.sentence
     )
 
@@ -183,7 +185,9 @@ def test_a_grammar_that_is_not_ready():
 
 
 def test_an_end_that_is_a_message():
-    end = Settled(11.0, 0, left=[Left("r1", FinishKind.ABORT, 0, "it waited longer than --queue-timeout")])
+    end = Settled(
+        11.0, 0, left=[Finished("r1", FinishKind.ABORT, 0, "it waited longer than --queue-timeout")]
+    )
 
     answer = explain([ARRIVED, end], "r1")
 
@@ -262,7 +266,7 @@ def test_every_pass_of_a_real_wait_is_accounted_for(make_scheduler):
 
 
 def test_who_ended_before_any_pass_was_never_started():
-    end = Settled(12.0, 0, left=[Left("r1", FinishKind.ABORT, 0, "aborted by request")])
+    end = Settled(12.0, 0, left=[Finished("r1", FinishKind.ABORT, 0, "aborted by request")])
 
     answer = explain([ARRIVED, end], "r1")
 
@@ -273,7 +277,7 @@ def test_who_ended_before_any_pass_was_never_started():
 
 
 def test_who_ended_while_it_waited_was_never_started():
-    end = Settled(12.0, 0, left=[Left("r1", FinishKind.ABORT, 0)])
+    end = Settled(12.0, 0, left=[Finished("r1", FinishKind.ABORT, 0)])
 
     answer = explain([ARRIVED, a_pass(1, no_kv("r1")), end], "r1")
 

@@ -41,6 +41,6 @@ def test_a_request_put_back_gets_its_old_place(back):
             queue.append(req)
 
     for seq in back:
-        queue.put_back(reqs[seq])
+        queue.requeue(reqs[seq])
 
     assert seqs(queue) == list(range(1, 13))

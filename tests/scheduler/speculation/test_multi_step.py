@@ -1,4 +1,4 @@
-"""Bursts: several tokens in a row while nobody waits; the answers are those of step by step.
+"""MultiStepDecode: several tokens in a row while nobody waits; the answers are those of step by step.
 
 `test_whole_scheduler.py` and `test_scheduler_properties.py` have random lives with them, `test_replay.py` replays some.
 """

@@ -1,4 +1,4 @@
-"""What is learnt from measured times, and what is not."""
+"""What is learned from measured times, and what is not."""
 
 import random
 

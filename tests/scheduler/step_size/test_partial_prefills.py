@@ -10,7 +10,7 @@ from engine.scheduler.admission.prefill_adder import PrefillAdder
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 from engine.scheduler.requests.chunk import Chunk
 from engine.scheduler.requests.req import Req
-from engine.scheduler.step_size.partial_prefills import PartialLimits, PartialPrefills, promised_tokens
+from engine.scheduler.step_size.partial_prefills import PartialLimits, PartialPrefills, reserved_tokens
 from tests.scheduler.admission.prefill_pass import (
     Candidate,
     make_adder,
@@ -175,7 +175,7 @@ def test_the_leftover_goes_first_to_the_one_that_lacks_least():
         ("long", Reason.CHUNKED, 44),
     ]
     assert adder.budget.rem_step_tokens == 0
-    # in memory as if they had been admitted so: the rest and the output were promised before
+    # in memory as if they had been admitted so: the rest and the output were reserved before
     assert adder.budget.cur_rem_tokens == 4000 - (44 + 4) - (20 + 4)
     assert adder.budget.rem_total_tokens == 4000 - (500 + 4 + 9) - (20 + 4 + 9)
 
@@ -219,5 +219,5 @@ def test_limits_come_from_the_configuration():
 
 
 def test_the_rests_of_prompts_are_promised_in_whole_pages_of_each():
-    assert promised_tokens(np.array([1, 16, 17], dtype=np.int32), 16) == 16 + 16 + 32
-    assert promised_tokens(np.array([], dtype=np.int32), 16) == 0
+    assert reserved_tokens(np.array([1, 16, 17], dtype=np.int32), 16) == 16 + 16 + 32
+    assert reserved_tokens(np.array([], dtype=np.int32), 16) == 0

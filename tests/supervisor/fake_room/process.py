@@ -1,4 +1,4 @@
-"""Behaviours of fake children. Which child shows which is written in `served_model_name`: "scheduler=dies ...".
+"""Behaviors of fake children. Which child shows which is written in `served_model_name`: "scheduler=dies ...".
 
 They leave notes in $TMPDIR, where the tests look for them.
 """
@@ -27,8 +27,8 @@ CAPACITY = Capacity(max_model_len=64, num_pages=8, page_size=16, max_running_req
 
 def main(child: Child) -> None:
     names = dict(pair.split("=") for pair in (child.settings.config.model.served_model_name or "").split())
-    behaviour = globals()[names.get(child.role, "works")]
-    behaviour(child)
+    behavior = globals()[names.get(child.role, "works")]
+    behavior(child)
 
 
 def works(child: Child) -> None:

@@ -65,7 +65,7 @@ def test_min_tokens_beyond_what_can_be_generated_is_refused():
 
 
 @pytest.mark.parametrize("prompt_len", [79, 80, 81, 99, 100])
-def test_a_text_is_refused_untokenised_only_if_no_tokenising_could_make_it_fit(prompt_len):
+def test_a_text_is_refused_untokenized_only_if_no_tokenizing_could_make_it_fit(prompt_len):
     """A token of the longest kind, `<|im_start|>`, is 12 bytes; 80 tokens fit."""
     text = "<|im_start|>" * prompt_len
     assert len(TOKENIZER.encode(text)) == prompt_len

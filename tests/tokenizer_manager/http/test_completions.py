@@ -218,10 +218,10 @@ def test_timeouts_are_openai_errors_before_and_in_a_stream(serve: Serve, status,
 @pytest.mark.parametrize("stream_options", [{}, {"include_usage": True}])
 def test_warnings_stand_in_the_first_event_of_a_stream(serve: Serve, texts, stream_options):
     served = serve(say_all(*texts))
-    body = {"prompt": "hi", "stream": True, "stream_options": stream_options, "colour": "red"}
+    body = {"prompt": "hi", "stream": True, "stream_options": stream_options, "color": "red"}
     chunks = events(served.client.post(PATH, json=body).text)
 
-    assert chunks[0]["warnings"] == ["unknown field colour was ignored"]
+    assert chunks[0]["warnings"] == ["unknown field color was ignored"]
     assert all("warnings" not in chunk for chunk in chunks[1:])
 
 

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.errors import RequestError
-from ....runtime.messages import LiveRequest, first_rid
+from ....runtime.messages import LiveRequest, base_rid
 from ....runtime.sampling_params import SamplingParams
 from ...generation import GenerationRequest
 from ...metrics import CONTENT_TYPE
@@ -173,7 +173,7 @@ def _model(services: Services) -> ModelBody:
 
 def _live_request(request: LiveRequest, ttft_s: float | None) -> LiveRequestBody:
     return LiveRequestBody(
-        id=first_rid(request.rid),  # the id for /abort_request and /why
+        id=base_rid(request.rid),  # the id for /abort_request and /why
         phase=request.phase,
         prompt_tokens=request.prompt_len,
         cached_tokens=request.cached_tokens,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native import NativeOps
-from engine.model_runner.kernels.native_product import NativeProduct
+from engine.model_runner.kernels.native_product import NativeMatmul
 from engine.model_runner.layers import embedding
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import MIXTURE
@@ -62,10 +62,10 @@ def make_pair(make_tiny_model: Any, make_driver: Any, caplog: Any) -> Any:
             driver = make_driver(tiny.spec, tiny.folder, dtype=dtype, page_size=16)
         assert "attention_backend prompts=native decodes=native" in caplog.text
         linear = "onednn" if dtype == "float32" else "native"
-        assert f"maker={linear}" in next(
+        assert f"provider={linear}" in next(
             line for line in caplog.text.splitlines() if "op=pack_linear" in line
         )
-        assert "maker=native" in next(
+        assert "provider=native" in next(
             line for line in caplog.text.splitlines() if "op=rotate_and_store" in line
         )
         return tiny, driver
@@ -141,7 +141,7 @@ def test_an_activation_within_its_product_changes_no_bits(make_tiny_model, make_
     with monkeypatch.context() as patch:
         patch.setattr(NativeOps, "silu_and_mul", lambda *_: pytest.fail("it is computed on its own"))
         fused = logprobs()
-    monkeypatch.setattr(NativeProduct, "end_with_silu", lambda _weight: False)
+    monkeypatch.setattr(NativeMatmul, "fuse_silu_and_mul", lambda _weight: False)
     assert logprobs() == fused
 
 
@@ -185,7 +185,7 @@ def test_requests_that_share_a_prefix_get_what_they_get_alone(make_pair, unpack,
 
 
 def test_linear_layers_and_decodes_give_the_same_bits_in_every_batch(make_pair, unpack):
-    """With prompts computed alone: whose neighbours differ in the decodes only."""
+    """With prompts computed alone: whose neighbors differ in the decodes only."""
     _, driver = make_pair("llama", "bfloat16")
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=3)
 

@@ -1,4 +1,4 @@
-"""Products with block-quantised weights against float64, over bits, shapes, strides and extremes."""
+"""Products with block-quantized weights against float64, over bits, shapes, strides and extremes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def paired(weight: BlockWeight) -> BlockWeight:
     return replace(weight, scales=weight.scales[:, 1::2].repeat_interleave(2, dim=1))
 
 
-def quantised(x: torch.Tensor, block_size: int = BLOCK_SIZE) -> torch.Tensor:
+def quantized(x: torch.Tensor, block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """What the kernel makes of x, in float64."""
     blocks: torch.Tensor = x.float().unflatten(1, (-1, block_size))
     most = blocks.abs().amax(-1, keepdim=True)
@@ -69,9 +69,9 @@ def check(
     linear: NativeBlockLinear, weight: BlockWeight, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
     """Against the product in float64, up to the rounding of float32 sums and of the result."""
-    exact_weight = weight.dequantised(torch.float64)
+    exact_weight = weight.dequantized(torch.float64)
     is_paired = weight.bits == 8 and weight.minima is None and weight.has_paired_scales
-    numbers_of_x = quantised(x, 2 * BLOCK_SIZE if is_paired else BLOCK_SIZE)
+    numbers_of_x = quantized(x, 2 * BLOCK_SIZE if is_paired else BLOCK_SIZE)
     exact = numbers_of_x @ exact_weight.T + (0 if bias is None else bias.double())
     # Parts of a sum may be larger than the sum: numbers and minima are added up on their own.
     numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
@@ -104,7 +104,7 @@ def test_blocks_whose_scales_are_equal_in_pairs_are_added_up_in_pairs(library, i
     everybody = linear.to_float32(x)
     assert torch.equal(linear.to_float32(x[77:78]), everybody[77:78])
     assert not torch.equal(
-        quantised(x), quantised(x, 2 * BLOCK_SIZE)
+        quantized(x), quantized(x, 2 * BLOCK_SIZE)
     )  # else this would not tell the two apart
 
 
@@ -122,7 +122,7 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(library, b
         weight = paired(weight) if inputs == 192 else weight
         linear = NativeBlockLinear(library, weight, tiles_from)
         fused = NativeBlockLinear(library, weight, tiles_from)
-        assert fused.end_with_silu()
+        assert fused.fuse_silu_and_mul()
         for num_tokens in (0, 1, 2, 5, 6, 7, 33, 61, 130):
             x = guarded((num_tokens, inputs), 2)
             for added in (None, bias):
@@ -195,7 +195,7 @@ def check_tiles(
     linear: NativeBlockLinear, weight: BlockWeight, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
     """Against float64: x is not rounded, weights are to bfloat16, into memory that held NaN before."""
-    exact_weight = weight.dequantised(torch.float64)
+    exact_weight = weight.dequantized(torch.float64)
     exact = x.double() @ exact_weight.T + (0 if bias is None else bias.double())
     numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
     sizes = x.double().abs()
@@ -226,7 +226,7 @@ def test_tiles_round_weights_to_the_nearest(tiles, bits, has_minima):
     """Each alone, so that no sum hides it."""
     weight = block_weight(48, 64, bits, has_minima)
     found = NativeBlockLinear(tiles, weight, 1)(torch.eye(64, dtype=BF16)).T.double()
-    exact = weight.dequantised(torch.float64)
+    exact = weight.dequantized(torch.float64)
     half_a_step = torch.ldexp(torch.ones_like(exact), exact.frexp().exponent - 9)
     numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
     assert ((found - exact).abs() <= half_a_step + 2**-20 * numbers).all()
@@ -338,8 +338,8 @@ def test_scales_of_very_different_sizes_keep_their_bits(best_library):
 def test_scales_are_rounded_to_half_precision(best_library):
     weight = replace(block_weight(32, 64, 4, True), scales=torch.rand(32, 2) * 0.01)
     x = guarded((5, 64), 1)
-    exact = quantised(x) @ weight.dequantised(torch.float64).T
-    bound = quantised(x).abs() @ (weight.numbers * weight.scales.repeat_interleave(32, 1)).double().T
+    exact = quantized(x) @ weight.dequantized(torch.float64).T
+    bound = quantized(x).abs() @ (weight.numbers * weight.scales.repeat_interleave(32, 1)).double().T
     difference = (NativeBlockLinear(best_library, weight).to_float32(x).double() - exact).abs()
     assert difference.max() > 0 and (difference <= 2**-11 * bound + 1e-5).all()
 
@@ -350,7 +350,7 @@ def test_rows_are_the_weight_s(library, bits, has_minima):
     linear = NativeBlockLinear(library, weight)
     for ids in ([], [96], [*range(97), 0]):
         rows = linear.rows(torch.tensor(ids, dtype=torch.int64))
-        exact = weight.dequantised(torch.float64)[ids]
+        exact = weight.dequantized(torch.float64)[ids]
         assert rows.dtype == BF16 and rows.shape == exact.shape
         assert ((rows.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
         scaled = linear.rows(torch.tensor(ids, dtype=torch.int64), 25.25)

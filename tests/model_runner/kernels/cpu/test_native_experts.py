@@ -17,7 +17,7 @@ from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_blocks import NO_TILES, NativeBlockLinear
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_linear
-from engine.model_runner.kernels.native_product import NativeProduct
+from engine.model_runner.kernels.native_product import NativeMatmul
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record
 from tests.model_runner.kernels.stacked_experts import StackedExperts
@@ -38,7 +38,7 @@ FORMS = [
 SOME = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def weight_of(library: Any, form: str, outputs: int, inputs: int, seed: int) -> NativeProduct:
+def weight_of(library: Any, form: str, outputs: int, inputs: int, seed: int) -> NativeMatmul:
     if form == "mixed":
         form = FORMS[seed % 7]
     if "bits" in form:
@@ -53,7 +53,7 @@ def weight_of(library: Any, form: str, outputs: int, inputs: int, seed: int) -> 
         if form == "packed"
         else pack_native_linear(library, dense, compress=True)
     )
-    assert isinstance(packed, NativeProduct)
+    assert isinstance(packed, NativeMatmul)
     return packed
 
 
@@ -65,7 +65,7 @@ def weights_of(library: Any, form: str, num: int, size: int, inner: int) -> tupl
 def routed(num_tokens: int, num_experts: int, num_active: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_tokens, num_experts, generator=random)
-    shares, ids = plain.route(logits, num_active, normalise=True)
+    shares, ids = plain.route(logits, num_active, normalize=True)
     return shares, ids
 
 
@@ -85,21 +85,21 @@ def threads_of_before() -> Iterator[None]:
     num_experts=st.sampled_from([1, 2, 8, 15, 16, 17, 128, 200]),
     num_active=st.integers(1, 9),
     dtype=st.sampled_from([torch.float32, BF16]),
-    normalise=st.booleans(),
+    normalize=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_the_largest_logits_get_their_part_of_the_softmax(
-    library, num_tokens, num_experts, num_active, dtype, normalise, seed
+    library, num_tokens, num_experts, num_active, dtype, normalize, seed
 ):
     num_active = min(num_active, num_experts)
     random = torch.Generator().manual_seed(seed)
     logits = (torch.randn(num_tokens, num_experts, generator=random) * 3).to(dtype)
-    shares, ids = native_experts.route(library, logits, num_active, normalise=normalise)
+    shares, ids = native_experts.route(library, logits, num_active, normalize=normalize)
     # In bfloat16 many are equal: the first one counts as larger.
     expected_ids = logits.double().sort(dim=1, descending=True, stable=True).indices[:, :num_active]
     assert torch.equal(ids, expected_ids)
     expected = logits.double().softmax(1).gather(1, ids)
-    if normalise:
+    if normalize:
         expected /= expected.sum(1, keepdim=True)
     torch.testing.assert_close(shares.double(), expected, atol=1e-7, rtol=1e-6)
 
@@ -109,7 +109,7 @@ def test_the_largest_logits_get_their_part_of_the_softmax(
 def test_what_is_no_number_still_goes_to_experts_that_exist(library, bad, everywhere):
     logits = torch.randn(20, 20, generator=torch.Generator().manual_seed(0))
     logits.fill_(bad) if everywhere else logits.diagonal().fill_(bad)
-    shares, ids = native_experts.route(library, logits, 8, normalise=True)
+    shares, ids = native_experts.route(library, logits, 8, normalize=True)
     assert ((ids >= 0) & (ids < 20)).all()
     assert all(len(set(row)) == 8 for row in ids.tolist())
     is_visible = bad != -torch.inf or everywhere  # an expert that is ruled out is a decision
@@ -213,7 +213,7 @@ def test_weights_in_blocks_take_tiles_expert_by_expert(library, form, tiles_from
     """An expert's rows are multiplied like a call of its own: by tiles or not, as many as they are."""
     bits, has_minima = form
 
-    def weights(outputs: int, inputs: int) -> list[NativeProduct]:
+    def weights(outputs: int, inputs: int) -> list[NativeMatmul]:
         made = [block_weight(outputs, inputs, bits, has_minima, seed) for seed in range(3)]
         return [NativeBlockLinear(library, one, tiles_from) for one in made]
 
@@ -237,7 +237,7 @@ def test_a_recorded_call_goes_where_the_router_says_each_time(library, threads_o
     x, logits = guarded((9, 64), 7), torch.zeros(9, 8)
 
     def compute() -> Tensor:
-        return experts(x, *native_experts.route(library, logits, 3, normalise=True))
+        return experts(x, *native_experts.route(library, logits, 3, normalize=True))
 
     recorded = record(library, Arena(), compute)
     assert recorded.program is not None, recorded.reason_against

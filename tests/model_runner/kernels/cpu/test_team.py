@@ -1,6 +1,6 @@
 """Teams of threads (`team.h`) by themselves: nothing is done twice, forgotten, or read before it is written.
 
-By threads of C++ and not by OpenMP's, whose synchronisation the thread sanitizer does not see.
+By threads of C++ and not by OpenMP's, whose synchronization the thread sanitizer does not see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks that are kept mean what dequantising them gives, bit for bit."""
+"""Blocks that are kept mean what dequantizing them gives, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXACT = [name for name, form in GGUF_FORMS.items() if form.is_exact]
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_numbers_times_scales_plus_minima_are_the_dequantised_weights(name: str) -> None:
+def test_numbers_times_scales_plus_minima_are_the_dequantized_weights(name: str) -> None:
     form, ggml_type = GGUF_FORMS[name], by_name(name)
     raw = random_blocks(name, 3000).reshape(750, -1)  # more than is unpacked at a time, for the large blocks
 

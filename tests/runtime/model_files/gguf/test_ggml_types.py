@@ -1,4 +1,4 @@
-"""Dequantisation is compared with the reference implementation of the `gguf` package."""
+"""Dequantization is compared with the reference implementation of the `gguf` package."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_linear_rope_scaling(make_gguf: MakeGGUF) -> None:
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_llama3_rope_scaling_is_recognised_in_its_tensor(make_gguf: MakeGGUF, factor: float) -> None:
+def test_llama3_rope_scaling_is_recognized_in_its_tensor(make_gguf: MakeGGUF, factor: float) -> None:
     wide: dict[str, Any] = {
         "llama__embedding_length": 512,
         "llama__rope__dimension_count": 128,

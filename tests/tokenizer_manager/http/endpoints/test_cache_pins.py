@@ -87,10 +87,10 @@ def test_bad_pins(answering: Served, fields, param, message):
 
 
 def test_unknown_fields_are_told(serve: Serve):
-    reply = serve().client.post(PATH, json={"prompt": "a", "ttl": 1, "colour": "red"})
-    assert reply.json()["warnings"] == ["unknown field colour was ignored"]
-    strict = serve(strict=True).client.post(PATH, json={"prompt": "a", "ttl": 1, "colour": "red"})
-    check_error(strict, 400, "colour", "--strict")
+    reply = serve().client.post(PATH, json={"prompt": "a", "ttl": 1, "color": "red"})
+    assert reply.json()["warnings"] == ["unknown field color was ignored"]
+    strict = serve(strict=True).client.post(PATH, json={"prompt": "a", "ttl": 1, "color": "red"})
+    check_error(strict, 400, "color", "--strict")
 
 
 def test_another_model_is_a_404(serve: Serve):

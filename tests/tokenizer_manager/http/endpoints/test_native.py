@@ -183,8 +183,8 @@ def test_tokenize_and_detokenize_are_inverse(serve: Serve):
     too_many = served.client.post("/detokenize", json={"tokens": [1] * 257}).json()["error"]
     assert (too_many["param"], "at most 256" in too_many["message"]) == ("tokens", True)
     assert served.client.post("/tokenize", json={}).status_code == 400
-    strange = served.client.post("/detokenize", json={"tokens": ids, "colour": "red"})
-    assert strange.json()["warnings"] == ["unknown field colour was ignored"]
+    strange = served.client.post("/detokenize", json={"tokens": ids, "color": "red"})
+    assert strange.json()["warnings"] == ["unknown field color was ignored"]
 
 
 def test_tokenize_shows_the_rendered_chat(serve: Serve):

@@ -15,7 +15,7 @@ from engine.tokenizer_manager.http.schema.protocol import ChatRequest, Completio
 CHAT = FieldPolicy(ChatRequest, CHAT_NOT_YET)
 
 
-def test_honoured_fields_and_those_without_effect_pass_silently():
+def test_honored_fields_and_those_without_effect_pass_silently():
     body = {
         "messages": [],
         "temperature": 1,

@@ -1,4 +1,4 @@
-"""`RowStates`: what the runner remembers of each request, on the host, by pool row.
+"""`RequestStates`: what the runner remembers of each request, on the host, by pool row.
 
 Written from the plan's `new_reqs` and `finished_rows` only. What every step looks up for every request lies in arrays
 indexed by row; what a few requests need lies in their `RowState`.
@@ -49,7 +49,7 @@ class RowState:
     sampling: SamplingParams
 
 
-class RowStates:
+class RequestStates:
     """All rows. The arrays hold what was last written; only rows of live requests mean anything.
 
     Attributes:
