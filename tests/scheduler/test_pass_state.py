@@ -158,7 +158,7 @@ def test_the_rest_is_waits_with_its_grammar_and_without_a_verdict():
     state = PassState(1.0, num_waiting=5, num_grammar=1)
     state.verdicts.append(Verdict("a", AddReqResult.CONTINUE, Reason.ADMITTED))
 
-    state.refuse_rest(Reason.CHUNK_BUDGET, behind="a")
+    state.refuse_rest(Reason.CHUNK_BUDGET, at="a")
 
     assert (state.num_rest, state.rest_reason, state.rest_behind) == (3, Reason.CHUNK_BUDGET, "a")
 
