@@ -1,0 +1,132 @@
+"""The servers of several checkouts in turn on the workloads of `cpu_vs_peers.py`: what a change costs or saves.
+
+    python benchmarks/compare_checkouts.py BASE OTHER [OTHER ...] [--rounds 5] [--workloads W1 W2 W3]
+                                           [--side engine-bf16]
+
+Each checkout is a folder named `engine`. In every round each checkout's server is started, asked and stopped, in an
+order that rotates with the round. All are asked by this checkout's `engine bench serve`, with the same requests. The
+table has the median of each workload's first figure per checkout, and the median of the rounds' ratios to BASE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+# Run as a script: its parts are found from the repository's root. Last, so that nothing there hides a package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.peers.models import ensure_bf16_folder
+from benchmarks.peers.server import Server, running
+from benchmarks.peers.setup import LlamaCpp, Vllm
+from benchmarks.peers.sides import ENGINE_VARIANTS, MODEL_NAME, Models, Room, Side, make_side
+from benchmarks.peers.workloads import WORKLOADS, Workload
+from engine.cli.bench.result_file import read_results
+from engine.runtime.model_files.cache_dir import cache_dir
+from engine.runtime.model_files.default_model import ensure_default_model
+
+KV_TOKENS: Final = 65_536
+START_LIMIT_S: Final = 300.0
+RUN_LIMIT_S: Final = 300.0
+
+Figures = dict[tuple[str, str], list[float]]
+"""(workload, checkout) -> its figure in each round."""
+
+
+def main() -> None:
+    """Measure all rounds, then print the table."""
+    options = parse_arguments()
+    models = models_of_the_default()
+    checkouts = {str(path): path.resolve() for path in options.checkouts}
+    workloads = [workload for workload in WORKLOADS if workload.name in options.workloads]
+    figures: Figures = defaultdict(list)
+    for number in range(options.rounds):
+        names = list(checkouts)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            side = side_of(checkouts[name], options.side, options.port, models)
+            with (
+                tempfile.TemporaryDirectory() as logs,
+                running(side, Path(logs) / "log", START_LIMIT_S) as server,
+            ):
+                for workload in workloads:
+                    figure = measure(server, workload, models.gguf, number)
+                    figures[workload.name, name].append(figure)
+                    print(f"round {number + 1}: {workload.name} {name}: {figure:.2f}", flush=True)
+    print_table(figures, workloads, list(checkouts))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", type=Path, nargs="+", help="BASE first")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3"])
+    parser.add_argument("--side", choices=list(ENGINE_VARIANTS), default="engine-bf16")
+    parser.add_argument("--port", type=int, default=31_900)
+    options = parser.parse_args()
+    for path in options.checkouts:
+        if path.resolve().name != "engine" or not (path / "runtime").is_dir():
+            sys.exit(f"{path} is no checkout in a folder named `engine`; clone or link it as one")
+    return options
+
+
+def models_of_the_default() -> Models:
+    """The default model's file, and its weights as a bf16 folder."""
+    gguf = ensure_default_model()
+    folder = cache_dir() / "benchmarks"
+    models = Models(gguf, folder / "SmolLM2-135M-Instruct-bf16", folder / "unused.gguf")
+    ensure_bf16_folder(models.gguf, models.bf16_folder)
+    return models
+
+
+def side_of(checkout: Path, variant: str, port: int, models: Models) -> Side:
+    """The server of a checkout: Python imports `engine` from its parent folder."""
+    unused = Path()
+    side = make_side(variant, port, models, Vllm(unused), LlamaCpp(unused), (), Room(KV_TOKENS, 0))
+    return replace(side, environment={"PYTHONPATH": str(checkout.parent)})
+
+
+def measure(server: Server, workload: Workload, tokenizer: Path, seed: int) -> float:
+    """The workload's first figure, asked for by a client process of this checkout."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        command = [sys.executable, "-P", "-m", "engine", "bench", "serve", "--url", server.side.url]
+        command += ["--model", MODEL_NAME, "--tokenizer", str(tokenizer), "--seed", str(seed)]
+        command += ["--output-file", str(out), *workload.flags()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S)
+        if done.returncode != 0:
+            sys.exit(f"{workload.name}: {(done.stdout + done.stderr).strip()[-1000:]}")
+        summary: dict[str, Any] = msgspec.to_builtins(read_results(out).runs[0].summary)
+    return workload.figures[0].of(summary)
+
+
+def print_table(figures: Figures, workloads: list[Workload], names: list[str]) -> None:
+    """One row per workload and checkout."""
+    base = names[0]
+    print(f"\n{'':4} {'figure':16} {'median':>10} {'ratio':>7} {'lowest':>7} {'highest':>7}  checkout")
+    for workload in workloads:
+        figure = f"{workload.figures[0].name}, {workload.figures[0].unit}"
+        for name in names:
+            values = figures[workload.name, name]
+            ratios = [
+                value / first for value, first in zip(values, figures[workload.name, base], strict=True)
+            ]
+            print(
+                f"{workload.name:4} {figure:16} {statistics.median(values):10.1f} {statistics.median(ratios):7.3f} "
+                f"{min(ratios):7.3f} {max(ratios):7.3f}  {name}"
+            )
+
+
+if __name__ == "__main__":
+    main()
