@@ -1,1 +1,1 @@
-"""The device: weights, attention, KV pool, sampler. Executes StepPlans; decides nothing."""
+"""The device: weights, attention, KV pool, sampler. Executes StepPlans; makes no scheduling decisions."""

@@ -1,4 +1,4 @@
-"""A rank as a process of its own: `python -m engine.model_runner`, started by the supervisor."""
+"""Process of a tensor-parallel rank: `python -m engine.model_runner`, started by the supervisor."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""`assemble_runner`: puts a `ModelRunner` together around a loaded model: reserves memory, records decodes."""
+"""`assemble_runner`: constructs a `ModelRunner` for a loaded model: reserves memory, records decodes."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What a runner is put together around.
+    """A loaded model, and the choices with which its runner is constructed.
 
     Attributes:
-        model: with its weights.
-        spec, own_spec: of the model, and of this rank's part of it.
-        dtype, kv_dtype: of activations, and of the KV pool.
-        kernels: which of them compute attention.
+        model: the model with its weights.
+        spec, own_spec: spec of the whole model, and of this rank's part.
+        dtype, kv_dtype: dtype of activations, and of the KV pool.
+        kernels: the configuration of the kernels, with the attention backend.
     """
 
     model: CausalLM
@@ -72,10 +72,10 @@ class LoadedModel:
 
 
 def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequence[int]) -> ModelRunner:
-    """Make a runner for a capacity, which replays decodes of these batch sizes.
+    """Make a runner for a capacity that replays decodes of these batch sizes.
 
     Raises:
-        ConfigError: the attention that was asked for cannot run here; the host's memory cannot be pinned.
+        ConfigError: the requested attention backend cannot run here, or host memory cannot be pinned.
     """
     spec, own_spec, device, group = loaded.spec, loaded.own_spec, loaded.device, loaded.group
     kv_pool = KVPool(
@@ -128,7 +128,7 @@ def _make_attention(
     loaded: LoadedModel, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers
 ) -> AttentionBackend:
     spec, kernels = loaded.own_spec, loaded.kernels
-    if kernels.deterministic:  # that it can was checked before the weights were read
+    if kernels.deterministic:  # `check_fixed_order` has accepted the model before the weights were read
         return CpuNativeAttention(spec, kv_pool, req_to_token, buffers, fixed_order=True)
     asked = parse_attention_backend(kernels.attention_backend)
     attention_type = select_backend(spec, loaded.device, loaded.dtype, kv_pool.k[0].dtype, asked)

@@ -1,9 +1,9 @@
-"""`BatchBuilder`: from a `StepPlan` to an `InputBatch`. It computes nothing of the step: that is an executor's.
+"""`BatchBuilder`: turns a `StepPlan` into an `InputBatch`. It does not compute the step; a `StepExecutor` does.
 
-All arithmetic is on whole arrays; only requests with prompt tokens in the step are visited one by one, to copy them.
+All arithmetic is on whole arrays. Only requests with prompt tokens in the step are handled one by one, to copy these.
 """
 
-# Shapes: B requests, T new tokens in the batch, W of them wanted, S requests that sample in this step.
+# Shapes: B requests, T new tokens in the batch, W of them need logits, S requests that sample in this step.
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOTHING: Final[Int64s] = np.empty(0, dtype=np.int64)
 
 
 class BatchBuilder:
-    """Builds batches."""
+    """Builds the batch of each step."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BatchBuilder:
         self._buffers = buffers
 
     def build(self, plan: StepPlan) -> InputBatch:
-        """The batch of a plan with at least one token, whose new requests are in `RowStates` already."""
+        """The batch of a plan with at least one token; the plan's new requests must already be in `RowStates`."""
         if _each_decodes(plan):
             rows, computed = _int64(plan.rows), _int64(plan.num_computed_tokens)
             input_ids = np.full(len(rows), RELAYED, dtype=np.int64)
@@ -56,7 +56,7 @@ class BatchBuilder:
         return self._build_any(_Step.of(plan))
 
     def next_round(self, last: InputBatch, plan: StepPlan, number: int) -> InputBatch:
-        """The batch of a burst's round, given that of the round before, after which tokens have been sampled."""
+        """The batch of the next inner step of a burst, from the batch of the last one, which has sampled its tokens."""
         rows, ones = last.layout.rows, last.layout.extend_lens
         relayed = np.full(len(rows), RELAYED, dtype=np.int64)
         return self._decodes(rows, last.positions + 1, ones, _int64(plan.round_loc(number)), relayed)
@@ -64,7 +64,7 @@ class BatchBuilder:
     def _decodes(
         self, rows: Int64s, positions: Int64s, ones: Int64s, out_cache_loc: Int64s, input_ids: Int64s
     ) -> InputBatch:
-        """A step in which each request computes one token and samples: most steps, so it takes no detour.
+        """The batch of a step in which each request computes one token and samples: the fast path of most steps.
 
         Such a step cannot need prompt logprobs: they come from tokens before the last one of a prompt.
         """
@@ -124,7 +124,7 @@ class BatchBuilder:
         return plan_sampling(rows, positions, self._states, self._counts, self._eos_token_ids)
 
     def _known_ids(self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s) -> Int64s:
-        """[T] the input tokens, `RELAYED` for those that the host does not know."""
+        """[T] the input tokens, `RELAYED` for those that only the device knows."""
         input_ids = np.full(int(scheduled.sum()), RELAYED, dtype=np.int64)
         for idx in np.flatnonzero(computed < self._states.known_len[rows]).tolist():
             first, start = int(computed[idx]), int(starts[idx])
@@ -133,7 +133,7 @@ class BatchBuilder:
         return input_ids
 
     def _prompt_targets(self, rows: Int64s, computed: Int64s, scheduled: Int64s) -> dict[int, Int32s]:
-        """The prompt tokens behind those of the step, of each request, by index, that wants their log-probabilities."""
+        """Targets of prompt logprobs: batch index -> the prompt tokens after those that the request computes here."""
         targets = {}
         for idx in np.flatnonzero(self._states.flags[rows] & SamplingFlag.PROMPT_LOGPROBS).tolist():
             state = self._states[int(rows[idx])]
@@ -146,7 +146,11 @@ class BatchBuilder:
     def _prompt_spans(
         self, rows: Int64s, prompt_targets: dict[int, Int32s], starts: Int64s
     ) -> tuple[PromptSpan, ...]:
-        """`starts`: [B] each request's first token, counted among the wanted ones; of others it does not matter."""
+        """The spans of `prompt_targets`.
+
+        Args:
+            starts: [B] index of each request's first token among the W; used only for requests with targets.
+        """
         return tuple(
             PromptSpan(
                 batch_idx=idx,
@@ -159,12 +163,12 @@ class BatchBuilder:
 
 
 class _Wanted(NamedTuple):
-    """The tokens whose hidden states are looked at: those behind which somebody samples, the last ones of prompts that
-    go on, and those that predict tokens of a prompt.
+    """The tokens that need logits or hidden states: those after which a request samples, the last token of a chunk that
+    does not end its prompt, and those that predict a prompt token.
 
     Attributes:
         tokens: [W], ascending.
-        index_of: [T] what number each of them has among them.
+        index_of: [T] index of each such token among the W.
     """
 
     tokens: Int64s
@@ -187,8 +191,8 @@ class _Wanted(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The arrays of a plan: [B] rows, computed and scheduled tokens, first token in the batch, samples, drafts; [T]
-    slots; the drafts.
+    """The arrays of a plan: [B] rows, computed and scheduled tokens, first token in the batch, samples, number of
+    drafts; [T] slots; the draft ids.
     """
 
     rows: Int64s
@@ -222,7 +226,7 @@ class _Step(NamedTuple):
 
 
 def _each_decodes(plan: StepPlan) -> bool:
-    """Whether everybody computes one token, and samples the next."""
+    """Whether every request computes one token and samples the next."""
     return len(plan.out_cache_loc) == len(plan.rows) and b"\0" not in plan.samples
 
 
@@ -231,7 +235,7 @@ def _int64(data: bytes) -> Int64s:
 
 
 def _trailing(lasts: Int64s, counts: Int64s) -> Int64s:
-    """Indices of the tokens up to `lasts` [n], `counts` [n] of each, one request after the other."""
+    """Indices of the last `counts` [n] tokens up to and including `lasts` [n], one request after the other."""
     if (counts == 1).all():
         return lasts
     ends = np.cumsum(counts)

@@ -1,6 +1,6 @@
-"""What `--deterministic` asks of the kernels: sums in one order, whatever else is in the batch.
+"""The kernels for `--deterministic`: sums in one order, independent of the other requests in the batch.
 
-`runtime.determinism` says what is promised and why it holds.
+`runtime.determinism` documents the promise and why it holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_fixed_order(
     """Check that our kernels can compute this model here.
 
     Raises:
-        ConfigError: they cannot; with all reasons.
+        ConfigError: they cannot; the message has all reasons.
     """
     reasons = [f"operations: {reason}" for reason in native.reasons_against_native(device, dtype)]
     reasons += [
@@ -39,39 +39,39 @@ def check_fixed_order(
     ]
     if reasons:
         raise ConfigError(
-            f"deterministic is on, but the engine's own kernels, which alone keep one order of sums, cannot run here: "
-            f"{'; '.join(reasons)}; leave --deterministic away"
+            f"deterministic is on, but only the engine's own kernels keep one order of sums, and they cannot run here: "
+            f"{'; '.join(reasons)}; omit --deterministic"
         )
 
 
 def pack_linear(weight: Tensor) -> LinearWeight:
-    """See `PackLinear`: our product, also where another is faster for many tokens.
+    """See `PackLinear`: our matmul, also if another one is faster for many tokens.
 
     Raises:
-        ConfigError: it cannot have this weight.
+        ConfigError: our matmul does not support this weight.
     """
     packed = native.native_ops().pack_linear(weight)
     if not isinstance(packed, NativeProduct):
         outputs, inputs = weight.shape
         raise ConfigError(
             f"deterministic is on, but a weight of {outputs} x {inputs} in {weight.dtype} is not multiplied by the "
-            "engine's own kernel, which takes bfloat16 with an even number of inputs; leave --deterministic away"
+            "engine's own kernel, which takes bfloat16 with an even number of inputs; omit --deterministic"
         )
     return packed
 
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
-    """See `PackExperts`: ours.
+    """See `PackExperts`: our kernels.
 
     Raises:
-        ConfigError: they cannot be.
+        ConfigError: our kernels do not support these weights.
     """
     packed = native.native_ops().pack_experts(experts)
     if not isinstance(packed, NativeExperts):
         raise ConfigError(
             "deterministic is on, but a layer's experts are not multiplied by the engine's own kernel, which takes "
-            "gates and ups that are stored in one way and have an even number of inputs; leave --deterministic away, "
-            "or try --quantization none"
+            "gates and ups in one format and with an even number of inputs; omit --deterministic, or try "
+            "--quantization none"
         )
     return packed
 
@@ -91,4 +91,4 @@ def _nothing(_target: Target) -> list[str]:
 MAKERS_IN_FIXED_ORDER: Final[Mapping[str, Sequence[Maker]]] = {
     op: _only_native(op, makers) for op, makers in MAKERS.items()
 }
-"""For `select_ops`, after `check_fixed_order`."""
+"""The providers for `select_ops`, after `check_fixed_order`."""

@@ -1,10 +1,10 @@
-"""`ForwardBatch`: what a model reads of one step, on the device; complete when constructed.
+"""`ForwardBatch`: the input of a model for one step, on the device; complete when constructed.
 
-An argument of everything that runs in the step, never a global. A `StepExecutor` makes it from an `InputBatch`; models
-and layers read it.
+It is passed as an argument and is never a global. A `StepExecutor` makes it from an `InputBatch`; models and layers
+read it.
 """
 
-# Shapes: T new tokens in the batch, W of them wanted.
+# Shapes: T new tokens in the batch, W of them need logits.
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step.
+    """One step on the device.
 
     Attributes:
         input_ids: [T] int64.
         positions: [T] int64.
-        kv_pool, out_cache_loc: where the keys and values of the new tokens go: [T] int64 slots.
-        attention: what each token may see.
-        wanted: [W] int64, ascending, the tokens whose hidden states are read: after the last layer's attention nothing
-            is computed of the others. None: all T.
+        kv_pool, out_cache_loc: the pool and the slots, [T] int64, for the keys and values of the new tokens.
+        attention: the planned attention of the step.
+        wanted: [W] int64, ascending, the tokens that need logits or hidden states; the others are not computed after
+            the last layer's attention. None: all T.
     """
 
     input_ids: Tensor

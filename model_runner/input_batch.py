@@ -1,10 +1,10 @@
-"""`InputBatch`: one step as the host knows it, complete when constructed.
+"""`InputBatch`: the arrays of one step on the host, complete when constructed.
 
-`BatchBuilder` makes the same one for every step, and a `StepExecutor` brings its arrays to where the model reads them
-(`ForwardBatch`): to new memory of the device, or to the fixed memory of a recording.
+`BatchBuilder` makes it for every step, independent of the executor. A `StepExecutor` copies its arrays to the memory
+that the model reads (`ForwardBatch`): to new device memory, or to the fixed memory of a recording.
 """
 
-# Shapes: B requests, T new tokens in the batch, W of them wanted, S requests that sample in this step, R rows of
+# Shapes: B requests, T new tokens in the batch, W of them need logits, S requests that sample in this step, R rows of
 # logits.
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 RELAYED: Final = -1
-"""In `InputBatch.input_ids`: the host does not know the token, the `TokenRelay` has it."""
+"""In `InputBatch.input_ids`: the host does not know the token yet; the `TokenRelay` holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class PromptSpan:
 
     Attributes:
         batch_idx: the request's index in the batch.
-        start: the wanted token after which the first of them is predicted; the others follow one by one.
+        start: index, among the W, of the token that predicts the first of them; the others follow one by one.
         targets: [n] int64, the tokens, device.
-        top_k: how many likeliest tokens to report for each.
+        top_k: number of likeliest tokens to report for each.
     """
 
     batch_idx: int
@@ -47,24 +47,24 @@ class PromptSpan:
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """One step. Arrays are the host's; only `prompt_spans` and `drafts` hold tensors of the device.
+    """One step. Arrays are on the host; only `prompt_spans` and `drafts` hold device tensors.
 
     Attributes:
-        layout: the requests, and how long they are.
+        layout: the requests and their lengths.
         token_rows: [T] the pool row of each token.
         positions: [T].
         out_cache_loc: [T] the KV slots of the tokens. They are not in the slot table yet.
         input_ids: [T], or `RELAYED`.
-        wanted: [W] ascending, the tokens whose hidden states are read, at least one of each request; None: all T.
-        sample_indices: [R] the last token of each sampling request, with drafts (one more row for each) the last of
-            them, counted among the wanted ones; None when these are all W in order.
+        wanted: [W] ascending, the tokens that need logits or hidden states, at least one per request; None: all T.
+        sample_indices: [R] indices, among the W, of the tokens to sample after: the last token of each sampling
+            request, and one more per draft; None if these are all W in order.
         sampled_idx: [S] the sampling requests' indices in the batch.
-        cut_indices: [n] the last token of each request that does not sample because its prompt goes on in a later
-            step, counted among the wanted ones.
-        cut_idx: [n] their indices in the batch.
-        sampling: how to choose the next tokens.
-        prompt_spans: requests of the batch that want log-probabilities of their prompt.
-        drafts: how to check the step's drafts; None without any.
+        cut_indices: [n] index, among the W, of the last token of each request that does not sample because its prompt
+            continues in a later step.
+        cut_idx: [n] the batch indices of these requests.
+        sampling: how to sample the next tokens.
+        prompt_spans: the prompt logprobs that requests of the batch ask for.
+        drafts: the step's drafts, to verify them; None without any.
     """
 
     layout: BatchLayout
@@ -88,5 +88,5 @@ class InputBatch:
 
     @property
     def samples_all(self) -> bool:
-        """Whether the logits of all T tokens in order are all that is read: decodes, with drafts or without."""
+        """Whether the step reads the logits of all T tokens in order and nothing else: decodes, also with drafts."""
         return self.wanted is None and self.sample_indices is None and not self.prompt_spans

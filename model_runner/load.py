@@ -62,20 +62,20 @@ _DTYPES: Final = {
 def load_model_runner(
     config: EngineConfig, source: ModelSource, spec: ModelSpec, capacity: Capacity, place: Place = ALONE
 ) -> ModelRunner:
-    """Load the weights, reserve the KV pool, put the runner together.
+    """Load the weights, reserve the KV pool and assemble the runner.
 
-    The capacity that counts is the runner's: on a GPU it is measured, elsewhere the one given.
+    The runner's capacity is the valid one: on a GPU it is measured, elsewhere it is the given one.
 
     Args:
         config: resolved: dtype, device and num_threads are concrete. Sets torch's number of threads.
-        source: where the weights are.
+        source: the files with the weights.
         spec: the model's architecture.
-        capacity: what the scheduler was promised.
-        place: the ranks that share the model, and the device of this one.
+        capacity: the planned capacity.
+        place: the ranks that share the model, and the device of this rank.
 
     Raises:
         ConfigError: the checkpoint is incomplete, damaged, or of another architecture; memory does not suffice; the
-            device cannot do what was asked of its kernels.
+            device does not support the requested kernels.
     """
     settings, group = config.model, place.group
     assert settings.dtype != "auto" and settings.device != "auto" and settings.num_threads != "auto"
@@ -88,14 +88,14 @@ def load_model_runner(
         check_fixed_order(spec, device, dtype, kv_dtype)
     memory = make_device_memory(device)
     started_s = time.perf_counter()
-    with explained("the weights", memory, "lower --max-model-len, quantise the model, or share it by --tp"):
+    with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
         model = _load_model(config, source, spec, capacity, group, dtype, device)
     if device.type == "cpu":
-        collapse_resident_memory()  # now that there is little else
+        collapse_resident_memory()  # now, while the process holds little other memory
     logger.info(
         "weights_loaded_s=%.2f dtype=%s device=%s", time.perf_counter() - started_s, settings.dtype, device
     )
-    group.meet("weights")  # what follows may execute steps, whose operations wait less long for a slow disk
+    group.meet("weights")  # later operations may be steps, with a timeout too short for a slow disk
 
     loaded = LoadedModel(
         model=model,
@@ -122,7 +122,7 @@ def _measured_capacity(
     batch_sizes: Sequence[int],
     memory: DeviceMemory,
 ) -> Capacity:
-    """The same on all ranks: they execute the same plans, so the one with the smallest pool decides."""
+    """The measured capacity, equal on all ranks: they execute the same plans, so the smallest pool is used."""
     assert config.cache.mem_fraction != "auto"
     measured = measure(
         partial(assemble_runner, loaded),
@@ -191,11 +191,11 @@ def _load_own_model(
 
 
 def _tiles_from(config: EngineConfig) -> int:
-    """From how many tokens on blocks may be multiplied in another way, which gives other bits."""
+    """Number of tokens from which block weights may use the tiled kernels, which give other bits."""
     if config.kernels.deterministic:
         return NO_TILES
     if config.scheduler.speculative != "off":
-        return MAX_DRAFT_STEP_TOKENS + 1  # drafts are checked as they would have been decoded
+        return MAX_DRAFT_STEP_TOKENS + 1  # drafts are verified with the kernels of decodes
     return TILES_FROM
 
 
@@ -209,7 +209,7 @@ def _open_store(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> Te
     if load_format == "gguf":
         if source.kind != "gguf":
             raise ConfigError(
-                f"{path}: load_format is gguf, but this is a folder; name the .gguf file as the model"
+                f"{path}: load_format is gguf, but this is a folder; give the path of the .gguf file as the model"
             )
         return GGUFStore(path, spec)
     if source.kind != "hf":

@@ -1,4 +1,4 @@
-"""`ModelContext`: what a model is built from. Every layer's constructor takes it and picks what it needs."""
+"""`ModelContext`: the parts from which a model is built. The constructor of every layer takes it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """See the module.
+    """The parts from which a model is built.
 
     Attributes:
-        spec: the whole model.
-        weights: hands out its tensors by name.
+        spec: spec of the whole model.
+        weights: reads its tensors by name.
         linear_format: how the weights of linear layers are stored.
-        ops: who computes what.
-        max_model_len: positions for which there must be rotary angles.
-        device: where the tensors live.
+        ops: the functions with which layers compute.
+        max_model_len: number of positions that need rotary angles.
+        device: the device of the tensors.
         group: the ranks that share the model; layers take this rank's part of their weights.
     """
 
@@ -41,5 +41,5 @@ class ModelContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """The dtype of weights and activations."""
         return self.weights.dtype

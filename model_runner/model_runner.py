@@ -1,10 +1,10 @@
-"""`ModelRunner`: executes `StepPlan`s, decides nothing. Called by the scheduler's process and by TP ranks.
+"""`ModelRunner`: executes `StepPlan`s, makes no scheduling decisions. Used by the scheduler's process and by TP ranks.
 
-    runner.launch(plan, go_on) -> Pending       host work and kernel launches; nothing in it waits for the device
-    pending.wait()             -> StepResult    waits for this step, and for none that was launched behind it
+    runner.launch(plan, go_on) -> Pending       host work and kernel launches; does not wait for the device
+    pending.wait()             -> StepResult    waits for this step, but not for steps launched after it
 
 The parts: `RowStates` (requests, host), `SlotTable`, `BatchBuilder` (plan -> `InputBatch`), `StepExecutor` (batch ->
-logits), `KVPool`, `HostKVPool` (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The runner puts them in
+logits), `KVPool`, `HostKVPool` (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The runner calls them in
 the order that the plan's contract promises.
 """
 
@@ -54,11 +54,11 @@ NOT_FINITE: Final = (
     "the model's output is not finite (NaN or infinity); its weights may be damaged, or try --dtype float32"
 )
 _PROMPT_LOGPROB_ROWS: Final = 256
-"""Prompt positions whose logits exist at the same time: 50 MB for a vocabulary of 49k."""
+"""Prompt positions with logits in memory at the same time: 50 MB for a vocabulary of 49k."""
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of one request's prompt tokens of one chunk, and whether all their logits were numbers."""
+    """Log-probabilities of one request's prompt tokens of one chunk, and whether all their logits are finite."""
 
     span: PromptSpan
     logprobs: TokenLogprobs
@@ -66,13 +66,13 @@ class PromptLogprobs(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a step's batch gave, in host tensors that are filled once the device is done with the step.
+    """The results of a step's batch, in host tensors that are filled when the device has finished the step.
 
     Attributes:
-        batch: whose results they are.
-        sampled: None if nobody samples.
+        batch: the batch of the results.
+        sampled: the sampled tokens; None if no request samples.
         num_tokens: see `Checked`; None in a step without drafts.
-        cut_finite: [number of `InputBatch.cut_idx`] bool; where False the chunk's KV is not made of numbers.
+        cut_finite: [number of `InputBatch.cut_idx`] bool; where False the chunk's KV is not finite.
         prompts: see `PromptLogprobs`.
     """
 
@@ -84,13 +84,13 @@ class Fetched(NamedTuple):
 
 
 class OutOfMemory(NamedTuple):
-    """A step's batch was not computed: the allocator's reason."""
+    """A step's batch was not computed; `reason` is the allocator's message."""
 
     reason: str
 
 
 class RunnerSizes(NamedTuple):
-    """What a runner takes of the device beside weights and KV pool, as far as it knows.
+    """Known device memory of a runner besides weights and KV pool.
 
     Attributes:
         recorded_bytes: see `StepExecutor`.
@@ -102,13 +102,13 @@ class RunnerSizes(NamedTuple):
 
 
 class ModelRunner:
-    """Rank 0's runner, or the only one.
+    """The runner of one rank.
 
     Attributes:
-        capacity: what all parts have room for.
-        sizes: what some of them take.
+        capacity: the capacity of all parts.
+        sizes: device memory of some parts.
         executor: runs the steps.
-        builder, sampler: make what it is given, and choose tokens by what it gives.
+        builder, sampler: make the executor's input, and sample from its output.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class ModelRunner:
         """Take the parts.
 
         Args:
-            model: what `executor` runs; here only for logits of prompts.
-            capacity: what all of them have room for.
-            sizes: what some of them take.
-            drops_steps: a step for which the device has no memory is dropped; else that ends the runner.
+            model: the model that `executor` runs; used here only for logits of prompts.
+            capacity: the capacity of all parts.
+            sizes: device memory of some parts.
+            drops_steps: True: a step for which the device has no memory is dropped. False: the error is raised.
         """
         self.capacity = capacity
         self.sizes = sizes
@@ -172,14 +172,14 @@ class ModelRunner:
         return PendingBurst(pending, further) if further else pending
 
     def _further_rounds(self, plan: StepPlan, first: Fetched, go_on: GoOn) -> list[Sampled]:
-        """What a burst samples behind its first round; it ends, too, where numbers are not finite."""
+        """Run the rounds of a burst after its first; it also ends if logits are not finite."""
         assert self._buffers.device.type == "cpu", (
-            "tokens are known here only where a launch is the whole step"
+            "on other devices the tokens are not known yet after the launch"
         )
         rounds: list[Sampled] = []
         last = first
         for number in range(1, plan.num_rounds):
-            assert last.sampled is not None, "a burst is made of decodes"
+            assert last.sampled is not None, "a burst consists of decodes"
             token_ids, finite, _ = last.sampled
             if not finite.numpy().all() or not go_on(token_ids.numpy().astype(np.int32).tobytes()):
                 break
@@ -189,7 +189,7 @@ class ModelRunner:
         return rounds
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """Forget the requests that left, and take in the new ones."""
+        """Remove finished requests and add new ones."""
         for row in np.frombuffer(plan.finished_rows, dtype=np.int32).tolist():
             self._states.remove(row)
             self._counts.remove(row)
@@ -200,7 +200,7 @@ class ModelRunner:
                 self._insist(partial(self._counts.add, new.row, prompt_ids, output_ids))
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
-        """Swap and copy whole pages as the plan says; returns what measures the swaps, if there are any."""
+        """Swap and copy whole pages as planned; returns the timer of the swaps, None without swaps."""
         timer = DeviceTimer(self._buffers.device) if plan.swap_outs or plan.swap_ins else None
         if timer is not None and plan.swap_outs:
             with timer:
@@ -216,16 +216,16 @@ class ModelRunner:
         self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
 
     def _insist(self, call: Callable[[], T]) -> T:
-        """Do what later steps rest on; where the device has no memory, give back what is cached and do it once more.
+        """Make a call on which later steps depend; if memory runs out, free the allocator's cache and retry once.
 
         Args:
-            call: may be made twice.
+            call: a call that may be made twice.
         """
         try:
             return call()
         except torch.OutOfMemoryError as error:
-            logger.warning("tried once more, with the allocator's cached memory given back: %s", error)
-        # Not before the error is gone: its traceback holds the tensors of the call.
+            logger.warning("out of memory: retry after freeing the allocator's cached memory: %s", error)
+        # Outside the `except` block: the error's traceback holds the tensors of the call.
         self._give_back()
         return call()
 
@@ -234,9 +234,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _try_forward(self, plan: StepPlan) -> Fetched | OutOfMemory:
-        """Compute the batch, or drop it where the device has no memory for it.
+        """Compute the batch, or drop it if the device has no memory for it.
 
-        Ranks that share a model drop nothing: the others would wait in the middle of a step for what never comes.
+        Tensor-parallel ranks drop no steps: the other ranks would wait within the step for this rank.
         """
         try:
             return self._forward(self.builder.build(plan))
@@ -264,9 +264,9 @@ class ModelRunner:
     def _sample(
         self, batch: InputBatch, logits: Tensor, sample_rows: Tensor
     ) -> tuple[Sampled, Tensor | None]:
-        """Choose tokens by [R, V] float32, keep the last ones for the next step, and fetch them.
+        """Sample from logits, [R, V] float32, store the last tokens for the next step, and fetch the results.
 
-        With drafts there is a row for each draft, too; then also how many tokens of each request count.
+        With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too.
         """
         sampled, fetch = self.sampler.sample(logits, batch.sampling), self._outputs.fetch
         last_ids, num_tokens = sampled.token_ids, None
@@ -294,7 +294,7 @@ class ModelRunner:
 
 
 class PendingStep:
-    """A step under way; `wait` may be called once."""
+    """A launched step; `wait` may be called once."""
 
     def __init__(
         self,
@@ -303,14 +303,14 @@ class PendingStep:
         swap_timer: DeviceTimer | None,
         fetched: Fetched | OutOfMemory | None,
     ) -> None:
-        """Take what `launch` has queued; `timer` holds all of it, the copies to the host included."""
+        """Take the queued work of `launch`; `timer` covers all of it, including the copies to the host."""
         self._step_id = step_id
         self._timer = timer
         self._swap_timer = swap_timer
         self._fetched = fetched
 
     def wait(self) -> StepResult:
-        """Wait for the device, and make the result of what has come to the host."""
+        """Wait for the device and make the result from the fetched tensors."""
         forward_s = self._timer.wait_for_seconds()
         swap_s = self._swap_timer.wait_for_seconds() if self._swap_timer is not None else 0.0
         if self._fetched is None or isinstance(self._fetched, OutOfMemory):
@@ -348,19 +348,21 @@ class PendingStep:
 
 
 class PendingBurst:
-    """A burst that has been made; `wait` may be called once."""
+    """A computed burst; `wait` may be called once."""
 
     def __init__(self, first: PendingStep, further: Sequence[Sampled]) -> None:
-        """`further`: what was sampled after the first round, at least once."""
+        """Take the first round and `further`, the tokens of at least one more round."""
         self._first = first
         self._further = further
 
     def wait(self) -> StepResult:
-        """The result of the first round, with the tokens of the others."""
+        """The result of the first round, with the tokens of all rounds."""
         first = self._first.wait()
         rounds = [np.frombuffer(first.next_token_ids, dtype=np.int32)]
         rounds += [each.token_ids.numpy().astype(np.int32) for each in self._further]
-        finite = self._further[-1].finite.numpy()  # those before it were, or it had not come to this one
+        finite = self._further[
+            -1
+        ].finite.numpy()  # a burst ends at the first round with a value that is not finite
         return structs.replace(
             first,
             next_token_ids=np.stack(rounds, axis=1).tobytes(),
@@ -375,7 +377,7 @@ def _pairs(data: bytes) -> npt.NDArray[np.int64]:
 
 
 def _pack_logprobs(batch: InputBatch, sampled: Sampled | None) -> tuple[Logprobs | None, ...]:
-    """One entry per sampled request, or nothing if none of them asked; who asks has no drafts."""
+    """One entry per sampled request; empty if no request asks for logprobs. Requests with logprobs have no drafts."""
     sampling = batch.sampling
     if sampling.logprobs is None or sampled is None or sampled.logprobs is None:
         return ()

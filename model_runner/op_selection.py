@@ -1,7 +1,7 @@
-"""`select_ops`: who computes each operation on this device: the first maker that has nothing against it.
+"""`select_ops`: selects the provider of each op on this device: the first one without reasons against it.
 
-A maker is a way to compute one operation: sgl-kernel's, Triton's, our CPU library's, oneDNN's, or plain torch, which is
-always the last and can do everything. The reasons against those passed over go into the table that is logged at start.
+A provider is one implementation of an op: sgl-kernel, Triton, our CPU library, oneDNN, or plain torch, which is always
+the last and supports everything. The reasons against those passed over are in the table that is logged at start.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What operations are chosen for.
+    """The model and device for which ops are selected.
 
     Attributes:
         spec: the model, with the heads and widths of this rank.
-        dtype: of activations.
-        kernels: which kernel packages work here; None: `select_ops` looks itself, if the device is a GPU.
+        dtype: dtype of activations.
+        kernels: the kernel packages that work here; None: `select_ops` probes them if the device is a GPU.
     """
 
     spec: ModelSpec
@@ -42,14 +42,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """One way to compute an operation.
+    """A provider of one op.
 
     Attributes:
-        name: in the log.
-        reasons_against: why it cannot do it here: all reasons, none if it can.
-        load: returns the function (see the operation's class in `ops`); called only if it was chosen, so this is where
-            packages are imported that not everybody has.
-        device_type: the only one that it is made for, on others it is not even mentioned; None: made for all.
+        name: its name in the log.
+        reasons_against: returns all reasons why it cannot run here; empty if it can.
+        load: returns the function (see the op's class in `ops`). It is called only if the provider is selected, so it
+            imports packages that may be missing.
+        device_type: the only device type it supports; on others it is not listed in the log. None: all device types.
     """
 
     name: str
@@ -97,7 +97,7 @@ def _native(
 
 
 def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _nothing) -> Maker:
-    """`more`: reasons of this one operation."""
+    """A Triton provider; `more`: reasons against this op only."""
 
     def reasons_against(target: Target) -> list[str]:
         assert target.kernels is not None
@@ -114,7 +114,7 @@ def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _n
 
 
 def _sgl(more: Callable[[Target], list[str]], load: Callable[[Target], Any]) -> Maker:
-    """`more`: reasons of this one operation."""
+    """A provider from sgl-kernel; `more`: reasons against this op only."""
 
     def reasons_against(target: Target) -> list[str]:
         assert target.kernels is not None
@@ -190,11 +190,11 @@ MAKERS: Final[Mapping[str, Sequence[Maker]]] = {
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
 }
-"""Of each operation, in the order of preference; the last one has nothing against anything."""
+"""The providers of each op, in order of preference; the last one has no reasons against any target."""
 
 
 def select_ops(target: Target, makers: Mapping[str, Sequence[Maker]] = MAKERS) -> Ops:
-    """Choose, and log the table. On a GPU this may take seconds: what is installed there is tried out first."""
+    """Select the ops and log the table. On a GPU this may take seconds, because installed packages are tested first."""
     if target.device.type == "cuda" and target.kernels is None:
         from .kernels.probe import probe_kernels
 
@@ -213,7 +213,7 @@ def select_ops(target: Target, makers: Mapping[str, Sequence[Maker]] = MAKERS) -
                 break
             passed_over.append(f"{maker.name}: {', '.join(reasons)}")
         else:
-            raise AssertionError(f"nobody computes {op}: the last maker must have nothing against anything")
+            raise AssertionError(f"no provider of {op}: the last one must have no reasons against any target")
     ops = Ops(**chosen, choices=tuple(choices))
     for line in table_lines(ops.choices):
         logger.info("%s", line)
@@ -221,7 +221,7 @@ def select_ops(target: Target, makers: Mapping[str, Sequence[Maker]] = MAKERS) -
 
 
 def table_lines(choices: Sequence[OpChoice]) -> list[str]:
-    """op, maker, and why not the ones before it, in columns."""
+    """The table as lines: op, provider, and the reasons against the providers before it."""
     op_width = max(len(choice.op) for choice in choices)
     maker_width = max(len(choice.maker) for choice in choices)
     return [

@@ -1,12 +1,12 @@
-"""`Ops`: the one door to kernels: what a model's layers compute with, whoever computes it.
+"""`Ops`: the functions that a model's layers call, and the only access of layers to kernels.
 
-Chosen once at start (`op_selection`), handed to the layers, and never looked up again: a layer calls `ops.rms_norm` and
-does not know whether sgl-kernel, Triton, our CPU library or plain torch answers. Each operation is one attribute; its
-class below says what it promises, and every maker is tested against that.
+The ops are selected once at start (`op_selection`) and passed to the layers. A layer calls `ops.rms_norm` and does not
+depend on its provider: sgl-kernel, Triton, our CPU library or plain torch. Each op is one attribute; its class below is
+its contract, and every provider is tested against it.
 """
 
-# Shapes: T tokens, K inputs, N outputs, Hq query heads, H KV heads (both of this rank), D head dim, R numbers of a head
-# that rotate.
+# Shapes: T tokens, K inputs, N outputs, Hq query heads, H KV heads (both of this rank), D head dim, R rotated
+# dimensions of a head.
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class LinearWeight(Protocol):
-    """A linear layer's weight in whatever layout and precision its kernel wants."""
+    """A linear layer's weight in the layout and precision of its kernel."""
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias; [T, K] -> [T, N] in x's dtype. `bias`: [N]."""
@@ -26,46 +26,46 @@ class LinearWeight(Protocol):
 
 @runtime_checkable
 class LinearWithRows(LinearWeight, Protocol):
-    """A `LinearWeight` that gives its rows back, so that an embedding which shares it needs no table of its own."""
+    """A `LinearWeight` that can look up its rows, so a tied embedding needs no table of its own."""
 
     def rows(self, ids: Tensor, scale: float | None = None) -> Tensor:
-        """weight[ids] * scale, [T] int64 -> [T, K] in the serving dtype; ids must be in range, nobody checks them."""
+        """weight[ids] * scale, [T] int64 -> [T, K] in the serving dtype; ids must be in range, which is not checked."""
         ...
 
 
 @runtime_checkable
 class LinearToFloat32(LinearWeight, Protocol):
-    """A `LinearWeight` whose kernel has the sums in float32 and need not round them."""
+    """A `LinearWeight` with a kernel that accumulates in float32 and can return the sums without rounding."""
 
     def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product before it is rounded: [T, K] -> [T, N] float32, as the sampler wants its logits."""
+        """The matmul without rounding: [T, K] -> [T, N] float32, the dtype of the sampler's logits."""
         ...
 
 
 @runtime_checkable
 class GateableWeight(LinearWeight, Protocol):
-    """A `LinearWeight` that may compute a gated layer's activation with its product, before anything is written."""
+    """A `LinearWeight` that may fuse the activation of a gated layer into its matmul."""
 
     def end_with_silu(self) -> bool:
-        """From now on, if the answer is yes, a call gives silu(gate) * up: [T, K] -> [T, N / 2].
+        """Try to fuse the activation; if True, later calls return silu(gate) * up: [T, K] -> [T, N / 2].
 
-        To be asked once, by the only one who uses the weight. The gates are the first N / 2 outputs. Bit for bit what
-        `silu_and_mul` of the same library makes of the product.
+        Called once, by the only user of the weight. The gates are the first N / 2 outputs. The result is bit for bit
+        that of the library's `silu_and_mul` on the unfused output.
         """
         ...
 
 
 class PackLinear(Protocol):
-    """Make a `LinearWeight` of [N, K], contiguous, in the serving dtype. May copy: the caller drops his reference."""
+    """Make a `LinearWeight` of [N, K], contiguous, in the serving dtype. May copy, so callers drop their reference."""
 
     def __call__(self, weight: Tensor) -> LinearWeight: ...
 
 
 class ExpertWeights(Protocol):
-    """The weights of a layer's experts in whatever layout their kernel wants."""
+    """The weights of a layer's experts in the layout of their kernel."""
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
-        """Each token through its experts, weighted and added up in float32.
+        """Compute each token's experts; their outputs are weighted and summed in float32.
 
         Args:
             x: [T, K].
@@ -79,28 +79,28 @@ class ExpertWeights(Protocol):
 
 
 class ExpertSource(Protocol):
-    """The weights of a layer's experts before they are packed; to be asked once, for one of the two."""
+    """The weights of a layer's experts before packing; only one of the two methods is called, and only once."""
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         """gate_up [E, 2N, K], the gates in the first N rows, and down [E, K, N], in the serving dtype."""
         ...
 
     def linears(self) -> tuple[list[LinearWeight], list[LinearWeight]]:
-        """A weight gate_up [2N, K] and a weight down [K, N] of each expert, as other layers have theirs."""
+        """A weight gate_up [2N, K] and a weight down [K, N] per expert, in the model's `LinearFormat`."""
         ...
 
 
 class PackExperts(Protocol):
-    """Make `ExpertWeights` in whichever way suits the kernel."""
+    """Make `ExpertWeights` in the layout of the kernel."""
 
     def __call__(self, experts: ExpertSource) -> ExpertWeights: ...
 
 
 class Route(Protocol):
-    """Choose experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, the largest first."""
+    """Select experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, the largest first."""
 
     def __call__(self, logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """`normalise`: let the shares of a token add up to 1."""
+        """Select the experts of each token; `normalise`: scale the shares of a token to a sum of 1."""
         ...
 
 
@@ -108,15 +108,15 @@ class RMSNormOp(Protocol):
     """x / rms(x) * weight over the last axis, computed in float32; [..., K] -> [..., K]."""
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The weight may be float32 where x is not; the result has x's dtype, and is rounded to it once."""
+        """The weight may be float32 if x is not; the result has x's dtype and is rounded once."""
         ...
 
 
 class AddRMSNormOp(Protocol):
-    """Add x to the residual stream and normalise it: (normalised, new residual). [T, K] all."""
+    """Add x to the residual stream and normalize it: (normalized, new residual). [T, K] all."""
 
     def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Both `x` and `residual` may be overwritten; use what comes back."""
+        """Both `x` and `residual` may be overwritten; use the returned tensors."""
         ...
 
 
@@ -124,7 +124,7 @@ class AddOp(Protocol):
     """x + y, rounded once; [T, K] all, of one dtype."""
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """`y` may be overwritten; use what comes back."""
+        """`y` may be overwritten; use the returned tensor."""
         ...
 
 
@@ -132,12 +132,12 @@ class TakeRows(Protocol):
     """Look up rows of a table [R, N], contiguous: [T] int64 indices, all of them in range -> [T, N]."""
 
     def __call__(self, table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
-        """`scale`: a factor of what comes out, which is rounded once."""
+        """Look up the rows; `scale` is a factor of the result, which is rounded once."""
         ...
 
 
 class ToFloat32(Protocol):
-    """The same numbers in float32, contiguous."""
+    """The same values in float32, contiguous."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -149,7 +149,7 @@ class GatedActivation(Protocol):
 
 
 class HeadNorms(NamedTuple):
-    """Norms of each head of q and of each head of k, before they rotate: weights [D] as in `RMSNormOp`, one eps."""
+    """Norms of each head of q and of k, applied before rotary: weights [D] as in `RMSNormOp`, one eps."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -160,7 +160,7 @@ class LayerKV(NamedTuple):
     """One layer's part of the KV pool: [slots, H, D] each, in the pool's dtype.
 
     Attributes:
-        k_scale, v_scale: [slots, H] float32, of int8 pools only: a number is the stored one times the scale of its
+        k_scale, v_scale: [slots, H] float32, for int8 pools only: a value is the stored integer times the scale of its
             token and head.
     """
 
@@ -171,7 +171,7 @@ class LayerKV(NamedTuple):
 
 
 class RotateAndStore(Protocol):
-    """What stands between the projections and attention: norms of the heads, rotary, and the KV pool."""
+    """The work between the projections and attention: head norms, rotary, and the store into the KV pool."""
 
     def __call__(
         self,
@@ -182,18 +182,18 @@ class RotateAndStore(Protocol):
         kv: LayerKV,
         out_cache_loc: Tensor,
     ) -> Tensor:
-        """Normalise the heads of q and k where asked for, rotate them by position, store k and v; returns q.
+        """Normalize the heads of q and k if there are norms, rotate them by position, store k and v; returns q.
 
-        Rotation as in Su et al. 2021, halves paired as in Hugging Face's Llama. Computed in float32 or in the dtype of
-        cos and sin, rounded to the model's dtype at the end; stored numbers are converted to the pool's dtype, beyond
-        its largest number to that number. An int8 pool's scale is the largest magnitude / 127, NaN where a number is
-        not finite.
+        Rotation is as in Su et al. 2021, with halves paired as in Hugging Face's Llama. It is computed in float32 or in
+        the dtype of cos and sin, and rounded to the model's dtype at the end. Stored values are converted to the pool's
+        dtype and clamped to its range. The scale of an int8 pool is the largest magnitude / 127, NaN if a value is not
+        finite.
 
         Args:
             qkv: [T, Hq + 2H, D], the heads of q, then of k, then of v; may be overwritten.
-            cos: [T, R], both halves alike; the first R numbers of each head rotate, the others stay.
+            cos: [T, R], with equal halves; the first R dimensions of each head are rotated, the others are unchanged.
             sin: [T, R], the first half negated, so that x * cos + swapped(x) * sin is the rotation.
-            out_cache_loc: [T] int64, no slot twice except slots of the dummy page, which nobody reads.
+            out_cache_loc: [T] int64, no slot twice except slots of the dummy page, which are not read.
 
         Returns:
             [T, Hq, D], contiguous or a view into `qkv`.
@@ -202,7 +202,7 @@ class RotateAndStore(Protocol):
 
 
 class OpChoice(NamedTuple):
-    """One row of the table that the log shows: who computes an operation, and why not somebody better."""
+    """One row of the logged table: the provider of an op, and the reasons against the preferred ones."""
 
     op: str
     maker: str
@@ -211,10 +211,10 @@ class OpChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """Every operation, each by whoever was chosen for it; see their classes.
+    """All ops, each by its selected provider; see their classes.
 
     Attributes:
-        choices: the table of who was chosen and why, in the order of the fields.
+        choices: the table of selected providers with the reasons, in the order of the fields.
     """
 
     pack_linear: PackLinear

@@ -1,6 +1,6 @@
-"""The process of a rank other than 0 of a tensor-parallel group: the same weights' other part, the same steps.
+"""The process of a rank other than 0 of a tensor-parallel group: another part of the weights, the same steps.
 
-It decides nothing and answers nobody: what it computes goes into the sums over ranks.
+It makes no decisions and sends no results; its part of each layer enters the sums over ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .load import load_model_runner
 
 
 def main(child: Child) -> None:
-    """Load this rank's part of the model, then execute steps until the supervisor says stop."""
+    """Load this rank's part of the model, then execute steps until the supervisor requests a stop."""
     settings = child.settings
     config = settings.config
     inbox = _inbox(child)
@@ -44,7 +44,7 @@ def main(child: Child) -> None:
 
 
 def _inbox(child: Child) -> Inbox[RankInput] | ClusterClient[RankInput]:
-    """Where rank 0's steps arrive: on its machine a local socket, elsewhere a connection to it."""
+    """The receiver of rank 0's steps: a local socket on its machine, a network connection on other machines."""
     settings = child.settings
     parallel = settings.config.parallel
     decoder: msgspec.msgpack.Decoder[RankInput] = msgspec.msgpack.Decoder(RankInput)

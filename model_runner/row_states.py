@@ -1,7 +1,7 @@
-"""`RowStates`: what the runner remembers of each request, on the host, by pool row.
+"""`RowStates`: the runner's state of each request, on the host, by pool row.
 
-Written from the plan's `new_reqs` and `finished_rows` only. What every step looks up for every request lies in arrays
-indexed by row; what a few requests need lies in their `RowState`.
+It is written only from the plan's `new_reqs` and `finished_rows`. State that every step reads for every request is in
+arrays indexed by row; state that few requests need is in their `RowState`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 class SamplingFlag(enum.IntFlag):
-    """What a request asks of the sampler beyond the argmax; a batch's flags are the union over its rows."""
+    """Sampler features that a request needs besides the argmax; a batch's flags are the union over its rows."""
 
     DRAW = 1
     TOP_K = 2
@@ -37,10 +37,10 @@ class RowState:
     """One request.
 
     Attributes:
-        rid: for logs.
-        input_ids: [known_len] tokens the host had sent when the request was (re)started; later ones are sampled here.
-        prompt_len: how many of them are prompt.
-        sampling: its parameters.
+        rid: request id, for logs.
+        input_ids: [known_len] the tokens sent when the request was (re)started; later ones are sampled here.
+        prompt_len: number of prompt tokens among them.
+        sampling: its sampling parameters.
     """
 
     rid: str
@@ -50,7 +50,7 @@ class RowState:
 
 
 class RowStates:
-    """All rows. The arrays hold what was last written; only rows of live requests mean anything.
+    """All rows. Rows without a live request keep stale values in the arrays.
 
     Attributes:
         known_len: [rows] int64, length of `RowState.input_ids`.
@@ -79,7 +79,7 @@ class RowStates:
         return state
 
     def add(self, new: NewReq) -> RowState:
-        """Start a request in its row, which must be free."""
+        """Add a request to its row, which must be free."""
         assert self._states[new.row] is None, (
             f"row {new.row} is taken by {self[new.row].rid}, not free for {new.rid}"
         )
@@ -98,12 +98,12 @@ class RowStates:
         return state
 
     def remove(self, row: int) -> None:
-        """Forget the row's request."""
+        """Remove the row's request."""
         self._states[row] = None
 
 
 def flags_of(sampling: SamplingParams, vocab_size: int) -> SamplingFlag:
-    """What these parameters need; settings that change nothing need nothing."""
+    """The flags of these parameters; settings without an effect set no flag."""
     flags = SamplingFlag(0)
     if not sampling.greedy:
         flags |= SamplingFlag.DRAW

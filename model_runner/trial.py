@@ -1,4 +1,7 @@
-"""`measure`: what serving takes of a device beside weights and KV pool, by trying it on a pool that just suffices."""
+"""`measure`: memory profiling: measures the device memory that serving takes besides weights and KV pool.
+
+It runs the largest step on a KV pool that is just large enough for it.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,10 @@ _EVERYTHING: Final = SamplingParams(
     max_new_tokens=1,
     seed=0,
 )
-"""All that the sampler can be asked for at once, so that nothing a client asks for later takes more."""
+"""All features of the sampler at once, so that no later request takes more memory."""
 
 MakeRunner = Callable[["Capacity", Sequence[int]], "ModelRunner"]
-"""A runner with the loaded weights for a capacity, which records decodes of these batch sizes."""
+"""Makes a runner with the loaded weights for a capacity; it records decodes of these batch sizes."""
 
 
 def measure(
@@ -50,21 +53,21 @@ def measure(
     batch_sizes: Sequence[int],
     memory: DeviceMemory,
 ) -> Measured:
-    """Try copies of pages and the largest step, then the largest recordings.
+    """Run page copies and the largest step, then the largest recordings.
 
     Args:
-        capacity: as planned; its KV pool is not needed here.
+        capacity: the planned capacity; only a smaller KV pool is allocated.
         step_tokens: new tokens of the largest step that the scheduler can make.
-        batch_sizes: of decodes that will be recorded, ascending.
+        batch_sizes: the batch sizes of decodes that will be recorded, ascending.
 
     Raises:
-        ConfigError: not even the largest step fits.
+        ConfigError: the largest step does not fit into memory.
     """
     lengths = prompt_lengths(step_tokens, capacity)
     num_pages = sum(pages_for(length, capacity.page_size) for length in lengths)
     small = replace(capacity, num_pages=num_pages, num_host_pages=min(1, capacity.num_host_pages))
 
-    what = f"the largest step beside the weights, {sum(lengths)} tokens of {len(lengths)} requests"
+    what = f"the largest step besides the weights, {sum(lengths)} tokens of {len(lengths)} requests"
     way_out = "lower --chunked-prefill-size or --max-running-requests"
     with explained(what, memory, way_out):
         peak_bytes = memory.watch_peak()
@@ -94,7 +97,7 @@ def measure(
 
 
 def prompt_lengths(step_tokens: int, capacity: Capacity) -> list[int]:
-    """Prompts that fill a step: as many as may run, most of them short, so that attention has long ones too."""
+    """Lengths of prompts that fill a step: as many as may run, most of them short, so that some are long."""
     num_reqs = min(capacity.max_running_requests, step_tokens)
     left, lengths = step_tokens, []
     for others in range(num_reqs - 1, -1, -1):
@@ -104,7 +107,7 @@ def prompt_lengths(step_tokens: int, capacity: Capacity) -> list[int]:
 
 
 def moves(capacity: Capacity) -> StepPlan:
-    """A step without tokens: a page comes to the host and back, and one is copied; as far as there are pages."""
+    """A step without tokens that swaps a page out and in and copies a page, if the pools have enough pages."""
     page_copies, swap_outs, swap_ins = ([1, 2] if capacity.num_pages > 1 else []), [], []
     if capacity.num_host_pages:
         swap_outs, swap_ins = [1, 0], [0, 1]
@@ -128,7 +131,7 @@ def _int32(numbers: Sequence[int]) -> bytes:
 
 
 def largest_step(lengths: Sequence[int], capacity: Capacity) -> StepPlan:
-    """A step that computes these prompts whole and samples for all of them, pages in order from the first one on."""
+    """A step that computes these whole prompts and samples for each; it uses pages in order from page 1 on."""
     size = capacity.page_size
     first_pages = 1 + np.cumsum([0, *(pages_for(length, size) for length in lengths)])
     slots = [

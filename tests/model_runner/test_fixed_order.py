@@ -240,13 +240,13 @@ class TestWhatCannot:
         spec = make_tiny_llama(head_dim=8).spec
         with pytest.raises(ConfigError, match="deterministic is on") as caught:
             check_fixed_order(spec, CPU, torch.float16, torch.float16)
-        for reason in ("not in torch.float16", "head_dim 8", "leave --deterministic away"):
+        for reason in ("not in torch.float16", "head_dim 8", "omit --deterministic"):
             assert reason in str(caught.value)
 
     def test_without_our_kernels_the_engine_does_not_start(self, make, monkeypatch):
         monkeypatch.setattr(native, "reasons_against_library", lambda: ["no compiler"])
         monkeypatch.setattr("engine.model_runner.attention.cpu_native.reasons_against_library", list)
-        with pytest.raises(ConfigError, match="no compiler; leave --deterministic away"):
+        with pytest.raises(ConfigError, match="no compiler; omit --deterministic"):
             make("llama")
 
     def test_a_weight_for_another_product_is_refused(self):

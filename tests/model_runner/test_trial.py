@@ -233,7 +233,7 @@ def test_a_step_that_does_not_fit_beside_the_weights_is_an_error(make, monkeypat
     monkeypatch.setattr(ModelRunner, "_forward", no_memory)
     with pytest.raises(
         ConfigError,
-        match="the device has 100 MiB free, too little for the largest step beside the weights, 40 tokens of 6 "
+        match="the device has 100 MiB free, too little for the largest step besides the weights, 40 tokens of 6 "
         "requests: CUDA out of memory.*lower --chunked-prefill-size or --max-running-requests",
     ):
         make(pool_is_estimate=True)
@@ -248,7 +248,7 @@ def test_weights_that_do_not_fit_are_an_error(make, monkeypatch):
 @pytest.mark.parametrize(
     ("num_before", "message"),
     [
-        (0, "too little for the largest step beside the weights, 40 tokens .*--chunked-prefill-size"),
+        (0, "too little for the largest step besides the weights, 40 tokens .*--chunked-prefill-size"),
         (1, "too little for recorded decodes of 6 requests: .*--max-recorded-bs"),
         (2, "too little for a KV pool of 384 tokens and 6 recorded decodes: .*--mem-fraction, --max-total"),
     ],
