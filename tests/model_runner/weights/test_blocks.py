@@ -222,7 +222,7 @@ def test_a_file_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path, kind: 
     quantisation = QuantisationSpec(method="gguf", types={name: kind})
     reader = WeightReader(GGUFStore(path, SPEC), torch.bfloat16, CPU)
 
-    with pytest.raises(ConfigError, match=f"{name}.weight holds numbers that are not finite, .*damaged"):
+    with pytest.raises(ConfigError, match=f"{name}.weight holds values that are not finite, .*damaged"):
         load(quantisation, reader, name)
 
 
