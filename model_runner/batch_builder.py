@@ -56,7 +56,7 @@ class BatchBuilder:
         return self._build_any(_Step.of(plan))
 
     def next_round(self, last: InputBatch, plan: StepPlan, number: int) -> InputBatch:
-        """The batch of the next inner step of a multi-step decode, from the batch of the last one, which has sampled."""
+        """The batch of the next inner step of a multi-step decode, from the batch of the last one, after it sampled."""
         rows, ones = last.layout.rows, last.layout.extend_lens
         relayed = np.full(len(rows), RELAYED, dtype=np.int64)
         return self._decodes(rows, last.positions + 1, ones, _int64(plan.round_loc(number)), relayed)
