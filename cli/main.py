@@ -1,7 +1,7 @@
-"""`engine`: the entry point of the command line, and what its errors look like.
+"""`engine`: the entry point of the command line; prints its errors.
 
 Commands are imported when they run: `engine --help` shows them from the table below and loads nothing else. The exit
-code is 0 when all went well, 2 for a mistake of the user, 130 after Ctrl-C, otherwise 1.
+code is 0 on success, 2 for a mistake of the user, 130 after Ctrl-C, otherwise 1.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), EXIT_FAILED)
     except PermissionError as error:
         return _fail(
-            f"{error.filename}: {error.strerror}; let this user at it, or name another place", EXIT_USER
+            f"{error.filename}: {error.strerror}; give this user access, or use another path", EXIT_USER
         )
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (`head`) has enough. Python would complain once more when it flushes at exit.
+        # The reader (`head`) closed the pipe. Python would report that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     return result if isinstance(result, int) else 0

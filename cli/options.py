@@ -1,8 +1,8 @@
 """The settings of `EngineConfig` as command line options, grouped in `--help`, and the layers merged into one config.
 
 Options are made from the dataclasses (`runtime/config/config_fields.py`): a new setting appears here. An option
-that is not given stays None, so that the YAML file below it can still have its say. Other names of a setting are
-options of their own, so that it can be said which one was given; `--help` shows them with the setting only.
+that is not given stays None, so that the value of the YAML file applies. Aliases of a setting are
+separate options, so that the origin of a value names the one that was given; `--help` shows them with the setting only.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ GENERAL_TITLE: Final = "General"
 _NAME_COLUMNS: Final = 34
 
 Settings = dict[str, Any]
-"""The setting options of one command line: name (or alias) -> text or truth value, None where not given."""
+"""The setting options of one command line: name (or alias) -> text or boolean, None if not given."""
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose `--help` shows its options under titles, in plain text that fits 80 columns.
+    """A command that shows its options in `--help` under titles, in plain text that fits 80 columns.
 
     typer's own boxes cut long option names at that width. Needs `rich_markup_mode=None` in the `typer.Typer`.
     """
@@ -75,7 +75,7 @@ class GroupedCommand(TyperCommand):
             record = param.get_help_record(ctx)
             if record is None:
                 continue
-            if param.param_type_name == "argument":  # typer puts the Python type behind the name
+            if param.param_type_name == "argument":  # typer puts the Python type after the name
                 sections.setdefault("Arguments", []).append((record[0].partition(" ")[0], record[1]))
             else:
                 title = getattr(param, "rich_help_panel", None) or GENERAL_TITLE
@@ -162,7 +162,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
 
 
 def _declaration(setting: Setting) -> str:
-    """`--page-size`, or with its negation where both truth values stand for something: `--strict/--no-strict`."""
+    """`--page-size`, or with its negation if both values are meaningful: `--strict/--no-strict`."""
     negatable = setting.is_switch and (setting.switch is None or False in setting.switch)
     return f"{setting.flag}/--no-{setting.flag[2:]}" if negatable else setting.flag
 
@@ -180,7 +180,7 @@ def _metavar(field: ConfigField) -> str:
 
 
 def _default_text(field: ConfigField) -> str:
-    """`  [default: auto]`; nothing where the help says what happens without the option."""
+    """`  [default: auto]`; empty if the help states the effect of omitting the option."""
     if field.default is None or field.many:
         return ""
     if field.kind is bool and field.default != AUTO:

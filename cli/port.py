@@ -1,4 +1,4 @@
-"""Can a server listen at its address? Asked before anything slow is begun."""
+"""Checks that a server can listen at its address, before anything slow starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_port(config: ServerConfig) -> None:
-    """Find out now, and not when the model is loaded, that nobody can listen there.
+    """Check the address before the model is loaded.
 
     Raises:
-        ConfigError: the port is taken or not allowed, or the host is none of this machine's.
+        ConfigError: the port is taken or not allowed, or the host is not an address of this machine.
     """
     where = f"{config.host}:{config.port}"
     try:
@@ -29,7 +29,7 @@ def check_port(config: ServerConfig) -> None:
         ) from None
     family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
-        # As the server does: connections of one that has just ended do not count as "in use".
+        # Like the server: connections of a process that has just ended do not count as "in use".
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)

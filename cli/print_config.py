@@ -14,11 +14,11 @@ _COMMENT_COLUMN = 44
 
 
 def render_config(effective: EngineConfig, merged: MergedConfig, notes: Mapping[str, str]) -> str:
-    """The text.
+    """The text of `--print-config`.
 
     Args:
         effective: the resolved configuration.
-        merged: the configuration before, with its origins.
+        merged: the configuration before resolving, with its origins.
         notes: why `resolve` chose what it chose.
     """
     lines: list[str] = []

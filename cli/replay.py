@@ -1,4 +1,4 @@
-"""`engine replay FILE`: makes every decision of a logged run again, or tells what other settings had changed."""
+"""`engine replay FILE`: repeats every decision of a logged run, or reports what other settings would change."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parse_changes(changes: list[str]) -> dict[str, str]:
     """The settings that `--set` names, by field name, with values that their fields accept.
 
     Raises:
-        ConfigError: no such setting, one that is not the scheduler's, or a value that it cannot have.
+        ConfigError: an unknown setting, one that is not the scheduler's, or an invalid value.
     """
     parsed: dict[str, str] = {}
     for change in changes:
@@ -65,7 +65,7 @@ def parse_changes(changes: list[str]) -> dict[str, str]:
         field = setting.field
         if field.group not in _GROUPS:
             raise ConfigError(
-                f"--set {setting.name}: the scheduler decides without it; what can be changed are the settings under "
+                f"--set {setting.name}: the scheduler does not use it; the settings that can be changed are under "
                 "'KV cache' and 'Scheduling' of `engine serve --help`"
             )
         value = setting.check(text.strip())
@@ -104,7 +104,7 @@ def _print_header(console: Any, number: int, header: Header) -> None:
     from ..runtime.version import __version__
 
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall_s))
-    settings = header.scheduler_config()  # with the defaults of settings that are younger than the run
+    settings = header.scheduler_config()  # settings added after the run have their defaults
     console.print(
         f"run {number}, {started}: engine {header.engine_version}, model {header.model}, "
         f"{header.capacity.num_pages:,} pages of {header.capacity.page_size}, policy {settings.schedule_policy}, "
@@ -113,7 +113,9 @@ def _print_header(console: Any, number: int, header: Header) -> None:
     )
     if header.engine_version != __version__:
         console.print(
-            f"note: this is engine {__version__}; what differs may be its doing", style="yellow", markup=False
+            f"note: this is engine {__version__}; differences may come from the version",
+            style="yellow",
+            markup=False,
         )
 
 
@@ -169,7 +171,7 @@ def _what_if(path: Path, changes: dict[str, str]) -> int:
 
     for number, run in enumerate(read_runs(path), 1):
         result = replay_run(run)
-        # Whose tokens the log's are is known by making its steps again.
+        # Only a replay of the steps tells which request each logged token belongs to.
         if result.difference is not None:
             raise EngineError(
                 f"--set needs a log that this engine replays exactly; run {number} differs after "
@@ -179,7 +181,7 @@ def _what_if(path: Path, changes: dict[str, str]) -> int:
         if result.raised:
             raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")
     console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe has no width that would cut lines
+    if not console.is_terminal:  # a file or a pipe has no limit on the line width
         console.width = _FILE_COLUMNS
     console.print(what_if(path, changes))
     return 0

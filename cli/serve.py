@@ -1,6 +1,6 @@
-"""`engine serve`: check what can be checked at once, prepare, run the supervisor, say one clear thing at each turn.
+"""`engine serve`: checks the settings and the machine, prepares the model and runs the supervisor.
 
-Standard output carries the block that says "ready" (and `--print-config`), standard error the log.
+Standard output carries the ready message (and `--print-config`), standard error the log.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _run(merged: MergedConfig) -> int:
     from .doctor.command import warn_at_start
 
     configure_logging(merged.config.log, "supervisor")
-    setproctitle.setproctitle(_TITLE)  # instead of the command line, which may have a key
+    setproctitle.setproctitle(_TITLE)  # instead of the command line, which may contain a key
     host = warn_at_start(merged.config)
     with StartupDisplay() as display:
         prepared = prepare(merged, on_step=display.step, on_download=display.download, host=host)
@@ -161,7 +161,7 @@ def preset_line(merged: MergedConfig) -> str:
 
 
 def ready_text(config: EngineConfig, url: str) -> str:
-    """The block that says: it runs, here is where, try this."""
+    """The ready message: the address, the capacity and an example request."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     name = str(model.served_model_name)
     body = json.dumps(

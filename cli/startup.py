@@ -1,7 +1,7 @@
-"""`StartupDisplay`: what a start is doing right now, on standard error: a spinner with named steps, a download bar.
+"""`StartupDisplay`: shows the progress of a start on standard error: a spinner with named steps, a download bar.
 
-Where standard error is no terminal nothing is shown, except one line when a download begins: it takes a while, and
-whoever reads a log should know what for.
+Where standard error is no terminal nothing is shown, except one line when a download begins: a download is
+slow, and the line explains the wait in a log.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StartupDisplay:
                 self._bars = None
 
     def step(self, name: str) -> None:
-        """A step begins; the one before is over."""
+        """Begin a step; the step before it ends."""
         with self._lock:
             self._end_step()
             self._name, self._began_s = name, time.monotonic()
@@ -56,7 +56,7 @@ class StartupDisplay:
                 self._bars.show_step(name)
 
     def download(self, done_bytes: int, total_bytes: int) -> None:
-        """How far the download of model files is."""
+        """Show the progress of the download of model files."""
         with self._lock:
             if self._bars is not None:
                 self._bars.show_download(done_bytes, total_bytes)
@@ -75,7 +75,7 @@ class StartupDisplay:
 
 
 class _Bars:
-    """The terminal's part: a spinner line, and a bar below it while something is fetched. They vanish in the end."""
+    """The display on a terminal: a spinner line, and a bar below it during a download. Both are removed at the end."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -111,7 +111,7 @@ class _Bars:
         from rich.progress import Progress
 
         if self._download is None:
-            self._steps.stop()  # a terminal has room for one live display at a time
+            self._steps.stop()  # a terminal can show one live display at a time
             progress = Progress(*self._columns, console=self._console, transient=True)
             self._download = progress, progress.add_task("", total=total_bytes)
             progress.start()

@@ -1,4 +1,4 @@
-"""`engine why RID`: why a request waited, was cut in chunks, lost its place or missed the cache."""
+"""`engine why RID`: why a request waited, was computed in chunks, was preempted or missed the cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def why(
 
 
 def _ask_file(path: Path, rid: str) -> Explanation:
-    """The answer of the last run that knows the request; a crash may have divided its life between two."""
+    """The explanation from the last run that contains the request; after a crash, two runs can contain it."""
     from ..scheduler.journal.log_file import read_runs
     from ..scheduler.queries.why import explain
 

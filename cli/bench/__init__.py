@@ -1,1 +1,1 @@
-"""`engine bench`: honest numbers, in process or against any OpenAI-compatible server; a verdict on two runs."""
+"""`engine bench`: measures throughput and latency, in process or against an OpenAI-compatible server; compares runs."""

@@ -1,7 +1,7 @@
-"""`takes_settings`: a command whose options are the fields of its dataclass parameters.
+"""`takes_settings`: makes the fields of a command's dataclass parameters its options.
 
 `def serve(target: TargetSettings, workload: WorkloadSettings)` gets one option per field; the dataclasses carry help
-and defaults, so several commands share a group of options without writing it twice.
+and defaults, and several commands share a group of options.
 """
 
 from __future__ import annotations

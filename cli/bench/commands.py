@@ -1,4 +1,4 @@
-"""The `engine bench` commands: settings in, tables and files out; the modules beside this do the work."""
+"""The `engine bench` commands. Each passes its settings to the other modules of this package."""
 
 from __future__ import annotations
 

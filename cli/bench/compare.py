@@ -35,7 +35,7 @@ class Metric:
 
     Attributes:
         name: as printed.
-        higher_is_better: throughput yes, latency no.
+        higher_is_better: true for throughput, false for latency.
         of_run: the figure of a whole run, None where it was not measured.
         samples: what can be resampled within runs.
         statistic: from samples [..., n] to the figure [...].
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def different(self) -> bool:
-        """Whether the interval leaves 1 out."""
+        """Whether the interval excludes 1."""
         return not self.low <= 1.0 <= self.high
 
     def verdict(self) -> str:
@@ -126,7 +126,7 @@ def compare(runs_a: Sequence[Run], runs_b: Sequence[Run], seed: int = 0) -> list
 
 
 def setting_differences(run_a: Run, run_b: Run) -> list[str]:
-    """Settings of the client that differ: a comparison of two workloads is no comparison."""
+    """Settings of the client that differ; only runs of the same workload can be compared."""
     ignored = {"url", "output_file", "append", "details", "api_key"}
     keys = sorted((run_a.client.keys() | run_b.client.keys()) - ignored)
     return [

@@ -19,7 +19,7 @@ from .records import BenchRequest
 
 
 class TextEncoder(Protocol):
-    """What a workload needs of a tokenizer."""
+    """What a workload needs from a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -38,7 +38,7 @@ class LengthRange:
         """Read `512` or `64:512`; a plain number with a ratio r below 1 means r*number..number, as in SGLang.
 
         Raises:
-            ConfigError: not of this form, or empty.
+            ConfigError: the text does not have this form, or the range is empty.
         """
         low_text, colon, high_text = text.partition(":")
         try:
@@ -63,7 +63,7 @@ class LengthRange:
 def random_requests(
     num_prompts: int, input_len: LengthRange, output_len: LengthRange, token_ids: Sequence[int], seed: int
 ) -> list[BenchRequest]:
-    """Independent prompts of random tokens: nothing for a prefix cache to find."""
+    """Independent prompts of random tokens; they share no prefix."""
     rng = np.random.default_rng(seed)
     choices = np.asarray(token_ids)
     input_lens, output_lens = input_len.draw(rng, num_prompts), output_len.draw(rng, num_prompts)
@@ -83,7 +83,7 @@ def shared_prefix_requests(
     token_ids: Sequence[int],
     seed: int,
 ) -> list[BenchRequest]:
-    """Groups of requests with one long system prompt each and a question of their own, in shuffled order."""
+    """Groups of requests that share a long system prompt; each request adds its own question. The order is shuffled."""
     for flag, value in (
         ("--gsp-num-groups", num_groups),
         ("--gsp-prompts-per-group", prompts_per_group),

@@ -1,7 +1,7 @@
 """Drives a workload against a target: open loop on a schedule, optionally with a bound on requests in flight.
 
 The same driver serves `bench serve` (HTTP) and `bench offline` (in process): a target turns one request into one
-record. It also watches itself: a client whose event loop lags reports its own slowness as the server's.
+record. It also measures the lag of its own event loop, because that lag adds to every latency it measures.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """A finished run: its records, its wall time, and what the client itself cost.
+    """A finished run: its records, its wall time, and the CPU time and lag of the client.
 
     Attributes:
         records: one per request, in workload order.
         start_s, end_s: first request due, last answer complete.
-        client_cpu_share: cores' worth of CPU that this process used meanwhile; None where the engine is in it.
+        client_cpu_share: CPU cores that this process used during the run; None if the engine runs in it.
         client_lag_p99_s: 99th percentile of how late the event loop woke up.
     """
 

@@ -1,4 +1,4 @@
-"""`bench offline`: the engine in this process, without HTTP and sockets; what is left is scheduler and model runner."""
+"""`bench offline`: the engine in this process, without HTTP and sockets: scheduler and model runner only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKEN_ID_BYTES = 4
 class OfflineTarget(AbstractAsyncContextManager["OfflineTarget"]):
     """An engine thread as a load target.
 
-    A thread of its own takes the rows, so that arrival times do not wait for the event loop.
+    A separate thread receives the rows, so that arrival times do not wait for the event loop.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class OfflineTarget(AbstractAsyncContextManager["OfflineTarget"]):
             record.error = str(error)
 
     def _read_rows(self) -> None:
-        """Write every row into its record, until the engine is gone."""
+        """Write every row into its record, until the engine has stopped."""
         assert self._loop is not None
         while True:
             row = self._rows.get()
@@ -136,7 +136,7 @@ def run_offline(
     config: dict[str, Any] = msgspec.to_builtins(prepared.config)
     config["server"].pop("api_key", None)
     client = {**plain_settings(sampling), **plain_settings(workload)}
-    run = dataclasses.replace(run, client_cpu_share=None)  # the engine's own work is in it
+    run = dataclasses.replace(run, client_cpu_share=None)  # it includes the engine's work
     return report(
         run, "offline", f"{prepared.model_name} in this process", client, {"config": config}, output
     )

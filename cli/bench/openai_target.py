@@ -1,7 +1,7 @@
-"""`OpenAITarget`: sends workload requests to any OpenAI-compatible server and times what comes back.
+"""`OpenAITarget`: sends workload requests to any OpenAI-compatible server and times the responses.
 
-aiohttp, because its parser is compiled: on two cores that the server needs too, a client in pure Python would take a
-visible share of what it measures.
+It uses aiohttp because its parser is compiled. On a machine with two cores, a client in pure Python would take
+noticeable CPU time from the server that it measures.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OpenAITarget:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             record.error = f"{type(error).__name__}: {error}"
         except (ValueError, KeyError, TypeError) as error:
-            record.error = f"the answer is not of OpenAI's form ({type(error).__name__}: {error})"
+            record.error = f"the answer does not follow the OpenAI API ({type(error).__name__}: {error})"
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
         options = self._options
@@ -134,7 +134,7 @@ async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = str(error) or type(error).__name__
             except (ValueError, KeyError, IndexError, TypeError):
-                reason = "its /v1/models is not of OpenAI's form"
+                reason = "its /v1/models does not follow the OpenAI API"
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"no server is ready at {url} ({reason}); start one with 'engine serve' or check --url"

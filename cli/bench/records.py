@@ -1,6 +1,6 @@
-"""`BenchRequest` and `RequestRecord`: what a benchmark asks, and what it saw happen.
+"""`BenchRequest` and `RequestRecord`: a request of a benchmark and its measured result.
 
-All times are seconds on one monotonic clock, of the process that measures. A record keeps the arrival of every piece of
+All times are seconds on the monotonic clock of the measuring process. A record keeps the arrival of every piece of
 output, so that each figure of the summary can be recomputed from it.
 """
 
@@ -15,7 +15,7 @@ class BenchRequest:
 
     Attributes:
         prompt: text, or token ids where the workload fixes the exact length.
-        prompt_len: tokens of the prompt, as the workload's maker counted them.
+        prompt_len: tokens of the prompt, as counted when the workload was generated.
         output_len: tokens to generate.
         group: which shared prefix it belongs to, -1 for none.
     """
@@ -28,13 +28,13 @@ class BenchRequest:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What happened to one request.
+    """The result of one request.
 
     Attributes:
-        sent_s: when it was sent (after waiting for a free place under a concurrency limit).
-        due_s: when the arrival process wanted it sent; later sending shows a client or concurrency limit.
+        sent_s: when it was sent (after waiting for the concurrency limit).
+        due_s: when the arrival process scheduled it; a later `sent_s` shows a slow client or the concurrency limit.
         arrivals: (time, tokens in this piece), in order; the first is the first token.
-        end_s: when the answer was complete, or broke.
+        end_s: when the answer was complete or failed.
         prompt_tokens, output_tokens, cached_tokens: as the server counts them.
         error: why it failed; None for success.
     """
@@ -71,7 +71,7 @@ class RequestRecord:
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.output_tokens - 1)
 
     def itls_s(self) -> list[float]:
-        """Gaps between tokens. A piece of k tokens counts as k gaps of a k-th of its wait each."""
+        """Gaps between tokens. A piece of k tokens counts as k equal gaps that add up to the wait for it."""
         gaps: list[float] = []
         for (before, _), (now, num_tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
             gaps.extend([(now - before) / num_tokens] * num_tokens)

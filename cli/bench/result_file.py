@@ -53,7 +53,7 @@ class Run(msgspec.Struct, frozen=True):
         kind: "serve" or "offline".
         started_at: wall clock, ISO 8601 with offset.
         client: every setting of the command.
-        server: what the server says of itself (`/server_info`), or the resolved configuration of the in-process engine.
+        server: what the server reports (`/server_info`), or the resolved configuration of the in-process engine.
         machine: CPU, cores, operating system, Python.
         git_revision: of the engine's checkout, None outside one.
     """
@@ -69,7 +69,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class ResultFile(msgspec.Struct, frozen=True):
-    """What stands in the file."""
+    """The content of the file."""
 
     schema: str
     runs: list[Run]
@@ -79,7 +79,7 @@ def read_results(path: Path) -> ResultFile:
     """Read a result file.
 
     Raises:
-        ConfigError: it cannot be read, or is not one of ours.
+        ConfigError: it cannot be read, or is no result file.
     """
     try:
         results = msgspec.json.decode(path.read_bytes(), type=ResultFile)
@@ -106,7 +106,7 @@ def write_results(path: Path, run: Run, append: bool) -> None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the client's machine is."""
+    """Facts about the client's machine."""
     model = next(
         (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")),
         platform.machine(),

@@ -46,14 +46,14 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSettings:
-    """What becomes of the figures."""
+    """Where the figures are written, and the latency limits of goodput."""
 
     goodput: Annotated[
         str | None, _output("Service level objectives in ms: 'ttft:500 tpot:50 e2el:9000'.")
     ] = None
     output_file: Annotated[Path | None, _output("Write the run to this JSON file.")] = None
     append: Annotated[bool, _output("Add the run to those in --output-file.", "--append")] = False
-    details: Annotated[bool, _output("Write the arrival time of every token, too.", "--details")] = False
+    details: Annotated[bool, _output("Also write the arrival time of every token.", "--details")] = False
 
     def check(self) -> None:
         """Fail before the run, not after it.
@@ -132,7 +132,7 @@ def report(
 
 
 def plain_settings(group: Any) -> dict[str, Any]:
-    """A group of settings as plain values, without secrets and infinities that JSON cannot carry."""
+    """A group of settings as plain values, without secrets and without infinities, which JSON lacks."""
     values = dataclasses.asdict(group)
     values.pop("api_key", None)
     return {key: str(value) if isinstance(value, Path | float) else value for key, value in values.items()}

@@ -21,7 +21,7 @@ def _server(help_text: str, *names: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Which server is measured, and how it is asked."""
+    """Which server is measured, and how requests are sent."""
 
     url: Annotated[str, _server("Server to measure.", "--url", "--base-url")] = "http://127.0.0.1:30000"
     model: Annotated[str | None, _server("Model to ask for (default: the first that the server lists).")] = (
@@ -45,7 +45,7 @@ class ServerSettings:
 
     @property
     def base_url(self) -> str:
-        """The URL without the path that people paste along."""
+        """The URL without a trailing `/v1`."""
         return self.url.rstrip("/").removesuffix("/v1")
 
 
@@ -56,7 +56,7 @@ def run_serve(
 
     Raises:
         ConfigError: a bad setting.
-        EngineError: no server is there.
+        EngineError: no server answers.
     """
     workload.check()
     output.check()
@@ -103,7 +103,7 @@ async def _measure_server(
 
 
 async def _server_info(server: ServerSettings) -> dict[str, Any] | None:
-    """What the server says of its configuration; None where it has no such endpoint."""
+    """The configuration that the server reports; None if it has no such endpoint."""
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     try:
         async with (

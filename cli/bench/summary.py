@@ -1,8 +1,8 @@
-"""From records to figures: throughput, latency percentiles, goodput, and the steady part of a run.
+"""Computes the figures of a run from its records: throughput, latency percentiles, goodput, the steady window.
 
 Definitions: TTFT is sending to first token; E2E is sending to last token; TPOT is (E2E - TTFT) / (tokens - 1) of one
 request; ITL are the single gaps of all requests. The steady window is the time between the first and the last moment
-at which at least `STEADY_SHARE` of the peak number of requests was in flight, so ramp-up and the thinning end are out.
+at which at least `STEADY_SHARE` of the peak number of requests was in flight, so it excludes ramp-up and ramp-down.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _meets(record: RequestRecord, metric: str, limit_ms: float) -> bool:
 
 
 def _steady_window(good: Sequence[RequestRecord], origin_s: float) -> tuple[int, SteadyWindow | None]:
-    """Peak number in flight, and the window in which nearly as many were."""
+    """Peak number of requests in flight, and the steady window."""
     changes = sorted(
         [(record.sent_s, 1) for record in good] + [(record.arrivals[-1][0], -1) for record in good],
         key=lambda change: (change[0], change[1]),
@@ -188,11 +188,11 @@ def _warnings(run: LoadRun, good: Sequence[RequestRecord], itls_s: Sequence[floa
     if itls_s and run.client_lag_p99_s > 0.25 * float(np.median(itls_s)):
         warnings.append(
             f"the client's event loop woke up to {run.client_lag_p99_s * 1e3:.1f} ms late (P99): "
-            "part of the tail may be its own"
+            "the tail latencies may include this lag"
         )
     if run.client_cpu_share is not None and run.client_cpu_share > 0.5:
         warnings.append(
-            f"the client used {run.client_cpu_share:.2f} cores; latencies may include its own slowness"
+            f"the client used {run.client_cpu_share:.2f} cores; latencies may include delays of the client"
         )
     late = [record.sent_s - record.due_s for record in run.records]
     if late and max(late) > 1.0 and any(record.due_s > run.start_s for record in run.records):

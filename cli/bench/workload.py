@@ -1,6 +1,6 @@
-"""`WorkloadSettings`: the flags that say what is asked and when, and from them requests and their schedule.
+"""`WorkloadSettings`: the flags of a workload; makes the requests and their schedule.
 
-Flag names are those of SGLang and vLLM where they mean the same, because people paste commands.
+A flag with the same meaning in SGLang or vLLM has their name, so that their commands work here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _sharegpt(help_text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSettings:
-    """What is asked, and when; every field is an option of `engine bench`."""
+    """The requests and their arrival times; every field is an option of `engine bench`."""
 
     dataset_name: Annotated[DatasetName, _workload("Data set of the prompts.")] = DatasetName.RANDOM
     num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt).")] = 64
@@ -103,7 +103,7 @@ class WorkloadSettings:
     warmup_requests: Annotated[int, _load("Requests sent before the clock starts.")] = 1
 
     def check(self) -> None:
-        """Check what can be checked before a model is touched.
+        """Check what can be checked before a model is loaded.
 
         Raises:
             ConfigError: a value out of range.
@@ -148,7 +148,7 @@ class WorkloadSettings:
                 )
 
     def warmup(self, tokenizer: WorkloadTokenizer) -> list[BenchRequest]:
-        """Requests that are sent before the clock starts; no prompt of the workload, so the cache learns nothing."""
+        """Requests sent before the clock starts. Their prompts are not in the workload, so they add no cache hits."""
         token_ids = tokenizer.ordinary_token_ids()
         short = LengthRange(32, 32)
         return random_requests(self.warmup_requests, short, LengthRange(8, 8), token_ids, self.seed + 1)

@@ -1,4 +1,4 @@
-"""`Backend`: who answers the chat, and what one piece of an answer is."""
+"""`Backend`: the protocol of a model that answers the chat, and the pieces of an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AnswerUsage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """A piece of an answer; usage and finish reason come with the last pieces, where the backend knows them."""
+    """A piece of an answer; usage and finish reason come with the last pieces, if the backend knows them."""
 
     text: str
     usage: AnswerUsage | None = None
@@ -34,7 +34,7 @@ class Backend(Protocol):
     Attributes:
         model: its name.
         where: `in this process`, `at http://...`.
-        max_context: tokens of prompt and answer together; None where it does not say.
+        max_context: tokens of prompt and answer together; None if unknown.
     """
 
     model: str
@@ -57,5 +57,5 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the backend."""
         ...

@@ -168,7 +168,7 @@ def _start(settings: Settings, config_file: Path | None, display: StartupDisplay
 
 
 def _connect(url: str, api_key: str | None, settings: Settings) -> Backend:
-    """Attach to a server; settings of an engine that is not ours to start are a mistake."""
+    """Attach to a server; engine settings are an error, because the server already runs."""
     from .http import HttpBackend
 
     useless = [

@@ -1,4 +1,4 @@
-"""`Conversation`: asks the backend and keeps what was said; knows how full the context is, and never cuts it."""
+"""`Conversation`: sends questions to the backend, keeps the messages, reports the use of the context; never cuts."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Conversation:
     """One chat with one backend.
 
     Attributes:
-        session: what was said.
-        backend: who answers.
+        session: the messages and settings.
+        backend: answers the questions.
         screen: where it is shown.
         shows_stats: a footer follows each answer.
-        pending: a question that was not answered and goes back to the input line; taken by whoever reads lines.
+        pending: a question that was not answered and goes back to the input line; `run_repl` takes it.
         last: statistics of the latest answer.
         num_answers, num_tokens: totals of this run.
     """
@@ -88,7 +88,7 @@ class Conversation:
         self._clock = clock
 
     def ask(self, question: str) -> None:
-        """Show the answer to a question, and keep both. Ctrl-C keeps what has come.
+        """Show the answer to a question, and keep both. Ctrl-C keeps the part that has arrived.
 
         Errors are shown, not raised: the conversation goes on, with the question back on the input line.
         """
@@ -109,7 +109,7 @@ class Conversation:
             self.screen.error(str(error))
 
     def used_tokens(self, question: str | None = None) -> int | None:
-        """Tokens of the conversation as the model would read it now; None where nobody can count."""
+        """Tokens of the conversation as the model would read it now; None if the backend cannot count."""
         messages = self.session.messages(question)
         return self.backend.count_tokens(messages) if messages else 0
 

@@ -1,4 +1,4 @@
-"""`HttpBackend`: a server that speaks the OpenAI API: ours, or another one."""
+"""`HttpBackend`: a server with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HttpBackend:
 
         Raises:
             RequestError: not a URL, or no such model there.
-            EngineError: no server, or one that refuses.
+            EngineError: no server answers, or it refuses.
         """
         self._base = base_url(url)
         headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
@@ -158,7 +158,7 @@ def _usage_of(usage: Mapping[str, Any] | None) -> AnswerUsage | None:
 
 
 def error_of(response: httpx.Response) -> EngineError:
-    """The error that a refused request stands for: 4xx is ours to mend, the rest is the server's."""
+    """The error for a refused request: `RequestError` for 4xx, which the user can fix, else `EngineError`."""
     try:
         error = response.json()["error"]
     except (ValueError, KeyError, TypeError):

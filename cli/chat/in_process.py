@@ -15,7 +15,7 @@ from .settings import ChatSettings
 if TYPE_CHECKING:
     from ...offline.llm import LLM
 
-# One conversation at a time; the second sequence's worth of KV keeps what was said before a /clear or a /regen.
+# One conversation at a time; the KV of a second sequence keeps the old conversation cached after /clear or /regen.
 BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
 
 
@@ -33,7 +33,7 @@ class InProcessBackend:
         """Load the model.
 
         Raises:
-            ConfigError: it cannot run here.
+            ConfigError: the model cannot run on this machine.
         """
         display.step("import the engine")
         from ...offline.llm import LLM
@@ -59,5 +59,5 @@ class InProcessBackend:
         return len(self._llm.render_chat(messages))
 
     def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         self._llm.close()

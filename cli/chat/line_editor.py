@@ -1,4 +1,4 @@
-"""`LineEditor`: reads what the user types: history, completion, several lines. The only module with prompt_toolkit."""
+"""`LineEditor`: reads user input with history, completion and several lines. Only module with prompt_toolkit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LineEditor:
 
         Args:
             history_path: where lines are remembered; None: only in memory.
-            colours: escape sequences for colours are welcome.
+            colours: whether to write escape sequences for colors.
             terminal_input, terminal_output: other than this process's terminal.
         """
         self._session: PromptSession[str] = PromptSession(
@@ -67,13 +67,13 @@ class LineEditor:
 
 
 class SlashCompleter(Completer):
-    """Completes commands, and what some of them take."""
+    """Completes commands, and the arguments of some of them."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """Candidates for what stands before the cursor."""
+        """Candidates for the text before the cursor."""
         line = document.text_before_cursor
         if not is_command(line) or "\n" in line:
             return
@@ -102,7 +102,7 @@ def is_complete(text: str) -> bool:
 
 
 def unwrap(text: str) -> str:
-    """The message without the marks that made it several lines; what stood in quotes is never a command."""
+    """The message without its continuation marks; quoted text is never a command."""
     stripped = text.strip()
     if stripped.startswith(QUOTES) and stripped.endswith(QUOTES) and len(stripped) >= 2 * len(QUOTES):
         quoted = stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
@@ -121,7 +121,7 @@ def default_history_path() -> Path | None:
 
 
 def _history(path: Path | None) -> History:
-    """The file's history; in memory where the file cannot be written (a read-only home is no reason not to chat)."""
+    """The file's history; in memory if the file cannot be written, for example in a read-only home."""
     if path is None:
         return InMemoryHistory()
     try:

@@ -26,7 +26,7 @@ def ask_once(
     """Stream the answer, or with `as_json` write one JSON object at the end.
 
     Returns:
-        The exit code: 0, or 130 when Ctrl-C stopped the answer (what had come is written).
+        The exit code: 0, or 130 when Ctrl-C stopped the answer (the part that had arrived is written).
     """
     stats = AnswerStats(time.monotonic())
     parts: list[str] = []
@@ -55,8 +55,8 @@ def ask_once(
 def read_question(words: list[str], stdin: TextIO) -> str | None:
     """The question from the command line, with what is piped in below it; None if there is neither.
 
-    Standard input counts only where it is a pipe or a file: a program that runs us without giving it any thought may
-    leave a terminal, a socket or nothing there.
+    Standard input counts only where it is a pipe or a file: a program that runs this command may
+    pass on a terminal, a socket or nothing.
 
     Raises:
         RequestError: the input is not text, or empty.
@@ -98,5 +98,5 @@ def _document(backend: Backend, stats: AnswerStats, text: str) -> dict[str, Any]
 
 
 def interactive_terminal() -> bool:
-    """Whether a conversation can be held: somebody types, and somebody reads."""
+    """Whether a conversation is possible: standard input and output are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""`Screen`: what the chat writes: answers, notes, errors. Colours only on a terminal, and not under NO_COLOR."""
+"""`Screen`: writes answers, notes and errors. Colors only on a terminal, and not under NO_COLOR."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Final, TextIO
 
 _DIM, _RED, _BOLD, _RESET = "\x1b[2m", "\x1b[31m", "\x1b[1m", "\x1b[0m"
-# Everything that moves the cursor or talks to the terminal; a model may have learnt to write it.
+# Everything that moves the cursor or controls the terminal; a model may generate such text.
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -37,11 +37,11 @@ class Screen:
             self._at_line_start = True
 
     def line(self, text: str = "") -> None:
-        """A line of the conversation's own."""
+        """A line of normal text."""
         self._write(self._err, f"{text}\n")
 
     def note(self, text: str) -> None:
-        """Something on the side: statistics, hints."""
+        """A secondary line: statistics, hints."""
         self._write(self._err, _styled(self._err, _DIM, text) + "\n")
 
     def heading(self, text: str) -> None:
@@ -49,7 +49,7 @@ class Screen:
         self._write(self._err, _styled(self._err, _BOLD, text) + "\n")
 
     def error(self, text: str) -> None:
-        """Something went wrong."""
+        """An error message."""
         self._write(self._err, _styled(self._err, _RED, text) + "\n")
 
     def _write(self, stream: TextIO, text: str) -> None:
@@ -62,5 +62,5 @@ def _styled(stream: TextIO, style: str, text: str) -> str:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether escape sequences are welcome there; see no-color.org."""
+    """Whether to write escape sequences to a stream; see no-color.org."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -18,7 +18,7 @@ Message = dict[str, str]
 
 
 class ChatSession:
-    """What has been said.
+    """The messages of a conversation.
 
     The messages alternate: user, assistant, user, ...; between `ask` and `answer` the last one is the user's.
     """
@@ -39,13 +39,13 @@ class ChatSession:
         return next((m["content"] for m in reversed(self._messages) if m["role"] == "user"), None)
 
     def messages(self, question: str | None = None) -> list[Message]:
-        """What the model is to see, with the system prompt, and with `question` at the end."""
+        """The messages for the model: the system prompt, the conversation, and `question` at the end."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         tail = [{"role": "user", "content": question}] if question is not None else []
         return [*head, *self._messages, *tail]
 
     def add(self, question: str, answer: str) -> None:
-        """Keep one exchange; an answer that was stopped is kept as far as it came."""
+        """Keep one exchange; of a stopped answer, keep the part that arrived."""
         self._messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def take_back(self) -> str | None:
@@ -72,7 +72,7 @@ class ChatSession:
     # ------------------------------------------------------------ files
 
     def save(self, path: Path, model: str) -> None:
-        """Write the conversation; an existing file is replaced in one go.
+        """Write the conversation; an existing file is replaced atomically.
 
         Raises:
             RequestError: it cannot be written.
@@ -92,7 +92,7 @@ class ChatSession:
             raise RequestError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
     def load(self, path: Path) -> None:
-        """Replace this conversation by one from a file; nothing changes if the file is not one of ours.
+        """Replace this conversation by one from a file; nothing changes if the file is no saved chat.
 
         Raises:
             RequestError: it cannot be read.
@@ -119,17 +119,17 @@ def _check_document(document: Any, path: Path) -> tuple[str | None, ChatSettings
         role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
         expected = "assistant" if number % 2 else "user"
         if role != expected or not isinstance(content, str):
-            raise RequestError(f"{path}: message {number} is not a text of the {expected}")
+            raise RequestError(f"{path}: message {number} is not a text message of the {expected}")
         messages.append({"role": role, "content": content})
     system = document.get("system")
     if system is not None and not isinstance(system, str):
-        raise RequestError(f"{path}: the system prompt is no text")
+        raise RequestError(f"{path}: the system prompt is not text")
     return system, _check_settings(document.get("settings", {}), path), messages
 
 
 def _check_settings(values: Any, path: Path) -> ChatSettings:
     if not isinstance(values, dict):
-        raise RequestError(f"{path}: the settings are no object")
+        raise RequestError(f"{path}: the settings are not a JSON object")
     unknown = values.keys() - PARAMETERS
     if unknown:
         raise RequestError(f"{path}: unknown settings {', '.join(sorted(unknown))}")
@@ -137,6 +137,6 @@ def _check_settings(values: Any, path: Path) -> ChatSettings:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
         if not (texts if name == "stop" else number):
-            raise RequestError(f"{path}: {name} is {value!r}, which it cannot be")
+            raise RequestError(f"{path}: {name} is {value!r}, which is not valid")
     checked: dict[str, Any] = {k: tuple(value) if k == "stop" else value for k, value in values.items()}
     return ChatSettings(**checked)

@@ -16,9 +16,9 @@ _NONE_WORDS: Final = frozenset({"none", "auto", "default", "off"})
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """Sampling parameters by the names of the OpenAI API; None leaves one to the engine."""
+    """Sampling parameters by the names of the OpenAI API; None uses the engine's default."""
 
-    temperature: float = 0.3  # small models, as the default one, wander off above it
+    temperature: float = 0.3  # small models, such as the default one, lose the topic above it
     top_p: float = 0.9
     top_k: int | None = None
     min_p: float | None = None
@@ -33,10 +33,10 @@ class ChatSettings:
         self.sampling()
 
     def sampling(self) -> SamplingParams:
-        """As the engine wants them.
+        """As the engine's `SamplingParams`.
 
         Raises:
-            RequestError: a value that it cannot have.
+            RequestError: an invalid value.
         """
         from ...tokenizer_manager.http.schema.renaming import OPENAI_NAMES, renamed_fields
 
@@ -66,7 +66,7 @@ class ChatSettings:
         """A copy with one parameter set from text; `none` takes it back to its default.
 
         Raises:
-            RequestError: no such parameter, or a value it cannot have.
+            RequestError: an unknown parameter, or an invalid value.
         """
         if name not in PARAMETERS:
             near = difflib.get_close_matches(name, PARAMETERS, n=1)

@@ -1,4 +1,4 @@
-"""The commands of the chat, `/help` to `/exit`: a table, and what each of them does."""
+"""The commands of the chat, `/help` to `/exit`: a table and one function for each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SlashCommand:
         name: without the slash.
         arguments: how `/help` shows them.
         help: one line.
-        run: gets the conversation and the text behind the name.
+        run: receives the conversation and the text after the name.
         words: what completes its first argument; `PATH` for file names.
     """
 
@@ -46,7 +46,7 @@ def is_command(line: str) -> bool:
 
 
 def message_of(line: str) -> str:
-    """The message that a line which is no command stands for."""
+    """The message text of a line that is not a command."""
     return line[1:] if line.startswith("//") else line
 
 
@@ -54,7 +54,7 @@ def find_command(name: str) -> SlashCommand:
     """The command with this name, or the only one that begins with it.
 
     Raises:
-        RequestError: none, or several; the message helps on.
+        RequestError: none or several match; the message lists candidates.
     """
     name = _ALIASES.get(name, name)
     if name in COMMANDS:
@@ -237,7 +237,7 @@ _TABLE: Final = (
     SlashCommand("regen", "", "answer the last question again", _regen),
     SlashCommand("undo", "", "forget the last question and its answer", _undo),
     SlashCommand("edit", "", "take the last question back onto the input line", _edit),
-    SlashCommand("drop", "[COUNT]", "forget the oldest exchanges, to make room", _drop),
+    SlashCommand("drop", "[COUNT]", "forget the oldest exchanges, to free context", _drop),
     SlashCommand("save", "FILE", "write the conversation to a JSON file", _save, PATH),
     SlashCommand("load", "FILE", "go on with a saved conversation", _load, PATH),
     SlashCommand("stats", "[on|off]", "figures of this chat; the footer on or off", _stats, _ON_OFF),

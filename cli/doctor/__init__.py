@@ -1,1 +1,1 @@
-"""`engine doctor`: whether a model will be served here, and if not, what mends it."""
+"""`engine doctor`: whether a model can be served on this machine, and how to fix what prevents it."""

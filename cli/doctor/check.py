@@ -1,4 +1,4 @@
-"""`Check`: one line of `engine doctor`: what was looked at, the verdict, and the one thing to do about it."""
+"""`Check`: one line of `engine doctor`: the subject of a check, its verdict, and the fix."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class Verdict(enum.StrEnum):
     OK = "ok"
     WARN = "warn"  # it will serve, but less well
     FAIL = "fail"  # it will not serve
-    SKIP = "skip"  # could not be looked at, because of what another line says
+    SKIP = "skip"  # not checked, because another check failed
 
 
 class Check(NamedTuple):
     """See the module.
 
     Attributes:
-        code: which check, one word that stays the same.
+        code: id of the check, a word that does not change between versions.
         text: what was found.
-        fix: what to do about it; "" where all is well.
-        details: the numbers behind the text, for `--json`.
+        fix: what to do about it; "" if nothing is wrong.
+        details: the numbers of the text, for `--json`.
     """
 
     code: str
@@ -34,12 +34,12 @@ class Check(NamedTuple):
 
     @property
     def is_well(self) -> bool:
-        """Whether there is nothing to do about it."""
+        """Whether nothing needs a fix."""
         return self.verdict in (Verdict.OK, Verdict.SKIP)
 
 
 def ok(code: str, text: str, **details: Any) -> Check:
-    """All is well."""
+    """Nothing is wrong."""
     return Check(code, Verdict.OK, text, details=details)
 
 
@@ -54,16 +54,16 @@ def fail(code: str, text: str, fix: str) -> Check:
 
 
 def skip(code: str, why: str) -> Check:
-    """It could not be looked at."""
+    """It was not checked."""
     return Check(code, Verdict.SKIP, f"not checked: {why}")
 
 
 def refused(code: str, message: str) -> Check:
-    """A failure from the message of a `ConfigError`, which ends with the way out behind its last semicolon."""
+    """A failure from the message of a `ConfigError`, which has the fix after its last semicolon."""
     text, _, fix = message.rpartition("; ")
     return fail(code, text or message, fix if text else "see the message")
 
 
 def will_serve(checks: Iterable[Check]) -> bool:
-    """Whether none of them stands against it."""
+    """Whether no check failed."""
     return all(check.verdict is not Verdict.FAIL for check in checks)

@@ -1,7 +1,7 @@
-"""`engine doctor [MODEL]`: whether it will serve here, one verdict and one fix per line.
+"""`engine doctor [MODEL]`: whether the model can be served here, one verdict and one fix per line.
 
-It takes the options of `engine serve`, so what is asked is: would that very command work? It starts nothing and fetches
-nothing.
+It takes the options of `engine serve`, and checks whether that command would work. It starts nothing and
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def doctor(
 
 
 def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:
-    """Gather the facts, and judge them."""
+    """Gather the facts, and run the checks."""
     from .compute import check_compute
     from .machine import check_machine
     from .machine_facts import gather_machine
@@ -85,7 +85,7 @@ def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDispl
     display.step("machine")
     machine = gather_machine(config.server)
     yield from check_machine(machine, config)
-    display.step("torch and kernels, in a process of their own")
+    display.step("torch and kernels, in a separate process")
     torch = gather_torch()
     yield from check_compute(torch, machine.host, config)
     model = gather_model(
@@ -104,7 +104,7 @@ def json_text(checks: Sequence[Check]) -> str:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """One line each, and one that sums up; colours on a terminal."""
+    """One line per check, and a summary; colors on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -121,7 +121,7 @@ def print_checks(checks: Sequence[Check]) -> None:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """The verdict of verdicts."""
+    """The overall verdict."""
     failed = [check.code for check in checks if check.verdict is Verdict.FAIL]
     warned = [check.code for check in checks if check.verdict is Verdict.WARN]
     if failed:
@@ -130,10 +130,10 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def warn_at_start(config: EngineConfig) -> HostFacts:
-    """For `engine serve`: the half that takes milliseconds; what of it is not well is a warning in the log.
+    """Run the checks of a start of `engine serve`, which take milliseconds; each that is not OK is logged as a warning.
 
     Returns:
-        what it has read of the machine, so that nobody has to read it again.
+        the facts about the machine, so that the caller need not gather them again.
     """
     from .machine import check_at_start
     from .machine_facts import gather_machine

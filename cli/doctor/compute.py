@@ -1,4 +1,4 @@
-"""What is judged of `TorchFacts`: torch, the GPU's kernels, and those of the CPU."""
+"""The checks of `TorchFacts`: torch, the GPU's kernels, and those of the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REINSTALL: Final = "pip install --force-reinstall torch"
 
 
 def check_compute(torch: TorchFacts, host: HostFacts, config: EngineConfig) -> Iterator[Check]:
-    """All of it, in the order of the report."""
+    """All checks, in the order of the report."""
     yield check_torch(torch, host, config)
     if torch.error:
         for code in ("gpu", "kernels", "cpu"):
@@ -40,7 +40,7 @@ def uses_gpu(host: HostFacts, config: EngineConfig) -> bool:
 
 
 def check_torch(torch: TorchFacts, host: HostFacts, config: EngineConfig) -> Check:
-    """That it can be imported, and is of the right build."""
+    """Check that torch can be imported and is the right build."""
     if torch.error:
         if not host.torch_version:
             return fail("torch", "torch is not installed", "pip install torch")
@@ -56,7 +56,7 @@ def check_torch(torch: TorchFacts, host: HostFacts, config: EngineConfig) -> Che
 
 
 def check_gpu(torch: TorchFacts) -> Check:
-    """That torch finds the GPU, and has code for it."""
+    """Check that torch finds the GPU and has code for it."""
     if torch.capability is None:
         return fail(
             "gpu",
@@ -97,7 +97,7 @@ def covers(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
 
 
 def check_gpu_kernels(torch: TorchFacts) -> Check:
-    """sgl-kernel and Triton: whether each fits to this torch, and works."""
+    """Check that sgl-kernel and Triton match this torch and work."""
     found = ", ".join(f"{name} {version}" for name, version in torch.kernels.items())
     if not torch.kernel_lines:
         return ok("kernels", found)
@@ -110,7 +110,7 @@ def check_gpu_kernels(torch: TorchFacts) -> Check:
 
 
 def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
-    """Which instructions the kernels may use, and what it costs to have no better ones."""
+    """Check which instructions the kernels can use, and name the cost of missing ones."""
     lacks = []
     has_kernels = host.cpu_flags.issuperset(KERNEL_FLAGS)
     if not has_kernels and not host.cpu_flags.intersection(BF16_FLAGS):
@@ -118,7 +118,7 @@ def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
     if not has_kernels:
         lacks.append(
             "no AVX2 with FMA, so torch computes instead of the engine's own kernels, and 4- and 8-bit weights are "
-            "dequantised"
+            "dequantized"
         )
     if lacks:
         return warn("cpu", f"instructions: {torch.isa}; {'; '.join(lacks)}", "use a CPU with AVX2 for speed")
@@ -127,12 +127,12 @@ def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
 
 
 def check_cpu_kernels(torch: TorchFacts, host: HostFacts) -> Check:
-    """That the engine's own kernels are compiled, or can be."""
+    """Check that the engine's own kernels are compiled or can be compiled."""
     if not host.cpu_flags.issuperset(KERNEL_FLAGS):
         return ok("kernels", "torch's, on a CPU like this")
     if not torch.cpu_kernels_error:
         loaded = torch.loaded_isa or torch.isa
-        lesser = "" if loaded == torch.isa else f": those for {torch.isa} cannot be had"
+        lesser = "" if loaded == torch.isa else f": those for {torch.isa} are not available"
         return ok("kernels", f"the engine's own, for {loaded}{lesser}")
     text, _, fix = torch.cpu_kernels_error.rpartition("; ")
     if not torch.compilers:

@@ -1,4 +1,4 @@
-"""What is judged of `MachineFacts`: one line each."""
+"""The checks of `MachineFacts`, one line each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NCCL_SHM_BYTES: Final = 256 * MIB
 
 
 def check_machine(facts: MachineFacts, config: EngineConfig) -> Iterator[Check]:
-    """All of it, in the order of the report."""
+    """All checks, in the order of the report."""
     yield check_python(facts)
     yield check_packages(facts)
     yield from check_at_start(facts, config)
@@ -29,7 +29,7 @@ def check_machine(facts: MachineFacts, config: EngineConfig) -> Iterator[Check]:
 
 
 def check_at_start(facts: MachineFacts, config: EngineConfig) -> Iterator[Check]:
-    """What `engine serve` has looked at, too, because nothing else in a start says it."""
+    """The checks that `engine serve` runs too, because no other part of a start reports them."""
     yield check_driver(facts)
     yield check_memory(facts)
     yield check_shm(facts, config)
@@ -53,7 +53,7 @@ def check_python(facts: MachineFacts) -> Check:
 
 
 def check_packages(facts: MachineFacts) -> Check:
-    """The distributions that the engine requires."""
+    """Check the distributions that the engine requires."""
     if not facts.unmet:
         return ok("packages", "all that are required are installed")
     words = ", ".join(
@@ -65,7 +65,7 @@ def check_packages(facts: MachineFacts) -> Check:
 
 
 def check_driver(facts: MachineFacts) -> Check:
-    """The driver of NVIDIA GPUs; whether torch can use it is another question."""
+    """Check the driver of NVIDIA GPUs; another check tests whether torch can use it."""
     gpus = facts.host.gpus
     if gpus:
         names = ", ".join(f"{gpu.name} with {size_text(gpu.free_bytes)} free" for gpu in gpus)
@@ -86,7 +86,7 @@ def check_driver(facts: MachineFacts) -> Check:
 
 
 def check_memory(facts: MachineFacts) -> Check:
-    """What can be allocated; whether the model fits is `fit`'s."""
+    """Check how much memory can be allocated; the check `fit` tests whether the model fits."""
     host = facts.host
     text = f"{size_text(host.mem_usable_bytes)} can be allocated"
     if host.cgroup_free_bytes is not None and host.cgroup_free_bytes < host.mem_available_bytes:
@@ -101,7 +101,7 @@ def check_memory(facts: MachineFacts) -> Check:
 
 
 def check_shm(facts: MachineFacts, config: EngineConfig) -> Check:
-    """Shared memory, through which NCCL connects the GPUs of one machine."""
+    """Check the shared memory, through which NCCL connects the GPUs of one machine."""
     needs = config.parallel.tp > 1 and config.model.device != "cpu" and bool(facts.host.gpus)
     free = facts.shm_free_bytes
     if free is None:
@@ -118,7 +118,7 @@ def check_shm(facts: MachineFacts, config: EngineConfig) -> Check:
 
 
 def check_open_files(facts: MachineFacts, config: EngineConfig) -> Check:
-    """Each connection of a client is an open file; the server raises the soft limit itself, so the hard one counts."""
+    """Check the hard limit on open files: each client connection is one; the server raises the soft limit itself."""
     hard, wanted = facts.open_files[1], config.server.max_connections + OWN_FILES
     if hard < 0 or hard >= wanted:
         return ok("nofile", "open files: no limit" if hard < 0 else f"open files: up to {hard}")
@@ -130,14 +130,14 @@ def check_open_files(facts: MachineFacts, config: EngineConfig) -> Check:
     room = hard - OWN_FILES
     return warn(
         "nofile",
-        f"a process may open {hard} files: room for {room} clients, and --max-connections is "
+        f"a process may open {hard} files: enough for {room} clients, and --max-connections is "
         f"{config.server.max_connections}",
         f"--max-connections {room}, or {fix}",
     )
 
 
 def check_cpus(facts: MachineFacts) -> Check:
-    """Cores, and a quota on their time."""
+    """Check the number of cores and the CPU quota."""
     host = facts.host
     threads = usable_threads(host)
     text = f"{host.num_cores} cores, {threads} compute"
@@ -153,7 +153,7 @@ def check_cpus(facts: MachineFacts) -> Check:
 
 
 def check_port_is_free(facts: MachineFacts, config: EngineConfig) -> Check:
-    """The address of the server."""
+    """Check that the address of the server is free."""
     server = config.server
     if not facts.port_error:
         where = f"{server.host}:{server.port}" if server.port else f"{server.host}, any free port"
@@ -163,14 +163,14 @@ def check_port_is_free(facts: MachineFacts, config: EngineConfig) -> Check:
 
 
 def check_server(facts: MachineFacts) -> Check:
-    """Keys and certificate, as the server will read them."""
+    """Check keys and certificate by reading them as the server does."""
     if facts.server_error:
         return refused("server", facts.server_error)
-    return ok("server", "keys and certificate can be read, as far as there are some")
+    return ok("server", "keys and certificate can be read, or none are set")
 
 
 def check_orphans(facts: MachineFacts) -> Check:
-    """Processes that should have died with their engine, and may hold memory, a GPU or a port."""
+    """Check for processes that outlived their engine; they may hold memory, a GPU or a port."""
     if not facts.orphans:
         return ok("orphans", "no processes of a dead engine")
     words = ", ".join(f"{process.pid} ({process.title})" for process in facts.orphans)
@@ -179,7 +179,7 @@ def check_orphans(facts: MachineFacts) -> Check:
 
 
 def check_socket_dirs(facts: MachineFacts) -> Check:
-    """Directories of engines that were killed; they hold no memory."""
+    """Check for socket directories of killed engines; they hold no memory."""
     if not facts.socket_dirs:
         return ok("sockets", "no directories of a killed engine")
     names = ", ".join(map(str, facts.socket_dirs))
@@ -187,7 +187,7 @@ def check_socket_dirs(facts: MachineFacts) -> Check:
 
 
 def check_cache(facts: MachineFacts) -> Check:
-    """Where the default model and the compiled CPU kernels are kept."""
+    """Check the cache folder, which holds the default model and the compiled CPU kernels."""
     if not facts.cache_error:
         return ok("cache", "the cache folder can be written")
     text, _, fix = facts.cache_error.rpartition("; ")

@@ -1,6 +1,6 @@
-"""`MachineFacts`: what the machine is like, as far as that takes no torch: gathered here, judged in `machine`.
+"""`MachineFacts`: facts about the machine that need no torch; gathered here, checked in `machine`.
 
-`engine serve` looks, too, at every start: without the port and the packages that takes milliseconds.
+`engine serve` gathers them at every start, without the port and the packages; that takes milliseconds.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class MachineFacts:
         is_64_bit, system: of the interpreter; `system` is "linux" and the like.
         unmet: requirements that are not installed, or too old.
         host: CPUs, memory, GPUs.
-        has_nvidia_card: a GPU is in the machine, whether or not a driver knows it.
-        has_nvidia_device: a driver is loaded, and its device can be seen from here.
+        has_nvidia_card: a GPU is in the machine, with or without a driver.
+        has_nvidia_device: a driver is loaded, and its device is visible to this process.
         shm_free_bytes: of /dev/shm; None: there is none.
         open_files: soft and hard limit.
-        port_error: why nobody can listen at the address; "" if somebody can.
+        port_error: why the server cannot listen at the address; "" if it can.
         server_error: why the server's keys or its certificate cannot be used; "" if they can.
-        port_holder: who listens there, as far as that can be seen.
+        port_holder: the process that listens there; "" if none is visible.
         orphans: processes of an engine that has died.
         socket_dirs: directories of engines that were killed.
         cache_error: why nothing can be stored in the cache folder; "" if it can.
@@ -86,11 +86,11 @@ class MachineFacts:
 
 
 def gather_machine(server: ServerConfig, *, at_start: bool = False, root: Path = Path("/")) -> MachineFacts:
-    """Look.
+    """Gather the facts.
 
     Args:
         server: where the server would listen.
-        at_start: leave out what a start finds out by itself: the port, and what is installed.
+        at_start: leave out what a start checks by itself: the port and the installed packages.
         root: of /proc, /sys and /dev.
     """
     error = "" if at_start else port_error(server)
@@ -117,7 +117,7 @@ def gather_machine(server: ServerConfig, *, at_start: bool = False, root: Path =
 
 
 def _unmet() -> Iterator[Unmet]:
-    """What the installed engine requires and does not find; nothing for a checkout that was never installed."""
+    """Unmet requirements of the installed engine; none for a checkout that was never installed."""
     try:
         requirements = metadata.requires(_PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -177,7 +177,7 @@ def _cache_error() -> str:
 
 
 def port_error(server: ServerConfig) -> str:
-    """Why nobody can listen there, with the way out; "" if somebody can."""
+    """Why the server cannot listen there, with the fix; "" if it can."""
     try:
         check_port(server)
     except ConfigError as error:
@@ -186,7 +186,7 @@ def port_error(server: ServerConfig) -> str:
 
 
 def server_error(server: ServerConfig) -> str:
-    """Why the keys or the certificate cannot be used, with the way out; "" if they can, or there are none."""
+    """Why the keys or the certificate cannot be used, with the fix; "" if they can, or there are none."""
     from ...tokenizer_manager.http.guards.auth import read_keys
     from ...tokenizer_manager.http.server import check_tls
 
@@ -199,7 +199,7 @@ def server_error(server: ServerConfig) -> str:
 
 
 def _port_holder(root: Path, port: int) -> str:
-    """Who listens on the port: `pid 12, engine: tokenizer_manager`; "" if nobody does, or it is another user's."""
+    """The process on the port, such as `pid 12, engine: tokenizer_manager`; "" if there is none."""
     inodes = set(_listening_inodes(root, port))
     if not inodes:
         return ""
@@ -214,7 +214,7 @@ def _port_holder(root: Path, port: int) -> str:
             except OSError:
                 continue
             if target.startswith("socket:[") and target[8:-1] in inodes:
-                # Of other programs the name alone: their arguments may have keys, and reports are shown to others.
+                # Of other programs only the name: their arguments may contain keys, and reports are shared.
                 is_ours = process.title.startswith(f"{_PACKAGE}: ")
                 return f"pid {process.pid}, {process.title if is_ours else process.title.split()[0]}"
     return "a process of another user"
@@ -232,10 +232,10 @@ def _listening_inodes(root: Path, port: int) -> Iterator[str]:
 
 
 def find_orphans(root: Path = Path("/")) -> Iterator[Process]:
-    """Processes of an engine whose parent is no engine any more.
+    """Processes of an engine without an engine as parent.
 
-    They die with their parent; one that lives on is stuck in the kernel (a driver that does not answer), or is older
-    than this rule.
+    Engine processes end with their parent. One that remains is stuck in the kernel (a driver that does not answer), or
+    its engine is older than this rule.
     """
     by_pid = {process.pid: process for process in _processes(root)}
     for process in by_pid.values():
@@ -249,7 +249,7 @@ def find_orphans(root: Path = Path("/")) -> Iterator[Process]:
 def _processes(root: Path) -> Iterator[Process]:
     proc = os.fspath(root / "proc")
     try:
-        names = os.listdir(proc)  # paths as text: with pathlib a look at 100 processes takes twice as long
+        names = os.listdir(proc)  # paths as text: with pathlib a scan of 100 processes takes twice as long
     except OSError:  # no Linux
         return
     for name in names:

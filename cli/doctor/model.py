@@ -1,4 +1,4 @@
-"""What is judged of `ModelFacts`, and the arithmetic of what will fit."""
+"""The checks of `ModelFacts`, and the arithmetic of the memory check."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .check import Check, fail, ok, refused, skip, warn
 from .model_facts import SAMPLES, ModelFacts
 
 CONTEXTS: Final = (1024, 4096, 16384, 65536)
-"""Lengths for which the number of requests at once is told."""
+"""Lengths for which the number of concurrent requests is printed."""
 _CODES: Final = ("model", "weights", "checksums", "tokenizer", "template", "fit")
 
 
 def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Iterator[Check]:
-    """All of it, in the order of the report."""
+    """All checks, in the order of the report."""
     if facts.not_fetched:
         yield ok("model", f"not here yet; the first start fetches {facts.not_fetched}")
         for code in _CODES[1:]:
@@ -33,7 +33,7 @@ def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Ite
     yield check_files(facts)
     if facts.source is None:
         for code in _CODES[1:]:
-            yield skip(code, "there are no files to look at")
+            yield skip(code, "there are no files to check")
         return
     yield check_weights(facts)
     yield check_checksums(facts)
@@ -47,7 +47,7 @@ def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Ite
 
 
 def check_files(facts: ModelFacts) -> Check:
-    """That the files are there, and of an architecture that the engine knows."""
+    """Check that the files exist and that the engine supports their architecture."""
     if facts.source is None:
         return refused("model", facts.source_error)
     if facts.spec is None:
@@ -61,7 +61,7 @@ def check_files(facts: ModelFacts) -> Check:
 
 
 def check_weights(facts: ModelFacts) -> Check:
-    """That every tensor that a header promises is in its file."""
+    """Check that every tensor of a header is inside its file."""
     if facts.weights_error:
         return refused("weights", facts.weights_error)
     if facts.weights is None:
@@ -72,7 +72,7 @@ def check_weights(facts: ModelFacts) -> Check:
 
 
 def check_checksums(facts: ModelFacts) -> Check:
-    """That the files are those that were published."""
+    """Check that the files equal the published ones."""
     wrong = [each for each in facts.checksums if each.found != each.published]
     if wrong:
         names = ", ".join(each.path for each in wrong)
@@ -89,7 +89,7 @@ def check_checksums(facts: ModelFacts) -> Check:
 
 
 def check_tokenizer(facts: ModelFacts) -> Check:
-    """That text comes back from it as it was, and that the model knows all its tokens."""
+    """Check that encoding and decoding return the same text, and that the model has all tokens of the tokenizer."""
     if facts.tokenizer_error or facts.vocab_size is None:
         return refused("tokenizer", facts.tokenizer_error)
     if facts.spec is not None and facts.vocab_size > facts.spec.vocab_size:
@@ -109,7 +109,7 @@ def check_tokenizer(facts: ModelFacts) -> Check:
 
 
 def check_template(facts: ModelFacts) -> Check:
-    """That chats can be rendered."""
+    """Check that the chat template renders a chat."""
     if facts.tokenizer_error:
         return skip("template", "the tokenizer cannot be read")
     if facts.template_error:
@@ -124,7 +124,7 @@ def check_template(facts: ModelFacts) -> Check:
 
 
 def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:
-    """The arithmetic of a start with these settings: what fits, or why not."""
+    """Check that weights and KV memory fit with these settings."""
     try:
         resolved = resolve(config, with_quantisation(spec, config.model.quantization), host)
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""`ModelFacts`: what a model's files are like: gathered here, with every error as text, judged in `model`.
+"""`ModelFacts`: facts about a model's files; gathered here, with every error as text, checked in `model`.
 
-Nothing is downloaded: a model that is not here yet is said to be that.
+Nothing is downloaded; a model that is not on this machine is reported as not fetched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLES: Final = (
     "naïve façade: Größe, 東京, привет, 🙂",
     "def f(x):\n    return {'a': x ** 2}",
 )
-"""What a tokenizer is asked to take apart and put together again."""
+"""Texts that a tokenizer encodes and decodes as a test."""
 CHATS: Final = (
     [{"role": "user", "content": "Hello"}],
     [
@@ -40,7 +40,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class Weights(NamedTuple):
-    """The files of the weights, whose headers are in order."""
+    """The weight files, after their headers were checked."""
 
     num_files: int
     num_tensors: int
@@ -48,7 +48,7 @@ class Weights(NamedTuple):
 
 
 class Checksum(NamedTuple):
-    """A file with a known SHA-256, and the one that it has."""
+    """A file, its published SHA-256 and the computed one."""
 
     path: str
     published: str
@@ -57,14 +57,14 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """See the module. What depends on something that failed is None.
+    """See the module. A fact is None if it depends on a check that failed.
 
     Attributes:
         not_fetched: what a start will fetch first; "" if nothing.
         source, source_error: the files.
         spec, spec_error: the architecture.
         weights, weights_error: the headers of all weight files against their sizes.
-        checksums: where one is known, and was compared.
+        checksums: of the files with a published one, if compared.
         vocab_size, tokenizer_error: tokens of the tokenizer.
         changed_samples: those of `SAMPLES` that came back changed, with what they became.
         has_template, template_error: the chat template, and why it cannot render.
@@ -92,13 +92,13 @@ def gather_model(
     with_checksums: bool,
     on_step: Callable[[str], None] = lambda _name: None,
 ) -> ModelFacts:
-    """Look.
+    """Gather the facts.
 
     Args:
         config: which model, and how its weights are loaded.
         with_torch: whether torch works, without which the headers of safetensors are not read.
-        with_checksums: read all of the files whose checksum is known.
-        on_step: told what takes a while.
+        with_checksums: read files with a published checksum completely.
+        on_step: called with the name of each slow step.
     """
     if missing := _not_fetched(config.model):
         return ModelFacts(not_fetched=missing)
@@ -124,7 +124,7 @@ def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
     except ConfigError as error:
         return None, str(error)
     except OSError as error:  # files of another user, a disk that fails
-        return None, f"{error.filename}: {error.strerror}; let this user read it, or give another one"
+        return None, f"{error.filename}: {error.strerror}; give this user read access, or use another model"
 
 
 def _not_fetched(model: str | None) -> str:
@@ -145,7 +145,7 @@ def _is_hub_name(model: str | None) -> bool:
 
 
 def _local(model: str | None) -> str | None:
-    """The folder of a hub name that has been fetched: resolving the name would ask the hub whether it is the newest."""
+    """The local folder of a fetched hub name; resolving the name would ask the hub for a newer version."""
     return str(cached_from_hub(str(model))) if _is_hub_name(model) else model
 
 
@@ -153,7 +153,7 @@ def _local(model: str | None) -> str | None:
 
 
 def _read_weights(source: ModelSource) -> Weights:
-    """Raises `ConfigError` for a header that is damaged, or promises more than its file has."""
+    """Raises `ConfigError` for a damaged header, or one that describes more bytes than its file has."""
     if source.kind == "gguf":
         from ...runtime.model_files.gguf.gguf_file import GGUFFile
 
@@ -168,7 +168,7 @@ def _read_weights(source: ModelSource) -> Weights:
 
 
 def _checksums(source: ModelSource) -> Iterator[Checksum]:
-    """Of files whose SHA-256 is known: the default model's, and those in the hub's cache, which are named by it."""
+    """Checksums of files with a known SHA-256: the default model, and files of the hub's cache, named by it."""
     path = Path(source.path)
     for file in [path] if source.kind == "gguf" else sorted(path.glob("*.safetensors")):
         published = ""

@@ -1,7 +1,7 @@
-"""What torch and the kernels are like here, found out in a process that may die: `python -m ...torch_probe`.
+"""Facts about torch and the kernels, gathered in a process that may crash: `python -m ...torch_probe`.
 
 A torch with a missing library, or a kernel package for another torch, ends the process that imports it, sometimes by a
-signal. So this module is run by `gather_torch`, and prints one JSON object; how it ends is a finding, too.
+signal. So this module is run by `gather_torch`, and prints one JSON object; how it ends is a fact, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _TIME_LIMIT_S: Final = 400.0
-"""A trial of a kernel package takes seconds to minutes, compiling the CPU kernels half a minute."""
+"""A test of a kernel package takes seconds to minutes, compiling the CPU kernels half a minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +24,16 @@ class TorchFacts:
     """See the module.
 
     Attributes:
-        error: why torch cannot be imported, in a line; all else means nothing then.
+        error: why torch cannot be imported, in one line; the other fields are unset then.
         version, cuda: of torch; `cuda` is None for a build without it.
         import_s: how long the import took.
         archs: the GPU code in torch: `sm_90`, `compute_90`.
         capability: of the first GPU that torch finds; None without one.
-        kernel_lines: kernel packages that cannot be used, why, and what mends it.
+        kernel_lines: kernel packages that cannot be used, with reason and fix.
         kernels: those that can, with their versions.
-        isa: the level of instructions that our CPU kernels would be compiled for.
-        loaded_isa: the level of those that are loaded, which is a lesser one where the best cannot be compiled;
-            "" if none are.
+        isa: the ISA target of the best CPU kernels for this CPU.
+        loaded_isa: the ISA target of the loaded kernels, a lower one if the best cannot be compiled;
+            "" if none are loaded.
         cpu_kernels_error: why those are not used; "" if they are.
         compilers: for C++, on the path.
     """
@@ -53,7 +53,7 @@ class TorchFacts:
 
 
 def gather_torch(time_limit_s: float = _TIME_LIMIT_S) -> TorchFacts:
-    """Look, in another process."""
+    """Gather the facts in another process."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
@@ -65,12 +65,12 @@ def gather_torch(time_limit_s: float = _TIME_LIMIT_S) -> TorchFacts:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return TorchFacts(error=f"it did not come to an end within {time_limit_s:g} s")
+        return TorchFacts(error=f"it did not end within {time_limit_s:g} s")
     return read_answer(done.returncode, done.stdout, done.stderr)
 
 
 def read_answer(code: int, stdout: str, stderr: str) -> TorchFacts:
-    """The facts from how that process ended and what it said; libraries may have said more."""
+    """The facts from the exit code and output of that process; libraries may have printed more."""
     for line in reversed(stdout.splitlines()):
         try:
             answer: dict[str, Any] = json.loads(line)
@@ -88,13 +88,11 @@ def _tuple(value: object) -> Any:
 
 
 def look() -> TorchFacts:
-    """Look, in this process."""
+    """Gather the facts in this process."""
     started_s = time.monotonic()
     try:
         import torch
-    except (
-        Exception
-    ) as error:  # of whatever kind: a loader's OSError, an ImportError, a bug of another package
+    except Exception as error:  # of any kind: a loader's OSError, an ImportError, a bug of another package
         return TorchFacts(error=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
     import_s = time.monotonic() - started_s
     from ...model_runner.kernels.cpu.compiler import find_compilers

@@ -174,7 +174,7 @@ def simulate(
 
 
 def _with_changes(settings: Settings, changes: list[str]) -> Settings:
-    """The settings with those of `--set`, which go by the name of a setting."""
+    """The settings with those of `--set`, which are given by name."""
     result = dict(settings)
     for change in changes:
         key, equals, value = change.partition("=")
@@ -183,7 +183,7 @@ def _with_changes(settings: Settings, changes: list[str]) -> Settings:
         setting = find_setting(key.strip())
         if setting.name not in settings:
             raise ConfigError(
-                f"--set {setting.name} means nothing to a simulation; it takes settings of the groups cache and "
+                f"--set {setting.name} has no effect on a simulation; it takes settings of the groups cache and "
                 f"scheduler, and max_model_len"
             )
         result[setting.name] = value.strip()
@@ -204,7 +204,7 @@ def _policies(compare: str | None, merged: MergedConfig) -> Iterator[tuple[str, 
     if not names:
         raise ConfigError(f"--compare is {compare!r}, but it must be policies of {', '.join(known)}")
     for name in names:
-        policy: Any = name  # one of the Literal's, as was checked
+        policy: Any = name  # one of the Literal's values, checked above
         yield name, replace(config, scheduler=replace(config.scheduler, schedule_policy=policy))
 
 
@@ -251,7 +251,7 @@ def _print(reports: list[Report], title: str, note: str, warning: str, *, has_sl
     from .tables import print_comparison, print_report
 
     console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width that would cut tables
+    if not console.is_terminal:  # a file or a pipe has no limit on the line width
         console.width = _FILE_COLUMNS
     if len(reports) == 1:
         print_report(console, reports[0], title, has_slo=has_slo)
@@ -265,7 +265,7 @@ def _print(reports: list[Report], title: str, note: str, warning: str, *, has_sl
 
 
 def _check_writable(path: Path) -> None:
-    """Find out before the simulation, which may take minutes, that its figures have no place.
+    """Check before the simulation, which may take minutes, that its results can be written.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""`WorkloadOptions`: what `engine simulate` was told about its workload, and which options go with which workload."""
+"""`WorkloadOptions`: the workload options of `engine simulate`, and which options each workload accepts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GENERATED: Final = frozenset({"num_requests", "workload_seed"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """As typed; None where the user said nothing. An option without a meaning for its workload is a mistake."""
+    """As given; None if not given. An option without an effect on its workload is an error."""
 
     num_requests: int | None
     rate: float | None
@@ -37,7 +37,7 @@ class WorkloadOptions:
         """What the requests come from: `GIVEN_LENGTHS`, the name of a generated workload, or a path.
 
         Raises:
-            ConfigError: there is no such workload, or an option does not go with it.
+            ConfigError: there is no such workload, or it does not accept an option.
         """
         from ...simulator.generated import GENERATED
         from ...simulator.trace_files import is_trace
@@ -65,10 +65,10 @@ class WorkloadOptions:
         return self._only(_GENERATED | _MOMENTS, name, "conversations have their own lengths, and no times")
 
     def requests(self, source: str) -> Workload:
-        """The requests, from the first one again at each call.
+        """The requests; each call starts from the first one.
 
         Raises:
-            ConfigError: a value that cannot be, or a file that cannot be read.
+            ConfigError: an invalid value, or a file that cannot be read.
         """
         from ...simulator.generated import GENERATED, given_lengths, with_medians
         from ...simulator.trace_files import file_requests
@@ -96,7 +96,7 @@ class WorkloadOptions:
         return Arrival(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
     def _only(self, known: frozenset[str], source: str, why: str = "") -> str:
-        """`source`, if all that was typed is among `known`."""
+        """`source`, if all given options are in `known`."""
         for field in fields(self):
             if field.name not in known and getattr(self, field.name) is not None:
                 flag = f"--{field.name.replace('_', '-')}"
@@ -107,7 +107,7 @@ class WorkloadOptions:
                 elif source == "batch":
                     why = "all its requests come at once"
                 reason = f": {why}" if why else ""
-                raise ConfigError(f"{flag} means nothing to the workload {source!r}{reason}; leave it out")
+                raise ConfigError(f"{flag} has no effect on the workload {source!r}{reason}; leave it out")
         return source
 
 

@@ -1,1 +1,1 @@
-"""`engine top`: a live view of a server: who runs, who waits and why, memory, budgets and rates."""
+"""`engine top`: a live view of a server: running and waiting requests, reasons, memory, budgets and rates."""

@@ -16,7 +16,7 @@ _TIMEOUT_S: Final = 10.0
 
 
 class Unreachable(EngineError):
-    """Nobody answers at present; a live view goes on asking."""
+    """No server answers now; a live view tries again."""
 
 
 class Client:
@@ -25,7 +25,7 @@ class Client:
     def __init__(
         self, url: str, api_key: str | None, timeout_s: float = _TIMEOUT_S, cacert: str | None = None
     ) -> None:
-        """Connect to nobody yet.
+        """Prepare the client; it connects with the first request.
 
         Args:
             cacert: a file of certificates (PEM) to trust; None for those that the system trusts.
@@ -46,11 +46,11 @@ class Client:
         self._client.close()
 
     def look(self) -> Snapshot:
-        """The state of this moment.
+        """The current state.
 
         Raises:
             Unreachable: no server answers, or it is shutting down.
-            EngineError: one that refuses, or that is no engine.
+            EngineError: a server refuses, or is not an engine.
         """
         info = self._get("/server_info")
         return Snapshot.from_answers(self.base, info, self._get("/v1/requests"))
@@ -59,7 +59,7 @@ class Client:
         try:
             response = self._client.get(f"{self.base}{path}")
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            why = str(error) or type(error).__name__  # refused, a certificate that nobody knows, ...
+            why = str(error) or type(error).__name__  # refused, an unknown certificate, ...
             raise Unreachable(
                 f"no server answers at {self.base} ({why}); start one with `engine serve`, or give the URL of one"
             ) from None
@@ -83,7 +83,7 @@ class Client:
 
 
 def _trust(cacert: str | None) -> ssl.SSLContext | bool:
-    """What decides about certificates; True is httpx's own way, which honours SSL_CERT_FILE."""
+    """How certificates are verified; True is httpx's default, which honors SSL_CERT_FILE."""
     if cacert is None:
         return True
     try:

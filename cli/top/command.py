@@ -1,4 +1,4 @@
-"""`engine top [URL]`: watch a server from a terminal, or take one look for a script."""
+"""`engine top [URL]`: watch a server in a terminal, or print one snapshot for a script."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def top(
     if not interval >= MIN_INTERVAL_S or interval == float("inf"):
         raise RequestError(f"--interval is {interval:g}, but it must be {MIN_INTERVAL_S:g} seconds or more")
     if as_json and not once:
-        raise RequestError("--json is one look; add --once")
+        raise RequestError("--json prints one snapshot; add --once")
     if not once and not sys.stdout.isatty():
         raise RequestError("standard output is no terminal to draw on; use --once, or --once --json")
     key = api_key or next((value for name in _KEY_VARIABLES if (value := os.environ.get(name))), None)
     if api_key:
         import setproctitle
 
-        setproctitle.setproctitle("engine: top")  # instead of the command line, which has the key
+        setproctitle.setproctitle("engine: top")  # instead of the command line, which contains the key
     with Client(url or url_option or DEFAULT_URL, key, cacert=cacert) as client:
         if once:
             print_once(client.look(), as_json=as_json)
@@ -84,7 +84,7 @@ def top(
 
 
 def print_once(snapshot: Snapshot, *, as_json: bool) -> None:
-    """One look on standard output."""
+    """Print one snapshot on standard output."""
     from rich.console import Console
 
     if as_json:
@@ -97,7 +97,7 @@ def print_once(snapshot: Snapshot, *, as_json: bool) -> None:
 
 
 class Look(NamedTuple):
-    """What there is to show: `note` says why it is an old one, if it is."""
+    """A snapshot to show; `note` says why it is out of date, if it is."""
 
     snapshot: Snapshot
     rates: Rates | None
@@ -105,10 +105,10 @@ class Look(NamedTuple):
 
 
 def looks(look: Callable[[], Snapshot]) -> Iterator[Look]:
-    """One for each time the caller wants one, without end; a server that goes away for a while is waited for.
+    """A new snapshot for each `next`, without end; while the server does not answer, the old one with a note.
 
     Raises:
-        EngineError: the first look failed, or the server refuses.
+        EngineError: the first snapshot failed, or the server refuses.
     """
     snapshot, rates = look(), None
     yield Look(snapshot, rates, "")
@@ -135,7 +135,7 @@ def watch(client: Client, interval_s: float) -> None:
 
     console = Console(highlight=False)
     each = looks(client.look)
-    first = next(each)  # before the screen is cleared: an error shall be seen
+    first = next(each)  # before the screen is cleared, so that an error stays visible
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False) as live,

@@ -1,4 +1,4 @@
-"""`Snapshot`: what a server says of itself at one moment, checked; `Rates`: what happened between two of them."""
+"""`Snapshot`: the state that a server reports, validated; `Rates`: the rates between two snapshots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...runtime.messages import SchedulerReport
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A live request, as `GET /v1/requests` tells of it."""
+    """A live request, as `GET /v1/requests` reports it."""
 
     id: str
     phase: str
@@ -31,7 +31,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def waits(self) -> bool:
-        """Whether it has no place at present."""
+        """Whether it has no row in the batch."""
         return self.phase not in ("prefill", "decode")
 
 
@@ -40,12 +40,12 @@ class Snapshot:
     """See the module.
 
     Attributes:
-        url: whom it was asked of.
+        url: the server that was asked.
         model, version: what is served, by which engine.
         max_running_requests: the most that may run at once.
         report: the scheduler's figures.
-        requests: the live ones, those that run first.
-        total: how many there are, those that were not told of included.
+        requests: the live ones, running ones first.
+        total: how many there are, including those not listed.
         last_pass: the budgets of the scheduler's last pass.
     """
 
@@ -60,10 +60,10 @@ class Snapshot:
 
     @classmethod
     def from_answers(cls, url: str, info: dict[str, Any], listed: dict[str, Any]) -> Self:
-        """Read the answers of `/server_info` and `/v1/requests`. Fields that a newer server adds do no harm.
+        """Read the answers of `/server_info` and `/v1/requests`. Unknown fields of a newer server are ignored.
 
         Raises:
-            EngineError: they are not those of an engine.
+            EngineError: they do not come from an engine.
         """
         try:
             return cls(
@@ -83,7 +83,7 @@ class Snapshot:
 
     @property
     def free_tokens(self) -> int:
-        """KV slots that belong to nobody."""
+        """Free KV slots."""
         return max(0, self.report.kv_total_tokens - self.report.kv_used_tokens - self.report.kv_cached_tokens)
 
     def as_dict(self, rates: Rates | None) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Rates:
 
     @classmethod
     def between(cls, before: Snapshot, after: Snapshot) -> Rates | None:
-        """None where nothing can be said: no time has passed for the server, or it was restarted between."""
+        """None if there is no rate: no time has passed for the server, or it was restarted between."""
         old, new = before.report, after.report
         seconds = new.sent_s - old.sent_s
         if seconds <= 0 or new.num_steps_total < old.num_steps_total:
@@ -135,7 +135,7 @@ class Rates:
 
 
 def printable(text: str) -> str:
-    """What a server says, without what a terminal would obey."""
+    """Text of a server without terminal control characters."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -145,12 +145,12 @@ def _printable(request: Request) -> Request:
 
 
 def _report_of(values: dict[str, Any] | None) -> SchedulerReport:
-    """A report from its fields by name, as JSON has them; those that an older server lacks are their defaults."""
+    """A report from its fields by name, as in JSON; a field that an older server lacks has its default."""
     if values is None:  # it has just started
         return SchedulerReport(sent_s=0.0)
     row: list[Any] = [
         SchedulerReport.__name__
-    ]  # as it travels between the processes: a tag, then the fields in order
+    ]  # the wire form between the processes: a tag, then the fields in order
     for field in msgspec.structs.fields(SchedulerReport):
         if field.name in values:
             row.append(values[field.name])

@@ -15,11 +15,11 @@ _LABEL_COLUMNS: Final = 8
 _BAR_COLUMNS: Final = 24
 _MEDIUM: Final = 100
 _WIDE: Final = 120
-"""From here on ids are shown whole, as `engine why` wants them."""
+"""From this width on ids are shown in full, as `engine why` needs them."""
 _SHORT_ID: Final = 15
 _PHASE_STYLES: Final = {"prefill": "cyan", "decode": "green", "retracted": "red", "swapped": "red"}
 _BUDGETS: Final = (
-    ("rem_total_tokens", "memory promised"),
+    ("rem_total_tokens", "memory reserved"),
     ("rem_input_tokens", "prompts of a step"),
     ("rem_chunk_tokens", "chunk"),
 )
@@ -30,8 +30,8 @@ def render(snapshot: Snapshot, rates: Rates | None, *, width: int, height: int, 
 
     Args:
         rates: since the snapshot before; None for the first.
-        width, height: columns and lines that there are.
-        note: what the reader must know, such as a connection that is lost.
+        width, height: columns and lines of the screen.
+        note: a notice to the user, such as a lost connection.
     """
     from rich.console import Group
     from rich.text import Text
@@ -98,7 +98,7 @@ def _memory(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
 
 
 def _bar(used: int, cached: int, total: int) -> list[tuple[str, str]]:
-    """`####::::....`: what requests hold, what the tree has, what is free; what is there shows, however little."""
+    """`####::::....`: pages of requests, of the tree, free ones; a share above 0 gets at least one character."""
     if total <= 0:
         return [("." * _BAR_COLUMNS, "dim")]
     num_used = min(_BAR_COLUMNS, -(-used * _BAR_COLUMNS // total))
@@ -156,7 +156,7 @@ def _id_columns(snapshot: Snapshot, width: int) -> int:
 
 
 class _Columns(NamedTuple):
-    """What there is room for: a narrow screen has the code of a reason and not its words, and no cached tokens."""
+    """The columns that fit; a narrow screen shows the code of a reason instead of its text, and no cached tokens."""
 
     id_columns: int
     narrow: bool
@@ -183,12 +183,12 @@ class _Columns(NamedTuple):
         if words and (request.need or request.have):
             words += f" (need {request.need:,}, have {request.have:,})"
         if request.num_retractions:
-            return f"lost its place {request.num_retractions}x{'; ' if words else ''}{words}"
+            return f"retracted {request.num_retractions}x{'; ' if words else ''}{words}"
         return words
 
 
 def short_id(rid: str, columns: int) -> str:
-    """An id in so many columns; both of its ends say something: `chatcmpl-3f…a2-0`."""
+    """An id in at most so many columns, cut in the middle because both ends identify it: `chatcmpl-3f…a2-0`."""
     if len(rid) <= columns:
         return rid
     tail = min(5, columns // 2)

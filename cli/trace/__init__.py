@@ -1,1 +1,1 @@
-"""`engine trace`: a decision log as a page to look at, or for Perfetto."""
+"""`engine trace`: draws a decision log as an HTML page or as a trace for Perfetto."""

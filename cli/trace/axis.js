@@ -1,4 +1,4 @@
-// What is in view: time or passes to pixels, and where each request stands.
+// What is in view: maps time or passes to pixels, and gives each request its row.
 
 const LABEL_WIDTH = 148, RIGHT = 18, TOP = 12, AXIS_HEIGHT = 34, STRIP_GAP = 14;
 const MIN_STRIP = 54, MAX_STRIP = 96, MIN_ROWS_HEIGHT = 150, MAX_ROW = 24;
@@ -52,9 +52,9 @@ function timeToAxis(value) {
   return low;
 }
 
-// What is drawn of each request, from the span `shown` on, kept per axis since every frame asks for all of them: from its
-// arrival, or without the queue from its first chunk, to its end. And the lanes of packed rows: each request in the
-// highest that is free, so that there are as many as requests at a time.
+// The extent of each request from the span `shown` on: from its arrival, or without the queue from its first chunk, to
+// its end. It is cached per axis, because every frame reads all of them. Also the lanes of packed rows: each request is
+// in the highest free lane, so the number of lanes is the number of concurrent requests.
 const MAX_LANES_WITH_QUEUE = 150;
 let extents = null, shown = null, lanes = [], laneOf = null;
 function measureRequests() {

@@ -1,4 +1,4 @@
-// The canvas: its colours, its size and how that is shared, and the axis.
+// The canvas: its colors, its size, the division of its height, and the axis.
 
 function readColours() {
   const style = getComputedStyle(root);
@@ -41,7 +41,7 @@ function redraw() {
 
 const inView = (r) => extents.from[r] <= view.x1 && extents.to[r] >= view.x0;
 
-// Which rows there are, and how the height is shared: few rows leave theirs to the strips.
+// Which rows exist, and how the height is divided: the strips get the height that few rows do not need.
 function layoutRows() {
   rows = [];
   if (view.rowMode === "packed") {
@@ -63,7 +63,7 @@ function layoutRows() {
 
 const rowOf = (r) => view.rowMode === "packed" ? laneOf[r] : rows.findIndex((members) => members[0] === r);
 
-// Of a row's requests, in order of time, the first that ends at or behind a value of the axis.
+// Of a row's requests, in order of time, the first that ends at or after a value of the axis.
 function firstIn(members, value) {
   let low = 0, high = members.length;
   while (low < high) {

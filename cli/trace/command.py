@@ -1,4 +1,4 @@
-"""`engine trace`: a decision log in, a page or a trace file out."""
+"""`engine trace`: reads a decision log, writes a page or a trace file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 class Format(enum.StrEnum):
-    """What comes out."""
+    """The output format."""
 
     HTML = "html"
     PERFETTO = "perfetto"
@@ -85,7 +85,7 @@ def trace(
         with target.open("wb") as file:
             _write(timeline, origin, output_format, file)
     except BrokenPipeError:
-        raise  # the reader has enough: `main` knows what to do
+        raise  # the reader closed the pipe: `main` handles it
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}; choose another with -o") from None
     typer.echo(f"{target}: {len(timeline.requests):,} requests, {len(timeline.passes):,} passes")
@@ -105,7 +105,7 @@ def read_log(path: Path, run: int | None) -> tuple[Timeline, Origin]:
     num_runs = 0
     for logged in read_runs(path):
         num_runs += 1
-        # The last is known as the last only when it has been read, and a run can be read once.
+        # The last run is known only after it has been read, and a run can be read once.
         if run is None or run == num_runs:
             try:
                 timeline = read_timeline(logged.decisions, origin_s=logged.header.now_s)
@@ -139,10 +139,10 @@ def _empty(path: Path, number: int, num_runs: int) -> EngineError:
 
 
 def _select(timeline: Timeline, rids: list[str] | None, from_s: float | None, to_s: float | None) -> Timeline:
-    """What the options ask for.
+    """The part of the timeline that the options select.
 
     Raises:
-        ConfigError: there is nothing of it.
+        ConfigError: the part is empty.
     """
     if from_s is not None or to_s is not None:
         part = timeline.window(from_s, to_s)

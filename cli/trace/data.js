@@ -1,8 +1,8 @@
 "use strict";
 // The data of `html.py`, decoded, and how values are written. All files of the page's script are one script: `html.py`
-// puts them one behind the other, in the order of its `SCRIPTS`.
+// concatenates them in the order of its `SCRIPTS`.
 //
-// Everything that came from outside reaches the page by fillText or textContent, never as markup.
+// Text from clients reaches the page only by fillText or textContent, never as markup.
 
 const root = document.documentElement;
 window.addEventListener("error", (event) => { root.dataset.error = String(event.message); });
@@ -15,7 +15,7 @@ const ON_HOST = 4, HAS_VERDICT = 8;
 const VERDICT_SIZE = 9;
 const GROUPS = ["memory", "compute", "queue", "shared"];
 
-// Control and direction characters in a client's text would garble the lines around it.
+// Control and direction characters in a client's text would garble the surrounding lines.
 const printable = (text) => String(text).replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, "·");
 const count = (value) => value.toLocaleString("en-US");
 const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
@@ -69,7 +69,7 @@ function decodePasses(source) {
   for (const name of ["stepId", "waiting", "running", "decodes", "prefill", "evicted", "free", "evictable", "locked", "held",
     "kvBefore", "kvAfter", "stepBefore", "stepAfter", "rest"]) passes[name] = undelta(source[name]);
   for (const name of ["restReason", "mode", "policy"]) passes[name] = unrun(source[name], size);
-  // Runs of passes whose shared reason has one colour, and of passes in which nobody decoded.
+  // Runs of passes in which the shared reason has one color, and of passes in which no request decoded.
   passes.sharedRuns = changes(size, (i) => passes.restReason[i] < 0 ? "queue" : data.reasons[passes.restReason[i]][2]);
   passes.stalls = changes(size, (i) => passes.decodes[i] > 0).filter((run) => !run.value);
   return passes;

@@ -1,4 +1,4 @@
-// The pinned request or pass: its whole story.
+// The pinned request or pass, with all its spans and figures.
 
 const details = $("#details");
 const MAX_STORY = 300;
@@ -46,9 +46,9 @@ function pinRequest(r) {
     if (kindOf(span) === PREFILL && firstCompute < 0) firstCompute = P.start[R.first[span]];
     if (kindOf(span) === 2) firstToken = P.start[R.first[span]];
   }
-  if (R.arrived[r] !== null && firstCompute >= 0) fact("Waited at first", seconds(Math.max(firstCompute - R.arrived[r], 0)));
-  if (R.arrived[r] !== null && firstToken >= 0) fact("Until its first decode", seconds(Math.max(firstToken - R.arrived[r], 0)));
-  if (R.arrived[r] !== null && R.finished[r] !== null) fact("In all", seconds(R.finished[r] - R.arrived[r]));
+  if (R.arrived[r] !== null && firstCompute >= 0) fact("Queue time", seconds(Math.max(firstCompute - R.arrived[r], 0)));
+  if (R.arrived[r] !== null && firstToken >= 0) fact("Time to first decode", seconds(Math.max(firstToken - R.arrived[r], 0)));
+  if (R.arrived[r] !== null && R.finished[r] !== null) fact("Total time", seconds(R.finished[r] - R.arrived[r]));
   if (R.priority[r]) fact("Priority", String(R.priority[r]));
   if (R.tenant[r]) fact("Tenant", printable(R.tenant[r]));
   if (R.group[r]) fact("Group", printable(R.group[r]));
@@ -74,7 +74,7 @@ function pinRequest(r) {
   items.sort((a, b) => a[0] - b[0]);
   const nodes = items.slice(0, MAX_STORY).map(([, item]) => item);
   if (items.length > MAX_STORY) nodes.push(element("li", `… and ${count(items.length - MAX_STORY)} more; zoom in to see each`));
-  let lead = "Had not ended when the log did.";
+  let lead = "Had not ended at the end of the log.";
   if (R.finish[r] >= 0) lead = { stop: "Ended at a stop token or stop string.", length: "Ended at its length limit.", abort: "Was aborted.", error: "Ended with an error." }[data.finishes[R.finish[r]]];
   if (R.message[r]) lead += ` ${printable(R.message[r])}`;
   showDetails(R.rid[r], lead, facts, nodes);

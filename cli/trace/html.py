@@ -1,7 +1,7 @@
-"""`write_page`: a `Timeline` as one HTML file that needs nothing else: no network, no server, no other file.
+"""`write_page`: a `Timeline` as one self-contained HTML file: no network, no server, no other file.
 
-Ids, tenants and messages come from clients. They are on the page as JSON only, in which no markup can begin, and the
-script puts them there as text; the page's policy lets nothing run but that one script.
+Ids, tenants and messages come from clients. The page contains them only as JSON without markup, and the
+script inserts them as text. The content security policy of the page allows only that script.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_PASSES: Final = 120_000
 MAX_REQUESTS: Final = 20_000
 MAX_SPANS: Final = 250_000
 MAX_MARKS: Final = 30_000
-"""With all four reached a page has about 14 MB, which a browser opens in a second or two."""
+"""A page that reaches all four has about 14 MB, which a browser opens in a second or two."""
 
 MAX_TEXT_LEN: Final = 300
 _INT32_MAX: Final = 2**31 - 1
@@ -62,7 +62,7 @@ WAIT_GROUPS: Final = {
         Reason.GRAMMAR_PENDING,
     ),
 }
-"""Colour of a wait; every other reason is "queue": somebody else's turn, or no place."""
+"""Color of a wait; every other reason is "queue": a request before it in the order, or no free row."""
 
 
 class Origin(NamedTuple):
@@ -88,7 +88,7 @@ class Origin(NamedTuple):
 
 
 def render_page(timeline: Timeline, origin: Origin) -> str:
-    """The file's text. A log that is too large for a browser is cut or drawn coarser, and the page says so."""
+    """The file's text. A log too large for a browser is cut or drawn at a lower resolution; the page says so."""
     style, script = _resource("page.css"), "\n".join(map(_resource, SCRIPTS))
     csp = (
         f"default-src 'none'; script-src {_csp_hash(script)}; style-src {_csp_hash(style)}; base-uri 'none'; "
@@ -101,18 +101,18 @@ def render_page(timeline: Timeline, origin: Origin) -> str:
         "script": script,
         "data": encode_json(page_data(timeline, origin)),
     }
-    # In one pass: what is put in may contain what looks like another place to fill.
+    # In one pass, because an inserted value may look like another placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
 
 
 def encode_json(value: object) -> str:
-    """JSON that may stand in a script element: no `<`, so neither `</script>` nor a comment can begin in it."""
+    """JSON that is safe in a script element: no `<`, so neither `</script>` nor a comment can begin in it."""
     text = msgspec.json.encode(value).decode()
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def page_data(timeline: Timeline, origin: Origin) -> dict[str, Any]:
-    """What the script of the page reads; see `data.js` for the other side."""
+    """The data that the script of the page reads; `data.js` decodes it."""
     timeline, left_out = _fitted(timeline)
     reasons = list(Reason)
     return {
@@ -129,12 +129,12 @@ def page_data(timeline: Timeline, origin: Origin) -> dict[str, Any]:
 
 
 def wait_group(reason: Reason) -> str:
-    """The colour of a wait for this reason."""
+    """The color of a wait for this reason."""
     return next((group for group, members in WAIT_GROUPS.items() if reason in members), "queue")
 
 
 def _fitted(timeline: Timeline) -> tuple[Timeline, list[str]]:
-    """As much as a page can hold, and what that cost, in words."""
+    """The timeline cut to the limits of a page, with `left_out` in words."""
     left_out = []
     num_passes, num_requests = len(timeline.passes), len(timeline.requests)
     if num_passes > MAX_PASSES:
@@ -150,7 +150,7 @@ def _fitted(timeline: Timeline) -> tuple[Timeline, list[str]]:
     timeline = timeline.coarsened(MAX_SPANS)
     if timeline.resolution > 1:
         left_out.append(
-            f"Neighbouring waits of fewer than {timeline.resolution:,} passes are drawn as one, in the colour of the "
+            f"Neighboring waits of fewer than {timeline.resolution:,} passes are drawn as one, in the color of the "
             "longest; --from and --to, or --request, show each."
         )
     num_marks = sum(len(story.marks) for story in timeline.requests)
@@ -174,7 +174,7 @@ def _source(origin: Origin) -> str:
 
 
 def _pass_data(passes: PassTable, origin_s: float) -> dict[str, Any]:
-    """Columns of integers as differences, which are short; what seldom changes as runs."""
+    """Columns of integers, encoded as differences, which are short, or as runs if values seldom change."""
     policies = sorted(set(passes.policies))
     policy_idx = {name: idx for idx, name in enumerate(policies)}
     modes, reasons = list(ForwardMode), {reason: idx for idx, reason in enumerate(Reason)}
@@ -246,7 +246,7 @@ def _request_data(stories: list[RequestStory], origin_s: float) -> dict[str, Any
 
 
 def _span_numbers(stories: list[RequestStory], reasons: dict[Reason, int]) -> Iterator[int]:
-    """Spans one behind the other: kind | host << 2 | verdict << 3, passes since the last, passes - 1, and a verdict."""
+    """Spans one after the other: kind | host << 2 | verdict << 3, passes since the last, passes - 1, and a verdict."""
     for story in stories:
         position = 0
         for span in story.spans:
@@ -276,7 +276,7 @@ def _micros(seconds: float) -> int:
 
 
 def _int32(values: Iterable[int]) -> list[int]:
-    """Cut to what the page's arrays hold; the budgets that nobody limits are larger."""
+    """Clamp to the range of the page's arrays; unlimited budgets are larger."""
     return [min(max(value, -_INT32_MAX), _INT32_MAX) for value in values]
 
 

@@ -1,7 +1,7 @@
 """`write_trace_events`: a `Timeline` in the JSON trace format that Perfetto and `chrome://tracing` open.
 
 Process 1 holds the steps and the counters of the scheduler, process 2 one track per request. Events are written one by
-one, so that a long log needs no second copy in memory. Times are microseconds, as the format wants them.
+one, so that a long log needs no second copy in memory. Times are microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Where bytes go."""
+    """Receives the bytes."""
 
     def write(self, data: bytes, /) -> object:
         """Take them."""

@@ -1,8 +1,8 @@
-// What lies under the pointer, in words.
+// Describes what is under the pointer.
 
 const pointer = { x: -1, y: -1, inside: false, drag: null };
 
-// The request under a point; -1 if none. The label of a row stands for its request, too.
+// The request under a point; -1 if none. The label of a row selects its request, too.
 function requestAt(x, y) {
   if (y < box.rowsTop || y >= box.rowsBottom) return -1;
   const members = rows[Math.floor((y - box.rowsTop + view.scroll) / rowHeight)];
@@ -67,7 +67,7 @@ function drawOverlay() {
 const when = (value) => `${value.toLocaleString("en-US", { minimumFractionDigits: 3, maximumFractionDigits: 3 })} s`;
 const passWords = (first, last) => first === last ? `pass ${count(first)}` : `passes ${count(first)} to ${count(last)}`;
 
-// The reasons that passes gave to all they did not look at, most frequent first: [index or -1, how often].
+// The reasons that passes gave to the requests they did not look at, most frequent first: [index or -1, how often].
 function sharedReasons(first, last) {
   const counts = new Map();
   for (let p = first; p <= last; p++) counts.set(P.restReason[p], (counts.get(P.restReason[p]) || 0) + 1);
@@ -77,7 +77,7 @@ function sharedReasons(first, last) {
 const NOT_SEEN = ["WAITING", "no pass has looked at it", "queue"];
 const reasonOf = (index) => index >= 0 ? data.reasons[index] : NOT_SEEN;
 
-// What a span means, line by line. A wait without a verdict of its own is told for `pass`, or in sum where that is -1.
+// A span as lines of text. A wait without its own verdict is described for `pass`, or as a sum if that is -1.
 function spanWords(span, pass = -1) {
   const kind = kindOf(span), verdict = verdictOf(span), first = R.first[span], last = R.last[span];
   const lines = [];
@@ -89,7 +89,7 @@ function spanWords(span, pass = -1) {
       const moved = verdict.firstHave !== verdict.have && verdict.verdicts > 1 ? ` (${count(verdict.firstHave)} at first)` : "";
       if (verdict.need || verdict.have) lines.push([`need ${count(verdict.need)}, have ${count(verdict.have)}${moved}`, "sum"]);
       if (verdict.extend) lines.push([`cached ${count(verdict.prefix)}, to compute ${count(verdict.extend)}, output ${count(verdict.output)} tokens`, "quiet"]);
-      if (verdict.reasons > 1) lines.push([`longest of ${count(verdict.reasons)} waits drawn together`, "quiet"]);
+      if (verdict.reasons > 1) lines.push([`longest of ${count(verdict.reasons)} merged waits`, "quiet"]);
     } else if (pass >= 0) {
       const at = Math.min(Math.max(pass, first), last), why = reasonOf(P.restReason[at]);
       lines.push([`${why[0]}: ${why[1]}`]);
@@ -103,14 +103,14 @@ function spanWords(span, pass = -1) {
     const several = verdict.verdicts > 1 ? ` in ${count(verdict.verdicts)} chunks` : "";
     lines.push([`Prefill: ${plural(verdict.extend, "token")}${several}`, "sum"]);
     lines.push([`${data.reasons[verdict.reason][0]}: ${data.reasons[verdict.reason][1]}`]);
-    lines.push([`behind ${count(verdict.prefix)} tokens that exist; output reserved ${count(verdict.output)}`, "quiet"]);
+    lines.push([`after ${count(verdict.prefix)} computed tokens; output reserved ${count(verdict.output)}`, "quiet"]);
     lines.push([`need ${count(verdict.need)}, have ${count(verdict.have)}`, "quiet"]);
   } else {
     let steps = 0;
     for (let p = first; p <= last; p++) steps += P.decodes[p] > 0;
     lines.push([`Decode: ${plural(steps, "token")}`, "sum"]);
     const stalled = last - first + 1 - steps;
-    if (stalled) lines.push([`stood still in ${plural(stalled, "pass")}, which computed prompts or nothing`, "quiet"]);
+    if (stalled) lines.push([`stalled in ${plural(stalled, "pass")}, which computed prompts or nothing`, "quiet"]);
   }
   return lines;
 }
@@ -121,7 +121,7 @@ function requestTip(r, span) {
     const value = valueAt(pointer.x), begin = shown[r];
     if (value < extents.from[r] || value > extents.to[r]) return null;
     if (begin < R.begin[r + 1] && value < spanStart(begin)) lines.push(["Arrived; no pass has looked at it yet"]);
-    else lines.push(["Holds its place; nothing is computed for it"]);
+    else lines.push(["Keeps its row; nothing is computed for it"]);
     return lines;
   }
   lines.push(...spanWords(span, passAt(valueAt(pointer.x))));

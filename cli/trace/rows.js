@@ -111,7 +111,7 @@ function shorten(text, width) {
   return result;
 }
 
-// A bar with whole-pixel ends, so that neighbours meet exactly; never thinner than a pixel.
+// A bar with whole-pixel ends, so that neighbors meet exactly; never thinner than a pixel.
 function bar(x0, x1, y, height, colour) {
   const from = Math.max(Math.round(x0), box.left), to = Math.min(Math.max(Math.round(x1), Math.round(x0) + 1), box.right);
   if (to <= from) return;
@@ -121,7 +121,7 @@ function bar(x0, x1, y, height, colour) {
 
 function drawRequest(r, y, height) {
   const begin = shown[r], end = R.begin[r + 1];
-  // Whole pixels, or thin rows would shimmer.
+  // Whole pixels, so that thin rows do not flicker.
   const lowerEdge = Math.max(Math.round(y + height), Math.round(y) + 1);
   const thick = height >= 6 ? Math.round(height * 0.72) : lowerEdge - Math.round(y) - (height >= 3 ? 1 : 0);
   const thin = height >= 6 ? Math.max(Math.round(height * 0.3), 2) : thick;
@@ -135,13 +135,13 @@ function drawRequest(r, y, height) {
   let covered = -Infinity, strongest = -1;
   for (let span = low; span < end && spanStart(span) <= view.x1; span++) {
     const x0 = place(spanStart(span)), x1 = place(spanEnd(span)), kind = kindOf(span);
-    // Many on one pixel: computing is seen before waiting.
+    // Many spans on one pixel: compute is drawn over waits.
     const strength = kind === WAIT ? 0 : 1;
     if (Math.max(Math.round(x1), Math.round(x0) + 1) <= covered && strength <= strongest) continue;
     covered = Math.max(Math.round(x1), Math.round(x0) + 1);
     strongest = strength;
     if (kind === WAIT) {
-      pen.globalAlpha = height < 2 ? 0.35 : height < 6 ? 0.5 : 1;  // as high as the others then, they would outshout them
+      pen.globalAlpha = height < 2 ? 0.35 : height < 6 ? 0.5 : 1;  // full strength would hide the other spans at this height
       drawWait(span, x0, x1, thinY, thin);
       pen.globalAlpha = 1;
     }

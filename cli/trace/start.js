@@ -21,7 +21,7 @@ function drawLegend() {
   };
   const waits = { memory: "waits for KV memory", compute: "for token budget", shared: "for a prefix, grammar or adapter", queue: "for its turn" };
   $("#legend").replaceChildren(
-    swatch(colours.prefill, "prefill"), swatch(colours.decode, "decode (pale: stands still)"),
+    swatch(colours.prefill, "prefill"), swatch(colours.decode, "decode (pale: stalled)"),
     ...GROUPS.map((group) => swatch(colours[`wait-${group}`], waits[group], "thin")),
     swatch(colours["wait-host"], "on the host", "thin"),
     symbol("diamond", "cache hit"), symbol("down", "retracted"), symbol("out", "swapped out"), symbol("in", "swapped in"), symbol("cross", "failed or aborted"),

@@ -1,4 +1,4 @@
-"""`Timeline`: what a decision log says, told per request and per pass. Pure values; `timeline.py` makes them.
+"""`Timeline`: the content of a decision log, per request and per pass. Pure values; `timeline.py` makes them.
 
 Passes are numbered from 0 in the order of the log. A `Span` covers whole passes, both ends included, so that requests
 and the figures of passes share one axis; `PassTable` turns passes into seconds.
@@ -32,11 +32,11 @@ class Span(msgspec.Struct, gc=False):
 
     Attributes:
         kind: what.
-        reason: of the verdict. None for decodes, and for waits without one of their own: their passes gave one to
-            all that they did not look at, `PassTable.rest_reasons`.
+        reason: of the verdict. None for decodes, and for waits without one of their own: their passes gave one
+            reason to all requests that they did not look at, `PassTable.rest_reasons`.
         on_host: WAIT only: its KV memory is on the host.
-        num_verdicts: how many were summed up in this span; 0 where it had none of its own.
-        num_reasons: how many different waits were drawn together by `coarsen`; else 1.
+        num_verdicts: how many this span combines; 0 if it has none of its own.
+        num_reasons: how many different waits `coarsen` merged; else 1.
         prefix_len, extend_len, output_len, need, have: the arithmetic of the last verdict; `extend_len` of PREFILL is
             the sum of its chunks.
         first_have: the `have` of the first verdict.
@@ -71,7 +71,7 @@ class MarkKind(enum.IntEnum):
 
 
 class Mark(NamedTuple):
-    """See `MarkKind`; `text` says it to people."""
+    """See `MarkKind`; `text` describes it for the reader."""
 
     kind: MarkKind
     pass_idx: int
@@ -86,10 +86,10 @@ class RequestStory(msgspec.Struct):
         arrived_s: None when it came before the log began.
         spans, marks: in order of time.
         cache_looks: one for each admission.
-        finish: how it ended; None if it had not when the log did.
+        finish: how it ended; None if it had not ended when the log ended.
         finished_s: when; None likewise.
-        output_len: tokens it was given.
-        message: what its client was told, for errors and aborts.
+        output_len: tokens generated for it.
+        message: the message to its client, for errors and aborts.
     """
 
     rid: str
@@ -122,11 +122,11 @@ class PassTable:
         step_ids, modes: of the plan; 0 and IDLE without one.
         num_waiting, num_running, num_decodes: requests.
         prefill_tokens: computed of prompts in the step.
-        step_s: seconds the runner needed; 0 where the log does not say.
+        step_s: seconds the runner needed; 0 if not in the log.
         evicted_pages, free_pages, evictable_pages, locked_pages, held_pages: of the KV pool.
-        kv_before, kv_after: tokens of KV memory that might be promised before and after admission; -1 if not tried.
-        step_before, step_after: prompt tokens that the step might compute, before and after; -1 likewise.
-        rest_reasons, num_rest: the reason shared by those who were not looked at, and how many they were.
+        kv_before, kv_after: tokens of KV memory that could be reserved, before and after admission; -1 if not tried.
+        step_before, step_after: prompt tokens that the step could compute, before and after; -1 likewise.
+        rest_reasons, num_rest: the reason shared by the requests that were not looked at, and their number.
         policies: name of the policy.
         notes: pass -> what else was decided.
     """
@@ -199,8 +199,8 @@ class Timeline(NamedTuple):
         passes: at least one.
         requests: in order of arrival.
         origin_s: second 0 of the axis, on the clock of the log.
-        resolution: shorter waits than so many passes were drawn together; 1 if none were.
-        left_out: in words, what is not here because there was too much of it; "" if nothing.
+        resolution: waits of fewer passes were merged; 1 if none were.
+        left_out: in words, what was left out because of limits; "" if nothing.
     """
 
     passes: PassTable
@@ -210,14 +210,14 @@ class Timeline(NamedTuple):
     left_out: str = ""
 
     def window(self, from_s: float | None = None, to_s: float | None = None) -> Timeline:
-        """The passes that begin in this part of the axis, and the requests that were there then."""
+        """The passes that begin in this part of the axis, and the requests of that time."""
         begins = self.passes.start_s
         start = 0 if from_s is None else bisect.bisect_left(begins, self.origin_s + from_s)
         stop = len(begins) if to_s is None else bisect.bisect_right(begins, self.origin_s + to_s)
         return self.part(start, stop)
 
     def part(self, start: int, stop: int) -> Timeline:
-        """The passes `start` to `stop` - 1, numbered from 0, and the requests that were there then."""
+        """The passes `start` to `stop` - 1, numbered from 0, and the requests of that time."""
         if (start, stop) == (0, len(self.passes)):
             return self
         requests = [part for story in self.requests if (part := _clip(story, start, stop - 1)) is not None]
@@ -233,7 +233,7 @@ class Timeline(NamedTuple):
         return self.passes.start_s[0], self.passes.start_s[-1]
 
     def coarsened(self, max_spans: int) -> Timeline:
-        """The same with at most about so many spans: short neighbours are drawn together until they are few enough."""
+        """The same with at most about so many spans: short neighbors are merged until the number is reached."""
         resolution, requests = self.resolution, self.requests
         while sum(len(story.spans) for story in requests) > max_spans and resolution < len(self.passes):
             resolution *= 2
@@ -244,9 +244,9 @@ class Timeline(NamedTuple):
 
 
 def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
-    """Draw short neighbours together: waits of fewer than `resolution` passes, and chunks at most so far apart.
+    """Merge short neighbors: waits of fewer than `resolution` passes, and chunks at most so many passes apart.
 
-    The longest of several waits gives the reason, and its arithmetic with it.
+    The longest of several waits gives the reason and its arithmetic.
     """
     result: list[Span] = []
     longest = 0  # of the waits that make up the last span
@@ -271,7 +271,7 @@ def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
                 kept,
                 first=last.first,
                 last=span.last,
-                # where the reason is the one that passes share, the few verdicts between have nothing to add
+                # if the reason is the one that passes share, the few verdicts between add nothing
                 num_verdicts=last.num_verdicts + span.num_verdicts if kept.num_verdicts else 0,
                 num_reasons=last.num_reasons + span.num_reasons,
             )
@@ -283,7 +283,7 @@ def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
 
 
 def _clip(story: RequestStory, first: int, last: int) -> RequestStory | None:
-    """What a request did in these passes, numbered from `first`; None if it was not there."""
+    """What a request did in these passes, numbered from `first`; None if it was not live then."""
     spans = [
         msgspec.structs.replace(span, first=max(span.first, first) - first, last=min(span.last, last) - first)
         for span in story.spans

@@ -1,7 +1,7 @@
-"""`TimelineBuilder`: reads the records of a decision log, one by one, and makes a `Timeline` of them.
+"""`TimelineBuilder`: makes a `Timeline` from the records of a decision log, which it reads one by one.
 
-A pass costs as many operations as it has verdicts of its own, however many requests wait: those who share the reason
-of the rest are looked at again only when something happens to them.
+The cost of a pass is proportional to its own verdicts, not to the number of waiting requests: a request that shares
+the reason of the rest is touched again only when its state changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...scheduler.records.verdict import AddReqResult, Reason, Verdict
 from .story import Mark, MarkKind, PassTable, RequestStory, Span, SpanKind, Timeline, coarsen
 
 MAX_SPANS: Final = 1_000_000
-"""When there are more, short ones are drawn together; a span takes about 150 bytes."""
+"""When there are more, short ones are merged; a span takes about 150 bytes."""
 
 
 class EmptyLogError(EngineError):
@@ -71,7 +71,7 @@ class TimelineBuilder:
             self._coarsen()
 
     def build(self) -> Timeline:
-        """The whole story.
+        """The timeline of all records.
 
         Raises:
             EmptyLogError: there was no pass.
@@ -97,7 +97,7 @@ class TimelineBuilder:
 
     def _add_pass(self, record: PassRecord) -> None:
         idx = len(self._passes)
-        for retraction in record.retractions:  # first: who loses its place waits in this very pass
+        for retraction in record.retractions:  # first: a retracted request already waits in this pass
             self._retract(retraction, idx)
         prefill_tokens = 0
         for verdict in record.continued:
@@ -132,7 +132,7 @@ class TimelineBuilder:
     # ------------------------------------------------------------ decisions
 
     def _judge(self, verdict: Verdict, idx: int) -> int:
-        """A waiting request was looked at; returns the tokens that the step computes for it."""
+        """A pass looked at a waiting request; returns the tokens that the step computes for it."""
         track = self._track(verdict.rid, _Phase.WAIT, idx)
         self._close(track, idx - 1)
         if verdict.result is not AddReqResult.CONTINUE:
@@ -145,7 +145,7 @@ class TimelineBuilder:
         return self._compute(track, verdict, idx, is_last=not verdict.reason.is_cut)
 
     def _continue(self, verdict: Verdict, idx: int) -> int:
-        """A prompt in progress was looked at."""
+        """A pass looked at a partial prefill."""
         track = self._track(verdict.rid, _Phase.PREFILL, idx)
         track.phase = _Phase.PREFILL  # a verdict SWAPPED_IN does not say whether its chunk was the last
         self._close(track, idx - 1)
@@ -198,7 +198,7 @@ class TimelineBuilder:
     # ------------------------------------------------------------ tracks
 
     def _track(self, rid: str, phase: _Phase, since: int) -> _Track:
-        """The request, which may have come before the log began."""
+        """The request, which may have arrived before the log began."""
         return self._tracks.get(rid) or self._new_track(rid, phase, since)
 
     def _new_track(self, rid: str, phase: _Phase, since: int) -> _Track:
@@ -207,23 +207,23 @@ class TimelineBuilder:
         return track
 
     def _close(self, track: _Track, last: int) -> None:
-        """Tell what a request did from `since` to `last`, as far as no verdict has told it."""
+        """Add the span from `since` to `last`, for the passes without a verdict."""
         if track.since > last:
             return
-        if track.phase is not _Phase.PREFILL:  # a prompt in progress that nobody continued: a gap says it
+        if track.phase is not _Phase.PREFILL:  # a partial prefill without a chunk is a gap
             kind = SpanKind.WAIT if track.phase is _Phase.WAIT else SpanKind.DECODE
             track.story.spans.append(Span(kind, track.since, last, on_host=track.on_host))
             self._num_spans += 1
         track.since = last + 1
 
     def _coarsen(self) -> None:
-        """Draw together what is short, so that memory stays bounded whatever the log."""
+        """Merge short spans, so that memory stays bounded for any log."""
         self._num_spans = 0
         self._resolution *= 2
         for story in self._requests:
             story.spans = coarsen(story.spans, self._resolution)
             self._num_spans += len(story.spans)
-        # Where that did not help, each request has about as few spans as it can: the next try is far away.
+        # If that did not help, each request has about its minimum of spans: the next attempt comes much later.
         self._max_spans = max(self._max_spans, self._num_spans * 3 // 2)
 
     # ------------------------------------------------------------ figures

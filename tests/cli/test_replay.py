@@ -166,7 +166,7 @@ def test_changes_are_read_as_settings():
         ("schedule_policy=lpn", "schedule_policy is 'lpn', but it must be one of"),
         ("chunked_prefill_size=many", "chunked_prefill_size is 'many', but it must be a whole number"),
         ("chunked_prefill_size=auto", "'auto' depends on the machine; name a value"),
-        ("port=80", "--set port: the scheduler decides without it"),
+        ("port=80", "--set port: the scheduler does not use it"),
     ],
 )
 def test_mistakes_in_changes_are_one_line(log, capsys, change, message):

@@ -123,7 +123,7 @@ def test_a_server_without_usage_is_counted_by_chunks():
         (lambda: ScriptedServer(status=429), "HTTP 429: out of cheese"),
         (lambda: ScriptedServer(ending=""), r"without \[DONE\]"),
         (lambda: ScriptedServer(ending='data: {"error": {"message": "died"}}\n\n'), "error event: died"),
-        (lambda: ScriptedServer(ending="data: {nonsense\n\n"), "not of OpenAI's form"),
+        (lambda: ScriptedServer(ending="data: {nonsense\n\n"), "does not follow the OpenAI API"),
     ],
 )
 def test_every_failure_is_recorded_with_its_reason(server, reason):

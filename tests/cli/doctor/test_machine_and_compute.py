@@ -79,7 +79,7 @@ MACHINE_FAULTS = [
         {},
         "nofile",
         WARN,
-        "room for 3968 clients, and --max-conn",
+        "enough for 3968 clients, and --max-conn",
         "-connections 3968",
     ),
     ({"open_files": (20, 60)}, {}, "nofile", FAIL, "60 files, 128 are needed", "raise the hard limit"),
@@ -151,7 +151,7 @@ TORCH_FAULTS = [
     ),
     (
         *(torch(isa="portable"), host(cpu_flags=NO_AVX2), "cpu", WARN),
-        *("no bfloat16 .*; no AVX2 with FMA, .* dequantised", "use a CPU with AVX2"),
+        *("no bfloat16 .*; no AVX2 with FMA, .* dequantized", "use a CPU with AVX2"),
     ),
     (
         torch(cpu_kernels_error="no C++ compiler for the CPU kernels; install one", compilers=()),
@@ -212,7 +212,7 @@ def test_how_a_probe_ended_is_a_finding():
 
 
 def test_a_probe_that_does_not_end_is_a_finding():
-    assert gather_torch(time_limit_s=0.001).error == "it did not come to an end within 0.001 s"
+    assert gather_torch(time_limit_s=0.001).error == "it did not end within 0.001 s"
 
 
 def test_directories_of_killed_engines_are_told_and_no_worry():
@@ -230,4 +230,4 @@ def test_the_kernels_are_named_by_the_level_that_is_loaded():
         loaded_isa="avx512_bf16"
     )  # an assembler without AMX, or files from another machine and no compiler
     [own] = [check for check in check_compute(facts, host(), config()) if check.code == "kernels"]
-    assert own.text == "the engine's own, for avx512_bf16: those for amx cannot be had"
+    assert own.text == "the engine's own, for avx512_bf16: those for amx are not available"

@@ -73,7 +73,7 @@ def test_prefill_and_decode_apart(capsys, tmp_path):
         (["--prompt-lens", "0"], "--prompt-lens is '0', but it must be lengths of 1 or more"),
         (["--goodput", "speed:1"], "--goodput has 'speed:1', but it must be metric:milliseconds"),
         (["--set", "lpm"], "--set is 'lpm', but it must be NAME=VALUE"),
-        (["--set", "port=80"], "--set port means nothing to a simulation"),
+        (["--set", "port=80"], "--set port has no effect on a simulation"),
         (["--set", "page_sise=8"], "unknown setting 'page_sise'; did you mean 'page_size'?"),
         (["--page-size", "0"], "page_size is 0, but it must be at least 1 (set by --page-size)"),
         (
@@ -82,18 +82,18 @@ def test_prefill_and_decode_apart(capsys, tmp_path):
         ),
         (["--dispatch", "luck"], "--dispatch is 'luck', but it must be one of round-robin"),
         (["--json", "/nowhere/x"], "cannot write /nowhere/x: No such file or directory"),
-        (["--time-scale", "0"], "--time-scale means nothing to the workload 'chat': only a trace has times"),
+        (["--time-scale", "0"], "--time-scale has no effect on the workload 'chat': only a trace has times"),
         (
             ["--output-lens", "5"],
-            "--output-lens means nothing to the workload 'chat': it goes with --prompt-lens",
+            "--output-lens has no effect on the workload 'chat': it goes with --prompt-lens",
         ),
         (
             ["--workload", "batch"],
-            "--rate means nothing to the workload 'batch': all its requests come at once",
+            "--rate has no effect on the workload 'batch': all its requests come at once",
         ),
         (
             ["--prompt-lens", "5", "--output-len", "3"],
-            "--output-len means nothing to the workload 'given lengths'",
+            "--output-len has no effect on the workload 'given lengths'",
         ),
         (["--prompt-lens", "5", "--workload", "rag"], "--workload rag and --prompt-lens are two workloads"),
         (["--set", "foo=8"], "unknown setting 'foo'; `engine serve --help` lists them all"),
@@ -127,7 +127,7 @@ def test_an_option_without_a_meaning_for_the_file_is_a_mistake(capsys, tmp_path,
     path.write_text(text)
     command = ["simulate", "smollm2-135m", "--workload", str(path), "--num-requests", "3"]
     assert cli.run([*command, *flags]) == 2
-    assert f"{flag} means nothing to the workload '{path}'" in capsys.readouterr().err
+    assert f"{flag} has no effect on the workload '{path}'" in capsys.readouterr().err
     assert cli.run(command) == 0
 
 

@@ -162,7 +162,7 @@ def test_another_server_and_an_older_engine(capsys, server):
         (["ftp://x", "--once"], "must look like http://127.0.0.1:30000"),
         (["http://a:b", "--once"], "--url is 'http://a:b', which is no URL"),
         (["http://a", "--url", "http://b", "--once"], "the URL is given twice"),
-        (["--json"], "--json is one look; add --once"),
+        (["--json"], "--json prints one snapshot; add --once"),
         (["--interval", "0", "--once"], "--interval is 0, but it must be 0.1 seconds or more"),
         (["--interval", "nan", "--once"], "--interval is nan"),
         (["--interval", "inf", "--once"], "--interval is inf"),

@@ -38,12 +38,12 @@ def test_at_80_by_24(snapshot):
         "KV      ############::::::...... requests 50% · tree 25% · free 25% of 1,000",
         "rates   1,234 tok/s out · 200 tok/s prompts, 25% cached · 20.0 steps/s · busy 5…",
         "why     no_kv 2",
-        "budget  memory promised 4,000 -> 3,904",
+        "budget  memory reserved 4,000 -> 3,904",
         "",
         "ID              PHASE        AGE   TTFT  PROMPT         OUT WHY",
         "chatcmpl-…7c1-0 decode     2.44s   59ms     812      83/400",
         "cmpl-b          waiting    61.0s      -     812       0/400 no_kv (need 4,176, …",
-        "cmpl-c          retracted  61.0s      -     812       0/400 lost its place 2x; …",
+        "cmpl-c          retracted  61.0s      -     812       0/400 retracted 2x; no_kv",
     ]
 
 
@@ -51,7 +51,7 @@ def test_at_200_by_50_ids_and_reasons_are_whole(snapshot):
     lines = screen(snapshot, width=200, height=50)
     assert lines[8].startswith(f"{RUNS['id']} decode ")
     assert lines[9].endswith("KV memory is short (need 4,176, have 3,904)")
-    assert lines[10].endswith("lost its place 2x; KV memory is short")
+    assert lines[10].endswith("retracted 2x; KV memory is short")
     assert " CACHED " in lines[7]
 
 

@@ -179,7 +179,7 @@ def test_a_coarser_page_is_drawn_and_says_so(browse, sample_engine, monkeypatch)
     found = root_attributes(dom)
     assert (found["ready"], found["rows"]) == ("1", "40")
     assert "error" not in found
-    assert "are drawn as one, in the colour of the longest" in dom
+    assert "are drawn as one, in the color of the longest" in dom
     assert pixels(shot)[palette("light")["wait-memory"]] > 500
 
 
