@@ -129,7 +129,7 @@ def merge_options(
         settings: from `takes_config_options`.
         config_file: from `--config`.
         model: the positional MODEL.
-        base: what the command itself prefers over the defaults.
+        base: settings of the command that replace the defaults.
     """
     flags: Mapping[str, Any] = settings
     if model is not None:

@@ -1,6 +1,6 @@
 """`StartupDisplay`: shows the progress of a start on standard error: a spinner with named steps, a download bar.
 
-Where standard error is no terminal nothing is shown, except one line when a download begins: a download is
+If standard error is no terminal, nothing is shown, except one line when a download begins: a download is
 slow, and the line explains the wait in a log.
 """
 

@@ -36,7 +36,7 @@ class Metric:
     Attributes:
         name: as printed.
         higher_is_better: true for throughput, false for latency.
-        of_run: the figure of a whole run, None where it was not measured.
+        of_run: the figure of a whole run, None if it was not measured.
         samples: what can be resampled within runs.
         statistic: from samples [..., n] to the figure [...].
     """

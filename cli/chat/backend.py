@@ -53,7 +53,7 @@ class Backend(Protocol):
         ...
 
     def count_tokens(self, messages: Sequence[Message]) -> int | None:
-        """Tokens of the rendered conversation; None where the backend cannot say."""
+        """Tokens of the rendered conversation; None if the backend cannot count."""
         ...
 
     def close(self) -> None:

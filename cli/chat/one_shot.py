@@ -53,9 +53,9 @@ def ask_once(
 
 
 def read_question(words: list[str], stdin: TextIO) -> str | None:
-    """The question from the command line, with what is piped in below it; None if there is neither.
+    """The question from the command line, followed by the piped input; None if there is neither.
 
-    Standard input counts only where it is a pipe or a file: a program that runs this command may
+    Standard input is read only if it is a pipe or a file: a program that runs this command may
     pass on a terminal, a socket or nothing.
 
     Raises:

@@ -24,14 +24,14 @@ class Screen:
         return cls(out, out)
 
     def answer(self, text: str) -> None:
-        """Write a piece of an answer as it comes."""
+        """Write a piece of an answer as it arrives."""
         if text:
             shown = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if self._out.isatty() else text
             self._write(self._out, shown)
             self._at_line_start = text.endswith("\n")
 
     def end_answer(self) -> None:
-        """Make sure that the next thing begins on a line of its own."""
+        """End the current line, so that the next output begins on a new one."""
         if not self._at_line_start:
             self._write(self._out, "\n")
             self._at_line_start = True

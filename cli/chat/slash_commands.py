@@ -26,7 +26,7 @@ class SlashCommand:
         arguments: how `/help` shows them.
         help: one line.
         run: receives the conversation and the text after the name.
-        words: what completes its first argument; `PATH` for file names.
+        words: completions of its first argument; `PATH` for file names.
     """
 
     name: str
@@ -82,7 +82,7 @@ def run_command(chat: Conversation, line: str) -> None:
         chat.screen.error(str(error))
 
 
-# ---------------------------------------------------------------- what they do
+# ---------------------------------------------------------------- the commands
 
 
 def _help(chat: Conversation, argument: str) -> None:

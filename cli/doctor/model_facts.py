@@ -60,13 +60,13 @@ class ModelFacts:
     """See the module. A fact is None if it depends on a check that failed.
 
     Attributes:
-        not_fetched: what a start will fetch first; "" if nothing.
+        not_fetched: the model that a start fetches first; "" if nothing.
         source, source_error: the files.
         spec, spec_error: the architecture.
         weights, weights_error: the headers of all weight files against their sizes.
         checksums: of the files with a published one, if compared.
         vocab_size, tokenizer_error: tokens of the tokenizer.
-        changed_samples: those of `SAMPLES` that came back changed, with what they became.
+        changed_samples: those of `SAMPLES` that changed by encoding and decoding, with the changed text.
         has_template, template_error: the chat template, and why it cannot render.
     """
 
