@@ -1,15 +1,15 @@
-"""What this machine's CPU can do at most: read bandwidth at a model's footprint, and the rates of products.
+"""The limits of this machine's CPU: read bandwidth at a model's footprint, and matmul rates.
 
     python benchmarks/ceilings.py [--megabytes 269 98] [--threads 1 2] [--json FILE]
 
-The bandwidth is that of reading once through memory of the size of the model's weights, which a step does too: what a
-large cache keeps from one round to the next it would keep from one step to the next. The memory lies in huge pages
-where Linux gives them, as the engine's weights do.
+The bandwidth is measured by reading memory of the size of the model's weights once per round, as a step does; a large
+cache keeps as much from round to round as from step to step. The memory is in huge pages if Linux grants them, like
+the engine's weights.
 
-Rates are those of oneDNN: packed weights in bf16; the same in fp32, as numbers of bf16 may be multiplied in either and
-some CPUs are slower at the former (`Machine.product_rate` of `peers/limits.py` takes the better one); and int8 on
-unsigned activations (AVX-512 VNNI or AMX) through torch's quantised linear layer, left out where torch has none. Best
-of many short runs: what disturbs a shared machine only ever makes it slower.
+Rates are those of oneDNN: packed weights in bf16; the same in fp32, because bf16 values may be multiplied in either and
+some CPUs are slower in bf16 (`Machine.product_rate` of `peers/limits.py` takes the better one); and int8 on
+unsigned activations (AVX-512 VNNI or AMX) through torch's quantized linear layer, left out if torch has none. Each
+figure is the best of many short runs, because other load can only make a run slower.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BF16_MEGABYTES = 269  # SmolLM2-135M in bf16, the output head tied to the embedding
 Q4_1_MEGABYTES = 98  # its GGUF file, Q4_1 with the embedding in Q8_0
 INPUTS, OUTPUTS = 576, 3072  # gate and up of SmolLM2-135M, its largest linear layer but the head
-FEW_TOKENS, MANY_TOKENS = 64, 512  # of a product: a full decode batch, a piece of a prompt
+FEW_TOKENS, MANY_TOKENS = 64, 512  # of a matmul: a full decode batch, a chunk of a prompt
 ROUNDS = 30
 
 
@@ -39,7 +39,7 @@ class Ceiling(msgspec.Struct, frozen=True):
     """One figure of the machine.
 
     Attributes:
-        what: "read" in GB/s, or "bf16", "fp32" or "int8" products in GFLOP/s or GOP/s.
+        what: "read" in GB/s, or "bf16", "fp32" or "int8" matmuls in GFLOP/s or GOP/s.
         size: megabytes that are read, tokens that are multiplied.
     """
 
@@ -49,7 +49,7 @@ class Ceiling(msgspec.Struct, frozen=True):
     rate: float
 
     def __str__(self) -> str:
-        """A line to read."""
+        """The figure as one line of text."""
         if self.what == "read":
             return f"read bandwidth, {self.size} MB, {self.num_threads} threads: {self.rate:6.1f} GB/s"
         unit = "GOP/s" if self.what == "int8" else "GFLOP/s"
@@ -58,7 +58,7 @@ class Ceiling(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="what this CPU can do at most")
+    parser = argparse.ArgumentParser(description="the limits of this CPU")
     parser.add_argument(
         "--megabytes",
         type=int,
@@ -67,7 +67,7 @@ def main() -> None:
         help="footprints: bytes of a model's weights / 10^6",
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--json", type=Path, help="write them to this file, too")
+    parser.add_argument("--json", type=Path, help="also write them to this file")
     args = parser.parse_args()
     ceilings = []
     for ceiling in measure(args.megabytes, args.threads):
@@ -115,7 +115,7 @@ def read_bandwidth(megabytes: int) -> float:
 
 
 def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
-    """For memory that nobody has touched; whether the system has heard it."""
+    """Ask for huge pages for untouched memory; returns whether the system accepted it."""
     start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     whole_bytes = (address + num_bytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     madvise = find_madvise()
@@ -134,9 +134,9 @@ def product_rate(num_tokens: int, dtype: torch.dtype, inputs: int = INPUTS, outp
 
 
 def int8_product_rate(num_tokens: int, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float | None:
-    """GOP/s of one linear layer of int8 weights and uint8 activations through oneDNN, None where torch has no such.
+    """GOP/s of one linear layer of int8 weights and uint8 activations through oneDNN, None if torch has no such layer.
 
-    Its answer is float32, as a kernel's would be that goes on in floating point.
+    Its output is float32, like that of a kernel that continues in floating point.
     """
     import torch
 

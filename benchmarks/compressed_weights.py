@@ -1,10 +1,10 @@
-"""Products with bfloat16 weights of 12 and of 16 bits a number, in turn, in one process: what compression gains.
+"""Matmuls with bfloat16 weights stored in 12 and in 16 bits, in turn, in one process: the gain of compression.
 
     python benchmarks/compressed_weights.py [--tokens 1 4 8 64 512] [--isa avx512_vnni] [--rounds 40] [--threads 2]
 
 All linear layers of a model like SmolLM2-135M, one after the other, so that its whole footprint is read, as in a step.
-The same numbers on both sides; results are compared first, and have to be the same bits. What counts is the ratio
-within a round: a shared machine's memory may be half as fast a minute later.
+Both sides have the same values; the results are compared first and must be bit-identical. The figure is the ratio
+within a round, because memory bandwidth of a shared machine changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernel_builds import at_least
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 _QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 LAYER_SHAPES = ((_QKV, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER))
-"""[N, K] of a layer's weights; that of the MLP's gate and up ends with its activation."""
+"""[N, K] of a layer's weights; gate and up of the MLP include the activation."""
 HEAD_SHAPE = (VOCAB, HIDDEN)
 
 
 class ComparisonError(Exception):
-    """There is nothing to compare here, or the two sides disagree."""
+    """There is nothing to compare on this machine, or the two sides differ."""
 
 
 class Weight(NamedTuple):
@@ -55,9 +55,9 @@ class Weight(NamedTuple):
 
 def main() -> None:
     """Print a line for each number of tokens."""
-    parser = argparse.ArgumentParser(description="weights of 12 and 16 bits a number, in turn")
+    parser = argparse.ArgumentParser(description="weights of 12 and 16 bits, in turn")
     parser.add_argument("--tokens", nargs="+", type=at_least(1), default=[1, 2, 4, 6, 8, 12, 16, 32, 64, 512])
-    parser.add_argument("--isa", choices=ISAS, help="level of instructions; this CPU's best by default")
+    parser.add_argument("--isa", choices=ISAS, help="ISA target; this CPU's best by default")
     parser.add_argument("--layers", type=at_least(1), default=LAYERS)
     parser.add_argument("--threads", type=at_least(1), default=2)
     parser.add_argument("--rounds", type=at_least(1), default=40)
@@ -69,10 +69,10 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Measure what was asked for.
+    """Measure the chosen cases.
 
     Raises:
-        ComparisonError: this level of instructions compresses no weights, or the two sides disagree.
+        ComparisonError: this ISA target compresses no weights, or the two sides differ.
     """
     shorten_spinning()  # before torch is imported
     import torch
@@ -88,17 +88,17 @@ def compare(args: argparse.Namespace) -> None:
     weights = make_weights(library, args.layers)
     plain_mb = sum(weight.plain.num_bytes for weight in weights) / 1e6
     compressed_mb = sum(weight.compressed.num_bytes for weight in weights) / 1e6
-    print(f"{len(weights)} weights, {plain_mb:.0f} MB as they are, {compressed_mb:.0f} MB compressed")
+    print(f"{len(weights)} weights, {plain_mb:.0f} MB uncompressed, {compressed_mb:.0f} MB compressed")
     print(f"{'tokens':>6} {'16 bits, ms':>11} {'12 bits, ms':>11} {'ratio':>6}  quartiles")
     for num_tokens in args.tokens:
         print(report(num_tokens, measure(weights, num_tokens, args.rounds)), flush=True)
 
 
 def make_weights(library: ctypes.CDLL, num_layers: int) -> list[Weight]:
-    """A model's, of random numbers.
+    """Random weights of a model, in both forms.
 
     Raises:
-        ComparisonError: this level of instructions compresses none.
+        ComparisonError: this ISA target compresses none.
     """
     import torch
 
@@ -111,7 +111,7 @@ def make_weights(library: ctypes.CDLL, num_layers: int) -> list[Weight]:
         plain = NativeLinear(library, numbers.to(torch.bfloat16))
         compressed = plain.compressed()
         if compressed is None:
-            raise ComparisonError("this level of instructions has no products with compressed weights")
+            raise ComparisonError("this ISA target has no matmuls with compressed weights")
         if outputs == 2 * INNER:
             plain.end_with_silu()
             compressed.end_with_silu()
@@ -120,10 +120,10 @@ def make_weights(library: ctypes.CDLL, num_layers: int) -> list[Weight]:
 
 
 def measure(weights: Sequence[Weight], num_tokens: int, rounds: int) -> npt.NDArray[np.float64]:
-    """Seconds of all products, [rounds, 2]: plain and compressed.
+    """Seconds of all matmuls, [rounds, 2]: plain and compressed.
 
     Raises:
-        ComparisonError: their results are not the same bits.
+        ComparisonError: their results are not bit-identical.
     """
     import torch
 
@@ -131,7 +131,7 @@ def measure(weights: Sequence[Weight], num_tokens: int, rounds: int) -> npt.NDAr
     for weight in (*weights[: len(LAYER_SHAPES)], weights[-1]):
         x = xs[weight.inputs]
         if not torch.equal(weight.plain(x), weight.compressed(x)):
-            raise ComparisonError(f"{num_tokens} tokens: the two products are not the same bits")
+            raise ComparisonError(f"{num_tokens} tokens: the two results are not bit-identical")
     inputs = [xs[weight.inputs] for weight in weights]
     sides = ([weight.plain for weight in weights], [weight.compressed for weight in weights])
     rng = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def measure(weights: Sequence[Weight], num_tokens: int, rounds: int) -> npt.NDAr
 
 
 def run(products: Sequence[NativeLinear | CompressedLinear], xs: Sequence[Tensor]) -> float:
-    """Seconds of one product after the other."""
+    """Seconds of all matmuls, one after the other."""
     start = time.perf_counter()
     for product, x in zip(products, xs, strict=True):
         product(x)
@@ -151,7 +151,7 @@ def run(products: Sequence[NativeLinear | CompressedLinear], xs: Sequence[Tensor
 
 
 def report(num_tokens: int, seconds: npt.NDArray[np.float64]) -> str:
-    """A line; the ratio is the median of the rounds' ratios, quartiles behind it. `seconds`: [rounds, 2]."""
+    """A line; the ratio is the median of the rounds' ratios, followed by quartiles. `seconds`: [rounds, 2]."""
     plain, compressed = np.median(seconds, axis=0) * 1e3
     low, middle, high = np.quantile(seconds[:, 1] / seconds[:, 0], [0.25, 0.5, 0.75])
     return f"{num_tokens:6} {plain:11.2f} {compressed:11.2f} {middle:6.3f}  {low:.3f} to {high:.3f}"

@@ -1,10 +1,10 @@
-"""Our CPU kernels beside plain torch: each kernel alone, then whole steps of a model.
+"""The engine's CPU kernels compared with plain torch: each kernel alone, then whole steps of a model.
 
     python benchmarks/cpu_kernels.py [--threads 2] [--what kernels steps] [--cpu-time]
 
-Both sides run in turn, in one process, on the same inputs; the shortest run of each counts, because what disturbs a
-shared machine only ever makes it slower. `--cpu-time` counts the time of this process's threads instead of the clock's:
-use it with one thread where other work keeps the cores busy. Weights of steps are random (`--load-format dummy`), the
+Both sides run in turn, in one process, on the same inputs; the shortest run of each counts, because other
+load can only make a run slower. `--cpu-time` counts the CPU time of this process's threads instead of wall time: use it
+with one thread if other work keeps the cores busy. Weights of steps are random (`--load-format dummy`), the
 shapes those of SmolLM2-135M.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-# Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.player import MAX_LEN, MAX_REQUESTS, make_player
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     """One line of the table.
 
     Attributes:
-        work: what is done, and in which unit: bytes read or operations; the table shows it per nanosecond.
+        work: bytes read or operations, see `unit`; the table shows them per nanosecond.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Run what was asked for."""
-    parser = argparse.ArgumentParser(description="CPU kernels beside plain torch")
+    """Run the chosen comparisons."""
+    parser = argparse.ArgumentParser(description="CPU kernels compared with plain torch")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--what", nargs="+", choices=["kernels", "steps"], default=["kernels", "steps"])
     parser.add_argument("--cpu-time", action="store_true")
@@ -131,7 +131,7 @@ def linears() -> Iterator[Case]:
 
 
 def small_operations() -> Iterator[Case]:
-    """What stands between the products."""
+    """The kernels between the matmuls."""
     import torch
 
     from engine.model_runner.kernels import plain
@@ -207,7 +207,7 @@ def attention() -> Iterator[Case]:
             lambda step=steps[0], q=q: step.forward(0, q),  # type: ignore[misc]
             lambda step=steps[1], q=q: step.forward(0, q),  # type: ignore[misc]
             operations if new > 1 else 4.0 * num_requests * length * KV_HEADS * HEAD_DIM,
-            "GFLOP/s" if new > 1 else "GB/s of keys and values as if nothing was shared",
+            "GFLOP/s" if new > 1 else "GB/s of keys and values as if nothing were shared",
             rounds=10,
         )
 
@@ -217,7 +217,7 @@ def attention() -> Iterator[Case]:
 
 @contextmanager
 def without_native() -> Iterator[None]:
-    """Runners that are loaded within compute with torch and oneDNN only."""
+    """Runners loaded inside this context compute with torch and oneDNN only."""
     from engine.model_runner import assembly, load, op_selection
     from engine.model_runner.attention import selection
 
@@ -250,7 +250,7 @@ def show_steps(num_threads: int, clock: Callable[[], float]) -> None:
         best = dict.fromkeys(players, float("inf"))
         for turn in range(12):
             for name, player in players.items():
-                # The first step brings the requests, with whatever the pool holds as their past.
+                # The first step adds the requests; their context is what the pool contains.
                 tokens = prompts if turn == 0 else None
                 started_s = clock()
                 player.step([length + turn] * num_requests, 1, tokens, shared)

@@ -1,15 +1,15 @@
-"""The engine beside vLLM's CPU build and llama.cpp: one model, the same requests, interleaved, medians and ratios.
+"""The engine, vLLM's CPU build and llama.cpp compared: one model, the same requests, interleaved, medians and ratios.
 
     python benchmarks/cpu_vs_peers.py setup [--peers-dir DIR] [--pip-args "--extra-index-url URL"]
     python benchmarks/cpu_vs_peers.py run --output results.json [--sides engine-bf16 vllm] [--workloads W1 W3] [--quick]
     python benchmarks/cpu_vs_peers.py table results.json
 
-`setup` installs the peers in environments of their own, outside the repository, and converts the default model for
-them; what is there already is left alone. `run` measures: first each server alone (from its command to the first
-completion, memory with its KV pool full), then all of them up and one asked at a time, A B C A B C. Every server is
-asked by `engine bench serve` in a process of its own, with token ids, fixed seeds that change with every round, exact
-output lengths, which are checked. The file is written after every measurement, and `run` goes on where it was cut off.
-The machine must have nothing else to do; the share of a core that others used is part of every measurement.
+`setup` installs the peers in separate environments, outside the repository, and converts the default model for
+them; what exists is kept. `run` measures: first each server alone (from its command to the first
+completion, memory with its KV pool full), then all of them up, with requests to one at a time, A B C A B C. The
+client is `engine bench serve` in a separate process, with token ids, fixed seeds that change with every round, exact
+output lengths, which are checked. The file is written after every measurement, and `run` continues after an
+interruption. The machine must be idle otherwise; the CPU share of other processes is part of every measurement.
 
 Transformers' server is not among the peers: it takes prompts as text only, so their lengths cannot be set.
 """
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-# Run as a script: its parts are found from the repository's root. Last, so that nothing there hides a package.
+# As a script, import its parts from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.limits import Machine, ServedModel, batch_limit, decode_limit, prefill_limit
@@ -57,7 +57,7 @@ KV_TOKENS: Final = 65_536
 
 
 def main() -> int:
-    """Do what is asked; 1 if something could not be measured."""
+    """Run the subcommand; returns 1 if something could not be measured."""
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that servers are ended
     match arguments.command:
@@ -76,13 +76,13 @@ def main() -> int:
 
 
 def set_up(arguments: argparse.Namespace) -> None:
-    """Install the peers and convert the model, as far as that is missing."""
+    """Install missing peers and convert the model if that is missing."""
     vllm, llama, models = _places(arguments)
     for name, peer in (("vllm", vllm), ("llama", llama)):
         if name not in arguments.peers:
             continue
         if missing := peer.missing():
-            print(f"{name}: {', '.join(missing)} not there yet")
+            print(f"{name}: {', '.join(missing)} missing")
             peer.set_up(shlex.split(arguments.pip_args))
             if missing := peer.missing():
                 sys.exit(f"{name}: still without {', '.join(missing)}")
@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _limits(results: Results, workloads: Sequence[Workload], gguf: Path) -> dict[tuple[str, str], float]:
-    """By workload and side, as far as the ceilings for it were measured."""
+    """Limits by workload and side, if the ceilings for them were measured."""
     if results.model is None or not results.ceilings:
         return {}
     machine = Machine(tuple(results.ceilings), len(results.settings["cores"]))
@@ -198,7 +198,7 @@ def _gguf(arguments: argparse.Namespace) -> Path:
 
 
 def parse_arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
-    """From the command line."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -207,14 +207,14 @@ def parse_arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
     places.add_argument(
         "--peers-dir", type=_path, default=cache_dir() / "peers", help="of the peers (%(default)s)"
     )
-    places.add_argument("--gguf", type=_path, help="the default model's file, where it is not fetched")
+    places.add_argument("--gguf", type=_path, help="the default model's file, if it is not fetched")
     places.add_argument(
         "--bf16-folder",
         type=_path,
-        help="the model as bf16 folder, where it is there already, or another one whose token ids "
-        "contain those of --gguf, for the sides that serve no GGUF file",
+        help="the model as bf16 folder, if it exists already, or another one with token ids that "
+        "include those of --gguf, for the sides that serve no GGUF file",
     )
-    places.add_argument("--bf16-gguf", type=_path, help="the model as BF16 GGUF, where it is there already")
+    places.add_argument("--bf16-gguf", type=_path, help="the model as BF16 GGUF, if it exists already")
 
     setup = commands.add_parser("setup", parents=[places], help="install the peers, convert the model")
     setup.add_argument("--peers", nargs="+", choices=["vllm", "llama"], default=["vllm", "llama"])
@@ -231,18 +231,21 @@ def parse_arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
     measure.add_argument("--workloads", nargs="+", choices=names, default=names)
     measure.add_argument("--rounds", type=int, default=3)
     measure.add_argument(
-        "--all-rounds", action="store_true", help="in every round also what no target compares (slow)"
+        "--all-rounds", action="store_true", help="measure pairs without a target in every round, too (slow)"
     )
     measure.add_argument("--no-alone", action="store_true", help="no starts, no memory: the rounds only")
     measure.add_argument(
-        "--quick", action="store_true", help="one round of small workloads, to see that all runs"
+        "--quick", action="store_true", help="one round of small workloads, to check that all of it runs"
     )
     measure.add_argument(
-        "--kv-tokens", type=int, default=KV_TOKENS, help="room of every server (%(default)s)"
+        "--kv-tokens",
+        type=int,
+        default=KV_TOKENS,
+        help="KV capacity of every server, in tokens (%(default)s)",
     )
     measure.add_argument("--port", type=int, default=18_100, help="the first of six (%(default)s)")
     measure.add_argument(
-        "--max-minutes", type=float, default=180.0, help="begin nothing new then (%(default)s)"
+        "--max-minutes", type=float, default=180.0, help="start no measurement after this time (%(default)s)"
     )
 
     table = commands.add_parser("table", parents=[places], help="print the tables of a result file")

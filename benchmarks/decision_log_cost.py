@@ -1,9 +1,9 @@
-"""What `--decision-log` costs: time per step of the recorder alone, and bytes per step, by number of running requests.
+"""The cost of `--decision-log`: time per step of the recorder alone, and bytes per step, by number of running requests.
 
     python benchmarks/decision_log_cost.py [--rounds 400] [--waiting 100] [--folder .]
 
 A step is a decode of all running requests while others wait; its record, its result and the calls are written to a
-file in the given folder, one write per pass. Also the time to replay what was recorded.
+file in the given folder, one write per pass. The time to replay the log is measured, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="cost of the decision log")
     parser.add_argument("--rounds", type=int, default=400, help="steps per figure")
-    parser.add_argument("--waiting", type=int, default=100, help="requests that wait all the time")
+    parser.add_argument("--waiting", type=int, default=100, help="requests that wait during all steps")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to write")
     options = parser.parse_args()
     gc.collect()

@@ -1,18 +1,18 @@
-"""How fast is the engine on this GPU, and what would the GPU allow? Dummy weights in the shapes of real models.
+"""The speed of the engine on this GPU, and the limits of the GPU. Dummy weights in the shapes of real models.
 
     python3 benchmarks/gpu_path.py benchmarks.gpu_bench [--only Qwen3-0.6B] [--json bench.json]
 
 Under eight minutes on one Hopper GPU without network. `make gpu-bench` is the same. With `--device cpu --tiny` it tests
 itself. Scheduler, runner and pipeline are the product's, on one thread; only the HTTP side is missing. For each model:
 
-    step      from the end of one decode step to the end of the next, median, everybody at about the same context
-    busy      share of that time that the device worked
-    host      what the host does in a step besides waiting for the device
+    step      from the end of one decode step to the end of the next, median, all requests at about the same context
+    busy      share of that time in which the device is busy
+    host      host time of a step without waiting for the device
     prefill   prompt tokens per second, prompts alone
     offline   256 requests with 100 to 1024 random tokens in and as many others out, all at once: output tokens per s
 
-The best that the device allows is measured first: bytes of a device-to-device copy and a large bf16 matrix product. A
-decode step must read all weights and all KV of its batch, and multiply each weight with each request.
+The limits of the device are measured first: a device-to-device copy and a large bf16 matmul. A decode step must read
+all weights and all KV of its batch, and multiply each weight with each request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DECODES: Final = (
     (8, 512),
     (64, 768),
     (256, 768),
-)  # requests, context in the middle of what is measured
+)  # requests, context in the middle of the measurement
 STEPS: Final = 64
 OFFLINE_REQUESTS: Final = 256
 OFFLINE_RANGE: Final = (100, 1024)
@@ -62,11 +62,11 @@ MIN_BUSY: Final = 0.99
 HOST_TARGETS_MS: Final = {1: 0.25, 256: 0.8}
 
 
-# ---------------------------------------------------------------- what the device can do
+# ---------------------------------------------------------------- limits of the device
 
 
 class Ceilings(NamedTuple):
-    """Of the device: bytes per second that a copy reads and writes, and bf16 operations per second."""
+    """Limits of the device: bytes per second that a copy reads and writes, and bf16 operations per second."""
 
     bytes_per_s: float
     flops: float
@@ -84,7 +84,7 @@ def measure_ceilings(device: str) -> Ceilings:
     num_bytes = 2 * source.nbytes
     del source, target, a, b
     if on_gpu:
-        torch.cuda.empty_cache()  # the engine takes what the driver says is free
+        torch.cuda.empty_cache()  # the engine takes what the driver reports as free
     return Ceilings(num_bytes / copy_s, 2 * size**3 / product_s)
 
 
@@ -106,20 +106,20 @@ def _synchronise(device: str) -> None:
 
 
 def ceilings(report: Report) -> None:
-    """Print them alone, first."""
+    """Print the limits in a section before the others."""
     if report.device == "cuda":
         report.note(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     found = measure_ceilings(report.device)
     report.figure(Figure("device-to-device copy, read and written", found.bytes_per_s / 1e12, "TB/s"))
-    report.figure(Figure("bf16 matrix product", found.flops / 1e12, "TFLOP/s"))
+    report.figure(Figure("bf16 matmul", found.flops / 1e12, "TFLOP/s"))
 
 
 class Best:
-    """What a step takes at least, by the ceilings and the model's size; milliseconds and tokens per second."""
+    """Lower bounds from the ceilings and the model's size; milliseconds and tokens per second."""
 
     def __init__(self, spec: ModelSpec, found: Ceilings) -> None:
         self._found = found
-        # An embedding of its own is only looked up in.
+        # A separate embedding is only a look-up.
         looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
         self._num_weights = spec.num_parameters - looked_up
         self._head = spec.vocab_size * spec.hidden_size
@@ -131,11 +131,11 @@ class Best:
         return 1e3 * max(reading_s, 2 * self._num_weights * batch / self._found.flops)
 
     def prefill_rate(self) -> float:
-        """Prompt tokens per second; the head is for the last token of each only."""
+        """Prompt tokens per second; the head computes only the last token of each prompt."""
         return self._found.flops / (2 * (self._num_weights - self._head))
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- measurements
 
 
 def bench_model(name: str, report: Report) -> None:
@@ -173,7 +173,7 @@ def _decodes(report: Report) -> Sequence[tuple[int, int]]:
 def measure_decodes(engine: Engine, name: str, batch: int, context: int, best: Best, report: Report) -> None:
     """Steady decodes of so many requests."""
     num_steps = 12 if report.tiny else STEPS
-    # While prompts are computed in several steps, those who are through decode along: all overlap in the middle.
+    # Requests with a computed prompt decode while the other prompts are computed: all overlap in the middle.
     run = engine.run([Work(context - num_steps // 2, 2 * num_steps)] * batch)
     pairs = [
         (before, step)
@@ -208,7 +208,7 @@ def measure_prefill(engine: Engine, name: str, best: Best, report: Report) -> No
 
 
 def offline_work(tiny: bool) -> list[Work]:
-    """The same in every run."""
+    """Random prompts, the same in every run."""
     source = random.Random(0)
     low, high = (10, 100) if tiny else OFFLINE_RANGE
     return [
@@ -218,7 +218,7 @@ def offline_work(tiny: bool) -> list[Work]:
 
 
 def measure_offline(engine: Engine, name: str, report: Report) -> None:
-    """All at once."""
+    """All requests at once."""
     run = engine.run(offline_work(report.tiny))
     rate = run.num_output_tokens / run.seconds
     report.figure(Figure(f"{name} offline", rate, "tok/s", None, TARGETS.get(f"{name} offline"), True))
@@ -227,7 +227,7 @@ def measure_offline(engine: Engine, name: str, report: Report) -> None:
 
 
 def peer(report: Report) -> None:
-    """The same offline work by transformers' continuous batching; what it has done when its time is over counts."""
+    """The same offline work by transformers' continuous batching; the tokens generated within the time limit count."""
     import transformers
 
     limit_s = 50.0
@@ -246,7 +246,7 @@ def peer(report: Report) -> None:
     manager = model.init_continuous_batching(generation_config=generation)
     manager.start()
     try:
-        # Its own warming up, whatever that is in this version, does not count.
+        # The library's own warm-up is not measured.
         _take_tokens(manager, [(source.integers(0, config.vocab_size, 20).tolist(), 4)], limit_s)
         started_s = time.perf_counter()
         prompts = [source.integers(0, config.vocab_size, one.prompt_len).tolist() for one in work]
@@ -262,7 +262,7 @@ def peer(report: Report) -> None:
 
 
 def _take_tokens(manager: Any, work: Sequence[tuple[list[int], int]], limit_s: float) -> tuple[int, float]:
-    """Ask for tokens behind prompts; how many came, and when the last one did."""
+    """Generate tokens after prompts; returns their number and the time of the last one."""
     deadline_s = time.perf_counter() + limit_s
     for ids, output_len in work:
         manager.add_request(ids, max_new_tokens=output_len, streaming=True)
@@ -286,4 +286,4 @@ SECTIONS: Final = (
 )
 
 if __name__ == "__main__":
-    run_sections("benchmarks.gpu_bench", "How fast is the engine on this GPU?", SECTIONS, BUDGET_S)
+    run_sections("benchmarks.gpu_bench", "The speed of the engine on this GPU", SECTIONS, BUDGET_S)

@@ -1,14 +1,14 @@
-"""One folder with what a GPU host without network lacks: sgl_kernel, shrunk, and pure wheels.
+"""Makes a folder with the packages that a GPU host without network lacks: sgl_kernel, reduced, and pure wheels.
 
     python benchmarks/gpu_bundle.py [--out build/gpu-bundle]
 
 The host brings its own Python 3.12 with torch 2.11 for CUDA 13, triton and transformers. The bundle is put on its
-`PYTHONPATH`; `gpu_check` and `gpu_bench` do that themselves, and unpack the archive of sgl_kernel there.
+`PYTHONPATH`; `gpu_check` and `gpu_bench` do that automatically, and unpack the archive of sgl_kernel there.
 
-The kernel wheel holds 1.1 GB of device code, for three generations of GPUs and all head sizes. What is not wanted is
-overwritten with zeros in place: sizes and offsets stay, so the library stays valid, and compression swallows the zeros.
-CUDA loads device code lazily, so nobody reads them; never set CUDA_MODULE_LOADING=EAGER with this. A kernel that is
-missing fails with "invalid device image" or "no kernel image"; install the whole wheel then.
+The kernel wheel holds 1.1 GB of device code, for three generations of GPUs and all head sizes. Unneeded code is
+overwritten with zeros in place: sizes and offsets stay, so the library stays valid, and the zeros compress well.
+CUDA loads device code lazily, so the zeros are not read; never set CUDA_MODULE_LOADING=EAGER with this. A missing
+kernel fails with "invalid device image" or "no kernel image"; install the whole wheel then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WHEELS = (
     "hypothesis",
     "sortedcontainers",
 )
-"""What the engine and its tests need and machines with torch and transformers usually lack, each without its needs."""
+"""Packages of the engine and its tests that a machine with torch and transformers usually lacks; no dependencies."""
 PLATFORMS = (
     "manylinux_2_28_x86_64",
     "manylinux_2_26_x86_64",
@@ -67,13 +67,13 @@ WANTED_SOURCE = re.compile(
     r"|flash_fwd_hdim(64|128|256)_bf16(_paged)?(_split)?_sm90|flash_fwd_hdim(64|128|256)_bf16_packgqa_sm90"
     r"|flash_fwd_hdim128_e4m3(_paged)?(_split)?_sm90|flash_fwd_hdim128_e4m3_packgqa_sm90"
 )
-"""Sources of FLASH whose kernels our models use: bf16 for the usual head sizes, and an fp8 KV cache for one of them."""
+"""Sources of FLASH with kernels of the models: bf16 for the usual head sizes, and an fp8 KV cache for one of them."""
 SOURCE_IN_IMAGE = re.compile(
     rb"_\d+_(flash_[a-z0-9_]+)_cu_[0-9a-f]{8}"
 )  # the compiler names internal symbols by it
 
 FATBIN_MAGIC = 0xBA55ED50
-FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of the images behind it
+FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of the images after it
 IMAGE_HEADER_BYTES = (
     4  # offset of the field with the header's size, then the image's, then at 28 the architecture
 )
@@ -89,7 +89,7 @@ class Image(NamedTuple):
 
 def main() -> None:
     """Make the bundle."""
-    parser = argparse.ArgumentParser(description="what a GPU host without network lacks, in one folder")
+    parser = argparse.ArgumentParser(description="packages for a GPU host without network, in one folder")
     parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-bundle")
     parser.add_argument(
         "--downloads", type=Path, default=ROOT / "build/gpu-wheels", help="kept, and used again"
@@ -131,7 +131,7 @@ def download(requirements: tuple[str, ...], folder: Path, python: str) -> list[P
 
 
 def wheel_of(requirement: str, folder: Path) -> Path | None:
-    """Its wheel in a folder, if it is there."""
+    """The wheel of a requirement in a folder, if it exists."""
     name, _, version = requirement.partition("==")
     pattern = (
         f"{name.replace('-', '_')}-{version or '*'}-*.whl" if version else f"{name.replace('-', '_')}-*.whl"
@@ -151,10 +151,10 @@ def wanted_file(name: str) -> bool:
 
 
 def shrink_kernels(folder: Path) -> None:
-    """Overwrite the device code that is not wanted.
+    """Overwrite the unneeded device code.
 
     Raises:
-        SystemExit: the library names its sources otherwise, or not at all.
+        SystemExit: the library names its sources differently, or has no names.
     """
     shrink(folder / COMMON, lambda image, _code: image.architecture == ARCHITECTURE)
     kept: set[str] = set()
@@ -173,11 +173,13 @@ def shrink_kernels(folder: Path) -> None:
     print("\n".join(f"  {source}" for source in sorted(kept)))
     for needed in ("flash_prepare_scheduler", "flash_fwd_combine", "flash_fwd_hdim128_bf16_paged_split_sm90"):
         if needed not in kept:
-            sys.exit(f"{FLASH} of {KERNELS} has no device code of {needed}: are its sources named otherwise?")
+            sys.exit(
+                f"{FLASH} of {KERNELS} has no device code of {needed}: are its sources named differently?"
+            )
 
 
 def shrink(library: Path, keep: Callable[[Image, bytes], bool]) -> None:
-    """Overwrite with zeros what is not kept; `keep` is given the image's own bytes, too."""
+    """Overwrite all images with zeros for which `keep` is false; it receives the bytes of the image, too."""
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
         kept = 0
         for image in list(device_images(data, *section(data, b".nv_fatbin"))):
@@ -193,7 +195,7 @@ def section(data: mmap.mmap | bytes, name: bytes) -> tuple[int, int]:
     """Offset and size of a section of a 64-bit little-endian ELF file.
 
     Raises:
-        ValueError: it is no such file, or has no such section.
+        ValueError: not such a file, or it has no such section.
     """
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
@@ -209,7 +211,7 @@ def section(data: mmap.mmap | bytes, name: bytes) -> tuple[int, int]:
 
 
 def device_images(data: mmap.mmap | bytes, offset: int, size: int) -> Iterator[Image]:
-    """Every image of every fat binary: there is one for each compiled source."""
+    """Every image of every fat binary; each compiled source has one."""
     at, end = offset, offset + size
     while at + FATBIN_HEADER.size <= end:
         magic, _version, header_bytes, images_bytes = FATBIN_HEADER.unpack_from(data, at)

@@ -1,9 +1,9 @@
-"""Is the engine right on this GPU? Kernels against float32, graphs against eager, overlap against plain, HTTP, memory.
+"""Checks the engine on this GPU: kernels against float32, graphs against eager, overlap against plain, HTTP, memory.
 
     python3 benchmarks/gpu_path.py benchmarks.gpu_check [--only models,graphs] [--json check.json]
 
 Under eight minutes on one Hopper GPU without network. `make gpu-check` is the same. With `--device cpu --tiny` it tests
-itself. What each section has to show stands in its docstring.
+itself. The docstring of each section states what it checks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BUDGET_S: Final = 470.0
 
 
 def out_of_memory(report: Report) -> None:
-    """With all other memory of the device taken, everybody is still answered, and so is who comes after."""
+    """With all other device memory taken, all requests are answered, and later ones too."""
     with tempfile.TemporaryDirectory() as name:
         write_tiny_model(Path(name), "llama", "bfloat16")
         with make_llm(Path(name), report, dtype="bfloat16", max_total_tokens=8192) as llm:
@@ -55,13 +55,13 @@ def out_of_memory(report: Report) -> None:
             llm.flush_cache()
             after = [output.token_ids for output in generate(llm, prompts, num=8)]
     equal = sum(a == b for a, b in zip(expected, crowded, strict=True))
-    report.note(f"{equal} of {len(prompts)} requests have the same tokens as with memory to spare")
+    report.note(f"{equal} of {len(prompts)} requests have the same tokens as with enough memory")
     assert [len(tokens) for tokens in crowded] == [8] * len(prompts)
     assert [len(tokens) for tokens in after] == [8] * len(prompts)
 
 
 def _take_all_memory() -> list[torch.Tensor]:
-    """Every block that can be had, down to 2 MiB."""
+    """Allocate all free device memory, in blocks down to 2 MiB."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     hog, size = [], torch.cuda.mem_get_info()[0]
@@ -74,11 +74,11 @@ def _take_all_memory() -> list[torch.Tensor]:
 
 
 def http(report: Report) -> None:
-    """`engine serve`: many clients at once get what one alone gets, streams too, and SIGTERM ends it with 0."""
+    """`engine serve`: concurrent clients get the answers of a single one, streams too; SIGTERM ends it with code 0."""
     with tempfile.TemporaryDirectory() as name:
         write_tiny_model(Path(name), "llama", "float32")
         command = [sys.executable, "-P", "-m", "engine", "serve", name, "--device", report.device]
-        # In bfloat16 every twelfth token of a random model is as good as another: rounding in a batch would choose.
+        # In bfloat16 every twelfth token of a random model is a near tie, which the rounding of a batch would decide.
         command += ["--dtype", "float32"]
         command += ["--port", "0", "--max-model-len", "512", "--max-total-tokens", "16384"]
         with open(Path(name) / "log", "w+") as log:
@@ -104,7 +104,7 @@ def _wait_until_ready(server: subprocess.Popen[str]) -> str:
         print(line, end="")
         if line.startswith("Ready after"):
             url = line.split(" at ")[1].strip()
-            # Nobody reads on: what it prints later must not fill the pipe.
+            # Read the later output, so that it does not fill the pipe.
             threading.Thread(target=server.stdout.read, daemon=True).start()
             return url
     raise AssertionError(f"it ended with {server.wait()} before it was ready")
@@ -125,7 +125,7 @@ def _ask_server(report: Report, url: str) -> None:
         client.join()
     flush = urllib.request.Request(
         f"{url}/flush_cache", b""
-    )  # else each prompt's keys would be those of the crowd
+    )  # otherwise the keys would come from the concurrent run
     with urllib.request.urlopen(flush, timeout=30):
         pass
     differing = []
@@ -139,7 +139,7 @@ def _ask_server(report: Report, url: str) -> None:
 
 
 def _complete(url: str, prompt: list[int], *, stream: bool = False) -> Answer:
-    """With token ids, which only our own route returns: most tokens of a tiny model have no text."""
+    """The answer as token ids, which only `/generate` returns: most tokens of a tiny model have no text."""
     params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 5}
     body |= {"stream": True, "incremental": True} if stream else {}
@@ -166,7 +166,7 @@ def _complete(url: str, prompt: list[int], *, stream: bool = False) -> Answer:
     return found
 
 
-SECTIONS: Final = (  # what matters most first: a run may be cut off
+SECTIONS: Final = (  # most important first, because a run may be cut off
     Section("sgl_kernel", sgl_kernel, 60, needs_cuda=True),
     Section("models", models, 150),
     Section("graphs", graphs, 60, needs_cuda=True),
@@ -180,4 +180,4 @@ SECTIONS: Final = (  # what matters most first: a run may be cut off
 )
 
 if __name__ == "__main__":
-    run_sections("benchmarks.gpu_check", "Is the engine right on this GPU?", SECTIONS, BUDGET_S)
+    run_sections("benchmarks.gpu_check", "Checks the engine on this GPU", SECTIONS, BUDGET_S)

@@ -1,4 +1,4 @@
-"""`Engine`: scheduler, runner and pipeline of a model with dummy weights on one thread, and what each step took."""
+"""`Engine`: scheduler, runner and pipeline of a model with dummy weights on one thread, with the times of each step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Step(NamedTuple):
 
 
 class TimedRunner:
-    """A runner that notes what each step took."""
+    """A runner that records the times of each step."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.steps: list[Step] = []
-        self.waited_s = 0.0  # in all
+        self.waited_s = 0.0  # total
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
         return _TimedStep(self, plan, self._runner.launch(plan, go_on))
@@ -77,10 +77,10 @@ class Work(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of some requests."""
+    """The result of some requests."""
 
     steps: list[Step]
-    host_s: list[float]  # of each pass: what was not waiting
+    host_s: list[float]  # of each pass, without waiting
     num_output_tokens: int
     seconds: float
 
@@ -100,7 +100,7 @@ class Engine:
             "device": device,
             "dtype": "bfloat16",
         }
-        arguments |= {"seed": 1, "decode_burst_ms": 0.0}  # each step is looked at by itself
+        arguments |= {"seed": 1, "decode_burst_ms": 0.0}  # each step is measured alone
         prepared = prepare(merge(from_arguments({**arguments, **settings})))
         config, self.spec = prepared.config, prepared.spec
         runner = load_model_runner(config, prepared.source, self.spec, capacity_of(config, self.spec))
@@ -117,7 +117,7 @@ class Engine:
         gc.freeze()
 
     def run(self, work: Sequence[Work]) -> Run:
-        """Everything at once, to the end."""
+        """Run all requests at once, to the end."""
         for one in work:
             self._submit(one)
         self._runner.steps.clear()
@@ -135,7 +135,7 @@ class Engine:
         while self._pipeline.advance(lambda: False):  # surplus steps of overlapped planning
             pass
         self._pipeline.idle()  # every page is accounted for
-        assert num_tokens == sum(one.output_len for one in work), "somebody did not get all tokens"
+        assert num_tokens == sum(one.output_len for one in work), "a request did not get all its tokens"
         return Run(list(self._runner.steps), host_s, num_tokens, seconds)
 
     def _submit(self, work: Work) -> None:

@@ -27,20 +27,20 @@ TEST_PACKAGES: Final = ("pytest", "pytest_timeout", "xdist", "hypothesis")
 
 
 def sgl_kernel(report: Report) -> None:
-    """The kernel package loads, and FA3 attends over pages as float32 does: decode and prefill behind a prefix."""
+    """The kernel package loads, and FA3 over pages agrees with float32: decode, and prefill after a prefix."""
     report.note(
         f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {torch.cuda.get_device_capability()}"
     )
     try:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
     except (ImportError, OSError) as error:
-        report.skip(f"sgl_kernel cannot be imported ({error}); Triton serves instead: make gpu-bundle")
+        report.skip(f"sgl_kernel cannot be imported ({error}); Triton is used instead: make gpu-bundle")
     generator = torch.Generator("cuda").manual_seed(0)
     for name, head_dim, heads, kv_heads, page_size, prefixes, lengths in (
         ("decode", 128, 32, 8, 16, (700, 5, 99), (1, 1, 1)),
         ("decode, three heads to one", 64, 9, 3, 16, (130, 17), (1, 1)),
         ("prefill", 128, 16, 8, 16, (0, 0), (200, 33)),
-        ("prefill behind a prefix", 128, 16, 8, 64, (128, 70), (40, 1)),
+        ("prefill after a prefix", 128, 16, 8, 64, (128, 70), (40, 1)),
         ("head dim 256", 256, 4, 1, 16, (60,), (30,)),
     ):
         with report.part(f"FA3 {name}"):
@@ -73,7 +73,7 @@ def _paged(
     lengths: Sequence[int],
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random q [T, heads, D], pages of k and v [pages, page_size, kv_heads, D], and who has which: [B, max pages]."""
+    """Random q [T, heads, D], pages of k and v [pages, page_size, kv_heads, D], and the page table: [B, max pages]."""
     most = -(-max(sum(pair) for pair in zip(prefixes, lengths, strict=True)) // page_size)
     num_pages = 1 + most * len(lengths)
     shape = (num_pages, page_size, kv_heads, head_dim)
@@ -95,7 +95,7 @@ def _attention(
     prefixes: Sequence[int],
     lengths: Sequence[int],
 ) -> torch.Tensor:
-    """In float32, one request after the other."""
+    """Reference attention in float32, one request after the other."""
     outs, start, group = [], 0, q.shape[1] // k.shape[2]
     for n, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         keys, values = (
@@ -129,7 +129,7 @@ def gpu_tests(report: Report) -> None:
 
 
 def _need_tests(report: Report) -> None:
-    """Not skipped without them: whoever asks whether the kernels are right has no answer then."""
+    """Fail, instead of skipping, if the test packages are missing: the kernels are unchecked then."""
     if missing := [name for name in TEST_PACKAGES if importlib.util.find_spec(name) is None]:
         report.fail(
             f"the tests need {', '.join(missing)}: make gpu-bundle, or pip install them into that Python"
@@ -161,11 +161,11 @@ def _pytest(report: Report, arguments: list[str], *, workers: int) -> None:
 
 
 def _last_line(output: str) -> str:
-    return (output.strip().splitlines() or ["it printed nothing"])[-1]
+    return (output.strip().splitlines() or ["no output"])[-1]
 
 
 def sanitizer(report: Report) -> None:
-    """No kernel of ours touches memory that is not its own, says compute-sanitizer."""
+    """compute-sanitizer finds no out-of-bounds access in the engine's kernels."""
     binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(binary).exists():
         report.skip("compute-sanitizer is not installed")
@@ -176,7 +176,7 @@ def sanitizer(report: Report) -> None:
     command += ["tests/model_runner/kernels/test_triton_ops.py"]
     environment = os.environ | {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
-    }  # every tensor is an allocation of its own
+    }  # every tensor is a separate allocation
     run = subprocess.run(
         command,
         cwd=ROOT,
@@ -188,7 +188,7 @@ def sanitizer(report: Report) -> None:
     )
     print(run.stdout[-6000:])
     if "Device not supported" in run.stdout:
-        report.skip("compute-sanitizer does not support this device here")
+        report.skip("compute-sanitizer does not support this device")
     last = _last_line(run.stdout)
     if run.returncode:
         report.fail(f"compute-sanitizer ended with {run.returncode}: {last}")

@@ -24,7 +24,7 @@ EIGHT_BITS: Final = 0.4
 
 
 def models(report: Report) -> None:
-    """Every architecture, in float32 and bfloat16, is as close to exact as transformers is; chunks and mixed steps."""
+    """Every architecture, in float32 and bfloat16, is as exact as transformers; with chunks and mixed steps."""
     names = ["gemma3_text", "olmo2"] if report.tiny else list(ARCHITECTURES)
     for model_type in names:
         for dtype in ("float32", "bfloat16"):
@@ -76,14 +76,14 @@ def _compare_with(
 
 @torch.inference_mode()
 def _logprobs(model: Any, prompt: list[int], output: Sequence[int]) -> torch.Tensor:
-    """Of each output token, by the model alone and without a cache."""
+    """Log-probabilities of each output token, by the model alone and without a cache."""
     tokens = torch.tensor([[*prompt, *output]], device=next(model.parameters()).device)
     logprobs: torch.Tensor = model(tokens).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
     return logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
 
 
 def graphs(report: Report) -> None:
-    """Recorded decodes choose what the same decodes choose without recording."""
+    """Recorded decode steps return the same tokens as the same steps without recording."""
     for model_type in ("llama", "qwen3_moe"):
         with LoggedMessages() as log:
             _same(report, model_type, {"record_steps": False}, {"record_steps": True})
@@ -94,18 +94,18 @@ def graphs(report: Report) -> None:
 
 
 def overlap(report: Report) -> None:
-    """Planning a step while the one before runs changes no token."""
+    """Planning a step while the previous one runs changes no token."""
     _same(report, "llama", {"overlap": False}, {"overlap": True})
 
 
 def chaos(report: Report) -> None:
-    """Requests thrown out and steps that lack memory, at random: everything ends as if nothing had been."""
+    """Random retractions and out-of-memory steps do not change the results."""
     for fault in ("retract=0.2:100", "oom=0.2:50"):
         _same(report, "llama", {}, {"chaos": fault})
 
 
 def _same(report: Report, model_type: str, plain: dict[str, Any], other: dict[str, Any]) -> None:
-    """The same requests under two configurations; a token may differ where two were as good but for rounding."""
+    """The same requests under two configurations; a token may differ only at a near tie, within rounding."""
     name, value = next(iter(other.items()))
     with report.part(f"{model_type}: {name}={value}"), tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder), model_type, "bfloat16")
@@ -121,7 +121,7 @@ def _same(report: Report, model_type: str, plain: dict[str, Any], other: dict[st
 
 
 class Answer(NamedTuple):
-    """What was chosen, and for each token the log-probabilities of the best few, itself among them."""
+    """The generated tokens, and for each the log-probabilities of the best few, including its own."""
 
     tokens: list[int]
     tops: list[dict[int, float]]
@@ -136,7 +136,7 @@ def answer_of(output: GenerationOutput) -> Answer:
 
 
 def differs(one: Answer, two: Answer) -> bool:
-    """Whether the first token in which they differ was clearly better than the other's; what follows is free."""
+    """Whether the first different token is clearly better than the other's; later tokens are not compared."""
     for a, b, top in zip(one.tokens, two.tokens, one.tops, strict=True):
         if a != b:
             return b not in top or top[a] - top[b] > TIE
@@ -144,7 +144,7 @@ def differs(one: Answer, two: Answer) -> bool:
 
 
 def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
-    """The same random prompts in every run."""
+    """Random prompts, the same in every run."""
     source = random.Random(0)
     return [[source.randrange(3, TINY_VOCAB) for _ in range(length)] for length in lengths]
 

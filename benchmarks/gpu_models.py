@@ -1,4 +1,4 @@
-"""Models for `gpu_check` and `gpu_bench`: tiny random ones with weights, and the shapes of real ones without."""
+"""Models for `gpu_check` and `gpu_bench`: tiny random ones with weights, and shapes of real ones without weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "torch_dtype": "bfloat16",
     },
 }
-"""config.json of the models whose figures count."""
+"""config.json of the models with performance targets."""
 
 TINY_SHAPE: Final = {
     "model_type": "qwen3",
@@ -93,9 +93,9 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
     },
     "gemma3_text": {"num_hidden_layers": 7, "sliding_window": 64, "query_pre_attn_scalar": 64},
     "phi3": {},
-    "olmo2": {},  # the engine has no model for it: transformers' code around our attention
+    "olmo2": {},  # not an engine model: transformers' code with the engine's attention
 }
-"""model_type -> what its configuration has beyond `_TINY`."""
+"""model_type -> the fields that its configuration adds to `_TINY`."""
 _TINY: Final = {
     "vocab_size": TINY_VOCAB,
     "hidden_size": 256,

@@ -23,7 +23,7 @@ ARCHIVE = "sgl_kernel.tar.xz"  # in the bundle
 
 
 def main() -> None:
-    """Become `python -m MODULE ARGS` with everything on its path."""
+    """Replace this process by `python -m MODULE ARGS` with the needed path."""
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     paths = [link_folder()]
@@ -32,11 +32,11 @@ def main() -> None:
         unpack_kernels()
         paths.append(BUNDLE)
     elif versions:
-        print(f"build/gpu-bundle is for another Python ({', '.join(versions)}) and not used", flush=True)
+        print(f"build/gpu-bundle is for another Python ({', '.join(versions)}) and is not used", flush=True)
     earlier = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([earlier] if earlier else [])])
-    os.environ["PYTHONUNBUFFERED"] = "1"  # whoever is cut off has shown what it had
-    # -P: not the current folder, from which `import runtime` would work.
+    os.environ["PYTHONUNBUFFERED"] = "1"  # a run that is cut off has printed its results
+    # -P: without the current folder, which would allow `import runtime`.
     os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[1:]])
 
 
@@ -51,13 +51,13 @@ def link_folder() -> Path:
 
 
 def versions_of(bundle: Path) -> list[str]:
-    """Of Python, such as "312", for which it has compiled modules."""
+    """The Python versions, such as "312", for which the bundle has compiled modules."""
     matches = [re.search(r"\.cpython-(\d+)", path.name) for path in bundle.glob("*/*.so")]
     return sorted({match[1] for match in matches if match})
 
 
 def unpack_kernels() -> None:
-    """Once: the libraries take a gigabyte, nearly all of it zeros."""
+    """Unpack the archive once; the libraries take a gigabyte, nearly all of it zeros."""
     done = BUNDLE / "sgl_kernel.unpacked"
     if done.exists() or not (BUNDLE / ARCHIVE).exists():
         return

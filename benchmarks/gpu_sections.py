@@ -1,7 +1,7 @@
-"""`run_sections`: a report in sections, each in a process of its own and bounded in time; one that breaks ends itself.
+"""`run_sections`: a report in sections; each runs in a separate process with a time limit.
 
-A kernel that reads where it must not ruins every later call of its process, and a hang would cost the report: so a
-section is a child process that prints what it finds as it finds it. A run that is cut off still has its figures.
+An illegal memory access breaks every later CUDA call of its process, and a hang would lose the report. So a section is
+a child process that prints each result at once, and a run that is cut off keeps its figures.
 
     PASS  12.3 s  overlap
           same tokens for 24 requests
@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn, Self
 
 _MARK = "@@ "  # before a line of JSON for the parent
 _SKIPPED = 77  # exit code of a section that cannot run here
-_FAILED = 78  # exit code of a section that has said why
+_FAILED = 78  # exit code of a section that has printed the reason
 _LAST_LINES = 40  # of a failed section's output
 _MIN_SECTION_S = 5.0
 
@@ -38,7 +38,7 @@ Status = Literal["PASS", "FAIL", "SKIP", "NOT RUN"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, what it could be at best (`floor` for times, `ceiling` for rates), and what it should be."""
+    """A measured value, its limit (`floor` for times, `ceiling` for rates), and its target."""
 
     name: str
     value: float
@@ -49,7 +49,7 @@ class Figure:
 
     @property
     def fraction(self) -> float | None:
-        """Of the best that the device allows: 1 is perfect."""
+        """The share of the device's limit: 1 is perfect."""
         if self.best is None or not self.value:
             return None
         return self.value / self.best if self.more_is_better else self.best / self.value
@@ -81,8 +81,8 @@ class Section:
 
     Attributes:
         run: prints, and reports through `Report`; an exception is a failure.
-        limit_s: after which it is ended; of a GPU: `--tiny` runs have the whole budget.
-        needs_cuda: it is skipped on other devices.
+        limit_s: time limit on a GPU; `--tiny` runs have the whole budget.
+        needs_cuda: skip it on other devices.
     """
 
     name: str
@@ -93,37 +93,37 @@ class Section:
 
 @dataclass
 class Report:
-    """What a section is given, in its process.
+    """What a section receives, in its process.
 
     Attributes:
         device: "cuda" or "cpu".
-        tiny: a smoke test: the smallest of everything.
+        tiny: a smoke test with the smallest sizes.
     """
 
     device: str
     tiny: bool
 
     def note(self, text: str) -> None:
-        """A line for people."""
+        """Print a line of text."""
         self._tell({"note": text})
 
     def figure(self, figure: Figure) -> None:
-        """A row of the table."""
+        """Add a row to the table."""
         self._tell({"figure": asdict(figure)})
 
     def skip(self, reason: str) -> NoReturn:
-        """End the section: it cannot run here."""
+        """End the section as skipped: it cannot run on this device."""
         self.note(reason)
         sys.exit(_SKIPPED)
 
     def fail(self, reason: str) -> NoReturn:
-        """End the section: it found something wrong, or cannot find out."""
+        """End the section as failed."""
         self._tell({"failed": reason})
         sys.exit(_FAILED)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Something that may fail without ending the section, which fails at its end."""
+        """A part that may fail without ending the section; the section then fails at its end."""
         started_s = time.perf_counter()
         try:
             yield
@@ -138,7 +138,7 @@ class Report:
 
 
 class LoggedMessages(logging.Handler):
-    """What the engine logs in a `with` block: which kernels it chose stands nowhere else."""
+    """What the engine logs in a `with` block: only the log names the chosen kernels."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -157,13 +157,13 @@ class LoggedMessages(logging.Handler):
         logging.getLogger("engine").removeHandler(self)
 
     def starting_with(self, *starts: str) -> list[str]:
-        """Those messages, each once."""
+        """The messages, each once."""
         return list(dict.fromkeys(message for message in self.messages if message.startswith(starts)))
 
 
 @dataclass
 class Result:
-    """What came of a section."""
+    """The result of a section."""
 
     name: str
     status: Status
@@ -175,22 +175,20 @@ class Result:
 
 
 def run_sections(module: str, title: str, sections: Sequence[Section], budget_s: float) -> NoReturn:
-    """Be the command: parse arguments, run sections or one of them, print, write JSON, exit 1 if one failed.
+    """Run the command: parse arguments, run all or one section, print, write JSON, exit with 1 if one failed.
 
     Args:
-        module: the caller's name, which is started again for each section.
-        budget_s: for all of them.
+        module: name of the calling module; each section starts it again.
+        budget_s: seconds for all sections.
     """
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--tiny", action="store_true", help="the smallest of everything: a test of this program"
-    )
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: a test of this program")
     parser.add_argument(
         "--only", default="", help=f"comma-separated, of: {', '.join(s.name for s in sections)}"
     )
     parser.add_argument("--budget", type=float, default=budget_s, help="seconds for all")
-    parser.add_argument("--json", type=Path, default=None, help="where to write everything")
+    parser.add_argument("--json", type=Path, default=None, help="file for all results")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args()
     by_name = {section.name: section for section in sections}
@@ -211,7 +209,7 @@ def run_sections(module: str, title: str, sections: Sequence[Section], budget_s:
             section = replace(section, limit_s=args.budget)
         results.append(_run_section(module, section, options, args.device, deadline_s))
         _print_result(results[-1])
-        if args.json:  # after each: a run that is cut off leaves what it had
+        if args.json:  # after each section: a run that is cut off keeps its results
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(
                 json.dumps({"title": title, "sections": [asdict(r) for r in results]}, indent=1)
@@ -230,7 +228,7 @@ def _run_section(module: str, section: Section, options: list[str], device: str,
         return result
     if left_s < _MIN_SECTION_S:
         result.status = "NOT RUN"
-        result.failures.append("no time is left; see --budget and --only")
+        result.failures.append("no time left; see --budget and --only")
         return result
     started_s = time.monotonic()
     process = subprocess.Popen(
@@ -257,7 +255,7 @@ def _run_section(module: str, section: Section, options: list[str], device: str,
 
 
 def _read(process: subprocess.Popen[bytes], result: Result, deadline_s: float) -> bool:
-    """Take its output until it ends, then True, or until its time is over."""
+    """Read its output until it ends (returns True) or its time is over (False)."""
     assert process.stdout is not None
     fd, rest = process.stdout.fileno(), b""
     with selectors.DefaultSelector() as selector:

@@ -1,14 +1,14 @@
-"""Attention of decodes by several builds of the CPU kernels, in turn, in one process: what a change gains.
+"""Decode attention by several builds of the CPU kernels, in turn, in one process: the gain of a change.
 
     python benchmarks/kernel_builds.py keep before    # then change the kernels
     python benchmarks/kernel_builds.py keep after
     python benchmarks/kernel_builds.py compare before after [--kv-dtype int8] [--requests 64] [--length 360] [--cold]
 
-On a shared machine the same kernel takes half as long again a minute later, and processes that run one after the other
-differ by more than most changes gain. Here each round runs all builds, in an order drawn by chance, and what counts is
-the ratio within a round: on an otherwise idle machine quartiles are 1 to 5 % apart. Results are compared first. Shapes
-of a layer are those of SmolLM2-135M, pages lie in runs of eight, and by default no cache holds the keys and values of
-all layers.
+On a shared machine the time of a kernel varies by 50 % within minutes, and processes that run one after the other
+differ by more than most changes gain. Here each round runs all builds, in random order, and the figure is the ratio
+within a round: on an otherwise idle machine quartiles are 1 to 5 % apart. Results are compared first. Shapes
+of a layer are those of SmolLM2-135M, pages form contiguous runs of eight, and by default the keys and values
+of all layers exceed any cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import engine
@@ -50,11 +50,11 @@ KV_DTYPES = ("bfloat16", "int8")
 
 
 class BuildError(Exception):
-    """A build that cannot be kept or compared, and what to do."""
+    """A build that cannot be kept or compared; the message has the fix."""
 
 
 class Decodes(NamedTuple):
-    """Requests that decode a token each.
+    """Requests that each decode one token.
 
     Attributes:
         lengths: [N] int64, tokens of each, half to one and a half times the mean.
@@ -67,22 +67,22 @@ class Decodes(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What a build's kernels are called through; its backend holds the memory that the step reads."""
+    """The attention step that calls a build's kernels; its backend owns the memory that the step reads."""
 
     backend: CpuNativeAttention
     step: StepAttention
 
 
 def main() -> None:
-    """Keep a build, or compare some."""
+    """Keep a build, or compare kept builds."""
     parser = argparse.ArgumentParser(description="builds of the CPU kernels, in turn")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/kernels", help="where builds are kept")
     commands = parser.add_subparsers(dest="command", required=True)
     keep_parser = commands.add_parser(
-        "keep", help="compile the sources as they are, and keep that under a name"
+        "keep", help="compile the current sources, and keep the build under a name"
     )
     keep_parser.add_argument("name", type=build_name)
-    compare_parser = commands.add_parser("compare", help="the first of the builds beside the others")
+    compare_parser = commands.add_parser("compare", help="compare the first build with the others")
     compare_parser.add_argument("names", nargs="+", type=build_name)
     compare_parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=KV_DTYPES[0])
     compare_parser.add_argument("--requests", type=at_least(1), default=64)
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """What argparse makes of such a number."""
+    """An argparse type for whole numbers with a minimum."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -115,7 +115,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def build_name(text: str) -> str:
-    """A name that is a file's, too."""
+    """An argparse type for the name of a build, which is also a file name."""
     if not re.fullmatch(r"\w[\w.-]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a name of letters, digits, '_', '-' and '.'")
     return text
@@ -125,7 +125,7 @@ def keep(folder: Path, name: str) -> Path:
     """Compile this repository's sources for this CPU; returns the file.
 
     Raises:
-        BuildError: Python's `engine` is another folder's, or nothing can compile.
+        BuildError: Python's `engine` is another folder, or there is no compiler.
     """
     from engine.model_runner.kernels.cpu.build import build
     from engine.model_runner.kernels.cpu.compiler import NoLibraryError
@@ -144,7 +144,7 @@ def keep(folder: Path, name: str) -> Path:
 
 
 def interface() -> str:
-    """Changes with what the library's functions take."""
+    """A hash of the signatures of the library's functions."""
     from engine.model_runner.kernels.cpu.library import _SIGNATURES
 
     return hashlib.sha256(repr(sorted(_SIGNATURES.items())).encode()).hexdigest()
@@ -154,7 +154,7 @@ def compare(args: argparse.Namespace) -> None:
     """Print a line for each build.
 
     Raises:
-        BuildError: one cannot be loaded, or computes something else.
+        BuildError: one cannot be loaded, or its results differ.
     """
     shorten_spinning()  # before torch is imported
     import torch
@@ -174,7 +174,7 @@ def open_build(folder: Path, name: str) -> ctypes.CDLL:
     """A kept build.
 
     Raises:
-        BuildError: there is none of this name, it is not for this CPU, or its functions take something else.
+        BuildError: there is none of this name, it is not for this CPU, or its functions have other arguments.
     """
     from engine.model_runner.kernels.cpu.compiler import NoLibraryError
     from engine.model_runner.kernels.cpu.library import open_library
@@ -195,27 +195,27 @@ def open_build(folder: Path, name: str) -> ctypes.CDLL:
 
 
 def compare_results(names: Sequence[str], results: Sequence[Tensor]) -> list[float]:
-    """How far each build's results are from the first one's, root mean square, as a share of these.
+    """Root mean square difference of each build's results from the first one's, relative to those.
 
     Raises:
-        BuildError: too far.
+        BuildError: a difference is too large.
     """
     first = results[0].double()
     differences = [float((other.double() - first).norm() / first.norm()) for other in results]
     for name, difference in zip(names, differences, strict=True):
         if not difference <= MOST_DIFFERENCE:
             raise BuildError(
-                f"results of {name} are {difference:.1%} off those of {names[0]}, more than {MOST_DIFFERENCE:.0%}"
+                f"results of {name} differ by {difference:.1%} from {names[0]}, more than {MOST_DIFFERENCE:.0%}"
             )
     return differences
 
 
 def make_decodes(num_requests: int, mean_length: int) -> Decodes:
-    """Their pages in runs, which lie in random order."""
+    """The pages of the requests in contiguous runs, in random order."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(mean_length // 2, mean_length * 3 // 2 + 1, num_requests)
     num_runs = -(-lengths // (RUN_PAGES * PAGE_SIZE))
-    starts = 1 + rng.permutation(num_runs.sum()) * RUN_PAGES  # page 0 is nobody's
+    starts = 1 + rng.permutation(num_runs.sum()) * RUN_PAGES  # page 0 is the dummy page
     table = np.zeros((num_requests, num_runs.max() * RUN_PAGES * PAGE_SIZE), dtype=np.int32)
     for row, mine in zip(table, np.split(starts, np.cumsum(num_runs)[:-1]), strict=True):
         slots = mine[:, None] * PAGE_SIZE + np.arange(RUN_PAGES * PAGE_SIZE)
@@ -226,7 +226,7 @@ def make_decodes(num_requests: int, mean_length: int) -> Decodes:
 def make_builds(
     libraries: Sequence[ctypes.CDLL], decodes: Decodes, num_layers: int, dtype: torch.dtype
 ) -> list[Build]:
-    """All with the same keys and values."""
+    """All builds, with the same keys and values."""
     import torch
 
     from engine.model_runner.attention.backend import BatchLayout
@@ -269,7 +269,7 @@ def measure(
 def report(
     names: Sequence[str], differences: Sequence[float], seconds: npt.NDArray[np.float64], num_keys: int
 ) -> list[str]:
-    """A line of each build; its ratio to the first is the median of the rounds' ratios, quartiles behind it.
+    """One line per build; its ratio to the first is the median of the rounds' ratios, followed by quartiles.
 
     Args:
         seconds: [rounds, builds], of all threads together.

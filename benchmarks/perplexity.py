@@ -1,14 +1,14 @@
-"""What 8 and 4 bits cost in quality: the perplexity of a model on a fixed text, for each form of its weights and KV.
+"""The loss of quality by 8 and 4 bits: perplexity of a model on a fixed text, for each form of its weights and KV.
 
     python benchmarks/perplexity.py [--model M] [--tokens 6144] [--chunk 512] [--threads N] [--noise] [--json FILE]
 
-The text is this project's own documentation, which no model has learnt by heart, in chunks that know nothing of each
-other. All variants see the same tokens, so that what counts, the ratio to the first line, is much more exact than the
-perplexity itself; `+-` is its standard error, by chunk.
+The text is this project's own documentation, which no model has memorized, in independent chunks. All variants read
+the same tokens, so the ratio to the first line, which is the result, is much more exact than the perplexity itself;
+`+-` is its standard error, by chunk.
 
-The weights of the default model come from a file of 4 bits: `int4` finds that grid again and looks better than it is.
-`--noise` makes every weight of a GGUF file one that could lie anywhere: it adds, within half a step of its grid, random
-numbers. The model is a little worse for that, and what rounding does to it is what it does to weights of any other.
+The weights of the default model come from a file of 4 bits: `int4` finds the same grid and seems better than it is.
+`--noise` moves the weights of a GGUF file off their grid: it adds random values within half a step of the grid. The
+model becomes a little worse, but rounding affects it as it affects weights of any other model.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def fixed_text() -> str:
-    """The documentation, one file behind the other."""
+    """The documentation, one file after the other."""
     folder = Path(__file__).resolve().parents[1] / "docs"
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in TEXTS)
 
@@ -142,7 +142,7 @@ def row_of(variant: str, quantization: str | None, losses: Sequence[float], firs
 
 
 def line_of(row: Row) -> str:
-    """For people."""
+    """The row as one line of text."""
     change = f"{100 * (row.ratio - 1):+.2f} % +- {100 * row.ratio_error:.2f}"
     return (
         f"{row.variant:<28} quantization={row.quantization!s:<6} perplexity={row.perplexity:8.4f}  {change}"
@@ -150,18 +150,18 @@ def line_of(row: Row) -> str:
 
 
 class NoisyStore:
-    """A GGUF file whose weights lie anywhere between the steps of their grid; see the module."""
+    """A GGUF file with weights moved off their grid; see the module."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the store's."""
+        """All other attributes are the store's."""
         return getattr(self._store, name)
 
     def blocks(self, name: str, part: Slice | None = None) -> NoReturn:
-        """They are no longer in blocks; whoever wants to keep the file's is told so."""
-        raise ConfigError(f"{name} has noise, and cannot be kept as the file has it")
+        """Fail: with noise the weights are no longer in the blocks of the file."""
+        raise ConfigError(f"{name} has noise and cannot be kept in the form of the file")
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`."""
@@ -178,7 +178,7 @@ class NoisyStore:
 
 
 def noisy_weights() -> Any:
-    """While it lasts, GGUF files are read through `NoisyStore`; kept blocks are refused, since there are none."""
+    """Inside this context GGUF files are read through `NoisyStore`, and kept blocks are refused, as there are none."""
     plain = loading._open_store
     return patch.object(loading, "_open_store", lambda *args: NoisyStore(plain(*args)))
 

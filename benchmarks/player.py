@@ -16,7 +16,7 @@ MAX_REQUESTS: Final = 64
 
 
 class Player:
-    """Requests of random tokens, pages handed out in turn."""
+    """Requests of random tokens, pages in sequence."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -36,7 +36,7 @@ class Player:
 
         Args:
             tokens: of each, if they start with this step.
-            shared: tokens at the beginning that lie in row 0's pages.
+            shared: tokens at the beginning that are in the pages of row 0.
         """
         import numpy as np
 
@@ -75,7 +75,7 @@ class Player:
 
 
 def make_player(num_threads: int, recorded: bool = True) -> Player:
-    """A runner with random weights; `recorded`: it may record steps and replay them, where it can."""
+    """A runner with random weights; `recorded`: it records and replays steps if it can."""
     from engine.model_runner.load import load_model_runner
     from engine.runtime.config.device_config import KernelConfig
     from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig

@@ -1,4 +1,4 @@
-"""What the scheduler costs: CPU time of planning and settling, without a model.
+"""The cost of the scheduler: CPU time of planning and settling, without a model.
 
     python benchmarks/scheduler_cost.py [--rounds 200]
 
@@ -67,7 +67,7 @@ def show(what: str, samples: list[float]) -> None:
 
 
 def timed(function: Callable[[], T], into: list[float]) -> T:
-    """Call a function and note the CPU time of this thread."""
+    """Call a function and record the CPU time of this thread."""
     start = time.thread_time()
     result = function()
     into.append(time.thread_time() - start)
@@ -75,7 +75,7 @@ def timed(function: Callable[[], T], into: list[float]) -> T:
 
 
 def make(num_rows: int, num_pages: int, page_size: int = 16, max_model_len: int = 4096) -> Scheduler:
-    """A scheduler with room for everything that is asked of it here."""
+    """A scheduler with enough capacity for all measurements."""
     config = SchedulerConfig(chunked_prefill_size=8192, max_prefill_tokens=16384)
     capacity = Capacity(max_model_len, num_pages, page_size, num_rows, VOCAB_SIZE)
     return Scheduler(config, CacheConfig(), capacity, frozenset({2}))
@@ -91,7 +91,7 @@ def submit(
 
 
 def result_of(batch: ScheduleBatch) -> StepResult:
-    """A result with a token that ends nothing."""
+    """A result with tokens that end no request."""
     return StepResult(batch.plan.step_id, np.full(len(batch.sampled), 7, dtype=np.int32).tobytes())
 
 
@@ -105,7 +105,7 @@ def step(scheduler: Scheduler) -> ScheduleBatch | None:
 
 
 def decode_step(num_running: int, rounds: int) -> tuple[list[float], list[float], list[float]]:
-    """Planning and settling when all decode and nobody waits."""
+    """Planning and settling when all requests decode and none waits."""
     rng = np.random.default_rng(0)
     scheduler = make(num_running, num_pages=num_running * 64)
     for idx in range(num_running):
@@ -125,7 +125,7 @@ def decode_step(num_running: int, rounds: int) -> tuple[list[float], list[float]
 
 
 def admission_pass(num_waiting: int, rounds: int) -> list[float]:
-    """Planning when 64 run, memory is spoken for, and many wait behind."""
+    """Planning when 64 requests run, memory is fully reserved, and many requests wait."""
     rng = np.random.default_rng(0)
     scheduler = make(1024, num_pages=64 * 78, max_model_len=8192)
     for idx in range(64):
@@ -144,7 +144,7 @@ def admission_pass(num_waiting: int, rounds: int) -> list[float]:
 
 
 def admit_one(rounds: int) -> list[float]:
-    """Planning a step that admits one request of many, while 64 decode."""
+    """Planning a step that admits one of many requests, while 64 decode."""
     rng = np.random.default_rng(0)
     config = SchedulerConfig(chunked_prefill_size=8192, max_prefill_tokens=1024 + 64)
     capacity = Capacity(8192, 1_000_000, 16, 8192, VOCAB_SIZE)
@@ -163,7 +163,7 @@ def admit_one(rounds: int) -> list[float]:
 
 
 def prefix_cache(page_size: int, rounds: int) -> tuple[list[float], list[float], list[float]]:
-    """A tree of 1 M tokens in 32 conversations of 32k that share their first 1k and came in chunks."""
+    """A tree of 1 M tokens in 32 conversations of 32k that share their first 1k tokens and were computed in chunks."""
     rng = np.random.default_rng(0)
     length, chunk = 32_768, 4096
     cache = RadixCache(page_size)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M's shape, with random numbers instead of its own: what benchmarks without files run on."""
+"""The shape of SmolLM2-135M with random weights, for benchmarks without model files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE_SIZE: Final = 16
 
 
 def model_spec(num_layers: int) -> ModelSpec:
-    """SmolLM2-135M's, with so many layers."""
+    """The spec of SmolLM2-135M, with so many layers."""
     from engine.runtime.model_files.model_spec import ModelSpec
 
     return ModelSpec(
@@ -42,7 +42,7 @@ def model_spec(num_layers: int) -> ModelSpec:
 
 
 def make_kv_pool(num_layers: int, num_pages: int, dtype: torch.dtype) -> KVPool:
-    """Random keys and values in all of its pages."""
+    """A KV pool with random keys and values in all pages."""
     import torch
 
     from engine.model_runner.memory.kv_pool import KVPool

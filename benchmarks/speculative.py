@@ -1,14 +1,14 @@
-"""Decoding with `--speculative ngram` beside plain decoding: the same prompts, in turn, in one process.
+"""Decoding with `--speculative ngram` compared with plain decoding: the same prompts, in turn, in one process.
 
     python benchmarks/speculative.py --model FOLDER [--threads 2] [--rounds 3] [--batch 1 8] [--what edit]
 
 Three workloads: `edit` (repeat a paragraph with a word replaced), `summarise` (in few sentences), both with paragraphs
-of this repository's documentation and the model's own chat template, and `random`, whose prompts are random tokens and
-whose answers are drawn at temperature 1: nothing can be guessed there, so what is shown is what the attempt costs.
+of this repository's documentation and the model's own chat template, and `random`, with prompts of random tokens and
+answers sampled at temperature 1: no draft can be right there, so it shows the cost of speculation.
 
-The engines run in turn, request by request, so that what disturbs the machine disturbs both; the medians of the rounds'
-tokens per second count, and their ratios. How many answers are equal is
-shown, too: on the CPU all should be, elsewhere near ties may fall otherwise in bfloat16.
+The engines run in turn, request by request, so that other load affects both; the figures are the medians of the rounds'
+tokens per second, and their ratios. The number of equal answers is shown, too: on the CPU all should be equal, on other
+devices near ties may differ in bfloat16.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ WORKLOADS = ("edit", "summarise", "random")
 
 
 class Task(NamedTuple):
-    """A batch of prompts, token ids, and how they are answered."""
+    """A batch of prompts as token ids, with their sampling parameters."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
 
 
 class Answers(NamedTuple):
-    """What came of a task."""
+    """The result of a task."""
 
     token_ids: list[list[int]]
     seconds: float
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers."""
+        """The rate of all answers."""
         return sum(map(len, self.token_ids))
 
 
 def paragraphs() -> list[str]:
-    """Running text of the documentation, 300 to 900 characters each."""
+    """Paragraphs of the documentation, 300 to 900 characters each."""
     blocks = [
         block
         for path in (DOCS / "scheduling.md", DOCS / "architecture.md")
@@ -86,7 +86,7 @@ def _task(prompts: list[list[int]], params: SamplingParams) -> Task:
 
 
 def answer(llm: LLM, task: Task) -> Answers:
-    """Generate, without anything cached."""
+    """Generate with an empty prefix cache."""
     llm.flush_cache()
     start_s = time.perf_counter()
     outputs = llm.generate(task.prompts, task.params)
@@ -124,7 +124,7 @@ def main() -> None:
                 for number in range(args.rounds + 1):
                     pairs = [(answer(plain, task), answer(ngram, task)) for task in each]
                     if not number:
-                        continue  # memory is touched for the first time
+                        continue  # the first round warms up: it touches memory for the first time
                     for label, side in (("plain", 0), ("ngram", 1)):
                         num_tokens = sum(pair[side].num_tokens for pair in pairs)
                         speeds[label].append(num_tokens / sum(pair[side].seconds for pair in pairs))

@@ -1,13 +1,13 @@
-"""Where a step's time goes: products, attention, the small kernels, sampling, and everything around them.
+"""The parts of a step's time: matmuls, attention, small kernels, sampling, and the work around them.
 
     python benchmarks/step_breakdown.py [--threads 2] [--json after.json] [--against before.json] [--model FOLDER]
 
 In process, with random weights in the shapes of SmolLM2-135M: every call of a function of the native library is timed,
-and the sampler as a whole; what is left of the step is the runner's host work, torch's operations among it. Steps run
-one operation at a time for that (`--enforce-eager`), because of a recorded step nothing is to be seen from outside; the
-same step as it is served, recorded where it can be, stands beside it. The scheduler is timed alone, as in
-`scheduler_cost.py`. With `--model` that model is also served, and asked by one stream and by 64: the time between two
-tokens over HTTP, and the CPU time that each process of the server takes for one.
+and the sampler as a whole; the rest of the step is the runner's host work, including torch's operations. These steps
+run one operation at a time (`--enforce-eager`), because the parts of a recorded step are not visible from outside; the
+same step as served, recorded if possible, is printed next to it. The scheduler is timed alone, as in
+`scheduler_cost.py`. With `--model` that model is also served to one stream and to 64: the time between two
+tokens over HTTP, and the CPU time of each server process per token.
 
 Medians. `--against` prints two files side by side: before and after a change.
 """
@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import msgspec
 
-# Run as a script: its siblings are found from the repository's root. Last, so that nothing there hides a package.
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.machine import cpu_seconds, process_name, tree
@@ -62,11 +62,11 @@ _PART_OF: Final[Sequence[tuple[tuple[str, ...], str]]] = (
     (("choose", "logprob", "sampl"), SAMPLING),
     (("linear", "block"), LINEARS),
 )
-"""Parts of the names of the library's functions, the first that fits counts."""
+"""Parts of the names of the library's functions; the first match counts."""
 
 
 class Case(NamedTuple):
-    """A step: so many requests of this length, and how many of its tokens are new."""
+    """A step: the number of requests, their length, and the number of new tokens."""
 
     name: str
     num_requests: int
@@ -86,7 +86,7 @@ CLIENT_LIMIT_S: Final = 600.0
 
 
 class Breakdown(msgspec.Struct):
-    """The file: microseconds by case and part, and what they were measured on."""
+    """The file: microseconds by case and part, and the machine and versions."""
 
     schema: str
     at_revision: str | None
@@ -116,12 +116,12 @@ def main() -> None:
 
 
 def part_of(function: str) -> str:
-    """To which part of a step a function of the native library belongs."""
+    """The part of a step to which a function of the native library belongs."""
     return next((part for names, part in _PART_OF if any(name in function for name in names)), OTHER)
 
 
 class Timers:
-    """Time by part. What happens inside of `whole` belongs to its part, whoever does it."""
+    """Time by part. All time inside of `whole` belongs to its part."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.spent_s: dict[str, float] = defaultdict(float)
@@ -129,7 +129,7 @@ class Timers:
         self._inside = False
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, counted."""
+        """The function with its time counted."""
 
         def call(*arguments: Any) -> Any:
             if self._inside:
@@ -142,7 +142,7 @@ class Timers:
         return call
 
     def whole(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with all that it calls, counted once."""
+        """The function with its time counted, including its calls."""
 
         def call(*arguments: Any) -> Any:
             self._inside = True
@@ -157,7 +157,7 @@ class Timers:
 
 
 class TimedLibrary:
-    """The native library, each of its functions counted by its part; all else of it as it is."""
+    """The native library, with each function's time counted for its part; other attributes are unchanged."""
 
     def __init__(self, library: Any, functions: Collection[str], timers: Timers) -> None:
         self._library = library
@@ -168,13 +168,13 @@ class TimedLibrary:
         value = getattr(self._library, name)
         if name in self._functions:
             value = self._timers.timed(part_of(name), value)
-            setattr(self, name, value)  # the next time it is found without asking
+            setattr(self, name, value)  # the next access finds it as a normal attribute
         return value
 
 
 @contextmanager
 def timed_library(timers: Timers) -> Iterator[None]:
-    """Runners that are loaded within call a library that counts."""
+    """Runners loaded inside this context call a library that counts."""
     from engine.model_runner.kernels.cpu import library
 
     timed = TimedLibrary(library.load_library(), library._SIGNATURES.keys(), timers)
@@ -186,14 +186,14 @@ def timed_library(timers: Timers) -> Iterator[None]:
 
 
 def in_process(num_threads: int, num_steps: int) -> Iterator[tuple[Case, dict[str, float]]]:
-    """Each case, in microseconds: the parts, the step they are of, and the step as it is served."""
+    """Each case, in microseconds: the parts, their step, and the step as served."""
     import torch
 
     from benchmarks.player import make_player
     from engine.model_runner.kernels.cpu.library import reasons_against_library
 
     if reasons := reasons_against_library():
-        sys.exit(f"there are no native kernels whose time could be told apart: {'; '.join(reasons)}")
+        sys.exit(f"there are no native kernels to measure: {'; '.join(reasons)}")
     torch.set_num_threads(num_threads)
     as_served = make_player(num_threads)
     timers = Timers()
@@ -218,7 +218,7 @@ def _time_case(
             player.runner.launch(plan).wait()
             taken_s = time.perf_counter() - started_s
             if turn == 0:
-                continue  # it brings the requests, or warms caches up
+                continue  # it adds the requests, or warms up caches
             samples[name].append(taken_s)
             if player is eager:
                 for part in PARTS:
@@ -230,7 +230,7 @@ def _time_case(
 
 
 def _plans(case: Case, players: Sequence[Player], num_steps: int) -> Iterator[list[Any]]:
-    """One plan for each player, turn by turn: a decode further, or a new prompt."""
+    """One plan for each player in turn: the next decode, or a new prompt."""
     from benchmarks.smollm2 import VOCAB
 
     source = random.Random(0)
@@ -258,7 +258,7 @@ def scheduler_us(num_running: int, rounds: int = 200) -> float:
 def served(model: str, port: int, serve_args: Sequence[str]) -> Iterator[tuple[Case, dict[str, float]]]:
     """The time between two tokens, and each process's CPU time for one token, in microseconds."""
     command = [sys.executable, "-P", "-m", "engine", "serve", model, "--served-model-name", MODEL_NAME]
-    # Without bursts: a step's parts and what lies between two steps are to add up to the time of a token.
+    # Without bursts: the parts of a step and the time between two steps must add up to the time of a token.
     command += ["--host", HOST, "--port", str(port), "--decode-burst-ms", "0", *serve_args]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
@@ -269,7 +269,7 @@ def served(model: str, port: int, serve_args: Sequence[str]) -> Iterator[tuple[C
 
 
 def _ask(url: str, pid: int, case: Case, model: str, out: Path) -> dict[str, float]:
-    """A run in which the requests' mean length is that of the case."""
+    """A run with the mean request length of the case."""
     command = [sys.executable, "-P", "-m", "engine", "bench", "serve", "--url", url, "--model", MODEL_NAME]
     command += ["--tokenizer", model, "--output-file", str(out), "--num-prompts", str(case.num_requests)]
     command += ["--random-input-len", str(case.length - SERVED_OUTPUT_LEN // 2)]
@@ -289,7 +289,7 @@ def _ask(url: str, pid: int, case: Case, model: str, out: Path) -> dict[str, flo
 
 
 def add_remainder(parts: dict[str, float]) -> None:
-    """What of the time between two tokens neither the step nor the scheduler explains."""
+    """The time between two tokens without the step and the scheduler."""
     if TOKEN in parts:
         parts[BETWEEN] = parts[TOKEN] - parts[SERVED] - parts[SCHEDULER]
 
@@ -336,7 +336,7 @@ def _us(value: float | None) -> str:
 
 
 def read_breakdown(path: Path) -> Breakdown:
-    """From a file; ends the program if it is none."""
+    """Read a file; exits if it is no breakdown file."""
     try:
         breakdown = msgspec.json.decode(path.read_bytes(), type=Breakdown)
     except (OSError, msgspec.DecodeError) as error:
@@ -347,18 +347,18 @@ def read_breakdown(path: Path) -> Breakdown:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """From the command line."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100, help="of each decode; of prompts a tenth")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
-        "--against", type=Path, help="file of an earlier run: print both, and how they differ"
+        "--steps", type=int, default=100, help="steps of each decode case; of prompts a tenth"
     )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--against", type=Path, help="file of an earlier run: print both, and the ratio")
     parser.add_argument("--model", help="also serve this model, bf16 like the steps in process")
-    parser.add_argument("--serve-args", default="", help="more flags for `engine serve`, as one text")
+    parser.add_argument("--serve-args", default="", help="more flags for `engine serve`, as one string")
     parser.add_argument("--port", type=int, default=18_090)
     return parser.parse_args()
 

@@ -1,10 +1,10 @@
-"""Decode steps of two checkouts in turn: what a change of the runner costs or saves.
+"""Decode steps of two checkouts in turn: the cost or gain of a change of the runner.
 
     python benchmarks/step_compare.py OLD NEW [--rounds 15] [--steps 40] [--num-threads 1]
 
 OLD and NEW are folders named `engine`, checkouts of this repository. Each is a process with a model runner of
-SmolLM2-135M's shape and random weights (`smollm2`). They take turns, some steps each, so that other load of the machine
-meets both. A row is one case: the median microseconds of a step of each, by CPU time of the process, and the median of
+SmolLM2-135M's shape and random weights (`smollm2`). They take turns, some steps each, so that other load affects
+both. A row is one case: the median microseconds of a step of each, by CPU time of the process, and the median of
 the rounds' ratios NEW / OLD, by CPU time (which other processes disturb less) and by the clock.
 """
 
@@ -28,7 +28,7 @@ LENGTH: Final = 100
 
 @dataclass(frozen=True)
 class Case:
-    """Decodes of `num_requests`, in bursts of `num_rounds`; `quantization` as `--quantization` has it."""
+    """Decodes of `num_requests`, in bursts of `num_rounds`; `quantization` is a value of `--quantization`."""
 
     quantization: str
     num_requests: int
@@ -49,7 +49,7 @@ CASES: Final = (
 
 
 def main() -> None:
-    """Print one row per case, or be one of the two processes."""
+    """Print one row per case, or run as one of the two processes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

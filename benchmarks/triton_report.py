@@ -1,8 +1,8 @@
-"""The table of what every Triton kernel compiles to, on a machine that need not have a GPU.
+"""The compile report of every Triton kernel; it needs no GPU.
 
     python benchmarks/triton_report.py [--arch 80,90,100] [--only NAME] [--json FILE]
 
-How a kernel gets into it: `model_runner/kernels/triton/compile_report.py`.
+How to add a kernel: `model_runner/kernels/triton/compile_report.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", type=_architectures, default=ARCHITECTURES, help="such as 90 or 80,90,100")
     parser.add_argument(
-        "--only", action="append", default=[], help="variants whose name begins so; may be repeated"
+        "--only", action="append", default=[], help="variants with this prefix of the name; may be repeated"
     )
-    parser.add_argument("--json", type=Path, help="write the table there, too")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
     options = parser.parse_args(arguments)
     variants, rows, failed = all_variants(), [], 0
     for name in options.only:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             try:
                 row = compile_variant(variant, arch)
-            except Exception as err:  # whatever a compiler raises: the table goes on with the other kernels
+            except Exception as err:  # a compiler may raise anything: continue with the other kernels
                 failed += 1
                 print(f"sm_{arch:<4} {variant.name:<48} does not compile: {err}")
                 continue
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     if not rows and not failed:
         failed += 1
-        print("no variant is for these architectures", file=sys.stderr)
+        print("no variant exists for these architectures", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     return int(failed > 0)

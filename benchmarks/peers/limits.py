@@ -1,20 +1,20 @@
-"""What the machine allows at most: how fast each workload could run if nothing but weights, keys and products cost.
+"""The limits of the machine: the speed of each workload if only weights, keys and matmuls took time.
 
-Bounds by the measured ceilings (`ceilings.py`), with the best figure of each over the run:
+Bounds from the measured ceilings (`ceilings.py`), with the best figure of each over the run:
 
-    W1  a token reads the weights it is multiplied by once    bandwidth / bytes of these weights
-    W2  a prompt multiplies by every layer's weights and by   rate of products of 512 tokens / operations of a token
+    W1  a token reads its weights once                        bandwidth / bytes of these weights
+    W2  a prompt multiplies by every layer's weights and by   matmul rate at 512 tokens / operations of a token
         its own keys and values (the causal half)
     W3  all prompts as in W2, then step by step: a step       sum over the steps
         reads the weights once or multiplies by them, what
         takes longer, and reads the keys and values of all
         requests
 
-Of a mixture of experts a token reads and multiplies by those that were chosen for it; the tokens of a step read all
-that one of them has chosen, here as if choices were evenly spread. The bandwidth is that at the size of all weights.
+With a mixture of experts, a token reads and multiplies by its chosen experts; a step reads every expert that one of its
+tokens has chosen, assuming evenly spread choices. The bandwidth is that at the size of all weights.
 
-Prompts and decodes of W3 follow each other in this bound; what a mixture could hide of one behind the other is not
-in it, so more than 100 % is thinkable.
+In this bound the prompts and decodes of W3 follow each other. It ignores that a mixed step could overlap them, so more
+than 100 % is possible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.runtime.model_files.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LimitTarget:
-    """A share of the limit to be reached."""
+    """A target: a share of the limit."""
 
     workload: str
     side: str
@@ -47,13 +47,13 @@ LIMIT_TARGETS: Final = (
 
 
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's tokens cost.
+    """The cost of a model's tokens.
 
     Attributes:
         dense_parameters: weights of the layers that every token is multiplied by.
         expert_parameters: of all experts of all layers; 0: the model has none.
         active_share: of the experts that are chosen for one token.
-        head_parameters: of the output head, which only tokens that are sampled from need.
+        head_parameters: of the output head, which only sampled tokens need.
         kv_token_bytes: keys and values of one token, bf16.
         attention_width: operations per token and token of context.
     """
@@ -67,7 +67,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelCosts:
-        """From the architecture."""
+        """The costs of an architecture."""
         heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         dense = spec.num_layers * spec.hidden_size * (2 * heads + 2 * kv_heads)
         num_sparse, in_experts, active_share = 0, 0, 1.0
@@ -93,21 +93,21 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_parameters(self) -> int:
-        """Weights that any token may be multiplied by; an embedding of its own, of which a row is read, is none."""
+        """Weights that any token may be multiplied by; a separate embedding, of which one row is read, is excluded."""
         return self.dense_parameters + self.expert_parameters + self.head_parameters
 
     @property
     def bf16_megabytes(self) -> int:
-        """Of all these."""
+        """Megabytes of these weights in bf16."""
         return round(2 * self.all_parameters / 1e6)
 
     def read_parameters(self, num_tokens: int) -> float:
-        """Weights that a step of so many tokens reads, all of them sampled from; of experts the expected number."""
+        """Weights that a step of so many tokens reads, if all are sampled; for experts the expected number."""
         chosen = 1.0 - (1.0 - self.active_share) ** num_tokens
         return self.dense_parameters + self.head_parameters + chosen * self.expert_parameters
 
     def prompt_operations(self, num_tokens: int) -> float:
-        """Of a prompt; its attention is causal, so half of the square."""
+        """Operations of a prompt; its attention is causal, so half of the square."""
         return 2.0 * self.layer_parameters * num_tokens + self.attention_width * num_tokens**2 / 2
 
 
@@ -123,24 +123,24 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     @property
     def footprints(self) -> list[int]:
-        """Megabytes that a step may read, of every form."""
+        """Megabytes that a step may read, for every form of the model."""
         sizes = (self.costs.bf16_megabytes, self.gguf_megabytes)
         return [size for size in sizes if size is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Ceilings with so many threads, in bytes and operations per second."""
+    """Ceilings for a number of threads, in bytes and operations per second."""
 
     ceilings: tuple[Ceiling, ...]
     num_threads: int
 
     def product_rate(self, num_tokens: int) -> float:
-        """Of products of bfloat16 numbers: computed as such, or in fp32 where that is faster."""
+        """The rate of bfloat16 matmuls: computed in bf16, or in fp32 if that is faster."""
         return self.rate("bf16", num_tokens, "fp32")
 
     def rate(self, what: str, size: int, *others: str) -> float:
-        """The best figure seen, of one thing or of `others` that may take its place.
+        """The best measured figure of one kind, or of `others` that can replace it.
 
         Raises:
             KeyError: it was not measured.
@@ -157,7 +157,7 @@ class Machine:
 
 
 def decode_limit(machine: Machine, costs: ModelCosts, megabytes: int) -> float:
-    """W1: tokens per second of one stream, where all weights that any token may read take so much."""
+    """W1: tokens per second of one stream, given the bytes of all weights that any token may read."""
     token_bytes = megabytes * 1e6 * costs.read_parameters(1) / costs.all_parameters
     return machine.rate("read", megabytes) / token_bytes
 
@@ -168,7 +168,7 @@ def prefill_limit(machine: Machine, costs: ModelCosts, prompt_len: int) -> float
 
 
 def batch_limit(machine: Machine, costs: ModelCosts, lens: Sequence[tuple[int, int]]) -> float:
-    """W3: output tokens per second of requests (prompt tokens, output tokens) that all come at once."""
+    """W3: output tokens per second of requests (prompt tokens, output tokens) that all arrive at once."""
     taken_s = sum(costs.prompt_operations(prompt) for prompt, _ in lens) / machine.product_rate(MANY_TOKENS)
     bandwidth = machine.rate("read", costs.bf16_megabytes)
     products = machine.product_rate(FEW_TOKENS)

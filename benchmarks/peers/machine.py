@@ -1,4 +1,4 @@
-"""What a measurement took from the machine: CPU time of process trees from /proc, and what everybody else used."""
+"""The CPU use during a measurement: CPU time of process trees from /proc, and that of all other processes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class MachineTime(NamedTuple):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """Cores' worth of CPU while something was measured.
+    """CPU cores used during a measurement.
 
     Attributes:
         server: of the server's process tree.
         client: of the client and this process.
-        others: of everything else on the machine, idle servers among it.
+        others: of all other processes, including idle servers.
         stolen: taken by the host of a virtual machine.
     """
 
@@ -41,7 +41,7 @@ class Share(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One moment; two of them give a `Share`."""
+    """CPU times at one moment; two of them give a `Share`."""
 
     at_s: float
     machine: MachineTime
@@ -50,7 +50,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, server_pid: int | None) -> Snapshot:
-        """Now. The client must be a child of this process that has been waited for when the second one is taken."""
+        """Read the CPU times. The client is a child of this process, and is waited for before the second reading."""
         own = sum(
             usage.ru_utime + usage.ru_stime
             for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -59,7 +59,7 @@ class Snapshot:
         return cls(time.monotonic(), machine_time((PROC / "stat").read_text()), server_s, own)
 
     def until(self, later: Snapshot) -> Share:
-        """What was used in between."""
+        """The CPU use between two readings."""
         wall_s = max(later.at_s - self.at_s, 1e-9)
         server_s, own_s = later.server_s - self.server_s, later.own_s - self.own_s
         busy_s = later.machine.busy_s - self.machine.busy_s
@@ -72,13 +72,13 @@ class Snapshot:
 
 
 def machine_time(stat: str) -> MachineTime:
-    """From the text of /proc/stat. Guests' time is in user's already; idle and iowait are not busy."""
+    """Parse /proc/stat. The time of guests is included in user time; idle and iowait are not busy."""
     user, nice, system, _, _, irq, softirq, steal = (int(field) for field in stat.split(None, 9)[1:9])
     return MachineTime((user + nice + system + irq + softirq) / _TICKS_PER_S, steal / _TICKS_PER_S)
 
 
 def tree(root_pid: int) -> list[int]:
-    """A process and all below it."""
+    """A process and its descendants."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
@@ -91,17 +91,17 @@ def tree(root_pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of one process so far; 0 for one that is gone."""
+    """User and system time of one process so far; 0 if it has ended."""
     fields = _stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S if fields else 0.0
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Of a process tree.
+    """Memory of a process tree.
 
     Attributes:
         resident_bytes: the processes' resident sizes added up, as `top` shows them: shared pages count in each.
-        proportional_bytes: with shared pages split among those who share them, so that the tree's sum is right.
+        proportional_bytes: with shared pages divided among their users, so that the sum is exact.
     """
 
     resident_bytes: int
@@ -115,7 +115,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def process_name(pid: int) -> str:
-    """Its command line, shortened."""
+    """The command line of a process, shortened."""
     try:
         command = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -143,7 +143,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """From the process's state on; its name before that may hold spaces. Empty for one that is gone."""
+    """The fields of /proc/PID/stat from the state on; the name before it may contain spaces. Empty if it has ended."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

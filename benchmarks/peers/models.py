@@ -1,4 +1,4 @@
-"""The default model in the forms that peers read, a bf16 folder in Hugging Face layout and a BF16 GGUF file.
+"""The default model in the forms that the peers read: a bf16 folder in Hugging Face layout and a BF16 GGUF file.
 
 Both hold the weights of the default model's own GGUF file, rounded to bf16, so all servers compute with one model. The
 folder is written through the engine's readers, which undo what GGUF does to a model: `GGUFStore` gives tensors the
@@ -28,21 +28,21 @@ from engine.runtime.model_files.tokenizer import Tokenizer
 
 
 class OtherModelError(Exception):
-    """A side would serve another model than the rest; says which, and the way out."""
+    """A side would serve another model than the rest; the message names it and the fix."""
 
 
 def served_model(models: Models, sides: Sequence[str]) -> ServedModel:
-    """The model of the bf16 folder, which these sides serve in their forms.
+    """The model of the bf16 folder, which all sides must serve.
 
     Raises:
-        OtherModelError: the form that one of them serves is of another size.
+        OtherModelError: the form of one side has another size.
     """
     spec = _spec_of(models.bf16_folder)
     costs = ModelCosts.of(spec)
     others = [side for side in sides if ModelCosts.of(_spec_of(form_of(side, models))) != costs]
     if others:
         raise OtherModelError(
-            f"{models.bf16_folder} holds another model than what {' and '.join(others)} would serve, "
+            f"{models.bf16_folder} holds another model than {' and '.join(others)} would serve, "
             f"{form_of(others[0], models)}: leave out these --sides, or give all forms of one model "
             "(--gguf, --bf16-folder, --bf16-gguf)"
         )
@@ -57,10 +57,10 @@ def _spec_of(model: Path) -> ModelSpec:
 
 
 def ensure_bf16_folder(gguf: Path, folder: Path) -> Path:
-    """The folder, written if it is not there; it appears complete or not at all.
+    """The folder, written atomically if it is missing.
 
     Raises:
-        ConfigError: the model is of another family than Llama, or a tensor has no place in Hugging Face's layout.
+        ConfigError: the model is of another family than Llama, or a tensor has no equivalent in Hugging Face's layout.
     """
     if (folder / "config.json").exists():
         return folder
@@ -84,7 +84,7 @@ def ensure_bf16_folder(gguf: Path, folder: Path) -> Path:
 
 
 def ensure_bf16_gguf(gguf: Path, out: Path, quantize: Path, timeout_s: float = 600.0) -> Path:
-    """The same model as a BF16 GGUF file, written by llama.cpp's own tool if it is not there."""
+    """The same model as a BF16 GGUF file, written by llama.cpp's own tool if it is missing."""
     if out.exists():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _write_weights(gguf: Path, spec: ModelSpec, path: Path) -> None:
         tensors[name] = torch.empty(shape, dtype=torch.bfloat16)
         store.read(name, tensors[name])
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # readable like its neighbours, which safetensors does not see to
+    path.chmod(0o644)  # readable like the other files; safetensors does not set that
 
 
 def _config(spec: ModelSpec) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""`Plan`: which measurements a run consists of, in which order, and how long they will take.
+"""`Plan`: the measurements of a run, their order, and their expected duration.
 
-First every side alone, for the time to its first completion and its memory; then all of them up, one asked at a time,
-interleaved. A pair that no target compares is measured in the first round only: llama.cpp takes minutes for what the
-others do in seconds.
+First every side alone, for the time to its first completion and its memory; then all of them up, with requests to one
+at a time, interleaved. A pair without a target is measured in the first round only: llama.cpp takes minutes for work
+that takes the others seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_STARTS: Final = 3
 _ENOUGH_STARTING_S: Final = 60.0
 _UNKNOWN_S: Final = 60.0
 _QUICK_SHARE: Final = 0.2
-_CLIENT_S: Final = 2.0  # to start one, which no figure contains
+_CLIENT_S: Final = 2.0  # to start a client, which no figure contains
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is wanted.
+    """The options of a run.
 
     Attributes:
         all_rounds: measure also those pairs in every round that no target compares.
-        quick: workloads are small ones, and everything is done once.
+        quick: small workloads, each measured once.
     """
 
     sides: Sequence[Side]
@@ -47,7 +47,7 @@ class Plan:
     quick: bool = False
 
     def jobs(self, results: Results) -> Iterator[Job]:
-        """What is missing, in order. Each round begins with another side, so that none is always the first."""
+        """The missing measurements, in order. Each round begins with another side, so that none is always first."""
         for round_idx in range(self.rounds):
             for workload in self.workloads:
                 turn = round_idx % len(self.sides)
@@ -71,7 +71,7 @@ class Plan:
         return not results.values(side.name, MEMORY, "")
 
     def expected_s(self, job: Job, results: Results) -> float:
-        """Of one measurement: as long as the last time, or as the side says."""
+        """Expected seconds of one measurement: the last measured time, or the estimate of the side."""
         known = results.last_wall_s(job.side.name, job.workload.name)
         if known is not None:
             return known
@@ -79,7 +79,7 @@ class Plan:
         return expected_s * (_QUICK_SHARE if self.quick else 1.0) + _CLIENT_S
 
     def alone_s(self, results: Results) -> float:
-        """Of all starts and fillings that are missing."""
+        """Expected seconds of all missing starts and fillings."""
         total = 0.0
         for side in self.sides:
             start_s = side.expected_s.get(START, _UNKNOWN_S)
@@ -89,7 +89,7 @@ class Plan:
         return total
 
     def rounds_s(self, results: Results) -> float:
-        """Of all measurements that are missing, with the start of all servers."""
+        """Expected seconds of all missing measurements, with the start of all servers."""
         jobs = list(self.jobs(results))
         starting = {job.side.name: job.side.expected_s.get(START, _UNKNOWN_S) for job in jobs}
         return sum(starting.values()) + sum(self.expected_s(job, results) for job in jobs)

@@ -1,7 +1,7 @@
 """`Results`: everything measured so far, in one JSON file that is written after every measurement.
 
-A run that was cut off is resumed from it: what is there is not measured again, as long as it was measured by the same
-rules. Failures are kept to be read, and tried again.
+An interrupted run is resumed from it: existing measurements are kept if they were made with the same settings. Failures
+are recorded, and measured again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Measurement(msgspec.Struct, frozen=True):
     """One run of one workload against one side.
 
     Attributes:
-        round: counted from 0; the same on all sides means the same prompts.
-        wall_s: of the whole measurement, the client's start with it.
+        round: counted from 0; the same round has the same prompts on all sides.
+        wall_s: of the whole measurement, including the client's start.
         figures: by their names.
         summary: of `engine bench serve`.
     """
@@ -41,7 +41,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """From a command to its first completion."""
+    """Time from a command to its first completion."""
 
     side: str
     first_completion_s: float
@@ -57,7 +57,7 @@ class Resident(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What could not be measured, and why."""
+    """A failed measurement, and the reason."""
 
     side: str
     what: str
@@ -66,13 +66,13 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct):
-    """The file.
+    """The content of the file.
 
     Attributes:
-        settings: what all figures depend on; a file with others is not added to.
-        model: what the limits are computed from; None in files from before this was written down.
-        sides: of each, what its figures depend on.
-        ceilings_disturbed: cores' worth of CPU that others used each time the ceilings were measured.
+        settings: settings that affect all figures; a file with other settings is refused.
+        model: the model for the limits; None in older files without it.
+        sides: for each side, the settings that affect its figures.
+        ceilings_disturbed: CPU cores that other processes used at each measurement of the ceilings.
     """
 
     schema: str
@@ -88,11 +88,11 @@ class Results(msgspec.Struct):
     failures: list[Failure] = []
 
     def has(self, side: str, workload: str, round_idx: int) -> bool:
-        """Whether this was measured."""
+        """Whether this measurement exists."""
         return any((m.side, m.workload, m.round) == (side, workload, round_idx) for m in self.measurements)
 
     def values(self, side: str, workload: str, figure: str) -> dict[int, float]:
-        """A figure by round; of "start" and "memory" by the order of measuring."""
+        """A figure by round; for "start" and "memory" in order of measurement."""
         if workload == START:
             return dict(enumerate(start.first_completion_s for start in self.starts if start.side == side))
         if workload == MEMORY:
@@ -105,19 +105,19 @@ class Results(msgspec.Struct):
         }
 
     def last_wall_s(self, side: str, workload: str) -> float | None:
-        """How long this took the last time."""
+        """Seconds of the last measurement of this kind."""
         walls = [m.wall_s for m in self.measurements if (m.side, m.workload) == (side, workload)]
         return walls[-1] if walls else None
 
     def write(self, path: Path) -> None:
-        """Replace the file in one step."""
+        """Replace the file atomically."""
         partial = path.with_name(path.name + ".partial")
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         partial.replace(path)
 
 
 class MismatchError(Exception):
-    """A file has figures that were measured by other rules; says which."""
+    """A file has figures that were measured with other settings; the message names them."""
 
 
 def open_results(
@@ -130,10 +130,10 @@ def open_results(
     """The results in this file, or none yet.
 
     Args:
-        settings, sides, model: of now. Sides may join those of the file; one that is in it must be the same.
+        settings, sides, model: of this run. New sides are added; one that is in the file must be equal.
 
     Raises:
-        MismatchError: the file was measured by other rules.
+        MismatchError: the file was measured with other settings.
     """
     fresh = Results(SCHEMA, _as_json(settings), _as_json(machine), _as_json(sides), model)
     if not path.exists():
@@ -148,7 +148,7 @@ def open_results(
     changed = [f"{what}: {old!r}, now {new!r}" for what, old, new in pairs if old != new]
     if changed:
         raise MismatchError(
-            f"{path} was measured by other rules; give another --output, or remove it:\n  "
+            f"{path} was measured with other settings; give another --output, or remove it:\n  "
             + "\n  ".join(changed)
         )
     results.sides = {**results.sides, **fresh.sides}
@@ -156,10 +156,10 @@ def open_results(
 
 
 def read_results(path: Path) -> Results:
-    """From a file.
+    """Read a file.
 
     Raises:
-        MismatchError: it is not one of ours.
+        MismatchError: it is not a result file.
     """
     try:
         results = msgspec.json.decode(path.read_bytes(), type=Results)
@@ -171,5 +171,5 @@ def read_results(path: Path) -> Results:
 
 
 def _as_json(value: Any) -> Any:
-    """As it will be when read back, so that both can be compared."""
+    """The value after encoding and decoding, for a comparison with the file."""
     return msgspec.json.decode(msgspec.json.encode(value))

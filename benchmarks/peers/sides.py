@@ -1,7 +1,7 @@
-"""`Side`: a server that takes part, as data: how it is started, asked, and how long it is likely to take.
+"""`Side`: a measured server as data: its command, its address, and its expected times.
 
-All sides get the same share of the machine: every core that this process may use, room for the same number of KV
-tokens, sequences of the same length. Beyond that each runs as its makers recommend and as was found to be best.
+All sides get the same share of the machine: every core that this process may use, the same KV capacity in tokens,
+sequences of the same length. Other settings are those that its makers recommend and that measured best.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL_NAME: Final = "smollm2"
 MAX_MODEL_LEN: Final = 4096
 HOST: Final = "127.0.0.1"
 LLAMA_SLOTS: Final = 16
-"""Of llama.cpp: more make each slower, fewer let requests wait; its KV is divided among them."""
+"""Slots of llama.cpp, which divide its KV: more make each slower, with fewer, requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Side:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address of the server."""
         return f"http://{HOST}:{self.port}"
 
     def settings(self) -> dict[str, object]:
-        """What a result depends on."""
+        """The settings that affect a result."""
         return {"command": list(self.command), "environment": dict(self.environment)}
 
 
@@ -68,7 +68,7 @@ SIDES: Final = (*ENGINE_VARIANTS, *PEERS)
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """One model in all its forms; another may be there as `bf16_folder`, for the sides that serve no other form."""
+    """One model in all its forms; `bf16_folder` may be another model, for the sides that serve no other form."""
 
     gguf: Path
     bf16_folder: Path
@@ -77,14 +77,14 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """For keys and values, in every server."""
+    """KV capacity of every server."""
 
     num_tokens: int
     token_bytes: int
 
 
 def form_of(name: str, models: Models) -> Path:
-    """What the side of this name serves."""
+    """The model form that the side of this name serves."""
     match name:
         case "engine-4bit" | "llama-4bit":
             return models.gguf
@@ -107,7 +107,7 @@ def make_side(
 
 
 def _engine(name: str, port: int, model: Path, room: Room) -> Side:
-    # -P: not the current folder, from which `import runtime` would work.
+    # -P: without the current folder, which would allow `import runtime`.
     command = [sys.executable, "-P", "-m", "engine", "serve", str(model), "--served-model-name", MODEL_NAME]
     command += ["--host", HOST, "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN)]
     command += ["--max-total-tokens", str(room.num_tokens), *ENGINE_VARIANTS[name]]
@@ -119,7 +119,7 @@ def _vllm(port: int, model: Path, vllm: Vllm, cores: tuple[int, ...], room: Room
     command += ["--host", HOST, "--port", str(port), "--dtype", "bfloat16", "--enable-prefix-caching"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "128"]
     command += ["--max-num-batched-tokens", "2048"]
-    # By bytes, because its environment variable knows whole GiB only.
+    # In bytes, because its environment variable accepts only whole GiB.
     command += ["--kv-cache-memory-bytes", str(room.num_tokens * room.token_bytes)]
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -133,7 +133,7 @@ def _vllm(port: int, model: Path, vllm: Vllm, cores: tuple[int, ...], room: Room
         "TORCHINDUCTOR_CACHE_DIR": str(vllm.cache / "inductor"),
         "LD_PRELOAD": ":".join(map(str, vllm.preloads)),
         "PATH": f"{vllm.command.parent}:{os.environ.get('PATH', '')}",
-        "PYTHONPATH": "",  # ours is none of its business
+        "PYTHONPATH": "",  # not the engine's
     }
     return Side("vllm", tuple(command), port, environment, expected_s=_VLLM_S)
 

@@ -14,10 +14,10 @@ from benchmarks.peers.workloads import TARGETS, Figure, Target, Workload
 def all_tables(
     results: Results, workloads: Sequence[Workload], limits: Mapping[tuple[str, str], float]
 ) -> str:
-    """Everything that is printed at the end.
+    """The text that is printed at the end.
 
     Args:
-        limits: what the machine allows at most, by workload and side, in the unit of the workload's first figure.
+        limits: limits of the machine, by workload and side, in the unit of the workload's first figure.
     """
     measured = {start.side for start in results.starts} | {resident.side for resident in results.residents}
     measured |= {measurement.side for measurement in results.measurements}
@@ -32,7 +32,7 @@ def all_tables(
 
 
 def figures_table(results: Results, workloads: Sequence[Workload], sides: Sequence[str]) -> list[str]:
-    """Medians over the rounds; in brackets how many, where it is not as many as the most."""
+    """Medians over the rounds; in brackets the number of rounds, if it is below the largest number."""
     rows = [(w.name, f"{w.name}: {w.what}", figure) for w in workloads for figure in w.figures]
     rows.append((START, "command to first completion", Figure("first completion", "", "s")))
     rows.append((MEMORY, f"memory with {_kv_tokens(results):,} tokens of KV", Figure("resident", "", "GB")))
@@ -47,7 +47,7 @@ def figures_table(results: Results, workloads: Sequence[Workload], sides: Sequen
 
 
 def targets_table(results: Results, targets: Iterable[Target]) -> list[str]:
-    """One line for every target of which both sides were measured; the ratio is the median of those by round."""
+    """One line for every target with both sides measured; the ratio is the median of the ratios by round."""
     lines = _head(["workload", "figure", "engine", "peer", "ratio", "target", ""])
     for target in targets:
         ratios = ratios_of(results, target)
@@ -62,7 +62,7 @@ def targets_table(results: Results, targets: Iterable[Target]) -> list[str]:
 
 
 def ratios_of(results: Results, target: Target) -> list[float]:
-    """Engine / peer, round by round; of starts and memory, which have no rounds, that of the medians."""
+    """Engine / peer, round by round; for starts and memory, which have no rounds, the ratio of the medians."""
     engine, peer = (
         results.values(side, target.workload, target.figure) for side in (target.engine, target.peer)
     )
@@ -76,7 +76,7 @@ def ratios_of(results: Results, target: Target) -> list[float]:
 def limits_table(
     results: Results, workloads: Sequence[Workload], limits: Mapping[tuple[str, str], float]
 ) -> list[str]:
-    """The share of the machine's limit that each side reaches, where there is one."""
+    """The share of the machine's limit that each side reaches, if there is a limit."""
     wanted = {(target.workload, target.side): target.share for target in LIMIT_TARGETS}
     lines = _head(["workload", "side", "measured", "machine's limit", "share", "target", ""])
     for workload in workloads:
@@ -94,15 +94,15 @@ def limits_table(
 
 
 def notes(results: Results) -> list[str]:
-    """How quiet the machine was, its ceilings, and what failed."""
+    """The other load of the machine, its ceilings, and failures."""
     lines = []
     if results.settings.get("quick"):
-        lines.append("Small workloads, once (--quick): to see that all runs, no measurement.")
+        lines.append("Small workloads, once (--quick): a check that all of it runs, not a measurement.")
     others = [measurement.share.others for measurement in results.measurements]
     if others:
         stolen = max(measurement.share.stolen for measurement in results.measurements)
         lines.append(
-            f"Others used {statistics.median(others):.2f} of a core while measuring (median; at most "
+            f"Other processes used {statistics.median(others):.2f} of a core while measuring (median; at most "
             f"{max(others):.2f}); the host took {stolen:.2f} at most."
         )
     best: dict[tuple[str, int, int], float] = {}
@@ -124,7 +124,7 @@ def notes(results: Results) -> list[str]:
     if shown:
         disturbed = min(results.ceilings_disturbed, default=0.0)
         lines.append(
-            f"Ceilings with {threads} threads, while others used {disturbed:.2f} of a core: {', '.join(shown)}."
+            f"Ceilings with {threads} threads, with {disturbed:.2f} cores of other load: {', '.join(shown)}."
         )
     lines += [
         f"Failed: {failure.what} of {failure.side}: {failure.reason.splitlines()[0]}"

@@ -1,7 +1,7 @@
-"""`WORKLOADS` and `TARGETS`: what every server is asked, which figure of it counts, and what ratio is to be reached.
+"""`WORKLOADS` and `TARGETS`: the requests for every server, the figures, and the target ratios.
 
 Figures are taken from the summary of `engine bench serve`, the one client of all servers. Two figures belong to no
-workload: how long a server takes from its command to the first completion, and its memory.
+workload: the time of a server from its command to the first completion, and its memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Figure:
     per_ms: bool = False
 
     def of(self, summary: Mapping[str, Any]) -> float:
-        """Read it.
+        """Read the figure.
 
         Raises:
             ValueError: the run has no such figure.
@@ -48,7 +48,7 @@ class Workload:
 
     Attributes:
         settings: fields of `WorkloadSettings`, which are also the flags of `engine bench serve`.
-        figures: the first is the one that counts.
+        figures: the first is compared.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Workload:
     figures: tuple[Figure, ...]
 
     def flags(self) -> list[str]:
-        """Of `engine bench serve`."""
+        """The flags of `engine bench serve`."""
         return [
             text
             for name, value in self.settings.items()
@@ -65,7 +65,7 @@ class Workload:
         ]
 
     def requests(self, tokenizer: WorkloadTokenizer, seed: int) -> list[BenchRequest]:
-        """What the client will send with these flags and this seed."""
+        """The requests that the client sends with these flags and this seed."""
         return WorkloadSettings(**self.settings, seed=seed).requests(tokenizer)
 
 
@@ -127,13 +127,13 @@ _QUICK: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def quick(workload: Workload) -> Workload:
-    """A small version, to see that everything runs; its figures are no measurement."""
+    """A small version that checks that all of it runs; its figures are no measurement."""
     return replace(workload, settings={**workload.settings, **_QUICK[workload.name]})
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A ratio to be reached: engine / peer, at least or at most.
+    """A target ratio: engine / peer, at least or at most.
 
     Attributes:
         workload: name of one, or "start" or "memory".
@@ -148,7 +148,7 @@ class Target:
     at_least: bool
 
     def met(self, ratio: float) -> bool:
-        """Whether a measured ratio reaches it."""
+        """Whether a measured ratio meets the target."""
         return ratio >= self.ratio if self.at_least else ratio <= self.ratio
 
 
@@ -168,5 +168,5 @@ TARGETS: Final = (
 
 
 def is_compared(side: str, workload: str) -> bool:
-    """Whether some target needs this pair; the others are measured once, for the table."""
+    """Whether a target needs this pair; other pairs are measured once, for the table."""
     return any(target.workload == workload and side in (target.engine, target.peer) for target in TARGETS)

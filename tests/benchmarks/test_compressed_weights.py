@@ -35,7 +35,7 @@ def test_both_forms_are_measured(
     _skip_where_nothing_compresses(compressed_weights)
     run(compressed_weights, monkeypatch, "--tokens", 1, 7, *SMALL)
     sizes, _, one, seven = capsys.readouterr().out.splitlines()
-    found = re.fullmatch(r"5 weights, (\d+) MB as they are, (\d+) MB compressed", sizes)
+    found = re.fullmatch(r"5 weights, (\d+) MB uncompressed, (\d+) MB compressed", sizes)
     assert found is not None and (int(found[1]), int(found[2])) == (12, 9)
     for line, num_tokens in ((one, 1), (seven, 7)):
         assert int(line.split()[0]) == num_tokens and all(float(number) > 0 for number in line.split()[1:4])
@@ -48,7 +48,7 @@ def test_forms_that_disagree_are_not_measured(
     monkeypatch.setattr(
         CompressedLinear, "__call__", lambda self, x: torch.zeros(len(x), self._width, dtype=x.dtype)
     )
-    with pytest.raises(SystemExit, match="3 tokens: the two products are not the same bits"):
+    with pytest.raises(SystemExit, match="3 tokens: the two results are not bit-identical"):
         run(compressed_weights, monkeypatch, "--tokens", 3, *SMALL)
 
 
@@ -60,7 +60,7 @@ def test_a_level_without_such_products_says_so(
     except NoLibraryError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(library, "compressed_linear_bytes", lambda *_: 0)
-    with pytest.raises(SystemExit, match="no products with compressed weights"):
+    with pytest.raises(SystemExit, match="no matmuls with compressed weights"):
         run(compressed_weights, monkeypatch, *SMALL)
 
 

@@ -288,9 +288,9 @@ def test_the_notes_say_how_quiet_it_was_and_what_failed(bench: Any, measured: An
 
     notes = bench.tables.notes(measured)
 
-    assert notes[0].startswith("Others used 0.02 of a core")
+    assert notes[0].startswith("Other processes used 0.02 of a core")
     assert notes[1:] == [
-        "Ceilings with 2 threads, while others used 0.01 of a core: 50.0 GB/s at 269 MB, 10.0 GFLOP/s bf16 at M=64, "
+        "Ceilings with 2 threads, with 0.01 cores of other load: 50.0 GB/s at 269 MB, 10.0 GFLOP/s bf16 at M=64, "
         "10.0 GFLOP/s fp32 at M=64, 10.0 GOP/s int8 at M=64.",
         "Failed: W5 of vllm: not done",
     ]
@@ -480,7 +480,7 @@ def test_nothing_is_measured_where_memory_is_short(
     assert [(failure.what, failure.reason) for failure in results.failures] == [
         (
             "1 measurements",
-            "only 512 MiB of memory are left beside all servers: lower --kv-tokens, or name fewer --sides",
+            "only 512 MiB of memory are free with all servers up: lower --kv-tokens, or name fewer --sides",
         )
     ]
 
@@ -591,7 +591,7 @@ def test_a_form_of_another_model_is_refused(bench: Any, tmp_path: Path) -> None:
     with pytest.raises(bench.models.OtherModelError) as refusal:
         bench.models.served_model(models, ["engine-bf16", "llama-4bit", "llama-bf16"])
     assert str(refusal.value) == (
-        f"{served} holds another model than what llama-4bit and llama-bf16 would serve, {other}: leave out these "
+        f"{served} holds another model than llama-4bit and llama-bf16 would serve, {other}: leave out these "
         "--sides, or give all forms of one model (--gguf, --bf16-folder, --bf16-gguf)"
     )
 

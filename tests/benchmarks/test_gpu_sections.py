@@ -125,7 +125,7 @@ def test_what_passes_ends_with_zero_and_what_has_no_time_does_not(tmp_path: Path
 
     code, output, sections = run(tmp_path, "--only", "good", "--budget", "1")
     assert (code, sections["good"]["status"]) == (1, "NOT RUN")
-    assert "no time is left" in output
+    assert "no time left" in output
 
     code, output, _ = run(tmp_path, "--only", "bad")
     assert code == 2 and "no such section: bad" in output

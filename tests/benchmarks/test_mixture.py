@@ -72,4 +72,6 @@ def test_without_a_file_it_says_what_it_needs(
 ) -> None:
     with pytest.raises(SystemExit):
         run(mixture, monkeypatch, tmp_path / "moe.gguf")
-    assert "moe.gguf is not there; to write it, --tokenizer must name a GGUF file" in capsys.readouterr().err
+    assert (
+        "moe.gguf does not exist; to write it, --tokenizer must name a GGUF file" in capsys.readouterr().err
+    )
