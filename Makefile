@@ -37,7 +37,7 @@ serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fet
 test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
-test-slow: test-env ## run the tests that take long or need the default model, which is fetched once
+test-slow: test-env ## run the slow tests and those that need the default model, which is fetched once
 	@$(RUN) -c 'from engine.runtime.model_files.default_model import ensure_default_model; ensure_default_model()'
 	@$(PYTEST) -m "slow or model" $(ARGS)
 
@@ -45,10 +45,10 @@ chaos: test-env ## kill, crash, freeze random processes for ten minutes under 20
 	@$(RUN) -c 'from engine.runtime.model_files.default_model import ensure_default_model; ensure_default_model()'
 	@$(RUN) -m tests.faults.chaos $(ARGS)
 
-soak: test-env ## ten minutes of storms on a small server, and what is left then; ARGS="--overload refuse --minutes 60"
+soak: test-env ## ten minutes of load storms on a small server, then a check for leaks; ARGS="--overload refuse --minutes 60"
 	@$(RUN) -m tests.faults.soak $(ARGS)
 
-check: lint typecheck package-check ## lint, format, strict types and packaging: what every commit must pass
+check: lint typecheck package-check ## lint, format, strict types and packaging: every commit must pass it
 
 lint: dev-env
 	@$(RUN) -m ruff check .
@@ -69,22 +69,22 @@ typecheck: dev-env
 package-check: test-env
 	@$(RUN) -m pytest -q tests/test_packaging.py
 
-docs: $(VENV)/.engine ## write docs/cli.md and docs/configuration.md again, from the code
+docs: $(VENV)/.engine ## write docs/cli.md and docs/configuration.md from the code
 	@$(RUN) -m docs.reference.generate
 
-format: dev-env ## format the code and mend what ruff can mend
+format: dev-env ## format the code and apply ruff's automatic fixes
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
 # On a GPU machine, which may be without network: its own python3, with torch for its GPU, and nothing is installed. What
 # it lacks comes in build/gpu-bundle, made where there is a network and copied along.
-gpu-bundle: ## make build/gpu-bundle: what a GPU machine without network lacks (sgl_kernel and some wheels)
+gpu-bundle: ## make build/gpu-bundle: packages for a GPU machine without network (sgl_kernel and some wheels)
 	@"$(PYTHON)" benchmarks/gpu_bundle.py $(ARGS)
 
-gpu-check: ## is the engine right on this machine's GPU? with PYTHON's own torch; ARGS="--only models"
+gpu-check: ## check the engine on this machine's GPU, with PYTHON's own torch; ARGS="--only models"
 	@"$(PYTHON)" benchmarks/gpu_path.py benchmarks.gpu_check --json build/gpu-check.json $(ARGS)
 
-gpu-bench: ## how fast is it on this machine's GPU? with PYTHON's own torch; ARGS="--only Qwen3-0.6B"
+gpu-bench: ## measure the engine on this machine's GPU, with PYTHON's own torch; ARGS="--only Qwen3-0.6B"
 	@"$(PYTHON)" benchmarks/gpu_path.py benchmarks.gpu_bench --json build/gpu-bench.json $(ARGS)
 
 venv: $(VENV)/.engine ## make .venv with the engine and its pinned dependencies
