@@ -93,7 +93,7 @@ class Section:
 
 @dataclass
 class Report:
-    """What a section receives, in its process.
+    """The interface of a section to the report, in its process.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -138,7 +138,7 @@ class Report:
 
 
 class LoggedMessages(logging.Handler):
-    """What the engine logs in a `with` block: only the log names the chosen kernels."""
+    """The log messages of the engine in a `with` block: only the log names the chosen kernels."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

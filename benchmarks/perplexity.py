@@ -116,7 +116,7 @@ def fixed_text() -> str:
 
 
 def losses_of(llm: LLM, text: str, num_tokens: int, chunk: int) -> list[float]:
-    """Of each chunk: the mean of -log p over its tokens from the second on."""
+    """For each chunk, the mean of -log p over its tokens from the second on."""
     tokens = llm.tokenizer.encode(text)[:num_tokens]
     chunks = [tokens[start : start + chunk] for start in range(0, len(tokens) - chunk + 1, chunk)]
     params = SamplingParams(temperature=0.0, max_new_tokens=1, prompt_logprobs=0)

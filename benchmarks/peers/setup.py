@@ -53,7 +53,7 @@ class Vllm:
 
     @property
     def python(self) -> Path:
-        """Of its environment."""
+        """The Python interpreter of its environment."""
         return self.folder / "v/bin/python"
 
     @property

@@ -19,7 +19,7 @@ from .records import BenchRequest
 
 
 class TextEncoder(Protocol):
-    """What a workload needs from a tokenizer."""
+    """The part of a tokenizer that a workload uses."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""

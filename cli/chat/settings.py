@@ -33,7 +33,7 @@ class ChatSettings:
         self.sampling()
 
     def sampling(self) -> SamplingParams:
-        """As the engine's `SamplingParams`.
+        """Convert them to the engine's `SamplingParams`.
 
         Raises:
             RequestError: an invalid value.
@@ -58,7 +58,7 @@ class ChatSettings:
         )
 
     def body(self) -> dict[str, Any]:
-        """As fields of a request to `/v1/chat/completions`; only the set ones, because servers differ."""
+        """The fields of a request to `/v1/chat/completions`; only the set ones, because servers differ."""
         values = {name: getattr(self, name) for name in PARAMETERS}
         return {name: list(v) if name == "stop" else v for name, v in values.items() if v not in (None, ())}
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Verdict(enum.StrEnum):
-    """What a line means for serving."""
+    """The effect of a check on serving."""
 
     OK = "ok"
     WARN = "warn"  # it will serve, but less well

@@ -34,7 +34,7 @@ class WorkloadOptions:
     time_scale: float | None
 
     def source(self, workload: str | None) -> str:
-        """What the requests come from: `GIVEN_LENGTHS`, the name of a generated workload, or a path.
+        """The source of the requests: `GIVEN_LENGTHS`, the name of a generated workload, or a path.
 
         Raises:
             ConfigError: there is no such workload, or it does not accept an option.

@@ -196,7 +196,7 @@ def short_id(rid: str, columns: int) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """In at most six columns: `41ms`, `2.31s`, `4m05s`, `2h03m`; `-` for None."""
+    """Seconds in at most six columns: `41ms`, `2.31s`, `4m05s`, `2h03m`; `-` for None."""
     if seconds is None:
         return "-"
     if seconds < 1:

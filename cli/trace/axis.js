@@ -1,4 +1,4 @@
-// What is in view: maps time or passes to pixels, and gives each request its row.
+// The view: maps time or passes to pixels, and gives each request its row.
 
 const LABEL_WIDTH = 148, RIGHT = 18, TOP = 12, AXIS_HEIGHT = 34, STRIP_GAP = 14;
 const MIN_STRIP = 54, MAX_STRIP = 96, MIN_ROWS_HEIGHT = 150, MAX_ROW = 24;

@@ -20,7 +20,7 @@ from ...scheduler.records.verdict import Reason
 
 
 class SpanKind(enum.IntEnum):
-    """What a request did over some passes. The numbers are in the page's data."""
+    """The activity of a request over some passes. The numbers are in the page's data."""
 
     WAIT = 0
     PREFILL = 1
@@ -283,7 +283,7 @@ def coarsen(spans: Iterable[Span], resolution: int) -> list[Span]:
 
 
 def _clip(story: RequestStory, first: int, last: int) -> RequestStory | None:
-    """What a request did in these passes, numbered from `first`; None if it was not live then."""
+    """The story of a request in these passes, numbered from `first`; None if it was not live then."""
     spans = [
         msgspec.structs.replace(span, first=max(span.first, first) - first, last=min(span.last, last) - first)
         for span in story.spans
