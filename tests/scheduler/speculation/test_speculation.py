@@ -248,5 +248,5 @@ def test_a_request_whose_guesses_fail_goes_on_without(make_harness, monkeypatch,
 
     assert harness.answers["other"].tokens == plain.answers["other"].tokens
     assert len(harness.answers["a"].tokens) == 60
-    failed = [record.args for record in caplog.records if "guessing failed" in record.msg]
+    failed = [record.args for record in caplog.records if "proposing drafts failed" in record.msg]
     assert sorted(failed) == [("a",), ("other",)]  # once each
