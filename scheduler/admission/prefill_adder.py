@@ -22,8 +22,8 @@ class PrefillAdder:
     """One pass of admissions.
 
     Attributes:
-        chunks: what was admitted, in order.
-        budget: what is left.
+        chunks: admitted chunks, in order.
+        budget: the remaining budget of the pass.
     """
 
     __slots__ = (

@@ -25,7 +25,7 @@ from ..requests.req import Req
 
 
 class Chaos(Protocol):
-    """Asked once per pass."""
+    """Called once per pass; see `ChaosRetract`."""
 
     def victim(self, reqs: Sequence[Req]) -> Req | None:
         """The request to retract in this pass; usually None."""
@@ -59,7 +59,7 @@ class ChaosRetract:
 
 
 def make_chaos(spec: ChaosSpec | None, seed: int) -> Chaos:
-    """What `--chaos` asks for."""
+    """The implementation that `--chaos` needs."""
     return ChaosRetract(spec, seed) if spec is not None and spec.max_retractions else NoChaos()
 
 

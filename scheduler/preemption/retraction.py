@@ -45,7 +45,7 @@ def find_pages(
 
     Args:
         running: not changed; the caller removes the retracted requests.
-        partial: requests whose prompts are being computed in chunks; they hold memory, so they can be victims.
+        partial: partial prefills; they hold memory, so they can be victims.
         retract: releases a victim's memory.
         by_priority: requests of the lowest priority are retracted first.
 
