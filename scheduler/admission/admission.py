@@ -1,4 +1,4 @@
-"""`Admission`: the prefill half of a pass: whose prompts are computed in this step, and how much of them."""
+"""`Admission`: the prefill half of a pass: which prompts are computed in this step, and how many of their tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .prefill_adder import PrefillAdder
 from .prefix_dedup import PrefixDedup
 
 _MAX_AGED = 256
-"""Ageing looks at so many of the longest waiting requests in each pass; the others' turn comes when those have left."""
+"""Ageing considers this many of the longest waiting requests per pass, and the next ones when those have started."""
 
 _MAX_COUNTED = 32
-"""Waiting prompts whose tokens are added up in each pass; when there are more, steps are as long as they get."""
+"""Waiting prompts that each pass adds up; with this many, steps already have their maximum length."""
 
 
 class Admission:
-    """Continues the prompts in progress, has an `AdmissionPass` choose who else starts, and starts them."""
+    """Continues the partial prefills, lets an `AdmissionPass` admit waiting requests, and gives rows and pages."""
 
     __slots__ = (
         "_caps",
@@ -53,7 +53,7 @@ class Admission:
         make_prefix_dedup: Callable[[], PrefixDedup],
         stats: SchedulerStats,
     ) -> None:
-        """Compose; `make_prefix_dedup` makes what remembers, for one pass, which prefixes are being computed."""
+        """Compose; `make_prefix_dedup` makes the record of the prefixes that are being computed, for one pass."""
         self._parts, self._memory = parts, parts.memory
         self._limits = limits
         self._caps = caps
@@ -69,7 +69,7 @@ class Admission:
         return []
 
     def plan(self, state: PassState, decode_rows: IntArray) -> list[Chunk]:
-        """Continue the prompts in progress, then admit waiting requests; gives those admitted rows and pages.
+        """Continue the partial prefills, then admit waiting requests; admitted requests get rows and pages.
 
         Args:
             decode_rows: rows of the requests that decode in the same step.
@@ -136,9 +136,9 @@ class Admission:
         )
 
     def _waiting_work(self) -> tuple[int, int]:
-        """Prompt tokens to be computed, cached ones included, and those of all prompts but the longest.
+        """Prompt tokens to be computed, cached ones included; and the same without the longest prompt.
 
-        Of the prompts that wait, the first ones count, and none for which there is no row.
+        Of the waiting prompts the first `_MAX_COUNTED` count, and only as many as there are free rows.
         """
         requests, states = self._parts.requests, self._memory.states
         lengths = [req.fill_len - int(states.num_computed[req.row]) for req in requests.partial]
@@ -148,7 +148,7 @@ class Admission:
 
     @property
     def _num_free_rows(self) -> int:
-        """Below 0 while more run than a cap allows: then a place that is taken from somebody is nobody else's."""
+        """Negative while more requests run than a cap allows: then a preempted request frees no row for another."""
         free = self._memory.pool.num_free_rows
         if self._caps.max_running is None:
             return free
@@ -187,7 +187,7 @@ class Admission:
 
 
 def _replace(state: PassState, changed: list[Verdict]) -> None:
-    """Put verdicts in the place of those that the same requests have."""
+    """Replace the verdicts of the requests in `changed`."""
     for verdict in changed:
         for verdicts in (state.continued, state.verdicts):
             for idx, each in enumerate(verdicts):

@@ -1,4 +1,4 @@
-"""`AdmissionPass`: one walk over the waiting requests; each gets a verdict, some are admitted."""
+"""`AdmissionPass`: one walk over the waiting requests; each considered request gets a verdict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .prefix_dedup import PrefixDedup
 from .reservations import Reservations
 
 _MAX_SKIPPED = 256
-"""Requests passed over by rules that concern them alone; looking at more of them in a pass would cost too much."""
+"""Requests that a pass may skip because of rules for single requests; it bounds the cost of a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class AdmissionPass:
     """See the module. Made anew for each pass.
 
     Attributes:
-        sources: who starts from a copy of a sibling's last page -> that sibling, which keeps its place in this pass.
+        sources: request that starts from a copy of a sibling's last page -> that sibling. A source is not preempted
+            in this pass.
     """
 
     __slots__ = (
@@ -62,13 +63,13 @@ class AdmissionPass:
     def __init__(
         self, parts: AdmissionParts, adder: PrefillAdder, shared: PrefixDedup, state: PassState
     ) -> None:
-        """`shared` is empty, and learns here which prefixes are being computed."""
+        """`shared` is empty; the constructor adds the prefixes that running requests are computing."""
         self._parts, self._memory = parts, parts.memory
         self._adder = adder
         self._prefix_dedup = shared
         self._state = state
         self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
-        self._lowest_running: int | None = None  # priority; None: not looked up since somebody left
+        self._lowest_running: int | None = None  # priority; None: not looked up since the last retraction
         self.sources: dict[Req, Req] = {}
         for req in self._still_computing():
             shared.computing(req, int(self._memory.states.num_settled[req.row]))
@@ -76,12 +77,12 @@ class AdmissionPass:
     def walk(self) -> None:
         """Offer the waiting requests until a budget is spent: first those on the host, then in the policy's order.
 
-        A request that lacks memory does not block those behind it: up to `look_ahead` of them are tried. Whoever was
-        overtaken `MAX_OVERTAKEN` times is overtaken no more, so its turn comes when enough of the running have ended.
-        Nobody overtakes a request on the host that lacks memory: it has been running already.
+        A request that lacks memory does not block the later ones: up to `look_ahead` of them are tried. After
+        `MAX_OVERTAKEN` passes a request blocks admission of later ones, so it starts when enough running requests have
+        ended. A swapped request that lacks memory always blocks: it was running before.
         """
         adder, state, policy = self._adder, self._state, self._parts.policy
-        refused = ""  # the first that lacks memory
+        refused = ""  # rid of the first request that lacks memory
         num_ahead = num_skipped = 0
         most = policy.max_offers(self._parts.requests.waiting)
         for num_offered, req in enumerate(self._candidates()):
@@ -112,7 +113,7 @@ class AdmissionPass:
             num_ahead += bool(refused)
 
     def _candidates(self) -> Iterator[Req]:
-        """Those on the host first, unless a waiting one is so urgent that it would take their place anyway."""
+        """Swapped requests first, except after a waiting request that is urgent enough to preempt them."""
         parts = self._parts
         waiting = parts.policy.order(parts.requests.waiting, self._state.now_s)
         if not (parts.policy.preempts and parts.requests.swapped):
@@ -120,7 +121,7 @@ class AdmissionPass:
         return _merged(parts.requests.swapped, iter(waiting), parts.policy.may_displace)
 
     def _reason_to_stop_at(self, req: Req) -> Reason | None:
-        """Why nobody behind a request that lacks memory may be tried; None if some may."""
+        """Why no request after one that lacks memory may be tried; None if later ones may."""
         if self._look_ahead < 0:
             return Reason.BEHIND
         waited_enough = req.num_overtaken >= MAX_OVERTAKEN or req.status is ReqStatus.SWAPPED
@@ -136,7 +137,7 @@ class AdmissionPass:
     # ------------------------------------------------------------ one candidate
 
     def _offer(self, req: Req) -> Verdict:
-        """Rules that concern it alone, then memory and computing, then whether others make place."""
+        """Test the rules for single requests, then memory and the step's budget, then preemption."""
         adder = self._adder
         verdict = first_refusal(self._parts.constraints, req)
         if verdict is not None:
@@ -149,7 +150,7 @@ class AdmissionPass:
         if not adder.has_row:
             if not self._preempt(req, prefix, sibling):
                 return Verdict(req.rid, AddReqResult.OTHER, Reason.NO_ROW, prefix.ready_len)
-            prefix = self._memory.kv.prefix(req, sibling)  # whoever left has changed the cache
+            prefix = self._memory.kv.prefix(req, sibling)  # the retraction has changed the cache
         verdict = adder.add(req, prefix)
         if verdict.result is AddReqResult.NO_TOKEN and self._preempt(req, prefix, sibling):
             prefix = self._memory.kv.prefix(req, sibling)
@@ -159,7 +160,7 @@ class AdmissionPass:
         return verdict
 
     def _rule_against(self, req: Req, prefix: Prefix, sibling: Req | None) -> Verdict | None:
-        """Why a request had better wait although there may be room for it."""
+        """Why a request waits although there may be memory for it; None if it need not."""
         reason = None
         if req.status is ReqStatus.SWAPPED:
             if self._memory.host.has_outs:  # never in and out in the same step
@@ -173,20 +174,20 @@ class AdmissionPass:
         return Verdict(req.rid, AddReqResult.SKIP, reason, prefix.ready_len)
 
     def _sibling_prefills(self, req: Req) -> bool:
-        """Whether waiting for a sibling's prompt saves computing it: one step, against a prompt."""
+        """Whether a sibling computes the same prompt: waiting costs one step and saves computing the prompt again."""
         if not self._memory.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
             return False
         starts = any(chunk.is_first and chunk.req.group == req.group for chunk in self._adder.chunks)
         return starts or self._parts.parallel_samples.prompt_is_pending(req)
 
     def _still_computing(self) -> list[Req]:
-        """Requests with a row whose prompt no settled step has finished."""
+        """Requests with a row and a prompt that is not complete in the settled steps."""
         states, running = self._memory.states, self._parts.requests.running
         unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
         return self._parts.requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
 
     def _preempt(self, req: Req, prefix: Prefix, sibling: Req | None) -> bool:
-        """Take the places of less urgent requests if that lets this one start; True if it did."""
+        """Preempt less urgent requests if that lets this one start; True if it did."""
         parts, memory, adder = self._parts, self._memory, self._adder
         if not (parts.policy.preempts and self._outranks_somebody(req) and adder.can_compute(req, prefix)):
             return False
@@ -202,7 +203,7 @@ class AdmissionPass:
         pages_before = memory.kv.available_pages
         reserved_tokens = sum(map(parts.reservations.output_tokens_of, victims))
         if req.status is ReqStatus.SWAPPED:
-            memory.host.reserve_swap_in()  # so that nobody is swapped out for it
+            memory.host.reserve_swap_in()  # so that no victim is swapped out: never in and out in the same step
         for victim in victims:
             self._state.add_retraction(parts.preemption.retract(victim, "priority"))
         freed_tokens = (memory.kv.available_pages - pages_before) * memory.kv.page_size
@@ -211,7 +212,7 @@ class AdmissionPass:
         return True
 
     def _outranks_somebody(self, req: Req) -> bool:
-        """A quick look before the search for victims: memory is full for many, and urgent are few of them."""
+        """A cheap test before the search for victims: many requests lack memory, and few of them are urgent."""
         if self._lowest_running is None:
             self._lowest_running = self._parts.preemption.lowest_priority()
         return self._parts.preemption.outranks(req, self._lowest_running)
@@ -220,7 +221,7 @@ class AdmissionPass:
 def _merged(
     swapped: Sequence[Req], waiting: Iterator[Req], goes_before: Callable[[Req, Req], bool]
 ) -> Iterator[Req]:
-    """Two orders as one: each swapped request after those of the waiting that go before it."""
+    """Merge two orders: each swapped request comes after the waiting requests that go before it."""
 
     def compare(one: Req, other: Req) -> int:
         return -1 if goes_before(one, other) else 1 if goes_before(other, one) else one.seq - other.seq

@@ -1,4 +1,4 @@
-"""`PrefillBudget`: how much prefill one pass may still admit, in KV memory and in computing."""
+"""`PrefillBudget`: how much prefill one pass may still admit, in KV memory and in tokens to compute."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ class PrefillBudget:
     """Tokens that may still be reserved in this pass (sglang:mem_cache/prefill_budget.py).
 
     Attributes:
-        rem_total_tokens: available KV memory less what was reserved: the expected output of the running requests,
-            and the rest of the prompts in the middle of their chunks with their expected output.
+        rem_total_tokens: available KV memory minus the reservations: the expected output of the running requests,
+            and the rest and the expected output of the partial prefills.
         cur_rem_tokens: available KV memory as it is now.
         rem_input_tokens: prompt tokens the step may still compute.
         rem_chunk_tokens: the same by the chunk size; `UNLIMITED` when prompts are never cut.
         cuts_prompts: whether a prompt may be computed in several steps.
-        allows_oversized: whether a prompt that is never cut may have a step to itself that it does not fit into.
+        allows_oversized: whether a prompt that is never cut may exceed the budget if it is alone in the step.
         time: what the step's prompts may take, in seconds; see `StepTarget`.
 
-    The pages of the decodes that ride along have been taken before the pass and are missing from the memory already;
-    SGLang subtracts them here. Of the limits on prompts they leave at least a page, so that many running requests
-    cannot keep every prompt out; for the limit on all tokens of a step see `decodes_first`.
+    The pages for the step's decodes are taken before the pass, so the available memory does not contain them; SGLang
+    subtracts them here. Decodes count toward the limits on prompt tokens, but at least a page remains for prompts, so
+    that many running requests cannot block every prompt. For the limit on all tokens of a step see `decodes_first`.
 
-    Different from SGLang, too: a prompt that is cut is reserved all of its memory when it is admitted. SGLang counts
-    the chunk alone, so requests behind it take what its other chunks need, and it, with the least work to lose, is
-    retracted again and again.
+    Another difference from SGLang: a prompt that is cut reserves all of its memory when it is admitted. SGLang counts
+    only the chunk. Later requests then take the memory that the other chunks need, and the partial prefill, which has
+    the least work to lose, is retracted again and again.
     """
 
     __slots__ = (
@@ -58,18 +58,18 @@ class PrefillBudget:
 
         Args:
             available_tokens: KV slots that are free or can be evicted.
-            expected_tokens: slots reserved to the requests with a row.
+            expected_tokens: slots reserved for the requests with a row.
             max_prefill_tokens: prompt tokens of a step.
-            chunk_size: the same where prompts are cut; None where they are not.
+            chunk_size: the same if prompts are cut; None if they are not.
             num_decodes: running requests that compute a token each in the same step.
             max_num_batched_tokens: tokens of a step, prompts and decodes; None for no such limit. It is a further bound
                 on `rem_input_tokens`.
-            decodes_first: under that limit prompts get what the decodes leave, and be it nothing, as in vLLM V1: the
-                step never has more tokens, whatever waits, and prompts go on as running requests end. Otherwise they
-                get a page of each step even then, so that the first token of a new request cannot be put off for as
-                long as the others run. A step without decodes always has room for a page: smaller limits than that
-                would stop the engine for good.
-            time: what prompts may take; as long as they need unless given.
+            decodes_first: under that limit prompts get only the tokens that the decodes do not use, possibly none, as
+                in vLLM V1. The step never exceeds the limit; prompts continue as running requests end. If False,
+                prompts get at least a page of each step, so that the first token of a new request is not delayed until
+                running requests end. A step without decodes always has room for a page: with a smaller limit the
+                engine would make no progress.
+            time: seconds that prompts may take; unlimited if None.
         """
         self.time = time if time is not None else PromptTime.unlimited()
         self.page_size = page_size
@@ -99,35 +99,35 @@ class PrefillBudget:
         return min(self.rem_input_tokens, self.rem_chunk_tokens)
 
     def pin(self, num_tokens: int) -> None:
-        """A cached prefix was locked: so many tokens stopped being evictable."""
+        """Count a cached prefix that was locked: its `num_tokens` are no longer evictable."""
         self.rem_total_tokens -= num_tokens
         self.cur_rem_tokens -= num_tokens
 
     def reserve(self, extend_len: int, later_len: int, restored_len: int = 0) -> None:
-        """Count an admission: whole pages for what it gets now, one page for rounding, and what comes later.
+        """Count an admission: whole pages for the tokens of this step, one page for rounding, and later tokens.
 
         Args:
             extend_len: prompt tokens that the step computes.
             later_len: the rest of the prompt and the expected output.
-            restored_len: tokens before those that take memory and no computing: their KV is copied.
+            restored_len: tokens before those that take memory but are not computed: their KV is copied.
         """
         self.rem_total_tokens -= self._take(extend_len, restored_len) + later_len
 
     def take_reserved(self, extend_len: int) -> None:
-        """Count a further chunk of a prompt; `expected_tokens` has all of it already."""
+        """Count another chunk of a partial prefill; `expected_tokens` already contains the whole prompt."""
         self._take(extend_len, 0)
 
     def extend(self, extra_len: int) -> None:
-        """Count that a chunk of this pass, which ends at a page, is made longer; its memory is reserved already."""
+        """Count the extension of a chunk of this pass, which ends at a page; its memory is already reserved."""
         self.cur_rem_tokens -= -(-extra_len // self.page_size) * self.page_size
         self._compute(extra_len)
 
     def give_back(self, available_tokens: int, expected_tokens: int) -> None:
-        """Count what requests leave behind that were retracted during the pass.
+        """Count the memory of requests that were retracted during the pass.
 
         Args:
             available_tokens: KV slots that became free or evictable.
-            expected_tokens: how much was reserved to them beyond those.
+            expected_tokens: slots that were reserved for their output.
         """
         self.cur_rem_tokens += available_tokens
         self.rem_total_tokens += available_tokens + expected_tokens

@@ -1,6 +1,6 @@
-"""Constraints: rules beside memory and computing that a request must meet to run now. One class per rule.
+"""Constraints: rules, other than memory and budgets, that a request must meet to run now. One class per rule.
 
-A constraint concerns single requests: whoever it keeps out is passed over, and those behind may go first.
+A constraint concerns single requests: a refused request is skipped, and later ones may start before it.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ _WAITING: Final = (ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.SWAPPED)
 
 
 class Constraint(Protocol):
-    """Has a say in admission. It counts a request from its admission on, which is before it has a row."""
+    """May refuse admission. It counts a request from its admission on, which is before the request has a row."""
 
     def refusal(self, req: Req) -> Verdict | None:
         """Why a waiting request cannot start now; None if it can."""
         ...
 
     def admitted(self, req: Req) -> None:
-        """It will be given a row at the end of the pass."""
+        """The request gets a row at the end of the pass."""
         ...
 
     def started(self, req: Req) -> None:
-        """It was given a row; as for every `RowObserver`."""
+        """The request has a row; as for every `RowObserver`."""
         ...
 
     def stopped(self, req: Req) -> None:
-        """It lost its row."""
+        """The request lost its row."""
         ...
 
 
 class MaxLoras:
-    """At most so many different adapters run at the same time; the model itself does not count.
+    """At most `max_loras` different adapters run at the same time; the base model does not count.
 
-    Requests of adapters in use could keep another one out for as long as they come. So when one has been overtaken
-    `MAX_OVERTAKEN` times, the adapter with fewest requests is drained: nobody new starts with it until that one has
-    (SGLang's lora_drainer does the same after a time).
+    Without a further rule, new requests of the adapters in use could block another adapter without end. So after a
+    request was overtaken `MAX_OVERTAKEN` times, the adapter with the fewest requests is drained: no new request starts
+    with it until the overtaken one has started. SGLang's `lora_drainer` does the same after a time.
     """
 
     __slots__ = ("_drained", "_drained_for", "_in_use", "_max_loras")
@@ -67,7 +67,7 @@ class MaxLoras:
         return Verdict(req.rid, AddReqResult.SKIP, Reason.LORA_LIMIT, need=num_adapters, have=self._max_loras)
 
     def _end_drain(self) -> None:
-        """The one that an adapter is drained for may have started, or ended."""
+        """Stop draining if the request that it was for has started or ended."""
         if self._drained_for is not None and self._drained_for.status not in _WAITING:
             self._drained, self._drained_for = "", None
 
@@ -86,7 +86,7 @@ class MaxLoras:
 
 
 def first_refusal(constraints: Sequence[Constraint], req: Req) -> Verdict | None:
-    """The first constraint's that keeps a request out."""
+    """The verdict of the first constraint that refuses a request; None if none does."""
     for constraint in constraints:
         verdict = constraint.refusal(req)
         if verdict is not None:

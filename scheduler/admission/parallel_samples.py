@@ -1,7 +1,7 @@
 """`ParallelSamples`: requests with the same prompt (n > 1): one computes it, the others start from its pages.
 
-All whole pages of the prompt are shared through the prefix cache; the last one, which holds the end of the prompt and
-the beginning of one answer, is copied for each of the others when they start (`KVMemory.restore`).
+All whole pages of the prompt are shared through the prefix cache. The last page holds the end of the prompt and the
+beginning of one answer; each other request gets a copy of it when it starts (`KVMemory.restore`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class ParallelSamples:
                 del self._members[req.group]
 
     def source(self, req: Req) -> Req | None:
-        """A sibling whose prompt has been computed, so that `req` can share all of it; None if there is none."""
+        """A sibling with a computed prompt, which `req` can share completely; None if there is none."""
         for member in self._members.get(req.group, ()):
             if self._has_prompt(member):
                 return member
         return None
 
     def prompt_is_pending(self, req: Req) -> bool:
-        """Whether a sibling is computing the prompt and none has it yet: waiting for it costs a step, not a prompt."""
+        """Whether a sibling is computing the prompt and none has finished it: waiting saves computing it again."""
         members = self._members.get(req.group, ())
         return bool(members) and not any(self._has_prompt(member) for member in members)
 
     def _has_prompt(self, req: Req) -> bool:
-        # without a row it was retracted in this very pass, and is about to leave the group
+        # no row: the request was retracted in this pass and is about to leave the group
         return req.row >= 0 and int(self._states.num_settled[req.row]) >= req.prompt_len

@@ -1,8 +1,8 @@
 """`PrefillAdder`: decides for one pass which waiting requests start, and how much of their prompts is computed.
 
-Made anew for each pass, from the memory as it is then: there is no "batch is full" that somebody must remember to
-clear. It locks the cached prefixes of those it admits and counts; rows and pages are taken afterwards, when all locks
-are in place, so that making room for one cannot evict the prefix of the next.
+Each pass makes a new one from the current state of memory, so there is no "batch is full" flag to clear. It locks the
+cached prefixes of admitted requests and counts tokens. Rows and pages are taken afterwards, when all locks are held, so
+that an eviction for one request cannot remove the prefix of the next.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class PrefillAdder:
     """One pass of admissions.
 
     Attributes:
-        chunks: what was admitted, in order.
-        budget: what is left.
+        chunks: admitted chunks, in order.
+        budget: the remaining budget of the pass.
     """
 
     __slots__ = (
@@ -55,10 +55,10 @@ class PrefillAdder:
             kv: what the cache has, and where it is locked.
             budget: of this pass.
             num_free_rows: requests that may be added to those that run.
-            nothing_runs: no request has a row, so whatever fits at all must be admitted.
-            estimator: how much is kept for the output of a candidate.
+            nothing_runs: no request has a row, so every feasible request must be admitted.
+            estimator: how many tokens are reserved for the output of a candidate.
             partial_prefills: how the step is shared among prompts.
-            num_lookahead_tokens: slots that each request keeps ready beyond its next token, for draft tokens.
+            num_lookahead_tokens: slots that each request has ready beyond its next token, for draft tokens.
         """
         self._kv = kv
         self.budget = budget
@@ -71,10 +71,10 @@ class PrefillAdder:
         self._num_lookahead_tokens = num_lookahead_tokens
 
     def exhausted(self, *, may_preempt: bool = False) -> Reason | None:
-        """Why nobody else can be admitted in this pass; None while somebody might.
+        """Why no other request can be admitted in this pass; None while one may be.
 
         Args:
-            may_preempt: candidates may take the places of others, so that rows and memory are never a reason.
+            may_preempt: candidates may preempt running requests, so rows and memory are never a reason.
         """
         budget = self.budget
         if budget.rem_step_tokens <= 0:
@@ -90,11 +90,11 @@ class PrefillAdder:
         return None
 
     def continue_chunk(self, req: Req, num_computed: int) -> Verdict:
-        """Go on with a prompt that was cut; all of them come before all waiting requests.
+        """Continue a partial prefill; all of them come before all waiting requests.
 
-        It takes its share of what the step's decodes have left, in whole pages, and progresses whenever a page can be
-        had. When none can, the decodes decide within a page: one finishes, or memory runs out and this request, which
-        has the least work to lose, is the one retracted.
+        It takes its share of the tokens that the step's decodes leave, in whole pages, and progresses whenever a page
+        is available. If none is, the state changes within a page of decoding: a request finishes, or memory runs out
+        and this request, which has the least work to lose, is retracted.
         """
         budget = self.budget
         remaining = req.fill_len - num_computed
@@ -119,8 +119,7 @@ class PrefillAdder:
         """Admit a waiting request or say why not; a refusal changes nothing. Call only while `exhausted` is None.
 
         Args:
-            prefix: what the request starts with. What is ready behind the cached pages is memory to be found, but
-                nothing to compute.
+            prefix: what the request starts with. Ready tokens after the cached pages need memory but no computing.
         """
         kv, budget = self._kv, self.budget
         match, ready_len = prefix
@@ -167,13 +166,13 @@ class PrefillAdder:
         return self._num_free_rows > 0
 
     def missing_tokens(self, req: Req, prefix: Prefix) -> int:
-        """KV slots by which memory is too short to admit this request; 0 or less if it is not."""
+        """KV slots that are missing to admit this request; 0 or less if none are."""
         kv = self._kv
         need = self._need(req, prefix.match.num_pages * kv.page_size)
         return need + kv.unlocked_pages(prefix.match) * kv.page_size - self.budget.rem_total_tokens
 
     def can_compute(self, req: Req, prefix: Prefix) -> bool:
-        """Whether this step could begin with its prompt, if memory and rows were no question."""
+        """Whether this step could compute a part of its prompt, memory and rows aside."""
         extend_len = req.fill_len - prefix.ready_len
         if self.budget.rem_step_tokens <= 0 or self.budget.time.is_spent:
             return False
@@ -182,13 +181,13 @@ class PrefillAdder:
         return self._cut(prefix.ready_len, extend_len)[1] is None
 
     def use_leftover(self) -> list[Verdict]:
-        """Give the prompts that were cut what the step has left; call at the end of the pass, before rows are taken.
+        """Extend cut prompts with the step's unused tokens; call at the end of the pass, before rows are taken.
 
-        Shares are made for requests that may not come: memory is short, or they need less. The prompt that lacks least
-        goes first, so that the largest number of them get their first token.
+        Some shares stay unused because memory is short or a request needs less. The prompt with the fewest remaining
+        tokens is extended first, so that as many as possible get their first token.
 
         Returns:
-            the verdicts of those that got more, in place of the ones they had.
+            new verdicts of the extended prompts, which replace the earlier ones.
         """
         page_size, budget = self._kv.page_size, self.budget
         lacking = [
@@ -201,7 +200,7 @@ class PrefillAdder:
             chunk = self.chunks[idx]
             in_time = budget.time.most_tokens(chunk.start + chunk.length)
             have = min(budget.rem_step_tokens, budget.cur_rem_tokens, in_time)
-            # chunks end at pages, so what follows one takes whole pages; and cur_rem_tokens is a number of pages
+            # chunks end at pages, so the extension takes whole pages; cur_rem_tokens is a multiple of the page size
             extra = remaining if remaining <= have else have // page_size * page_size
             if extra <= 0:
                 break
@@ -215,22 +214,22 @@ class PrefillAdder:
         return changed
 
     def add_capacity(self, available_tokens: int, expected_tokens: int, num_rows: int) -> None:
-        """Running requests were retracted for the next candidate: count what they leave.
+        """Count the memory and rows of running requests that were retracted for the next candidate.
 
         Args:
             available_tokens: KV slots that became free or evictable.
-            expected_tokens: what the estimator had counted for their output.
-            num_rows: how many they were.
+            expected_tokens: slots that the estimator had reserved for their output.
+            num_rows: number of retracted requests.
         """
         self.budget.give_back(available_tokens, expected_tokens)
         self._num_free_rows += num_rows
 
     @property
     def _alone(self) -> bool:
-        """Nothing runs and nothing was admitted: the estimate of the future is replaced by the exact worst case.
+        """Nothing runs and nothing was admitted: the exact worst case replaces the estimate.
 
-        The estimate is cautious in its own way (clipped output, a page for rounding, strictly less) and may refuse for
-        ever what `fits` has accepted; the worst case of a request that is alone cannot.
+        The estimate has margins of its own (clipped output, a page for rounding, strictly less) and could refuse a
+        feasible request forever. The worst case of a request that is alone cannot.
         """
         return self._nothing_runs and not self.chunks
 
@@ -241,17 +240,17 @@ class PrefillAdder:
         return Reason.CHUNK_BUDGET if by_chunk else Reason.INPUT_BUDGET
 
     def _need(self, req: Req, match_len: int) -> int:
-        """KV slots that must be there: its tokens, the expected output, a page for rounding; SGLang leaves one more."""
+        """KV slots that must be available: tokens, expected output, a page for rounding, and one more as in SGLang."""
         return req.fill_len - match_len + self._kept_for_output(req) + self._kv.page_size + 1
 
     def _kept_for_output(self, req: Req) -> int:
-        """The expected output, and the slots for draft tokens beyond it, as far as the request can ever use them."""
+        """The expected output plus the slots for draft tokens, at most what the request can ever use."""
         expected = self._estimator.expected_of(req)
         most = req.max_kv_len - req.fill_len
         return max(expected, min(expected + self._num_lookahead_tokens, most))
 
     def _limit(self, start: int) -> tuple[int, bool]:
-        """The most tokens from `start` on that one prompt may compute now, and whether it is time that says so."""
+        """The most tokens from `start` on that one prompt may compute now, and whether time is the limit."""
         limit = self.budget.rem_step_tokens
         if self.budget.cuts_prompts:
             limit = min(limit, self._partial.share)
@@ -280,7 +279,7 @@ class PrefillAdder:
         return (start + limit) // self._kv.page_size * self._kv.page_size - start
 
     def _reason(self, chunk: Chunk, *, alone: bool, by_time: bool) -> Reason:
-        """Why a chunk is as long as it is; `by_time`: what cut it, if anything did."""
+        """Why a chunk has its length; `by_time`: if it was cut, the time budget cut it."""
         if not chunk.is_first:
             cut_by_time = by_time and not chunk.is_last
             return Reason.CONTINUED_IN_TIME if cut_by_time else Reason.CHUNK_CONTINUED

@@ -1,10 +1,10 @@
-"""`PrefixDedup`: who would compute what another request is computing already, and had better wait for it.
+"""`PrefixDedup`: holds a request back while another one computes the prefix that both share.
 
 SGLang does this for its cache-aware policies, with a simulated tree of the queue (in-batch prefix caching, thresholds
-32 and 32). Here it is one set of keys per pass: a prompt that is being computed is known by its namespace, the position
-where its next uncomputed token stands, and the run of tokens from there. A candidate whose own cached prefix ends at
-the same position, and goes on with the same run, would compute the same pages; so it is held back until they
-are cached. It is looked at again in each pass and goes as soon as its prompt parts from the other one.
+32 and 32). Here it is one set of keys per pass. The key of a prompt that is being computed is its namespace, the
+position of its next uncomputed token, and the run of tokens from there. If the cached prefix of a candidate ends at the
+same position and continues with the same run, the candidate would compute the same pages; it is held back until they
+are cached. Each pass tests it again, and it starts when its prompt differs from the other one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..arrays import TOKEN_ID_BYTES
 from ..requests.req import Req
 
 MIN_SHARED_TOKENS: Final = 32
-"""Below so many common tokens, computing them twice costs less than a step of waiting."""
+"""With fewer common tokens, computing them twice costs less than a step of waiting."""
 
 
 class PrefixDedup(Protocol):
@@ -27,7 +27,7 @@ class PrefixDedup(Protocol):
         ...
 
     def is_pending(self, req: Req, prefix_len: int) -> bool:
-        """Whether a candidate had better wait: what follows its cached `prefix_len` tokens is being computed."""
+        """Whether a candidate should wait: the tokens after its cached `prefix_len` are being computed."""
         ...
 
 
@@ -58,7 +58,7 @@ class InBatchPrefixDedup:
 
 
 class NoPrefixDedup:
-    """Each request computes what it lacks, also what another one is computing."""
+    """Each request computes its missing tokens, even if another one is computing the same ones."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""`Reservations`: how much memory is spoken for by the requests that have a row, beyond the pages they hold."""
+"""`Reservations`: KV slots that the requests with a row will still need, beyond the pages they hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..step_size.partial_prefills import reserved_tokens
 
 
 class Reservations:
-    """The rest of the prompts, surely, and the outputs, as the estimator expects them. Reads; changes nothing."""
+    """The rest of the prompts in full, and the outputs as the estimator expects them. Reads; changes nothing."""
 
     __slots__ = ("_estimator", "_page_size", "_requests", "_states")
 
@@ -26,7 +26,7 @@ class Reservations:
         self._page_size = page_size
 
     def total_tokens(self) -> float:
-        """KV slots that all those with a row will still take."""
+        """KV slots that all requests with a row will still take."""
         states, partial = self._states, self._requests.partial
         rows = self._requests.running.rows
         if not partial:
@@ -37,13 +37,13 @@ class Reservations:
         return rest + self._output(np.concatenate([rows, partial_rows]))
 
     def output_tokens_of(self, req: Req) -> int:
-        """The share in that of one running request's output, rounded down."""
+        """The part of `total_tokens` for the output of one running request, rounded down."""
         return int(self._output(np.array([req.row], dtype=np.int32)))
 
     def _output(self, rows: IntArray) -> float:
         states = self._states
         max_new = states.max_kv_len[rows] - states.prompt_len[rows] + np.int32(1)
         generated = states.known_len[rows] - states.prompt_len[rows]
-        # of a prompt in progress, all of which is reserved already, only what comes behind it
+        # A partial prefill is already reserved in full, so only the slots after the prompt count here.
         to_come = states.max_kv_len[rows] - np.maximum(states.num_computed[rows], states.fill_len[rows])
         return self._estimator.expected(to_come, generated, max_new, states.ignore_eos[rows])

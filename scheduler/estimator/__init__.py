@@ -1,1 +1,1 @@
-"""Estimators: how much KV memory is kept for tokens that are not generated yet. One file per rule."""
+"""Estimators: how much KV memory is reserved for tokens that are not yet generated. One file per rule."""

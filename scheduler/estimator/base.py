@@ -1,8 +1,8 @@
-"""`OutputEstimator`: what all rules about future output have in common.
+"""`OutputEstimator`: the interface of all rules that estimate future output.
 
-Admission promises memory: to a candidate for its prompt and `expected_of` its output, after what the requests with a
-row are `expected` to add. Too much reserved in advance leaves the pool empty, too little ends in retractions. An
-estimate is never a limit: whoever generates more than expected gets its pages all the same, as long as there are any.
+Admission reserves memory for the prompt of a candidate and `expected_of` its output; the `expected` output of the
+requests with a row is reserved before that. Too large a reservation leaves the pool empty, too small a one ends in
+retractions. An estimate is never a limit: a request that generates more than expected gets pages while there are any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLIP_MAX_NEW_TOKENS: Final = 4096
 
 
 class OutputEstimator(Protocol):
-    """Learns from what happens. No clock and no randomness: the same calls give the same estimates, on any machine."""
+    """Learns from the calls below. No clock and no randomness: the same calls give the same estimates everywhere."""
 
     @property
     def current(self) -> float:
@@ -33,8 +33,8 @@ class OutputEstimator(Protocol):
         """KV slots that the outputs of the requests with a row will still take.
 
         Args:
-            to_come: [B] slots that each output can still take at most. For a request in the middle of its prompt,
-                those behind the prompt.
+            to_come: [B] slots that each output can still take at most. For a partial prefill, the slots after the
+                prompt.
             generated: [B] tokens of output so far.
             max_new: [B] each request's `max_new_tokens`.
             ignore_eos: [B] only the limit ends these outputs.
@@ -42,21 +42,21 @@ class OutputEstimator(Protocol):
         ...
 
     def expected_of(self, req: Req) -> int:
-        """KV slots to keep for the output of a waiting request, beyond what it has generated before."""
+        """KV slots to reserve for the output of a waiting request, beyond the tokens it has already generated."""
         ...
 
     def after_decode(self) -> None:
-        """A decode step found room for everybody."""
+        """A decode step found pages for all running requests."""
         ...
 
     def after_retraction(self, num_remaining: int, generated_tokens: int, max_new_tokens: int) -> None:
-        """Memory ran out; the arguments are about the requests that keep their place, the last two are sums."""
+        """Memory ran out; the arguments describe the requests that keep running, the last two are sums."""
         ...
 
     def finished(self, output_len: int, max_new_tokens: int) -> None:
-        """A request ended by itself, after so many tokens."""
+        """A request ended by itself, after `output_len` tokens."""
         ...
 
     def reset(self) -> None:
-        """Nothing runs and nothing waits."""
+        """No request runs or waits."""
         ...

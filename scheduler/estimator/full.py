@@ -1,7 +1,7 @@
-"""`FullReservation`: keeps the memory of each request's longest possible output. Nobody is ever retracted.
+"""`FullReservation`: reserves memory for each request's longest possible output. No request runs out of memory.
 
-For clients whose limits are tight, or who must not see a pause (mini-sglang works like this). The price: with an
-answer of a tenth of its limit, nine tenths of what is kept stays empty.
+For clients with tight limits, or without tolerance for a pause (mini-sglang works like this). The cost: if answers
+reach a tenth of their limits, nine tenths of the reserved memory stay empty.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class FullReservation:
-    """Why no retraction is needed: of each request with a row, the pages it can still ask for are kept.
+    """Why no retraction is needed: for each request with a row, all pages that it can still need are reserved.
 
-    It holds pages for the c tokens computed and can need ceil(m / page) pages in all. Since ceil(m / page) -
-    ceil(c / page) <= ceil((m - c) / page), `expected` counts no less. A candidate is asked for its prompt, its
-    output and a page, which is no less than its pages; and decodes take only what was counted.
+    A request holds pages for its c computed tokens and can need ceil(m / page) pages in all. Since ceil(m / page) -
+    ceil(c / page) <= ceil((m - c) / page), `expected` counts at least the missing pages. A candidate must find memory
+    for its prompt, its output and a page, which is at least its pages. Decodes take only pages that were counted.
     """
 
     __slots__ = ("_page_size",)
@@ -32,7 +32,7 @@ class FullReservation:
     def expected(
         self, to_come: IntArray, generated: IntArray, max_new: IntArray, ignore_eos: BoolArray
     ) -> float:
-        """All that is to come, of each request in whole pages."""
+        """All of `to_come`, rounded up to whole pages per request."""
         pages = -(-to_come // self._page_size)
         return float(int(pages.sum()) * self._page_size)
 
@@ -43,7 +43,7 @@ class FullReservation:
         """Nothing to learn."""
 
     def after_retraction(self, num_remaining: int, generated_tokens: int, max_new_tokens: int) -> None:
-        """Only a fault on purpose, or somebody more urgent, does this."""
+        """Nothing to learn: only `--chaos` or a more urgent request causes a retraction."""
 
     def finished(self, output_len: int, max_new_tokens: int) -> None:
         """Nothing to learn."""

@@ -1,8 +1,8 @@
-"""`GrowOnDemand`: keeps nothing for outputs; whoever needs a page later takes it, or somebody's place (vLLM V1's way).
+"""`GrowOnDemand`: reserves nothing for outputs; a page is allocated, or a request retracted, when needed (vLLM V1).
 
-Most requests run at the same time, and most are retracted. It suits a large pool with short answers, and swapping,
-which makes a lost place cheap. A prompt still has to fit as a whole before it is begun, or two of them could each hold
-half of what the other one needs (vLLM's `full_sequence_must_fit`).
+It runs the most requests at the same time and retracts the most. It suits a large pool with short answers, and
+swapping, which makes a retraction cheap. A prompt must still fit as a whole before it starts: otherwise two prompts
+could each hold half of the memory that the other one needs (vLLM's `full_sequence_must_fit`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GrowOnDemand:
-    """Expects nothing."""
+    """Reserves nothing for outputs."""
 
     __slots__ = ()
 

@@ -1,9 +1,9 @@
-"""`FlightRecorder`: the scheduler's last decisions in two small files, for whoever asks why it crashed.
+"""`FlightRecorder`: the scheduler's last decisions in two small files, for the report of a crash.
 
-It is always on. What a pass decided is written before the step is launched, so that it outlives the process however
-that ends; a pass costs one encoded record and one `write`: 1.8 us of CPU, 2.7 with eight verdicts. So does each request
-that comes, before anything is done with it. When the second file is full the first is emptied, and so on: between 128
-and 256 KiB are kept. No token ids are among them, neither of prompts nor of answers.
+It is always on. The decisions of a pass are written before the step is launched, so that they survive any end of the
+process. A pass costs one encoded record and one `write`: 1.8 us of CPU, 2.7 with eight verdicts. Each request that
+arrives costs the same; it is recorded before the scheduler handles it. When one file is full the other is emptied, so
+between 128 and 256 KiB are kept. The files contain no token ids, neither of prompts nor of answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD: Final = struct.Struct("<II")  # length and CRC-32 of a record
 
 
 class Received(msgspec.Struct, tag="received", array_like=True, gc=False):
-    """A request, or its grammar, is about to be taken in; if it kills the process, no other record tells of it."""
+    """A request, or its grammar, is about to be handled; if it ends the process, this is its only record."""
 
     now_s: float
     rid: str
@@ -43,7 +43,7 @@ _decoder: Final[msgspec.msgpack.Decoder[_Record]] = msgspec.msgpack.Decoder(_Rec
 
 
 class FlightRecorder:
-    """A `Recorder` around another one."""
+    """A `Recorder` that wraps another one."""
 
     __slots__ = ("_decisions", "_encoder", "_fds", "_half_bytes", "_inner", "_num_seen", "_room")
 
@@ -53,10 +53,10 @@ class FlightRecorder:
         """Begin with empty files.
 
         Args:
-            inner: told of everything, too.
-            decisions: what the scheduler decides.
-            folder: where the files are; if they cannot be there, nothing is kept.
-            half_bytes: of one file.
+            inner: the wrapped recorder; it gets every call.
+            decisions: the scheduler's decision log.
+            folder: folder of the files; if they cannot be written, nothing is recorded.
+            half_bytes: size of one file.
         """
         self._inner = inner
         self._decisions = decisions
@@ -120,7 +120,7 @@ class FlightRecorder:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """A report without decisions is a small loss."""
+        """Stop recording; a crash report without decisions is still useful."""
         logger.info("no decisions are kept for a crash report: %s", error.strerror)
         for fd in self._fds:
             os.close(fd)
@@ -134,21 +134,21 @@ def _without_tokens(record: DecisionRecord) -> DecisionRecord:
 
 
 def read_decisions(folder: Path) -> list[_Record]:
-    """What a recorder has kept, oldest first; a record that was not written to its end is left out."""
+    """The records of a `FlightRecorder`, oldest first; an incomplete record is left out."""
     halves = [list(_read_half(folder / name)) for name in DECISION_NAMES]
     halves.sort(key=lambda half: half[0].now_s if half else 0.0)
     return [record for half in halves for record in half]
 
 
 def started_requests(folder: Path) -> set[str] | None:
-    """Whose prompts the kept passes have begun or continued, and who came behind the last of them.
+    """Requests that the recorded passes started or continued, and requests that arrived after the last of these passes.
 
-    The latter no pass has outlived, so one of them may have killed the process by coming, or by being looked at for the
-    first time. Who was begun before those passes and has no token since is in none of them. There is hardly such a
-    request: a prompt that is computed in parts stands in each pass.
+    No recorded pass followed the latter, so one of them may have ended the process on arrival or at its first
+    admission. A request that started before the recorded passes and has no token since is missing. This is rare: a
+    partial prefill is in each pass.
 
     Returns:
-        None if no pass is kept, or they cannot be read.
+        rids; None if no pass is recorded, or the records cannot be read.
     """
     passes: list[PassRecord] = []
     came: set[str] = set()
@@ -160,8 +160,8 @@ def started_requests(folder: Path) -> set[str] | None:
                     came.clear()
                 case Received():
                     came.add(record.rid)
-    except Exception:  # of a file that a dying process wrote: whoever asks can do without
-        logger.warning("what the scheduler had begun cannot be read", exc_info=True)
+    except Exception:  # the process may have died while it wrote the file; callers handle None
+        logger.warning("the requests that the scheduler had started cannot be read", exc_info=True)
         return None
     if not passes:
         return None
@@ -170,7 +170,7 @@ def started_requests(folder: Path) -> set[str] | None:
 
 
 def decision_lines(folder: Path, max_lines: int = 400) -> list[str]:
-    """The same for people: seconds before the last decision, then the decision."""
+    """The records as text: seconds relative to the last record, then the decision."""
     records = read_decisions(folder)
     lines = [
         f"{record.now_s - records[-1].now_s:+9.3f} s  {line}" for record in records for line in _lines(record)

@@ -1,24 +1,24 @@
-"""The decision log as a file: every call of the `Scheduler` and every decision, enough to make all of them again.
+"""The decision log as a file: every call of the `Scheduler` and every decision; `replay.py` repeats them.
 
     for run in read_runs(path):                  # one run per start of a scheduler, oldest first
         print(run.header.capacity, run.header.scheduler_config().schedule_policy)
         for record in run.records:               # in the order of the calls; can be read once
             match record:
                 case Input(): ...                # a message, before the scheduler took it
-                case Arrived(): ...              # it queued a request; one that is refused never arrives
+                case Arrived(): ...              # it queued a request; a refused request has no such record
                 case PassRecord(): ...           # a pass, as in `Scheduler.decisions`
                 case Settled(): ...              # the result of a step; aborts and deadlines
-                case Planning() | Idle(): ...    # calls that decide nothing themselves; only replay needs them
+                case Planning() | Idle(): ...    # calls without a decision of their own; only replay needs them
         print(run.damage)                        # "" if all of it could be read
 
-`run.decisions` gives the `Arrived | PassRecord | Settled` alone: the same story as the live `Scheduler.decisions`.
+`run.decisions` yields only `Arrived | PassRecord | Settled`: the same records as the live `Scheduler.decisions`.
 
     file:    run, run, ...            run:    MAGIC (8 bytes), version (u32), record, record, ...
     record:  length (u32), CRC-32 (u32), msgpack; the first of a run is its `Header`. Little-endian.
 
-The file is only ever appended to, one run after the other. Whatever a crash leaves of a run's last record costs that
-record alone: the next run begins with `MAGIC` again, and the reader looks for it. Fields are added at the end of a
-record, with a default; any other change is a new version. `log_writer.py` writes it.
+The file is only appended to, one run after the other. If a crash cuts the last record of a run, only that record is
+lost: the next run begins with `MAGIC` again, and the reader searches for it. New fields go at the end of a record, with
+a default; any other change needs a new version. `log_writer.py` writes the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ..records.decision_log import DecisionRecord
 logger = logging.getLogger(__name__)
 
 MAGIC: Final = b"\x89EDL\r\n\x1a\n"
-"""Begins each run. As a record's length it would be above `MAX_RECORD_BYTES`, so it cannot be taken for one."""
+"""Begins each run. As a record's length it would exceed `MAX_RECORD_BYTES`, so it cannot be mistaken for a record."""
 VERSION: Final = 1
 RUN_HEAD: Final = struct.Struct("<8sI")
 RECORD_HEAD: Final = struct.Struct("<II")
@@ -57,20 +57,20 @@ _Config = TypeVar("_Config", SchedulerConfig, CacheConfig)
 
 
 class LogFileError(EngineError):
-    """A file that is no decision log, or one that cannot be read here."""
+    """A file that is not a decision log, or that this engine cannot read."""
 
 
 class Header(msgspec.Struct, tag="header", array_like=True):
-    """What a scheduler was made of.
+    """The configuration and capacity of a scheduler at its start.
 
     Attributes:
         engine_version: of the engine that wrote the run.
         wall_s: seconds since 1970 at the start.
         now_s: the monotonic clock at the same moment; all other times of the run are of that clock.
         scheduler, cache: the resolved groups of the configuration, by field.
-        capacity: what the runner could hold.
-        eos_token_ids: tokens that ended an output.
-        model, device: for people.
+        capacity: the runner's capacity.
+        eos_token_ids: tokens that end an output.
+        model, device: for display only.
     """
 
     engine_version: str
@@ -84,23 +84,23 @@ class Header(msgspec.Struct, tag="header", array_like=True):
     device: str = ""
 
     def scheduler_config(self, **changes: object) -> SchedulerConfig:
-        """The configuration of the run, with changes. Settings that came after it have their defaults.
+        """The configuration of the run, with changes. Settings newer than the run have their defaults.
 
         Raises:
             LogFileError: the run has settings that this engine does not know, or values of another type.
-            ConfigError: values that do not go together.
+            ConfigError: incompatible values.
         """
         return self._config(self.scheduler | changes, SchedulerConfig)
 
     def cache_config(self, **changes: object) -> CacheConfig:
-        """The same for the group of KV memory."""
+        """The same for the KV memory group."""
         return self._config(self.cache | changes, CacheConfig)
 
     def _config(self, settings: dict[str, Any], group: type[_Config]) -> _Config:
         unknown = sorted(set(settings) - {field.name for field in dataclasses.fields(group)})
         if unknown:
             raise LogFileError(
-                f"the run was recorded by engine {self.engine_version}, whose setting {unknown[0]} this one "
+                f"the run was recorded by engine {self.engine_version} with the setting {unknown[0]}, which this one "
                 f"({__version__}) does not have; read it with that version"
             )
         try:
@@ -112,7 +112,7 @@ class Header(msgspec.Struct, tag="header", array_like=True):
             ) from None
 
     def problem(self) -> str:
-        """Why no scheduler can have been like this; "" if one can."""
+        """Why the capacity is invalid; "" if it is valid."""
         for name in ("max_model_len", "num_pages", "page_size", "max_running_requests", "vocab_size"):
             value = getattr(self.capacity, name)
             if value < 1:
@@ -128,9 +128,9 @@ class Input(msgspec.Struct, tag="input", array_like=True):
 
 
 class Planning(msgspec.Struct, tag="planning", array_like=True):
-    """`Scheduler.next_batch(now_s)` was called; the records that follow came of it.
+    """`Scheduler.next_batch(now_s)` was called; its decisions follow as records.
 
-    Of calls in a row of which nothing came, while no request was there, the last alone is written.
+    Of consecutive calls without a decision, while the scheduler has no request, only the last one is written.
     """
 
     now_s: float
@@ -147,11 +147,11 @@ _decoder: Final = msgspec.msgpack.Decoder(LogRecord)
 
 
 class LoggedRun:
-    """What one scheduler did, from its start to its end; read once, in order, with bounded memory.
+    """The records of one scheduler, from its start to its end; read once, in order, with bounded memory.
 
     Attributes:
-        header: what it was made of.
-        damage: what could not be read of the run, and why; "" if nothing, or not known yet.
+        header: the scheduler's configuration.
+        damage: the part of the run that could not be read, and why; "" if none is known so far.
     """
 
     def __init__(self, file: BinaryIO, path: Path, header: Header) -> None:
@@ -163,12 +163,12 @@ class LoggedRun:
 
     @property
     def records(self) -> Iterator[LogRecord]:
-        """What is left of the run to be read; the header is not among it."""
+        """The unread records of the run, without the header."""
         return self._records
 
     @property
     def decisions(self) -> Iterator[DecisionRecord]:
-        """The same without the calls: what `Scheduler.decisions` kept in its time."""
+        """The same without the calls: the records of `Scheduler.decisions`."""
         return (
             record for record in self._records if not isinstance(record, Header | Input | Planning | Idle)
         )
@@ -188,13 +188,14 @@ class LoggedRun:
 
 
 def read_runs(path: str | Path, lost: Callable[[str], None] | None = None) -> Iterator[LoggedRun]:
-    """The runs of a decision log; see the module. What was not read of a run is passed over.
+    """The runs of a decision log; see the module. Unread records of a run are skipped when the next run is requested.
 
-    The file may grow meanwhile: the last run is read as far as it goes, and runs that begin later are not among them.
+    The file may grow during the iteration: the last run is read to its current end, and runs that begin later are not
+    included.
 
     Args:
         path: the file.
-        lost: is told of each run that cannot be read at all, in one sentence; a warning in the log unless given.
+        lost: called with one sentence for each run that cannot be read at all; None logs a warning.
 
     Raises:
         LogFileError: no such file, not a decision log, or a version that this engine does not know.
@@ -205,7 +206,7 @@ def read_runs(path: str | Path, lost: Callable[[str], None] | None = None) -> It
             if file.read(len(MAGIC)) != MAGIC:
                 raise LogFileError(f"{path} is not a decision log; --decision-log FILE makes one")
             file.seek(0)
-            # Looked at once: a writer may go on behind what was taken for the end of the last run.
+            # Read once: a writer may append while the runs are read.
             end = os.fstat(file.fileno()).st_size
             found = False
             while (start := file.tell()) < end:
@@ -227,7 +228,7 @@ def read_runs(path: str | Path, lost: Callable[[str], None] | None = None) -> It
 
 
 def _open(path: Path) -> BinaryIO:
-    """A file to be read; what is none is refused, and a pipe without a writer holds nobody up."""
+    """Open a regular file and refuse anything else; `O_NONBLOCK` avoids waiting on a pipe without a writer."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
@@ -238,7 +239,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 class _Damage(Exception):
-    """Bytes that are no record."""
+    """Bytes that are not a record."""
 
 
 def _read_header(file: BinaryIO, path: Path) -> Header:
@@ -257,15 +258,15 @@ def _read_header(file: BinaryIO, path: Path) -> Header:
     if not isinstance(header, Header):
         raise _Damage("a run without a header")
     if problem := header.problem():
-        raise _Damage(f"the header is none of a scheduler, {problem},")
+        raise _Damage(f"the header is invalid, {problem},")
     return header
 
 
 def _read_record(file: BinaryIO) -> LogRecord | None:
-    """The next record; None, with nothing read, at the end of the run.
+    """The next record; None, with nothing consumed, at the end of the run.
 
     Raises:
-        _Damage: that is none.
+        _Damage: the bytes are not a record.
     """
     head = file.read(RECORD_HEAD.size)
     if not head or head == MAGIC:
@@ -283,13 +284,13 @@ def _read_record(file: BinaryIO) -> LogRecord | None:
         raise _Damage("damaged")
     try:
         record: LogRecord = _decoder.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:  # the latter for lists within lists without end
+    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: deeply nested lists
         raise _Damage(f"a record that this engine ({__version__}) does not understand ({error})") from None
     return record
 
 
 def _find_magic(file: BinaryIO, start: int) -> None:
-    """Go to where the next run begins at or behind `start`, or to the end."""
+    """Seek to the first run that begins at or after `start`, or to the end."""
     file.seek(start)
     kept = b""
     while chunk := file.read(_SCAN_BYTES):

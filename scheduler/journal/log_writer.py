@@ -22,7 +22,7 @@ from .log_file import MAGIC, MAX_RECORD_BYTES, RECORD_HEAD, RUN_HEAD, VERSION, H
 logger = logging.getLogger(__name__)
 
 _MODE: Final = 0o600
-"""For its owner alone: it has the token ids of every prompt."""
+"""Only the owner may read the file: it contains the token ids of every prompt."""
 _FOR_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -44,20 +44,20 @@ def header_of(
 
 
 class LogWriter:
-    """One run in a file. Records are collected, and written by `flush` in one call of the system.
+    """One run in a file. Records are buffered; `flush` writes them with one system call.
 
-    What was flushed survives the process, however it ends. A disk that is full, or any other failure to write, costs
-    the log and not the service: one warning, and nothing is recorded from then on.
+    Flushed records survive any end of the process. A full disk, or another failure to write, ends the log and not the
+    service: one warning is logged, and nothing is recorded from then on.
     """
 
     def __init__(self, path: str | Path, header: Header | None = None) -> None:
-        """Open the file, or make it, and begin a run behind those that it has.
+        """Open or create the file, and begin a run after the existing ones.
 
         Args:
-            header: None if it is not known yet: then `begin` has to be called before anything else.
+            header: None if it is not yet known: then `begin` must be called before any other method.
 
         Raises:
-            ConfigError: it is something else than a decision log, another process writes it, or it cannot be written.
+            ConfigError: the file is not a decision log, another process writes it, or it cannot be written.
         """
         self._path = Path(path).expanduser()
         self._encoder = msgspec.msgpack.Encoder()
@@ -72,7 +72,7 @@ class LogWriter:
         self.flush()
 
     def add(self, record: LogRecord) -> None:
-        """Collect a record for the next `flush`."""
+        """Buffer a record for the next `flush`."""
         if self._fd is None:
             return
         payload = self._encoder.encode(record)
@@ -83,7 +83,7 @@ class LogWriter:
         self._pending += payload
 
     def flush(self) -> None:
-        """Write what was collected."""
+        """Write the buffered records."""
         if self._fd is None or not self._pending:
             return
         try:
@@ -97,7 +97,7 @@ class LogWriter:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write the rest and close the file; more than once does no harm."""
+        """Write the buffered records and close the file; may be called more than once."""
         self.flush()
         if self._fd is not None:
             os.close(self._fd)

@@ -1,7 +1,7 @@
-"""`Recorder`: told of every call of the `Scheduler`, in order, by whoever makes them.
+"""`Recorder`: records every call of the `Scheduler`, in order; the caller of the scheduler also calls the recorder.
 
-Off it is `NoRecorder`. `FileRecorder` writes the calls, and the decisions that came of each, to a decision log. Around
-the calls of a loop:
+`NoRecorder` does nothing. `FileRecorder` writes the calls, and the decisions of each, to a decision log. The calls in a
+loop:
 
     recorder.received(message, now_s);  scheduler.handle(message, now_s)
     recorder.planning(now_s);           batch = scheduler.next_batch(now_s);  recorder.planned(batch)
@@ -34,7 +34,7 @@ class Recorder(Protocol):
         ...
 
     def planned(self, batch: ScheduleBatch | None) -> None:
-        """It has returned this; a crash from now on leaves the record of it."""
+        """`next_batch` has returned `batch`; the record of the pass survives a crash from now on."""
         ...
 
     def settled(self) -> None:
@@ -51,7 +51,7 @@ class Recorder(Protocol):
 
 
 class NoRecorder:
-    """Remembers nothing."""
+    """Records nothing."""
 
     def received(self, message: SchedulerInput, now_s: float) -> None:
         pass
@@ -78,12 +78,12 @@ class FileRecorder:
     __slots__ = ("_num_written", "_planning_s", "_quiet_s", "_scheduler", "_writer")
 
     def __init__(self, scheduler: Scheduler, writer: LogWriter) -> None:
-        """`scheduler` must be as new: what it decided before is not in the file."""
+        """`scheduler` must be new: earlier decisions are not in the file."""
         self._scheduler = scheduler
         self._writer = writer
         self._num_written = scheduler.decisions.num_records
-        self._planning_s: float | None = None  # of a call that has not returned
-        self._quiet_s: float | None = None  # of the last call that was not written
+        self._planning_s: float | None = None  # time of a call that has not returned
+        self._quiet_s: float | None = None  # time of the last call that was not written
 
     def received(self, message: SchedulerInput, now_s: float) -> None:
         self._write_decisions()
@@ -101,7 +101,7 @@ class FileRecorder:
             self._write_decisions()
             self._writer.flush()
         else:
-            # An idle server's passes, many a minute: what they do (let a pin expire) the last of them does alone.
+            # An idle server makes many passes a minute. The last one alone has the same effect (pins expire).
             self._planning_s, self._quiet_s = None, self._planning_s
 
     def settled(self) -> None:
@@ -113,7 +113,7 @@ class FileRecorder:
         self._writer.flush()
 
     def close(self) -> None:
-        # If a call raised, the log ends with it, so that a replay ends in the same error.
+        # If a call raised, it is the last one in the log, so that a replay ends with the same error.
         self._write_planning()
         self._write_decisions()
         self._writer.close()
@@ -138,7 +138,7 @@ class FileRecorder:
 
 
 def open_log(config: EngineConfig) -> LogWriter | None:
-    """The file that `--decision-log` names, open; None without one. Nothing is in it before the run begins.
+    """Open the file that `--decision-log` names; None without one. The run begins later, with `LogWriter.begin`.
 
     Raises:
         ConfigError: the file cannot be written; see `LogWriter`.
@@ -156,11 +156,11 @@ def make_recorder(
     now_s: float,
     log: LogWriter | None = None,
 ) -> Recorder:
-    """What `--decision-log` asks for.
+    """The recorder that `--decision-log` asks for.
 
     Args:
-        capacity, eos_token_ids: what made the scheduler.
-        log: what `open_log` has opened; without it that is done now.
+        capacity, eos_token_ids: arguments with which the scheduler was made.
+        log: the result of `open_log`; if None, `open_log` is called now.
 
     Raises:
         ConfigError: the file cannot be written; see `LogWriter`.

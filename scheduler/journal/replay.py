@@ -1,8 +1,8 @@
-"""`replay`: makes all calls of a logged run again, on a new `Scheduler`, and compares every decision with the log.
+"""`replay`: repeats all calls of a logged run on a new `Scheduler`, and compares every decision with the log.
 
 The scheduler does no I/O and reads no clock, so the same calls with the same times must lead to the same decisions, in
-every field of every record, the checksum of each plan included. Where they do not, the scheduler is not what it was:
-other code, or a bug (an order that depends on hashing, say).
+every field of every record, the checksum of each plan included. A difference means that the code has changed, or that
+there is a bug (for example, an order that depends on hashing).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_TEXT: Final = 200
 
 
 class FieldDifference(NamedTuple):
-    """One field that is not what it was, `verdicts[3].need`, and its two values in words."""
+    """One field that differs, for example `verdicts[3].need`, and its two values as text."""
 
     field: str
     logged: str
@@ -36,10 +36,10 @@ class Difference(NamedTuple):
 
     Attributes:
         num_passes_before: passes that were equal.
-        step_id: of the plan of that pass, or of the step whose result it is; 0 for none.
+        step_id: of the pass's plan, or of the settled step; 0 for none.
         now_s: time of the record, by the run's clock.
         what: one sentence.
-        fields: what is different; empty where a record has no counterpart at all.
+        fields: the fields that differ; empty if a record has no counterpart.
     """
 
     num_passes_before: int
@@ -50,16 +50,16 @@ class Difference(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """How a replay went.
+    """The result of a replay.
 
     Attributes:
         num_passes: passes in the log.
         num_equal: passes that were equal, up to the first difference.
         num_steps, num_requests: in the log; steps that compute something.
         span_s: from the first to the last record.
-        digest: of all passes of the log: equal for two runs that decided the same at the same times.
-        difference: the first one; None if all is equal.
-        raised: the error that ended the run, and its replay; "" if none did.
+        digest: of all passes of the log: equal for two runs with the same decisions at the same times.
+        difference: the first one; None if all records are equal.
+        raised: the error that ended the run and its replay; "" if none did.
     """
 
     num_passes: int
@@ -73,16 +73,16 @@ class Replay(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether every decision was made again."""
+        """Whether the replay made every decision of the log."""
         return self.difference is None
 
 
 def replay(run: LoggedRun) -> Replay:
-    """Read a run to its end, and make its calls again as long as the decisions are equal.
+    """Read a run to its end, and repeat its calls while the decisions are equal.
 
     Raises:
-        LogFileError: it was recorded with settings that this engine does not have.
-        ConfigError: its settings are none that a scheduler can be made with.
+        LogFileError: the run was recorded with settings that this engine does not have.
+        ConfigError: its settings are invalid.
     """
     calls = _Calls(new_scheduler(run.header))
     tally = _Tally()
@@ -108,7 +108,7 @@ def replay(run: LoggedRun) -> Replay:
 
 
 def new_scheduler(header: Header, **changes: object) -> Scheduler:
-    """A scheduler as the one of a run was in the beginning, but for `changes` of its group of settings."""
+    """A scheduler in the initial state of a run, with `changes` to the scheduler group of settings."""
     return Scheduler(
         header.scheduler_config(**changes),
         header.cache_config(),
@@ -118,7 +118,7 @@ def new_scheduler(header: Header, **changes: object) -> Scheduler:
 
 
 class _Tally:
-    """Counts what is in the log."""
+    """Counts the records of the log."""
 
     def __init__(self) -> None:
         self.num_passes = self.num_equal = self.num_steps = self.num_requests = 0
@@ -140,7 +140,7 @@ class _Tally:
 
 
 class _Calls:
-    """Makes the calls on a scheduler, and holds each of its decisions against the logged one.
+    """Makes the calls on a scheduler, and compares each of its decisions with the logged one.
 
     Attributes:
         raised: the error of the last call; "" if it returned.
@@ -149,12 +149,12 @@ class _Calls:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._num_seen = scheduler.decisions.num_records
-        self._replayed: deque[DecisionRecord] = deque()  # made, but not yet compared
+        self._replayed: deque[DecisionRecord] = deque()  # decisions that are not yet compared
         self._in_flight: deque[ScheduleBatch] = deque()
         self.raised = ""
 
     def take(self, record: LogRecord, num_passes: int) -> Difference | None:
-        """Make the call that `record` tells of, or compare it with what came of the last one."""
+        """Make the call of `record`, or compare `record` with the decisions of the last call."""
         if self.raised:
             return _difference(record, num_passes, f"the replay ended here: {self.raised}")
         if isinstance(record, Settled) and record.step_id and not self._replayed:
@@ -183,7 +183,7 @@ class _Calls:
                     scheduler.settle(self._in_flight.popleft(), _result(record), record.now_s)
                 case Idle():
                     scheduler.on_idle()
-        except Exception as error:  # a bug that ended the run; the replay is how it is looked for
+        except Exception as error:  # a bug that ended the run; the replay reproduces it
             self.raised = f"{type(error).__name__}: {error}"
         scheduler.take_outputs()
         decisions = scheduler.decisions
@@ -245,7 +245,7 @@ def _field_differences(logged: DecisionRecord, replayed: DecisionRecord) -> Iter
 
 
 def _differences(name: str, logged: object, replayed: object) -> Iterator[FieldDifference]:
-    """What differs, as deep as it can be named: the first of a list, the fields of a tuple."""
+    """The differences at the deepest level with a name: the first item of a list, the fields of a tuple."""
     if logged == replayed:
         return
     names = getattr(logged, "_fields", None)

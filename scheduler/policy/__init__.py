@@ -1,1 +1,1 @@
-"""Scheduling policies: in which order waiting requests are offered to the PrefillAdder. One file per policy."""
+"""Scheduling policies: the order in which waiting requests are offered to the `PrefillAdder`."""

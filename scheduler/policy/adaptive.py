@@ -1,4 +1,4 @@
-"""`Adaptive`: another policy for each load, with hysteresis."""
+"""`Adaptive`: a different policy for each load, with hysteresis."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 LOW_LOAD: Final = 0.3
 HIGH_LOAD: Final = 0.8
 BAND: Final = 0.05
-"""A threshold is crossed when the load lies so far on the other side."""
+"""Hysteresis: a threshold is crossed when the load is this far beyond it."""
 
 MIN_STEPS: Final = 32
-"""Steps that a policy stays at least; a batch that starts or ends moves the load for a moment only."""
+"""Steps that a policy stays active at least; a batch that starts or ends changes the load only briefly."""
 
 
 class Adaptive(SchedulePolicy):
     """Low load: fcfs; high load: lpm; between them: priority. Load is the larger share of rows and of KV memory.
 
-    When little runs everybody starts at once, so the order that costs nothing is best; under high load throughput
-    counts, and cached prefixes save most of it; between them there is room to let urgent requests go first. The load is
-    looked at after each planned step. Each switch is logged and noted in the decision log.
+    Under low load every request starts at once, so the order without a cost is best. Under high load throughput
+    matters, and cached prefixes save the most computing. Between them urgent requests go first. The load is read after
+    each planned step. Each switch is logged and noted in the decision log.
     """
 
     name = "adaptive"
@@ -44,7 +44,7 @@ class Adaptive(SchedulePolicy):
 
     @property
     def active_name(self) -> str:
-        """As `adaptive:lpm`."""
+        """For example `adaptive:lpm`."""
         return f"{self.name}:{self._active.name}"
 
     def enqueued(self, req: Req) -> None:
@@ -93,7 +93,7 @@ class Adaptive(SchedulePolicy):
             self._num_steps = 0
 
     def _for_load(self, share: float) -> SchedulePolicy:
-        """The active policy has its thresholds moved away from it by the band."""
+        """The policy for a load; the thresholds of the active policy are moved away from it by `BAND`."""
         low = LOW_LOAD + (BAND if self._active is self._low else -BAND)
         high = HIGH_LOAD + (-BAND if self._active is self._high else BAND)
         if share < low:

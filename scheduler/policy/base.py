@@ -1,6 +1,6 @@
-"""`SchedulePolicy`: what all policies have in common. A policy decides in which order waiting requests are offered.
+"""`SchedulePolicy`: the base of all policies. A policy decides the order in which waiting requests are offered.
 
-Whether one fits is the PrefillAdder's business, and memory is never a policy's.
+The `PrefillAdder` decides whether a request fits; a policy never decides about memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..requests.req import Req
 from ..requests.waiting_queue import WaitingQueue
 
 MAX_SORTED: Final = 128
-"""Above so many waiting requests, looking them all up costs more than a good order gains: first come, first served."""
+"""With more waiting requests, prefix cache look-ups cost more than a good order gains: first come, first served."""
 
 
 class Load(NamedTuple):
-    """How busy the engine is, for policies that look at it.
+    """The load of the engine, for policies that depend on it.
 
     Attributes:
         num_running, max_running: requests with a row, and rows.
@@ -33,12 +33,12 @@ class Load(NamedTuple):
 
 
 class PolicyParts(NamedTuple):
-    """What policies may ask of the scheduler.
+    """The scheduler state that policies may read.
 
     Attributes:
-        matches: the cached prefixes of waiting requests, perhaps as they were a few passes ago.
+        matches: the cached prefixes of waiting requests, possibly as of a few passes ago.
         page_size: tokens of a page of those matches.
-        load: as of now.
+        load: the current load.
     """
 
     matches: Callable[[Sequence[Req]], list[PrefixMatch]]
@@ -47,72 +47,72 @@ class PolicyParts(NamedTuple):
 
 
 class SchedulePolicy:
-    """Orders the waiting queue. The hooks do nothing here; a policy overrides what it needs.
+    """Orders the waiting queue. The hooks do nothing here; a policy overrides the ones it needs.
 
-    `enqueued` and `dequeued` are called for every request that enters or leaves the queue, for whatever reason, so a
-    policy may keep an index of its own. Requests that wait for a grammar or have their KV on the host are not in it.
+    `enqueued` and `dequeued` are called for every request that enters or leaves the queue, for any reason, so a policy
+    may maintain its own index. Requests that wait for a grammar or have their KV on the host are not in the queue.
     """
 
     name: ClassVar[str] = ""
     looks_ahead: ClassVar[bool] = True
-    """Whether a request that lacks memory may be overtaken; False where the order itself is the promise."""
+    """Whether a request that lacks memory may be overtaken; False if the policy guarantees its order."""
     full_reason: ClassVar[Reason] = Reason.BEHIND
-    """Why the others wait when `max_offers` have been offered."""
+    """Why the other requests wait when `max_offers` have been offered."""
 
     by_priority: bool = False
-    """Whether the order goes by `Req.priority`, so that the least urgent are retracted first; it may change."""
+    """Whether the order is by `Req.priority`, so that the least urgent are retracted first; may change over time."""
     preempts: bool = False
-    """Whether running requests of lower `Req.priority` may are retracted to waiting ones; may change in time."""
+    """Whether waiting requests may preempt running ones of lower `Req.priority`; may change over time."""
 
     @property
     def active_name(self) -> str:
-        """`name`, and which policy orders just now where there are several."""
+        """`name`, plus the active policy if there are several."""
         return self.name
 
     def enqueued(self, req: Req) -> None:
         """A request joined the queue: it is new, or it was retracted."""
 
     def dequeued(self, req: Req) -> None:
-        """A request left the queue: it was admitted, and has its `lease`, or ended. In the order of admission."""
+        """A request left the queue: it was admitted and has its `lease`, or it ended. In the order of admission."""
 
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
-        """A step was planned: so much is computed of prompts, and these generate a token."""
+        """A step was planned: it computes `chunks` of prompts, and the requests in `decodes` generate a token."""
 
     def gained(self, req: Req, num_tokens: int) -> None:
-        """A step generated so many tokens more for a request than the one of `planned`: right drafts, or a burst."""
+        """A step generated `num_tokens` more than `planned` counted: accepted drafts, or a multi-step decode."""
 
     def finished(self, req: Req, kind: FinishKind) -> None:
-        """A request has ended, with `output_len` tokens; `kind` tells whether the model had said what it wanted to."""
+        """A request has ended, with `output_len` tokens; `kind` tells whether its answer is complete."""
 
     def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:
-        """Why nobody may be admitted in this pass, whatever is free; None if somebody may."""
+        """Why no request may be admitted in this pass, even with free memory; None if requests may."""
         return None
 
     def max_offers(self, waiting: WaitingQueue) -> int | None:
-        """How many requests, those on the host among them, may be offered in this pass; None for no limit.
+        """The number of requests, swapped ones included, that may be offered in this pass; None for no limit.
 
-        Offers and not admissions: where only certain requests may start, nobody takes the place of one that cannot.
-        Asked after `hold`; changes nothing.
+        It limits offers and not admissions: if only certain requests may start, no other request replaces one that
+        cannot. Called after `hold`; changes nothing.
         """
         return None
 
     def wake_s(self, waiting: WaitingQueue) -> float | None:
-        """When `hold` may change its mind without any event; None if it will not."""
+        """When the answer of `hold` may change without an event; None if it does not."""
         return None
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
         """The requests in the order in which they should be admitted. Changes nothing.
 
-        May be lazy: the pass ends when a budget is spent, usually after a few requests of many; the queue does not
-        change while it is read. Every waiting request comes exactly once. One that was just admitted has its `lease`
-        when the next one is asked for, so that a lazy order can count with it.
+        May be lazy: the pass ends when a budget is spent, usually after a few requests of many. The queue does not
+        change while it is read. Every waiting request is yielded exactly once. A request that was admitted has its
+        `lease` before the next one is requested, so a lazy order can take it into account.
         """
         raise NotImplementedError
 
     def may_displace(self, req: Req, victim: Req) -> bool:
-        """Whether the order allows that a waiting request takes the place of a running one; asked if it `preempts`."""
+        """Whether the order allows a waiting request to preempt a running one; called only if the policy `preempts`."""
         return self.preempts
 
     def take_notes(self) -> list[str]:
-        """What the policy decided about itself since the last call, in words, for the decision log."""
+        """Changes of the policy's own state since the last call, in words, for the decision log."""
         return []

@@ -14,23 +14,24 @@ from .base import MAX_SORTED, PolicyParts, SchedulePolicy
 
 
 class TreeNode(Protocol):
-    """What is needed of a node of the prefix tree: the way up, and that it can be a key."""
+    """The required interface of a prefix tree node: a parent, and a hash."""
 
     @property
     def parent(self) -> TreeNode | None:
-        """The node before it; None for a root."""
+        """The parent node; None for a root."""
         ...
 
     def __hash__(self) -> int: ...
 
 
 class DfsWeight(SchedulePolicy):
-    """Depth first through the tree of cached prefixes, at each node into the child with most waiting requests first.
+    """Depth first through the tree of cached prefixes; at each node the child with the most waiting requests first.
 
-    Requests that end at a node come after those below it, longer matches first; those without a cached prefix come
-    last, by arrival. `lpm` jumps between branches whose matches are equally long; this finishes one branch before
-    the next, so that a prefix is evicted only when all who waited for it have used it. Who was overtaken too often
-    comes before everybody; above 128 waiting it is first come, first served. Idea: SGLang's policy of this name.
+    Requests that end at a node come after those below it, longer matches first. Requests without a cached prefix come
+    last, by arrival. `lpm` alternates between branches with equally long matches; this policy finishes one branch
+    before the next, so that a prefix is evicted only after all requests waiting for it have used it. A request that was
+    overtaken in `MAX_OVERTAKEN` passes comes before all others. Above `MAX_SORTED` waiting requests the order is
+    `fcfs`. Source: SGLang's policy of the same name.
     """
 
     name = "dfs-weight"
@@ -55,7 +56,7 @@ def _depth_first(matched: list[tuple[Req, PrefixMatch]]) -> Iterator[Req]:
     for req, match in matched:
         assert match.node is not None
         ends.setdefault(match.node, []).append((req, match))
-    for end, at_end in ends.items():  # and not for each request: the way up from one node may be long
+    for end, at_end in ends.items():  # per node and not per request: the path to the root may be long
         above: TreeNode | None = end
         while above is not None:
             if above not in weights:
@@ -63,7 +64,8 @@ def _depth_first(matched: list[tuple[Req, PrefixMatch]]) -> Iterator[Req]:
             weights[above] += len(at_end)
             above = above.parent
 
-    # A stack and not recursion: a long conversation is a deep path. A node is pushed a second time to be left.
+    # A stack and not recursion: a long conversation is a deep path. A node is pushed again, to be left, before its
+    # children are pushed.
     stack: list[tuple[TreeNode, bool]] = []
 
     def enter(parent: TreeNode | None) -> None:

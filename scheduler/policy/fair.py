@@ -1,33 +1,33 @@
-"""`Fair`: weighted fair queueing by tokens between tenants, with a bound that is proven.
+"""`Fair`: weighted fair queueing by tokens between tenants, with a proven bound.
 
-Each tenant has a virtual counter of the service it was given (`tenants.py` says what counts): `PROMPT_WEIGHT` for each
-computed token of a prompt, `OUTPUT_WEIGHT` for each generated one, which costs more. The waiting tenant with the
-smallest counter is served next, its requests in the order of arrival. A tenant that comes back after an idle time has
-its counter lifted to the *floor* V, so that nobody saves up service by being idle; it keeps a larger counter that it
-had. The same is done when a request is admitted of a tenant below V: its requests stood in the queue, but rules that
-concern them alone (a limit on adapters, a prefix that is coming) kept them from starting, and being kept from starting
-saves nothing up, either.
+Each tenant has a virtual counter of the service that it has received (`tenants.py` defines service): `PROMPT_WEIGHT`
+per computed prompt token, and `OUTPUT_WEIGHT` per generated token, which costs more. The waiting tenant with the
+smallest counter is served next, its requests in the order of arrival. When a tenant returns after an idle time, its
+counter is raised to the *floor* V, so that idle time accumulates no service; a larger counter is kept. A counter below
+V is also raised when a request of the tenant is admitted. Its requests were in the queue, but rules for single requests
+(a limit on adapters, a pending prefix) kept them from starting, and this accumulates no service either.
 
-The bound. Say a tenant is *backlogged* while it has a request that waits and that those rules would let start; it
-begins to be with its first admission then, if its counter was below V. V is the largest value so far of two: the
-counter of an admitted request's tenant before the admission, and the smallest counter of all tenants that wait.
-Let U = PROMPT_WEIGHT * P + OUTPUT_WEIGHT * R * G, with P the longest prompt, G the longest output, and R how many
-requests can have started and not ended (rows, and those whose KV is on the host): the prompt of one request, and the
-outputs of as many as can run.
+The bound. A tenant is *backlogged* while it has a waiting request that those rules allow to start. If its counter was
+below V, it is backlogged only from its first admission on. V is the largest value so far of two: the counter of an
+admitted request's tenant before the admission, and the smallest counter of all tenants that wait.
+Let U = PROMPT_WEIGHT * P + OUTPUT_WEIGHT * R * G, with P the longest prompt, G the longest output, and R the largest
+number of requests that have started and not ended (rows, plus swapped requests). U covers the prompt of one request and
+the outputs of all that can run.
 
 1. V never falls, by definition; counters only grow.
-2. V <= counter of each backlogged tenant. It held when the tenant began. When V is raised to the counter of a tenant
-   that is admitted, the others that are backlogged have no smaller one: they would have been offered before, and
-   whoever is offered and not admitted for lack of room ends the pass. And no waiting tenant is below the smallest.
-3. counter <= V + U for each backlogged tenant: at its last admission its counter was V, by 2 and the definition. From
-   then on it was charged for that prompt and for what its started requests have generated, at most U, or it was lifted
-   to V and charged afterwards for those outputs alone; and V has not fallen.
-4. So counters of two backlogged tenants differ by at most U; and since nobody is lifted while it is backlogged, the
-   service of two tenants over any time in which both are backlogged throughout differs by at most 2 U, however long
-   that time is, and whatever the others do, also those that cannot start.
+2. V <= counter of each backlogged tenant. This holds when the tenant becomes backlogged. When V is raised to the
+   counter of a tenant that is admitted, no other backlogged tenant has a smaller counter: it would have been offered
+   before, and a request that is offered and refused for lack of memory ends the pass. And no waiting tenant has a
+   counter below the smallest.
+3. counter <= V + U for each backlogged tenant. At its last admission its counter was V, by 2 and the definition. Since
+   then it was charged for that prompt and for the tokens that its started requests generated, at most U; or it was
+   raised to V and then charged for those outputs alone. V has not fallen.
+4. So the counters of two backlogged tenants differ by at most U. No counter is raised while its tenant is backlogged.
+   So over any time in which two tenants are backlogged throughout, their service differs by at most 2 U. The bound
+   depends neither on the length of that time nor on the other tenants, including those that cannot start.
 
-This holds for admission in the order given, so `looks_ahead` is False: nobody overtakes a request that lacks memory.
-With overlapped steps a request may be charged for one surplus token after its end, which G has to include.
+This holds for admission in the given order, so `looks_ahead` is False: a request that lacks memory is not overtaken.
+With overlapped steps a request may be charged for one surplus token after its end; G must include it.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models" (virtual token counter), OSDI 2024. Different here:
 cached prefixes are free, and work that was lost by retraction is not charged again.
@@ -49,16 +49,16 @@ from .tenants import Offers, TenantQueue, output_tokens, prompt_tokens
 
 PROMPT_WEIGHT: Final = 1
 OUTPUT_WEIGHT: Final = 2
-"""What a token costs, as the paper weighs them: a prompt's tokens share a step, those of an output take one each."""
+"""Cost of a token, as in the paper: the tokens of a prompt share a step, each token of an output needs its own."""
 
 MAX_IDLE_TENANTS: Final = 1024
-"""Idle tenants whose counter is remembered; the one that is idle longest is forgotten first, and may start at V."""
+"""Idle tenants with a counter; the one that is idle longest is forgotten first, and may then start at V."""
 
 
 class Fair(SchedulePolicy):
-    """The tenant that was served least first; see the module.
+    """The tenant with the least service first; see the module.
 
-    A pass copies the heap of tenants that wait, 0.1 ms for ten thousand of them, and pays O(log tenants) per offer.
+    A pass copies the heap of waiting tenants, 0.1 ms for ten thousand of them, and needs O(log tenants) per offer.
     """
 
     name = "fair"
@@ -101,7 +101,7 @@ class Fair(SchedulePolicy):
 
     def finished(self, req: Req, kind: FinishKind) -> None:
         queue = self._queues.get(req.tenant)
-        if queue is None:  # it never got beyond its grammar
+        if queue is None:  # the request ended while it waited for its grammar
             return
         queue.finished(req)
         if queue.is_idle:
@@ -112,7 +112,7 @@ class Fair(SchedulePolicy):
                 del self._counters[forgotten]
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
-        counters: ChainMap[str, int] = ChainMap({}, self._counters)  # what this pass adds is in the first
+        counters: ChainMap[str, int] = ChainMap({}, self._counters)  # first map: this pass
         heap, offers, floor = self._backlog.heap(), Offers(), self._backlog.floor()
         while (queue := self._backlog.least_served(heap, counters)) is not None:
             req = offers.next_of(queue)
@@ -132,8 +132,8 @@ class Fair(SchedulePolicy):
 class _Backlog:
     """The tenants with waiting requests, least counter first, equals in the order in which they joined.
 
-    A heap with entries that may be out of date: while a tenant waits its counter only grows, so an old entry stands too
-    far in front, and is put right when it comes to the top. Charging a tenant costs nothing here.
+    A heap with entries that may be out of date. The counter of a waiting tenant only grows, so an old entry is too near
+    to the top, and it is corrected when it reaches the top. Charging a tenant does not touch the heap.
     """
 
     __slots__ = ("_counters", "_floor", "_heap", "_num_joined", "_serials")
@@ -145,16 +145,16 @@ class _Backlog:
             str, int
         ] = {}  # tenant -> the serial number of its entry; other entries have left
         self._num_joined = 0
-        self._floor = 0  # V of the module's text, as of the last time that anybody asked
+        self._floor = 0  # V of the module's text, as of the last call of `floor` or `raise_floor`
 
     def join(self, queue: TenantQueue) -> None:
-        """A tenant waits from now on."""
+        """Add a tenant that has waiting requests now."""
         self._num_joined += 1
         self._serials[queue.tenant] = self._num_joined
         heapq.heappush(self._heap, (self._counters[queue.tenant], self._num_joined, queue))
 
     def leave(self, tenant: str) -> None:
-        """A tenant waits no more."""
+        """Remove a tenant without waiting requests."""
         self.floor()  # it may have been the smallest
         del self._serials[tenant]
         if len(self._heap) > 2 * len(self._serials) + 64:
@@ -173,13 +173,13 @@ class _Backlog:
 
     def heap(self) -> list[tuple[int, int, TenantQueue]]:
         """A copy to take entries from."""
-        self.least_served(self._heap, self._counters)  # puts the top right for good
+        self.least_served(self._heap, self._counters)  # corrects the top in the original, too
         return self._heap.copy()
 
     def least_served(
         self, heap: list[tuple[int, int, TenantQueue]], counters: Mapping[str, int]
     ) -> TenantQueue | None:
-        """The tenant with the smallest counter, whose entry is then on top of the heap; None if nobody waits."""
+        """The tenant with the smallest counter; its entry is then on top of the heap. None if no tenant waits."""
         while heap:
             counter, serial, queue = heap[0]
             if self._serials.get(queue.tenant) != serial:

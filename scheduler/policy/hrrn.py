@@ -14,14 +14,15 @@ from .base import MAX_SORTED, PolicyParts, SchedulePolicy
 
 
 class Hrrn(SchedulePolicy):
-    """Largest `tokens the engine has computed since the arrival / prompt tokens to compute` first.
+    """Largest `tokens that the engine computed since the arrival / prompt tokens to compute` first.
 
-    Short prompts, and those with a cached prefix, come first, but a long one gains with every token that others are
-    given, so it starves not. Time is counted in tokens, which makes the ratio a pure number whatever the hardware.
-    Who was overtaken too often comes before everybody; above 128 waiting it is first come, first served.
+    Short prompts, and those with a cached prefix, come first. A long prompt gains with every token of other requests,
+    so it does not starve. Time is counted in tokens, so the ratio does not depend on the hardware. A request that was
+    overtaken in `MAX_OVERTAKEN` passes comes before all others. Above `MAX_SORTED` waiting requests the order is
+    `fcfs`.
 
-    As SGLang's policy of this name. There a request with nothing to compute comes first; here at least the last
-    token of a prompt is always computed.
+    Source: SGLang's policy of the same name. There a request with nothing to compute comes first; here at least the
+    last token of a prompt is always computed.
     """
 
     name = "hrrn"
@@ -32,7 +33,7 @@ class Hrrn(SchedulePolicy):
         self._clock_tokens = 0
         self._arrivals: dict[
             int, int
-        ] = {}  # seq -> the clock when it came; of all requests that have not ended
+        ] = {}  # seq -> the clock at arrival; of all requests that have not ended
 
     def enqueued(self, req: Req) -> None:
         self._arrivals.setdefault(req.seq, self._clock_tokens)

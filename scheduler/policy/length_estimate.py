@@ -1,4 +1,4 @@
-"""`LengthEstimate`: how long an answer will be that nobody knows yet."""
+"""`LengthEstimate`: the expected length of an answer."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..requests.req import Req
 _COMPLETE: Final = frozenset({FinishKind.STOP, FinishKind.LENGTH})
 
 WEIGHT_OF_LATEST: Final = 0.1
-"""What the answer that has just ended adds to its tenant's average: about the last ten answers count."""
+"""Weight of the latest answer in its tenant's average; about the last ten answers count."""
 
 MAX_TENANTS: Final = 4096
-"""Tenants whose average is remembered; the one whose last answer ended longest ago is forgotten first."""
+"""Tenants with an average; the tenant with the oldest last answer is forgotten first."""
 
 
 class LengthEstimate(Protocol):
     """Estimates the length of outputs."""
 
     def output_len(self, req: Req) -> int:
-        """Tokens the whole output will have, probably; more than it has, and at most `max_new_tokens`."""
+        """Expected tokens of the whole output; more than it has, and at most `max_new_tokens`."""
         ...
 
     def finished(self, req: Req, kind: FinishKind) -> None:
-        """An output has ended: a chance to learn."""
+        """An output has ended; the estimate may learn from it."""
         ...
 
 
 class MaxTokens:
-    """What the client allows. Exact for clients that know what they ask for."""
+    """`max_new_tokens`. Exact for clients that set it to the length they need."""
 
     def output_len(self, req: Req) -> int:
         return req.max_new_tokens
@@ -42,10 +42,10 @@ class MaxTokens:
 
 
 class TenantAverage:
-    """The moving average of the tenant's last answers: clients allow 4,096 tokens and get 80, again and again.
+    """The moving average of the tenant's last answers, for clients that always allow 4,096 tokens and get 80.
 
-    While nothing is known, and for an output that has grown beyond the average, it is `max_new_tokens`: an estimate
-    that was wrong once says nothing about the rest.
+    Without an average, and for an output that is longer than the average, it is `max_new_tokens`: once the average is
+    exceeded, it does not predict the rest.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class TenantAverage:
     def finished(self, req: Req, kind: FinishKind) -> None:
         if (
             kind not in _COMPLETE or not req.output_len
-        ):  # where a client left says nothing about the next answer
+        ):  # the length of an aborted answer does not predict the next one
             return
         average = self._averages.setdefault(req.tenant, float(req.output_len))
         self._averages[req.tenant] = average + WEIGHT_OF_LATEST * (req.output_len - average)

@@ -25,22 +25,22 @@ class OrderedIndex:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Req]:
-        """By ascending key, equals by arrival; do not change the index meanwhile."""
+        """By ascending key, equals by arrival; do not change the index during the iteration."""
         reqs = self._reqs
         for _, seq in self._entries:
             yield reqs[seq][1]
 
     @property
     def first(self) -> Req:
-        """The one with the smallest key; there must be one."""
+        """The request with the smallest key; the index must not be empty."""
         return self._reqs[self._entries[0][1]][1]
 
     def add(self, req: Req, key: float) -> None:
-        """Put a request, which is not in yet, to its place."""
+        """Insert a request that is not in the index."""
         self._reqs[req.seq] = (key, req)
         bisect.insort(self._entries, (key, req.seq))
 
     def remove(self, req: Req) -> None:
-        """Take out a request that is in."""
+        """Remove a request that is in the index."""
         key, _ = self._reqs.pop(req.seq)
         del self._entries[bisect.bisect_left(self._entries, (key, req.seq))]

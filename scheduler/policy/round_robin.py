@@ -16,23 +16,23 @@ from .tenants import Offers, TenantQueue, output_tokens, prompt_tokens
 class RoundRobin(SchedulePolicy):
     """Deficit round robin over tenants with waiting requests; by arrival within a tenant.
 
-    Each tenant has a balance in tokens. When its turn begins it gets a quantum, its turn lasts while the balance is
-    above 0, and all service (see `tenants.py`) is taken off, also what its running requests generate in other
-    tenants' turns. Nobody knows the cost of a request beforehand, so a balance may fall below 0; such a debt is paid
-    with the quanta of later turns. A turn that nobody can use because everything is full lasts until there is room;
-    one whose requests may not start, because rules that concern them alone forbid it, ends when another tenant's
-    request is admitted, and its tenant saves nothing up but stands at the end of the ring.
+    Each tenant has a balance in tokens. When its turn begins it gets a quantum, and the turn lasts while the balance is
+    above 0. All service (see `tenants.py`) is subtracted, including tokens that its running requests generate in other
+    tenants' turns. The cost of a request is not known in advance, so a balance may fall below 0; the quanta of later
+    turns pay this debt. If memory or rows are full, the turn lasts until a request can be admitted. If rules for single
+    requests forbid all requests of the tenant to start, its turn ends when a request of another tenant is admitted; the
+    tenant then moves to the end of the ring and loses its positive balance.
 
-    Tenants that always have requests waiting which may start are served equally, whatever the sizes of their requests:
-    with P the longest prompt, G the longest output and R how many can have started, the service of two differs by at
-    most 3 * quantum + 2 * (P + R * G) over any time. For balances lie between -(P + R * G) and a quantum, and of two
-    tenants in the ring neither has two turns without one of the other's between them. This holds for admission in the
-    order given, so `looks_ahead` is False: past a request that lacks memory, small ones would be served for as long
-    as they keep coming. (`fair` has the smaller bound; this keeps a tenant's requests together, which is kinder to the
-    prefix cache.)
+    Tenants that always have waiting requests which may start get equal service, independent of the request sizes. Let P
+    be the longest prompt, G the longest output and R the largest number of started requests. Over any time the service
+    of two tenants differs by at most 3 * quantum + 2 * (P + R * G): balances lie between -(P + R * G) and a quantum;
+    of two tenants in the ring, neither has two turns without a turn of the other between them. This holds for admission
+    in the given order, so `looks_ahead` is False: otherwise small requests could overtake one that lacks memory for as
+    long as they keep coming. `fair` has the smaller bound; this policy serves a tenant's requests together, so their
+    prefixes are more likely to be cached.
 
-    A tenant without waiting requests has no turns and saves nothing up; when its last request has ended, its debt is
-    forgotten. A pass costs O(tenants that wait). Source: Shreedhar and Varghese, "Efficient Fair Queuing using
+    A tenant without waiting requests has no turns and accumulates no balance; when its last request has ended, its debt
+    is forgotten. A pass costs O(tenants that wait). Source: Shreedhar and Varghese, "Efficient Fair Queuing using
     Deficit Round Robin", SIGCOMM 1995; the debt instead of a deficit is "surplus round robin".
     """
 
@@ -66,14 +66,14 @@ class RoundRobin(SchedulePolicy):
         for tenant, tokens in output_tokens(chunks, decodes).items():
             self._charge(tenant, tokens)
         if self._ring:
-            self._ring.whose_turn()  # passes it on, so that the quanta which a pass has used up are given for good
+            self._ring.whose_turn()  # passes the turn on; `order` works on a copy, so the ring itself must advance
 
     def gained(self, req: Req, num_tokens: int) -> None:
         self._charge(req.tenant, num_tokens)
 
     def finished(self, req: Req, kind: FinishKind) -> None:
         queue = self._queues.get(req.tenant)
-        if queue is not None:  # else it never got beyond its grammar
+        if queue is not None:  # None: the request ended while it waited for its grammar
             queue.finished(req)
             if queue.is_idle:
                 del self._queues[req.tenant], self._balances[req.tenant]
@@ -97,7 +97,7 @@ class RoundRobin(SchedulePolicy):
 
 
 class _Ring:
-    """Whose turn it is, and the balances of those who take turns."""
+    """The order of turns, and the balances of the tenants in it."""
 
     __slots__ = ("_balances", "_quantum", "_turns")
 
@@ -125,7 +125,7 @@ class _Ring:
             self._begin_turn()
 
     def leave(self, tenant: str) -> int:
-        """Take a tenant out; returns its balance. If it had the turn, the next one's begins."""
+        """Remove a tenant and return its balance. If it had the turn, the turn of the next one begins."""
         had_turn = self._turns[0] == tenant
         self._turns.remove(tenant)
         if had_turn and self._turns:
@@ -133,7 +133,7 @@ class _Ring:
         return self._balances.pop(tenant)
 
     def pass_to(self, tenant: str) -> None:
-        """A tenant was served: those before it with a balance above 0 could not use their turns and lose them."""
+        """A tenant was served: tenants before it with a balance above 0 could not use their turns and lose them."""
         passed: dict[str, int] = {}
         while (holder := self.whose_turn()) != tenant:
             passed[holder] = min(0, self.leave(holder))
@@ -144,7 +144,7 @@ class _Ring:
         self._balances[tenant] -= tokens
 
     def whose_turn(self) -> str:
-        """The first tenant with a balance above 0; passes the turn over those before it, which have none."""
+        """The first tenant with a balance above 0; the turn passes over the tenants before it, which have none."""
         turns, balances, quantum = self._turns, self._balances, self._quantum
         while True:
             for _ in range(len(turns)):
@@ -152,7 +152,7 @@ class _Ring:
                     return turns[0]
                 turns.rotate(-1)
                 self._begin_turn()
-            # A whole round has helped nobody out of debt: as many rounds at once as will still help nobody.
+            # After a whole round all tenants are still in debt: add as many rounds at once as leave all in debt.
             rounds = -max(balances.values()) // quantum
             if rounds > 0:
                 for tenant in balances:

@@ -1,8 +1,8 @@
-"""What policies that share the engine between tenants have in common: a queue per tenant, and what counts as service.
+"""Common parts of the policies that share the engine between tenants: a queue per tenant, and the count of service.
 
-Service is counted in tokens. Those of a prompt count all at once when the request is admitted, without the cached
-ones: from then on the engine is bound to compute them. Those of an output count as they are generated. Nothing counts
-twice, so whoever is retracted does not pay for it: a request that comes back computes again what it was charged for.
+Service is counted in tokens. The tokens of a prompt that are not cached count at once when the request is admitted,
+because the engine will compute them. The tokens of an output count when they are generated. No token counts twice: a
+retracted request is not charged again for the tokens that it computes again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TENANT: Final = operator.attrgetter("tenant")
 
 
 def prompt_tokens(req: Req, page_size: int) -> int:
-    """What counts for the prompt of a request that has just been offered or taken out: 0 unless it was admitted.
+    """Service for the prompt of a request that was just offered or dequeued: 0 unless it was admitted.
 
-    An admitted request has its prefix locked. The page that siblings copy from each other counts as computed.
+    An admitted request has its prefix locked. A page that is copied from a sibling counts as computed.
     """
     if req.lease is None or req.num_retractions:
         return 0
@@ -40,8 +40,8 @@ class TenantQueue:
     """The requests of one tenant that have not ended.
 
     Attributes:
-        tenant: whose.
-        waiting: those in the queue, by arrival.
+        tenant: name of the tenant.
+        waiting: its requests in the queue, by arrival.
     """
 
     __slots__ = ("_started", "tenant", "waiting")
@@ -69,7 +69,7 @@ class TenantQueue:
 
 
 class Offers:
-    """Reads the queues of tenants in turns, within one pass: each request is offered once."""
+    """Reads the queues of several tenants alternately, within one pass: each request is offered once."""
 
     __slots__ = ("_iterators",)
 
@@ -77,7 +77,7 @@ class Offers:
         self._iterators: dict[str, Iterator[Req]] = {}
 
     def next_of(self, queue: TenantQueue) -> Req | None:
-        """The tenant's oldest request that was not offered yet; None if all were."""
+        """The tenant's oldest request that was not yet offered; None if all were."""
         iterator = self._iterators.get(queue.tenant)
         if iterator is None:
             iterator = self._iterators[queue.tenant] = iter(queue.waiting)

@@ -1,1 +1,1 @@
-"""When memory runs out or a more urgent request comes: victims, recompute or swap."""
+"""Retraction and preemption: the choice of victims, and recompute or swap."""

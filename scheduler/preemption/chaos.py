@@ -1,5 +1,8 @@
-"""Faults on purpose (`--chaos`): requests are retracted and steps their results, so that tests meet it often; steps
-are slow, so that a test that must come before the end of an answer does on any machine; requests kill their process.
+"""Fault injection (`--chaos`) for tests.
+
+- Running requests are retracted (`ChaosRetract`), and steps report that they found no memory (`ChaosRunner`).
+- Steps are slow (`SlowRunner`), so that a test can act before the end of an answer on any machine.
+- A token in a prompt kills the scheduler's process (`DeadlyRunner`).
 
 vLLM had such a switch (`VLLM_TEST_ENABLE_ARTIFICIAL_PREEMPT`), SGLang has one (`SGLANG_TEST_RETRACT`).
 """
@@ -22,10 +25,10 @@ from ..requests.req import Req
 
 
 class Chaos(Protocol):
-    """Asked once per pass."""
+    """Called once per pass; see `ChaosRetract`."""
 
     def victim(self, reqs: Sequence[Req]) -> Req | None:
-        """Who shall lose its place in this pass; usually nobody."""
+        """The request to retract in this pass; usually None."""
         ...
 
 
@@ -39,7 +42,7 @@ class NoChaos:
 
 
 class ChaosRetract:
-    """With a probability per pass one random running request, up to a number of times."""
+    """Retracts one random running request with a probability per pass, up to `max_retractions` times."""
 
     __slots__ = ("_left", "_probability", "_random")
 
@@ -56,14 +59,14 @@ class ChaosRetract:
 
 
 def make_chaos(spec: ChaosSpec | None, seed: int) -> Chaos:
-    """What `--chaos` asks for."""
+    """The implementation that `--chaos` needs."""
     return ChaosRetract(spec, seed) if spec is not None and spec.max_retractions else NoChaos()
 
 
 class ChaosRunner:
-    """A runner whose steps are said to have found no memory now and then; everything else of them has been done.
+    """A runner that reports some steps as out of memory after it has computed them.
 
-    The smallest steps are spared: whoever fails in one of those again and again is answered with an error.
+    The smallest steps never fail: a request that fails in them repeatedly is answered with an error.
     """
 
     __slots__ = ("_left", "_page_size", "_probability", "_random", "_runner")
@@ -100,7 +103,7 @@ class _WithoutMemory(NamedTuple):
 
 
 class SlowRunner:
-    """A runner on a device whose steps take at least so many seconds from their launch on."""
+    """A runner with steps that take at least `min_step_s` seconds from their launch on."""
 
     __slots__ = ("_min_step_s", "_runner")
 
@@ -130,7 +133,7 @@ class _NotBefore(NamedTuple):
 
 
 class DeadlyRunner:
-    """A runner whose process is killed by the step that begins a request with a certain token in its prompt."""
+    """A runner that kills its process in the step that begins a request with `token_id` in the prompt."""
 
     __slots__ = ("_runner", "_token_id")
 

@@ -1,16 +1,16 @@
-"""`OutOfMemory`: a step for which the device found no memory: it computed nothing, and its requests try again, in less.
+"""`OutOfMemory`: settles a step that found no device memory; its requests are computed again in smaller steps.
 
-The KV pool is not short of anything here: the allocator had no room for what a step needs beside it. All requests of
-the step are retracted and are computed again, because the KV that the step should have made does not exist. What
-earlier steps have made stays in the prefix cache, so little is computed twice.
+The KV pool is not the problem here: the device's allocator had no memory for the step's other tensors. The step
+computed nothing. All requests of the step are retracted and computed again, because the KV of the step does not exist.
+The KV of earlier steps stays in the prefix cache, so few tokens are computed twice.
 
-Where nothing can be less, nothing is computed for a while: whoever took the memory may give it back. Each request gets
-`MAX_TRIES` tries at the same token alone, each wait twice as long as the one before, and an error after the last:
-12.7 s after the first. So a shortage of some seconds costs nobody his answer.
+If the step cannot be made smaller, the scheduler makes no step for a while: another user of the memory may free it.
+A request gets `MAX_TRIES` tries alone at the same token. Each wait is twice as long as the one before, and after the
+last try, 12.7 s after the first, the request is answered with an error. So a shortage of some seconds loses no answer.
 
-With overlap the next step was launched before this one's failure was known. What it made of the same requests rests on
-KV that does not exist; their rows have new epochs by the time its result comes, so it is dropped as for anybody who
-left. Its other requests are not affected: nobody's prefix, page copy or swap rests on a step that is not settled.
+With overlap the next step was launched before the failure was known. Its results for the same requests depend on KV
+that does not exist. Their rows have new epochs when its result comes, so those results are dropped, as for a finished
+request. Its other requests are not affected: no prefix, page copy or swap depends on a step that is not settled.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _FLAGS: Final = {Lowered.TOKENS: "--chunked-prefill-size", Lowered.REQUESTS: "--
 
 
 class OutOfMemory:
-    """Settles steps that failed, tells the next pass of it, and says until when no step may be made.
+    """Settles steps that failed, reports them to the next pass, and holds steps for a time.
 
     Attributes:
-        hold_until_s: before then no step is made; None: one may be.
+        hold_until_s: no step is made before this time; None: steps may be made.
     """
 
     __slots__ = (
@@ -64,17 +64,17 @@ class OutOfMemory:
         self._notes: list[str] = []  # since the last pass
         self._retractions: list[Retraction] = []  # since the last pass
         self._warn_at_s = 0.0
-        self._num_unsaid = 0  # warnings that came too soon after another
+        self._num_unsaid = 0  # warnings that were suppressed because another one was recent
         self.hold_until_s: float | None = None
 
     def settle(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
-        """Retract the requests of a failed step and lower the caps; who has had all tries is answered.
+        """Retract the requests of a failed step and lower the caps; answer a request that has used all its tries.
 
         Args:
-            here: [B] which of them still have their row. If none has, this step was launched behind another one that
-                failed, and says nothing new.
+            here: [B] which of them still have their row. If none has, this step was launched after another one that
+                failed, and contains no new information.
         """
         if not here.any():
             return []
@@ -109,7 +109,7 @@ class OutOfMemory:
         return self.hold_until_s is not None
 
     def tell(self, state: PassState) -> None:
-        """Tell a pass that begins which requests were retracted since the last one, and why."""
+        """Add the retractions since the last pass, and their causes, to a pass that begins."""
         if self._notes:
             for retraction in self._retractions:
                 state.add_retraction(retraction)
@@ -125,7 +125,7 @@ class OutOfMemory:
         return self._requests.finish(req, Finish(FinishKind.ERROR, message=message), now_s, keep=False)
 
     def _warn(self, text: str, now_s: float) -> None:
-        """Log, but not each of many; all of them stand in the decisions."""
+        """Log at most one warning per `_WARN_EVERY_S`; the decision log contains all of them."""
         if now_s < self._warn_at_s:
             self._num_unsaid += 1
             return
@@ -135,7 +135,7 @@ class OutOfMemory:
 
 
 def _count_try(req: Req, end: int) -> int:
-    """How often the request has failed alone without getting further.
+    """How often the request has failed alone without progress.
 
     Args:
         end: tokens that would have KV after the step.

@@ -1,9 +1,9 @@
-"""`Preemption`: how a running request is retracted, and who must make place for somebody more urgent.
+"""`Preemption`: how a running request is retracted, and which ones a more urgent request may preempt.
 
 Four causes: KV memory ran out (`retraction.py` chooses), a more urgent request came (`victims_for` chooses), the device
-had no memory for a step (`out_of_memory.py`), or a fault was asked for (`chaos.py`). In all of them the request goes
-back to a queue with its output so far; its KV is swapped to the host or computed again (`preemption_mode.py`). Since
-sampling noise is keyed by position, its text does not change.
+had no memory for a step (`out_of_memory.py`), or `--chaos` asked for a fault (`chaos.py`). In each case the request
+returns to a queue with its output so far; its KV is swapped to the host or computed again (`preemption_mode.py`).
+Sampling noise is keyed by position, so the request's text does not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Cause = Literal["memory", "priority", "device memory", "chaos"]
 
 
 class Preemption:
-    """Takes places away. Two steps, so that nobody joins a queue that is being read: `retract`, then `requeue`."""
+    """Retracts in two steps, `retract` and `requeue`, so that no request joins a queue that is being read."""
 
     __slots__ = ("_host", "_kv", "_mode", "_requests", "_retracted", "_states", "_stats", "_threshold")
 
@@ -35,7 +35,7 @@ class Preemption:
         stats: SchedulerStats,
         priority_threshold: int,
     ) -> None:
-        """`priority_threshold`: levels by which a waiting request must exceed one whose place it takes."""
+        """`priority_threshold`: levels by which a waiting request must exceed the priority of its victim."""
         self._requests = requests
         self._mode = mode
         self._states, self._kv, self._host = memory.states, memory.kv, memory.host
@@ -44,14 +44,14 @@ class Preemption:
         self._retracted: list[Req] = []
 
     def retract(self, victim: Req, cause: Cause) -> Retraction:
-        """Take a running request's row and pages; its KV goes to the host, or stays cached while there is room."""
+        """Take a running request's row and pages; its KV goes to the host, or stays cached until it is evicted."""
         row = victim.row
         num_pages = self._kv.num_swappable_pages(victim)
-        # A device without memory for a step has none for the copies of a swap either.
+        # A device without memory for a step has no memory for the copies of a swap either.
         swapped = cause != "device memory" and self._may_swap(victim, num_pages)
         if swapped:
             self._kv.swap_out(victim)
-        victim.fill_ids = self._states.known_ids(row)  # what it has generated follows the prompt
+        victim.fill_ids = self._states.known_ids(row)  # the prompt and the generated tokens
         self._kv.release(victim, keep=True)
         self._retracted.append(victim)
         self._stats.retracted_reqs += 1
@@ -60,7 +60,7 @@ class Preemption:
         return Retraction(victim.rid, mode, cause, num_pages, victim.output_len)
 
     def requeue(self, now_s: float) -> None:
-        """Queue those whose places were taken."""
+        """Put the retracted requests back into the waiting queue."""
         for req in self._retracted:
             self._requests.requeue(req, now_s)
         if self._retracted:
@@ -68,12 +68,12 @@ class Preemption:
             self._requests.remove_stopped()
 
     def lowest_priority(self) -> int:
-        """Of the running requests; a large number where none runs."""
+        """The lowest priority of the running requests; a large number if none runs."""
         reqs = self._requests.running.reqs
         return min((req.priority for req in reqs if req.row >= 0), default=2**62)
 
     def outranks(self, req: Req, priority: int) -> bool:
-        """Whether a request may take the place of one of this priority."""
+        """Whether a request may preempt one of this priority."""
         return req.priority - priority > self._threshold
 
     def victims_for(
@@ -83,20 +83,20 @@ class Preemption:
         kept_for: Callable[[Req], int],
         may_displace: Callable[[Req, Req], bool],
     ) -> list[Req]:
-        """Whose places a waiting request may take so that it can start: enough of them, or nobody.
+        """The running requests to preempt so that a waiting request can start: enough of them, or none.
 
         Lowest priority first, among equals the newest (sglang:managers/schedule_policy.py). A victim counts with the
-        pages that nobody shares, and with what is kept for its output. Only requests that decode are asked.
+        pages that it does not share, and with the tokens reserved for its output. Only decoding requests are victims.
 
         Args:
-            lack_tokens: KV slots that must come free; 0 where only a row is missing.
-            kept_for: tokens that the admission estimate keeps for the output of a running request.
-            may_displace: the policy's say: who has waited for long enough keeps the place it was given.
+            lack_tokens: KV slots that must come free; 0 if only a row is missing.
+            kept_for: tokens that the admission estimate reserves for the output of a running request.
+            may_displace: the policy's decision; a running request that had waited for long enough is not displaced.
         """
         candidates = [
             each
             for each in self._requests.running.reqs
-            if each.row >= 0  # the others have lost it just now
+            if each.row >= 0  # without a row: retracted in this pass
             and self.outranks(req, each.priority)
             and may_displace(req, each)
         ]
@@ -114,5 +114,5 @@ class Preemption:
         if self._host.swap_in_reserved or not 0 < num_pages <= self._host.num_free:
             return False
         if victim.sampling.prompt_logprobs is not None and not victim.answered:
-            return False  # all of its prompt has to be computed again, for the log-probabilities
+            return False  # the whole prompt must be computed again for its logprobs
         return self._mode.swaps(int(self._states.num_settled[victim.row]), num_pages)

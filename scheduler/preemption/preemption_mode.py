@@ -1,4 +1,4 @@
-"""`PreemptionMode`: what becomes of the KV of a request that is retracted: swapped, or computed again."""
+"""`PreemptionMode`: whether the KV of a retracted request is swapped to the host or computed again."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Final, Protocol
 from ...runtime.config.engine_config import PreemptionModeName
 
 ASSUMED_BYTES_PER_S: Final = 10e9
-"""Between device and host, until a swap has been measured: PCIe 4 x16 reaches twice that, shared links less."""
+"""Between device and host, until a swap has been measured; PCIe 4 x16 reaches twice this rate, shared links less."""
 _EWMA_WEIGHT: Final = 0.2
 
 
 class PreemptionMode(Protocol):
-    """Chooses for one victim."""
+    """Chooses swap or recompute for one victim."""
 
     def swaps(self, num_tokens: int, num_pages: int) -> bool:
         """Whether to swap rather than to compute again.
 
         Args:
-            num_tokens: computed so far.
-            num_pages: pages they fill.
+            num_tokens: tokens computed so far.
+            num_pages: pages that they fill.
         """
         ...
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed prompts only, so many tokens."""
+        """A step computed `num_tokens` of prompts and nothing else."""
         ...
 
     def measured_swap(self, num_pages: int, seconds: float) -> None:
-        """So many pages were copied, one way."""
+        """`num_pages` were copied, in one direction."""
         ...
 
 
 class Always:
-    """The user has chosen."""
+    """The configuration has chosen: always swap, or always recompute."""
 
     __slots__ = ("_swaps",)
 
@@ -51,13 +51,14 @@ class Always:
 
 
 class ByCost:
-    """Whatever takes less time: copying the pages out and back, or computing the tokens again.
+    """Chooses what takes less time: copying the pages out and back, or computing the tokens again.
 
-    Both rates are measured as the engine runs (moving averages of steps that only compute prompts, and of swaps);
-    before the first prefill step nothing is known about computing, and it is chosen.
+    Both rates are moving averages, measured while the engine runs: of steps that only compute prompts, and of swaps.
+    Before the first prefill step the cost of computing is unknown, and recompute is chosen.
 
     Attributes:
-        prefill_s_per_token, swap_s_per_page: as of now; None and an assumption before the first measurement.
+        prefill_s_per_token: None before the first measurement.
+        swap_s_per_page: from `ASSUMED_BYTES_PER_S` before the first measurement.
     """
 
     __slots__ = ("prefill_s_per_token", "swap_s_per_page")

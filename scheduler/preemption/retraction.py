@@ -1,6 +1,6 @@
 """`find_pages`: a page for each running request that needs one, by eviction and then by retraction.
 
-Who must go is decided here; what becomes of it, in `preemption.py`.
+This module chooses the victims; `preemption.py` retracts them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..requests.row_states import RowStates
 
 
 class DecodesWithPages(NamedTuple):
-    """What became of the running requests in one pass.
+    """The running requests of one pass, after pages were found.
 
     Attributes:
-        rows, reqs: those that decode in this step, with a page for their next token.
-        retracted: those that were retracted, first to last.
-        starved: the one request that remained and cannot have its page even so; None in a sound configuration.
+        rows, reqs: requests that decode in this step, with a page for their next token.
+        retracted: requests that were retracted, first to last.
+        starved: the last remaining request, if it still cannot get its page; None in a sound configuration.
     """
 
     rows: IntArray
@@ -44,16 +44,16 @@ def find_pages(
     """Find the requests that decode in the next step and give each a page where it needs one.
 
     Args:
-        running: left as it is; the caller removes who is retracted.
-        partial: requests whose prompts are being computed in chunks; they hold memory, so they can be victims.
+        running: not changed; the caller removes the retracted requests.
+        partial: partial prefills; they hold memory, so they can be victims.
         retract: releases a victim's memory.
-        by_priority: those of lowest priority must go first.
+        by_priority: requests of the lowest priority are retracted first.
 
     Victims are those with the least work to lose: shortest output, then longest input. One request always stays.
     """
     rows, reqs = running.rows, running.reqs
     to_decode = states.num_computed[rows] < states.max_kv_len[rows]
-    # the last token of some may be in flight: they need no step, and their pages come back when it lands
+    # the last token of some requests may be in flight: they need no step, and their pages are freed when it is settled
     landing = np.count_nonzero(to_decode) < len(rows)
     if landing:
         rows = rows[to_decode]
@@ -83,7 +83,7 @@ def find_pages(
 
 
 def _sit_out(rows: IntArray, reqs: list[Req], full: IntArray, kv: KVMemory) -> DecodesWithPages:
-    """Let those without a page miss this step: retracting would cost more than the moment until pages come back."""
+    """Let requests without a page miss this step: a retraction costs more than waiting for the pages in flight."""
     served, waiting = full[: kv.available_pages], full[kv.available_pages :]
     kv.grow_by_a_page(served)
     stays = ~np.isin(rows, waiting)

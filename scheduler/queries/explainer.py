@@ -1,7 +1,7 @@
-"""`Explainer`: answers clients who ask why a request fared as it did, from what the decision log still has.
+"""`Explainer`: answers `Explain` messages about the fate of a request, from the records in the decision log.
 
 An answer takes some milliseconds, in which no step is planned, so there is at most one per pass; further questions wait
-for theirs. What the log has forgotten of a request that is still there is taken from the request itself.
+for later passes. If the log has dropped the first records of an unfinished request, the request itself supplies them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Explainer:
     __slots__ = ("_answered", "_decisions", "_questions", "_reqs")
 
     def __init__(self, decisions: DecisionLog, reqs: Mapping[str, Req]) -> None:
-        """`reqs`: all that are not finished, by id, at any time."""
+        """`reqs`: a live view of the unfinished requests, by rid."""
         self._decisions = decisions
         self._reqs = reqs
         self._questions: deque[Explain] = deque()
@@ -39,7 +39,7 @@ class Explainer:
         return bool(self._questions)
 
     def ask(self, message: Explain) -> Explanation | None:
-        """The answer; None if it has to wait for a pass."""
+        """The answer; None if it must wait for a pass."""
         if self._answered:
             self._questions.append(message)
             return None
@@ -47,7 +47,7 @@ class Explainer:
         return self._explain(message)
 
     def next_pass(self) -> Explanation | None:
-        """A pass begins: the answer that has waited longest, if there is one."""
+        """A pass begins: the answer to the oldest waiting question, if there is one."""
         self._answered = bool(self._questions)
         return self._explain(self._questions.popleft()) if self._questions else None
 
@@ -65,8 +65,8 @@ class Explainer:
         )
 
     def _name_of(self, rid: str) -> str | None:
-        """Which request is meant; see `explain`. Who is not there any more has left a record, unless that is gone,
-        too: so nobody need look at the verdicts of all passes to find out that nothing is known.
+        """The request that `rid` names; see `explain`. A finished request has a `Settled` record, unless the log has
+        dropped it. So an unknown rid is found without reading the verdicts of all passes.
         """
         names = (rid, f"{rid}-0")
         for name in names:
@@ -77,7 +77,7 @@ class Explainer:
             if isinstance(record, Settled):
                 for left in record.left:
                     if left.rid in names or base_rid(left.rid) in names:
-                        found = left.rid  # the last one, should it have been submitted again
+                        found = left.rid  # the last one, if the request was submitted again
         return found
 
 

@@ -1,4 +1,4 @@
-"""`Pinner`: keeps prefixes cached for a time, on request."""
+"""`Pinner`: pins prefixes in the cache for a time, on request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Pinner:
     __slots__ = ("_kv", "_max_pinned_tokens")
 
     def __init__(self, kv: KVMemory, *, max_pinned_tokens: int) -> None:
-        """`max_pinned_tokens`: the quota, for the answer; the prefix cache keeps to it."""
+        """`max_pinned_tokens`: the quota, for the answer; the prefix cache enforces it."""
         self._kv = kv
         self._max_pinned_tokens = max_pinned_tokens
 
     def pin(self, message: PinPrefix, now_s: float) -> PinDone:
-        """Pin what is cached of a prefix, as far as the quota goes."""
+        """Pin the cached part of a prefix, up to the quota."""
         refusal = reason_to_refuse_pin(message)
         if refusal is not None:
             return PinDone(message.pin_id, 0, 0, refusal)

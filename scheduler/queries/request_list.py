@@ -1,7 +1,7 @@
-"""`list_requests`: the requests that are not finished, in figures, for people who watch (`engine top`).
+"""`list_requests`: the unfinished requests with their figures, for `engine top`.
 
-What the last pass decided about each comes from its record. A look costs some microseconds per request told of, between
-two steps; the number is limited.
+The reason of each comes from the record of the last pass. The list is made between two steps and costs some
+microseconds per listed request; their number is limited.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _live(req: Req, verdict: Verdict | None, last: PassRecord | None, now_s: flo
 
 
 def _shared_reason(req: Req, last: PassRecord | None) -> Reason | None:
-    """Why a request waits that the last pass did not look at; None if it came later, or has no need to wait."""
+    """Why a request without a verdict in the last pass waits; None if it came later or does not wait."""
     if req.status is ReqStatus.WAITING_GRAMMAR:
         return Reason.GRAMMAR_PENDING
     if req.row >= 0 or last is None or req.received_s > last.now_s:
@@ -76,5 +76,5 @@ def _figures(last: PassRecord) -> Iterator[tuple[str, int]]:
     yield "num_decodes", last.num_decodes
     for when, budget in (("before", last.budget_before), ("after", last.budget_after)):
         for name, tokens in budget._asdict().items() if budget is not None else ():
-            if abs(tokens) < UNLIMITED // 2:  # what is taken from "unlimited" leaves it so
+            if abs(tokens) < UNLIMITED // 2:  # an unlimited budget minus some tokens is still unlimited
                 yield f"{name}_{when}", int(tokens)

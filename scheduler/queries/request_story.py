@@ -1,4 +1,4 @@
-"""`RequestStory`: what became of one request, taken from the records of the decision log one after the other."""
+"""`RequestStory`: the history of one request, built from the records of the decision log one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..records.verdict import AddReqResult, Reason, Verdict
 
 
 class Place(enum.Enum):
-    """Where the request is, as far as the records tell; it says which parts of a pass can be about it."""
+    """The last known state of the request; it determines which parts of a pass can concern it."""
 
     UNKNOWN = enum.auto()
     WAITING = enum.auto()
@@ -21,10 +21,10 @@ class Place(enum.Enum):
 
 
 class Beginning(NamedTuple):
-    """What is known of a request that is still there, though the record of its arrival may be gone.
+    """The first facts about an unfinished request; the log may have dropped the record of its arrival.
 
     Attributes:
-        arrived: as that record was.
+        arrived: equal to that record.
         grammar_s: when its grammar came; None if it did not, or none was needed.
         started_s: when it first got memory; None if it never did.
     """
@@ -35,17 +35,17 @@ class Beginning(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """A time of which there are no records.
+    """A time without records.
 
     Attributes:
-        started_s: when in it the request first got memory; None if it waited through all of it.
+        started_s: when the request first got memory in that time; None if it waited the whole time.
     """
 
     started_s: float | None
 
 
 class Act(enum.StrEnum):
-    """What a verdict meant for the request."""
+    """The effect of a verdict on the request."""
 
     WAITED = "waited"
     STARTED = "started"
@@ -57,7 +57,7 @@ class Decision(NamedTuple):
     """Equal decisions of consecutive passes are one episode.
 
     Attributes:
-        act, reason: see there.
+        act, reason: see `Act` and `Reason`.
         behind: the request at which those passes ended; "" if none.
     """
 
@@ -68,15 +68,15 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Episode:
-    """One line of the story: an event, or a run of passes that decided the same.
+    """One line of the story: an event, or consecutive passes with the same decision.
 
     Attributes:
-        cause: what it is.
+        cause: the event or decision.
         first_s, last_s: times of its first and last record.
-        first_step, last_step: of the plans that came out of its passes; 0 if none did.
-        num_passes: how many.
+        first_step, last_step: first and last step planned by its passes; 0 if none was.
+        num_passes: number of passes.
         num_tokens: prompt tokens computed in it.
-        verdict: the last one of the request's own.
+        verdict: the last verdict about the request itself.
     """
 
     cause: Arrived | Forgotten | Decision | CacheMiss | Retraction | Finished
@@ -90,18 +90,18 @@ class Episode:
 
 
 class RequestStory:
-    """The life of one request as far as its records were there to be taken.
+    """The history of one request, from the records that were taken.
 
-    A live log is asked while the scheduler's loop waits, so a record that cannot be about the request costs next to
+    The scheduler's loop waits while a live log is read, so a record that cannot concern the request costs almost
     nothing.
 
     Attributes:
-        rid: whose.
+        rid: of the request.
         episodes: in order of time.
-        arrived, left: None where not recorded.
-        forgotten: set if its first records are gone, and what came in that time is known otherwise.
-        waiting_since_s: since when it waits; None while it runs, and when it has ended.
-        waited_s: seconds of waiting that are over.
+        arrived, left: None if not recorded.
+        forgotten: set if the first records were dropped and a `Beginning` replaces them.
+        waiting_since_s: start of the current wait; None while it runs, and when it has ended.
+        waited_s: seconds of completed waits.
         was_started: whether it ever got memory.
         num_retractions: how often it was retracted.
     """
@@ -138,11 +138,11 @@ class RequestStory:
 
     @property
     def is_known(self) -> bool:
-        """Whether any record was about it."""
+        """Whether any record concerned the request."""
         return bool(self.episodes)
 
     def begin(self, beginning: Beginning, first_s: float) -> None:
-        """Begin with what is known otherwise; the records, from `first_s` on, follow."""
+        """Begin with facts from another source; the records from `first_s` on follow."""
         self._arrive(beginning.arrived)
         if beginning.grammar_s is not None and beginning.grammar_s < first_s:
             self._needs_grammar = False
@@ -150,14 +150,14 @@ class RequestStory:
         if started_s is not None and started_s < first_s:
             self._stop_waiting(started_s)
             self.was_started = True
-            self._place = Place.UNKNOWN  # it may have was retracted since
+            self._place = Place.UNKNOWN  # it may have been retracted since
         else:
             started_s = None
         self.forgotten = Forgotten(started_s)
         self.episodes.append(Episode(self.forgotten, beginning.arrived.now_s, first_s))
 
     def take(self, record: DecisionRecord) -> None:
-        """Take the next record; most are about others."""
+        """Take the next record; most concern other requests."""
         if isinstance(record, PassRecord):
             if self._place is not Place.GONE:
                 self._take_pass(record)
@@ -195,7 +195,7 @@ class RequestStory:
                 self.episodes.append(Episode(retraction, record.now_s, record.now_s, record.step_id))
         if self._place is not Place.RUNNING:
             for verdict in record.verdicts:
-                if verdict[0] == rid:  # `rid`, by index and in a plain loop: this is nearly all that is done
+                if verdict[0] == rid:  # `rid` by index, in a plain loop: the hot spot of an explanation
                     self._take_verdict(verdict, record)
                     break
             else:
@@ -222,7 +222,7 @@ class RequestStory:
                 self.episodes.append(Episode(miss, record.now_s, record.now_s, record.step_id))
 
     def _take_rest(self, record: PassRecord) -> None:
-        """It has no verdict of its own. The one of the rest is not about those who wait for their grammar."""
+        """The request has no verdict of its own. `rest_reason` excludes requests that wait for their grammar."""
         if self._needs_grammar and record.num_grammar:
             self._wait(Reason.GRAMMAR_PENDING, "", record, None)
         elif record.rest_reason is not None:
@@ -231,7 +231,7 @@ class RequestStory:
             self._wait(Reason.GRAMMAR_PENDING, "", record, None)
 
     def _wait(self, reason: Reason, behind: str, record: PassRecord, verdict: Verdict | None) -> None:
-        if self.waiting_since_s is None:  # its arrival is forgotten
+        if self.waiting_since_s is None:  # the log has dropped its arrival
             self.waiting_since_s = record.now_s
         self._place = Place.WAITING
         self._decide(Act.WAITED, reason, behind, record, verdict)
@@ -244,7 +244,7 @@ class RequestStory:
     def _decide(
         self, act: Act, reason: Reason, behind: str, record: PassRecord, verdict: Verdict | None
     ) -> None:
-        """Begin an episode, or go on with the last one if it is the same."""
+        """Begin an episode, or continue the last one if its decision is the same."""
         episode = self.episodes[-1] if self.episodes else None
         if episode is None or episode.cause != (act, reason, behind):
             episode = Episode(Decision(act, reason, behind), record.now_s, record.now_s, record.step_id)

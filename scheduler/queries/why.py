@@ -1,7 +1,7 @@
-"""`explain`: why a request fared as it did, in one sentence and a table.
+"""`explain`: why a request waited, started, was retracted or ended, in one sentence and a table.
 
-Made from the decision log alone, the live one or a file, so both give the same answer. A look at all that the live log
-keeps costs some milliseconds; it is for people who ask.
+It reads only the decision log, live or from a file, so both give the same answer. Reading the whole live log costs some
+milliseconds; it happens only on request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .request_story import Act, Beginning, Decision, Episode, Forgotten, Request
 
 COLUMNS: Final = ("after", "passes", "what", "why", "need", "have")
 MAX_ROWS: Final = 200
-"""Of longer stories the middle is left out."""
+"""The middle of longer stories is left out."""
 _KEPT_RIDS: Final = 200
 _CAUSES: Final = {
     "memory": "KV memory ran out",
@@ -39,20 +39,20 @@ def explain(
     advice: str = "",
     for_clients: bool = False,
 ) -> Explanation:
-    """Why request `rid` fared as it did.
+    """Explain the history of request `rid`.
 
-    A client knows a generation by an id whose choices are requests of their own, `rid-0`, `rid-1`, ...: the first of
-    them is explained where there is no request `rid`.
+    Clients know a generation by one id; its choices are separate requests, `rid-0`, `rid-1`, ... If there is no request
+    `rid`, its first choice is explained.
 
     Args:
         records: oldest first; read once.
         rid: see above.
         explain_id: for the answer.
-        names: of the requests that may be meant, should that be known already; at most one if there is a `beginning`.
-        beginning: what is known of a request that is still there, should its arrival be forgotten.
-        advice: what else to do if nothing is known of it.
-        for_clients: without what other namespaces of the prefix cache have (see `CacheMiss.for_clients`), and without
-            the ids of other requests, with which those could be aborted.
+        names: rids that may be meant, if already known; at most one if there is a `beginning`.
+        beginning: facts about an unfinished request, in case the log has dropped its arrival.
+        advice: added to the answer if nothing is known of the request.
+        for_clients: omit the contents of other namespaces of the prefix cache (see `CacheMiss.for_clients`), and the
+            ids of other requests, which a client could use to abort them.
     """
     stories = [RequestStory(name) for name in (names if names is not None else (rid, f"{rid}-0"))]
     choices: dict[str, None] = {}
@@ -67,7 +67,7 @@ def explain(
         for story in stories:
             story.take(record)
             if len(stories) > 1 and story.is_known:
-                stories = [story]  # nobody has both names
+                stories = [story]  # only one of the names exists
         if type(record) is Arrived:
             if record.rid.startswith(f"{rid}-"):
                 choices[record.rid] = None
@@ -222,7 +222,7 @@ def _end_words(story: RequestStory, now_s: float) -> Iterator[str]:
 def _draft_words(left: Finished) -> str:
     if not left.num_drafts:
         return ""
-    return f"; {left.num_accepted_drafts:,} of {left.num_drafts:,} drafts were right"
+    return f"; {left.num_accepted_drafts:,} of {left.num_drafts:,} drafts were accepted"
 
 
 # ---------------------------------------------------------------- the table
@@ -297,7 +297,7 @@ def _arrival_words(arrived: Arrived) -> str:
         words += f", {arrived.num_delivered:,} of them delivered before a process was lost"
     if arrived.priority:
         words += f", priority {arrived.priority}"
-    # Not the tenant: it may be somebody's API key.
+    # Not the tenant: it may be an API key.
     return f"{words}, sibling in {arrived.group}" if arrived.group else words
 
 
@@ -327,4 +327,4 @@ def _loss_words(retraction: Retraction, story: RequestStory | None) -> str:
     if story is None or story.arrived is None:
         return f"{words} its {retraction.num_pages:,} pages went, to be computed again"
     num_tokens = story.arrived.prompt_len + retraction.output_len
-    return f"{words} its {num_tokens:,} tokens must be computed again, as far as the cache has not kept them"
+    return f"{words} its {num_tokens:,} tokens must be computed again, except those that are still cached"

@@ -1,1 +1,1 @@
-"""Draft tokens from n-grams, what drafts cost, and several decode steps per launch."""
+"""Draft tokens from n-grams, the cost of drafts, and multi-step decodes."""

@@ -1,31 +1,30 @@
-"""`MultiStepDecode`: how many tokens in a row a step generates while nobody waits.
+"""`MultiStepDecode`: how many tokens in a row a step generates for each request while no request waits.
 
-Between two steps the scheduler's process plans, settles and sends, and three other processes take the token to the
-client. On a CPU all of that is done by the cores that compute: for one request of a small model it is a fifth of the
-time. A multi-step decode makes a step of decodes several times in a row (rounds), each with the tokens of the one
-before, and all
-that comes between is done once:
+Between two steps the scheduler's process plans, settles and sends, and three other processes forward the token to the
+client. On a CPU the cores that compute do this work as well: for one request of a small model it is a fifth of the
+time. A multi-step decode repeats a step of decodes several times (rounds), each with the tokens of the previous round,
+and does the work between steps once:
 
     step by step    plan [round] settle send  plan [round] settle send  plan [round] settle send
-    burst           plan [round] [round] [round] settle send
+    multi-step      plan [round] [round] [round] settle send
 
-The client gets its tokens in bunches, so a multi-step decode lasts no longer than `--decode-burst-ms`: at 40 a text
-still grows 25 times a second. Nobody else has to wait for it: it ends after the round in which a message comes, a
-prompt or an abort, and after the one in which an answer ends (`may_continue`). Tokens are those of step by step,
-each sampled at its own position. SGLang's `--num-continuous-decode-steps` and the multi-step scheduling of vLLM V0
-have the same aim, and a number of steps that nothing ends.
+The client gets its tokens in groups, so a multi-step decode lasts at most `--decode-burst-ms`: with 40 a text still
+grows 25 times a second. Other requests do not wait for it: it ends after the round in which a message arrives (a prompt
+or an abort), and after the round in which an answer ends (`may_continue`). The tokens equal those of single steps,
+because each is sampled at its own position. SGLang's `--num-continuous-decode-steps` and the multi-step scheduling of
+vLLM V0 have the same purpose, but a fixed number of steps that does not end early.
 
-One round only, and why:
-- with prompts in the step, or requests that wait: they are looked at after each step;
-- after drafts (`speculation.py`) were found worth their while: more tokens come of those;
-- while a request has stop tokens of its own, log-probabilities or a grammar, each token is looked at on the host;
-- where the pages for more are not there: all that run go on at the same pace, so nobody loses his place to a
-  multi-step decode;
-- after the device ran out of memory, until the caps of `step_caps.py` are gone.
+There is only one round in these cases:
+- The step contains prompts, or requests wait: they are considered after each step.
+- The step has drafts (`speculation.py`): they yield more tokens.
+- A request has stop tokens of its own, logprobs or a grammar: the host checks each of its tokens.
+- The pages for more rounds are not available: all requests advance at the same rate, and a multi-step decode never
+  causes a retraction.
+- The device ran out of memory, and the caps of `step_caps.py` are still in force.
 
-How long a round takes is what it took in the last step of decodes alone; if more requests decode than in that one,
-there is one round. A multi-step decode whose rounds take longer than that ends early. Where devices compute while
-the host plans (overlap), nothing is to be gained, and there are no bursts (`runtime/resolve/step_settings.py`).
+The predicted time of a round is that of the last step of decodes alone. If more requests decode than in that step,
+there is one round. A multi-step decode with slower rounds than predicted ends early. If devices compute while the host
+plans (overlap), it saves nothing and is off (`runtime/resolve/step_settings.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from ..requests.requests import Requests
 from ..step_size.step_caps import StepCaps
 
 MAX_ROUNDS: Final = 8
-"""Beyond that hardly anything is saved, and at the end of an answer up to so many tokens come late."""
+"""More rounds save little; the last tokens of an answer are delayed by up to this many rounds."""
 
 
 class MultiStepDecode:
@@ -71,7 +70,7 @@ class MultiStepDecode:
         caps: StepCaps,
         stop_rules: StopRules,
     ) -> None:
-        """`max_duration_s`: how long one may last; 0: there are none."""
+        """`max_duration_s`: the longest duration of a multi-step decode; 0: there are none."""
         self._requests = requests
         self._max_duration_s = max_duration_s
         self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
@@ -97,7 +96,7 @@ class MultiStepDecode:
         return self._with_pages(work, min(wanted, int(left.min())))
 
     def measured(self, num_reqs: int, num_rounds: int, seconds: float) -> None:
-        """A step of decodes without drafts has taken so long."""
+        """A step of decodes without drafts took `seconds`."""
         self._measured_reqs = num_reqs
         self._round_s = seconds / num_rounds if seconds > 0 else math.inf
 
@@ -108,8 +107,7 @@ class MultiStepDecode:
 
         Args:
             next_token_ids: [B] int32 of the last round: no answer may end with its token.
-            num_rounds, seconds: what has been made of the multi-step decode, and how long that took: another one
-                like that must fit.
+            num_rounds, seconds: completed rounds and their time: another round of the mean duration must fit.
         """
         if seconds * (num_rounds + 1) > self._max_duration_s * num_rounds:
             return False
@@ -117,7 +115,7 @@ class MultiStepDecode:
         return not self._stop_rules.at_eos(self._states, batch.rows, token_ids).any()
 
     def _with_pages(self, work: Work, num_rounds: int) -> int:
-        """As many of them as there are slots for, each with its page."""
+        """Take pages for as many of the rounds as possible; returns the number of rounds."""
         kv, page_size, rows = self._kv, self._kv.page_size, work.decode_rows
         computed, num_slots = self._states.num_computed[rows], self._pool.num_pages[rows] * page_size
         for rounds in range(num_rounds, 1, -1):

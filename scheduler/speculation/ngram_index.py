@@ -1,8 +1,9 @@
-"""`NgramIndex`: where the last tokens of a text have stood in it before. One request's prompt and output.
+"""`NgramIndex`: earlier occurrences of the last tokens of a text. The text is one request's prompt and output.
 
-Every pair of tokens leads to the places behind which it stood, the newest first. The last pair's places are compared
-backwards, a few of them, and the one with the longest run of equal tokens before it wins. An append costs one entry of
-a dict, a look-up a few comparisons, whatever the length of the text; about 130 bytes are kept of each token.
+Every pair of tokens maps to the positions after its occurrences, the newest first. A look-up compares backwards from a
+few positions of the last pair and chooses the one with the longest run of equal tokens before it. The cost does not
+depend on the length of the text: an append adds one entry to a dict, a look-up makes a few comparisons. The index needs
+about 130 bytes per token.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import numpy as np
 from ..arrays import IntArray
 
 MIN_MATCH: Final = 2
-"""Tokens that must be equal; one alone says little about the next."""
+"""Tokens that must be equal; a single equal token predicts the next one poorly."""
 MAX_MATCH: Final = 32
-"""Longer runs of equal tokens are not told apart."""
+"""Longer runs of equal tokens count as this long."""
 _MAX_PLACES: Final = 16
-"""Places that a look-up compares: more would make a frequent pair (", and") dear."""
+"""Positions that a look-up compares; it bounds the cost of a frequent pair (", and")."""
 _SHIFT: Final = 32
 
 
 class Match(NamedTuple):
-    """A place whose tokens before it are the text's last ones.
+    """A position after tokens that equal the text's last ones.
 
     Attributes:
         source: position of the token that followed there; below the text's length.
-        length: how many tokens are equal, MIN_MATCH to MAX_MATCH.
+        length: number of equal tokens, MIN_MATCH to MAX_MATCH.
     """
 
     source: int
@@ -56,14 +57,14 @@ class NgramIndex:
         previous[places[order[1:][is_same]]] = places[order[:-1][is_same]]
         self._previous = array(
             "i", previous.tobytes()
-        )  # of each place, the one before it behind the same pair
+        )  # of each position, the previous one after the same pair
         self._newest: dict[int, int] = dict(zip(keys.tolist(), places.tolist(), strict=True))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def append(self, token_id: int) -> None:
-        """The text goes on."""
+        """Add a token to the end of the text."""
         tokens, place = self.tokens, len(self.tokens)
         if place >= MIN_MATCH:
             key = tokens[-2] << _SHIFT | tokens[-1]
@@ -74,7 +75,7 @@ class NgramIndex:
         tokens.append(token_id)
 
     def find(self) -> Match | None:
-        """The longest of the newest matches of the last tokens; among equals the newest. None without any."""
+        """The longest of the newest matches of the last tokens; among equals the newest. None if there is none."""
         tokens, end = self.tokens, len(self.tokens)
         if end <= MIN_MATCH:
             return None
@@ -94,7 +95,7 @@ class NgramIndex:
         return Match(best, best_length) if best >= 0 else None
 
     def following(self, source: int, count: int) -> list[int]:
-        """`count` tokens from `source` on; where the text ends it is thought to repeat what follows `source`."""
+        """`count` tokens from `source` on; after the end of the text the tokens from `source` on are repeated."""
         found = self.tokens[source : source + count].tolist()
         period = len(found)
         while len(found) < count:

@@ -1,9 +1,9 @@
-"""`NgramProposer`: guesses how one request's output goes on, from what followed its last tokens before (prompt lookup).
+"""`NgramProposer`: proposes the next tokens of a request from an earlier occurrence of its last tokens (prompt lookup).
 
-It follows one earlier place of the text. While each new token is what followed there, it stays on it; at the first that
-is not, it looks for the longest match again (`ngram_index.py`). Whether a guess was right is seen with every token, be
-it computed as a draft or not, so a request whose guesses are bad costs nothing but this look, and one that begins to
-copy is noticed without a trial.
+It follows one earlier position of the text. While each new token equals the one that followed there, it advances; at
+the first difference it looks for the longest match again (`ngram_index.py`). Every new token, drafted or not, shows
+whether the proposal was correct. So a request with bad proposals costs only this comparison, and a request that begins
+to copy is detected without drafts.
 
     text   ... the scheduler decides what runs next ... so the scheduler decides
                                   ▲ source: "what", "runs", "next" are the drafts                match_len: 3
@@ -18,13 +18,13 @@ from ..arrays import IntArray
 from .ngram_index import MAX_MATCH, MIN_MATCH, NgramIndex
 
 _FIRST_RATES: Final = (0.3, 0.55, 0.8, 0.9)
-"""How often the token after a match of 2, 4, 8, 16 or more tokens is right, before anything is known."""
+"""Initial hit rates of the token after a match of 2, 4, 8, 16 or more tokens."""
 _OWN_WEIGHT: Final = 1 / 12
 _SHARED_WEIGHT: Final = 1 / 256
 
 
 class HitRates:
-    """How often the token after a match was right, by the match's length in powers of two; moving averages."""
+    """How often the token after a match was correct, by the match's length in powers of two; moving averages."""
 
     __slots__ = ("_rates", "_weight")
 
@@ -33,16 +33,16 @@ class HitRates:
         self._weight = weight
 
     def of(self, match_len: int) -> float:
-        """The chance that the next token is right."""
+        """The probability that the next token is correct."""
         return self._rates[_class_of(match_len)]
 
     def learn(self, match_len: int, *, hit: bool) -> None:
-        """It was, or was not."""
+        """Count one token after a match; `hit`: it was correct."""
         idx = _class_of(match_len)
         self._rates[idx] += self._weight * (hit - self._rates[idx])
 
     def copy(self, weight: float) -> HitRates:
-        """One that begins with what this one knows, and learns by another weight."""
+        """A copy with the same rates that learns with another weight."""
         return HitRates(self._rates, weight)
 
 
@@ -50,7 +50,7 @@ class NgramProposer:
     """See the module.
 
     Attributes:
-        match_len: tokens before the place followed that are equal to the last ones; 0: there is no such place.
+        match_len: tokens before the followed position that equal the last ones; 0: no position is followed.
     """
 
     __slots__ = ("_index", "_rates", "_shared", "_source", "match_len")
@@ -59,7 +59,7 @@ class NgramProposer:
         """Begin with [n] tokens.
 
         Args:
-            shared: what all requests have shown; learns from this one, too.
+            shared: hit rates of all requests; learns from this one, too.
         """
         self._index = NgramIndex(token_ids)
         self._shared = shared
@@ -69,11 +69,11 @@ class NgramProposer:
         self._look()
 
     def __len__(self) -> int:
-        """Tokens that it knows."""
+        """Number of tokens in the index."""
         return len(self._index)
 
     def observe(self, token_ids: Iterable[int]) -> None:
-        """The text goes on with these."""
+        """Add new tokens to the end of the text."""
         index = self._index
         for token_id in token_ids:
             hit = False
@@ -89,7 +89,7 @@ class NgramProposer:
                 self._look()
 
     def chances(self, count: int) -> list[float]:
-        """Of each of `count` drafts, the chance that it and all before it are right; empty without a match."""
+        """For each of `count` drafts, the probability that it and all before it are correct; empty without a match."""
         if not self.match_len:
             return []
         chance, chances = 1.0, []
@@ -99,7 +99,7 @@ class NgramProposer:
         return chances
 
     def drafts(self, count: int) -> list[int]:
-        """The `count` tokens that follow, if the text goes on as it did there; there must be a match."""
+        """The `count` tokens from the followed position on; there must be a match."""
         return self._index.following(self._source, count)
 
     def _look(self) -> None:

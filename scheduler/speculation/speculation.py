@@ -1,33 +1,33 @@
 """`Speculation`: which running requests get draft tokens in a step, and how many. No draft model is needed.
 
-A decode reads all weights to make one token; with k drafts behind the last token the same pass tells what the model
-would say after each of them, and as many are right as the model would have said itself:
+A decode reads all weights to make one token. With k drafts after the last token the same forward pass also samples the
+token after each draft; a draft is accepted if it equals the token that the model samples at its position:
 
-    plan     last token, d1 d2 d3 d4      one request's input: 1 + k tokens, as of a prompt chunk with a prefix
+    plan     last token, d1 d2 d3 d4      one request's input: 1 + k tokens, like a prompt chunk with a prefix
     runner   a    b  c  x  y              sampled at each position, each with its own noise; d1 = a, d2 = b, d3 = c,
-    settle   a b c x                      d4 is not x: x is what the model says after c, y is worth nothing
+    settle   a b c x                      d4 is not x: x is the token after c; y follows a wrong token and is dropped
 
-So a step yields 1 to k + 1 tokens, always those of plain decoding: what is compared is the token that would be sampled
-at that position (greedy or with noise, which depends on seed and position alone), not a probability. The KV of d4 is
-garbage behind the request's end; `num_computed` never counted it, so the next step writes over it, and neither the
-prefix cache nor a swap ever sees it. An answer that ends within the run (end of sequence, stop token, length) drops the
-rest. Only rounding can differ from plain decoding: kernels for one token and for several add up in other orders.
+So a step yields 1 to k + 1 tokens, the same as plain decoding: a draft is compared with the token that is sampled at
+its position, not with a probability. Sampling is greedy, or with noise that depends only on seed and position. The KV
+of d4 is garbage after the request's end: `num_computed` never counts it, so the next step overwrites it, and it never
+reaches the prefix cache or a swap. If the answer ends within the accepted tokens (end of sequence, stop token, length),
+the rest is dropped. Only rounding can differ from plain decoding: kernels for one token and for several tokens add in
+different orders.
 
-Who guesses is `ngram_proposer.py`. How many drafts a step carries is decided in each pass, for all requests together:
-the next best draft is added as long as expected tokens per second grow, by the requests' hit rates and by what steps
-of so many tokens have taken here (`step_costs.py`). Hence where computing is the limit (large batches), or nothing is
-copied, the number falls to 0 by itself: hit rates are learned from plain steps as well, costs by rare trials.
+`ngram_proposer.py` proposes the drafts. Each pass decides the number of drafts for all requests together: it adds the
+next best draft while the expected tokens per second grow. The expectation comes from the requests' hit rates and the
+measured times of steps with as many tokens (`step_costs.py`). So if computing is the limit (large batches), or no text
+is copied, the number falls to 0: hit rates are learned from plain steps as well, costs by rare exploration steps.
 
-Not drafted for, and why:
-- requests with penalties: the logits at a position depend on the tokens before it, which the drafts only guess;
-- requests with a grammar: its state does, too;
-- requests with log-probabilities: their rows are packed one token at a time;
-- steps with prompts in them: they are long already, and the prompts' requests wait;
-- a request whose next page is not there: drafts never cost anybody a place, and leave a page for each that runs;
-- steps after the device ran out of memory, until the caps of `step_caps.py` are gone.
+There are no drafts in these cases:
+- A request has penalties: the logits at a position depend on the tokens before it, which drafts only propose.
+- A request has a grammar: its state depends on those tokens, too.
+- A request has logprobs: their rows are packed one token at a time.
+- The step contains prompts: it is long already, and the requests of the prompts wait.
+- The next page of a request is not available: drafts never cause a retraction, and leave a page per running request.
+- The device ran out of memory, and the caps of `step_caps.py` are still in force.
 
-Refused together (`resolve.py`): overlap, since the next step is planned before anybody knows how many tokens
-this one yields.
+Not together with overlap (`resolve.py`): it plans the next step before the number of tokens of this one is known.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from .step_costs import MAX_TOKENS, StepCosts
 logger = logging.getLogger(__name__)
 
 _MIN_GAIN: Final = 1.03
-"""Tokens per second that drafts must promise, as a multiple of a plain step's: less is within the error of both."""
+"""Least gain in tokens per second over a plain step; a smaller one is within the error of the estimates."""
 
 
 class Speculation(Protocol):
-    """Chooses drafts, and learns from what becomes of them. Told which requests hold a row (`RowObserver`)."""
+    """Chooses drafts and learns from their results. A `RowObserver`."""
 
     def plan(self, work: Work) -> Drafts:
         """The drafts of a step; takes the pages for them."""
         ...
 
     def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        """A step of decodes alone has taken so long."""
+        """A step of decodes alone took `seconds`."""
         ...
 
     def started(self, req: Req) -> None:
@@ -116,11 +116,11 @@ class NgramSpeculation:
         memory: RowMemory,
         caps: StepCaps,
     ) -> None:
-        """`max_drafts`: of one request in one step."""
+        """`max_drafts`: the most drafts of one request in one step."""
         self._max_step_tokens = min(MAX_TOKENS, limits.max_num_batched_tokens or MAX_TOKENS)
         self._max_drafts = min(
             max_drafts, self._max_step_tokens
-        )  # chances are computed for so many in each step
+        )  # each step computes this many probabilities per request
         self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
         self._caps = caps
         self._costs = StepCosts()
@@ -151,19 +151,19 @@ class NgramSpeculation:
         self._costs.measured(num_reqs + num_drafts, seconds, plain=not num_drafts)
 
     def started(self, req: Req) -> None:
-        """Its tokens are indexed when it decodes."""
+        """Nothing to do: the tokens of a request are indexed at its first decode."""
 
     def stopped(self, req: Req) -> None:
-        """Who comes back begins again: its text may be long, and it may wait for long."""
+        """Drop the index; a retracted request is indexed again. Its text may be long, and so may its wait."""
         self._proposers.pop(req, None)
 
     def _chances_or_none(self, req: Req) -> list[float]:
-        """Of each draft that the request could have, the chance that it and all before it are right."""
+        """For each possible draft of the request, the probability that it and all before it are correct."""
         if not may_speculate(req):
             return []
         try:
             return self._chances(req)
-        except Exception:  # one request's trouble must not end everyone's, nor do its drafts make its answer
+        except Exception:  # an error in one request's drafts must not end any request
             self._give_up(req)
             return []
 
@@ -176,7 +176,7 @@ class NgramSpeculation:
             return []
 
     def _give_up(self, req: Req) -> None:
-        logger.error("guessing failed, the request goes on without rid=%s", req.rid, exc_info=True)
+        logger.error("proposing drafts failed, the request continues rid=%s", req.rid, exc_info=True)
         self._proposers[req] = None
 
     def _chances(self, req: Req) -> list[float]:
@@ -189,18 +189,18 @@ class NgramSpeculation:
             return []
         if len(proposer) < known_len:
             proposer.observe(states.token_ids[row, len(proposer) : known_len].tolist())
-        # The last token of an answer is never fed back, so it needs no slot, and no drafts behind it.
+        # The last token of an answer is never fed back, so it needs no slot and no drafts after it.
         room = int(states.max_kv_len[row]) - known_len
         return proposer.chances(min(self._max_drafts, room))
 
     def _choose(self, chances: list[list[float]]) -> list[int]:
-        """How many drafts each request gets, so that the step yields most tokens per second; all 0 for a plain one."""
+        """The number of drafts per request with the most tokens per second; empty for a plain step."""
         num_reqs = len(chances)
         owners = [idx for idx, each in enumerate(chances) for _ in each]
         if not owners:
             return []
         gains = np.array([chance for each in chances for chance in each])
-        # Stable, and each request's chances fall, so what is taken of its drafts are always the first ones.
+        # Stable, and the probabilities of a request never rise, so the first drafts of each request are taken.
         order = np.argsort(-gains, kind="stable")[: self._max_step_tokens - num_reqs]
         tokens = num_reqs + np.concatenate([[0.0], np.cumsum(gains[order])])
         rates = tokens / self._costs.seconds(num_reqs, num_reqs + len(order))
@@ -213,12 +213,12 @@ class NgramSpeculation:
         return counts
 
     def _with_pages(self, reqs: list[Req], counts: list[int]) -> list[int]:
-        """As many of them as there are slots for, each with its page."""
+        """Take pages for as many of the drafts as possible; returns the drafts per request."""
         kv, page_size = self._kv, self._kv.page_size
         granted = []
         for req, count in zip(reqs, counts, strict=True):
             computed, num_pages = int(self._states.num_computed[req.row]), int(self._pool.num_pages[req.row])
-            # A page for each that runs must be left: it may need it in the next step.
+            # A page per running request must remain: it may need it in the next step.
             missing = pages_for(computed + 1 + count, page_size) - num_pages
             missing = max(0, min(missing, kv.available_pages - len(reqs)))
             count = min(count, (num_pages + missing) * page_size - computed - 1)
@@ -228,7 +228,7 @@ class NgramSpeculation:
 
 
 def may_speculate(req: Req) -> bool:
-    """Whether what is sampled for it at a position depends on the tokens before it through the model alone."""
+    """Whether sampling at a position depends on the earlier tokens only through the model."""
     return not (_has_penalties(req.sampling) or req.sampling.logprobs is not None or req.has_grammar)
 
 
@@ -243,7 +243,7 @@ def make_speculation(
     memory: RowMemory,
     caps: StepCaps,
 ) -> Speculation:
-    """What `--speculative` asks for."""
+    """The class that `--speculative` names."""
     if config.speculative == "off":
         return NoSpeculation()
     return NgramSpeculation(

@@ -1,7 +1,7 @@
 """`OnlineFit`: a linear model of measured seconds that is learned while the engine runs.
 
-Least squares with forgetting, in plain floats and a fixed order of operations, so that the same measurements give the
-same coefficients to the last bit on every machine: a replay depends on it. One measurement costs some microseconds.
+Least squares with forgetting, in plain floats and a fixed order of operations: the same measurements give bit-identical
+coefficients on every machine, and a replay depends on it. One measurement costs some microseconds.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 KEPT: Final = 0.97
-"""Share of the old measurements' weight that one new one leaves: what counts are the last 30 or so."""
-_TRUSTED_AFTER: Final = 8  # measurements; before them, outliers are not known as such
+"""Factor on the weight of old measurements at each new one; about the last 30 measurements count."""
+_TRUSTED_AFTER: Final = 8  # measurements; with fewer, outliers cannot be recognized
 _MAX_SURPRISE: Final = (
     2.0  # a measurement counts as at most this many times the prediction, and at least 1 / it
 )
@@ -23,27 +23,28 @@ _LEAST_S: Final = 1e-6  # of a step; errors are relative, and need a divisor
 class OnlineFit:
     """seconds = Σ coefficient · feature.
 
-    - Errors count relative to the time, so that short steps are explained as well as long ones.
+    - Errors are relative to the measured time, so that short steps are fitted as well as long ones.
     - No coefficient is negative: more work never takes less time.
-    - A measurement far from the prediction is taken for less far (`_MAX_SURPRISE`). A step that another program held up
-      changes little; a machine that has really become slower is followed within some steps.
-    - What recent measurements say nothing about stays as it was: each solution is drawn to the one before, and the more
-      so the *stiffer* a coefficient is. Thus a thousand steps with one request leave alone what was learned about many.
+    - A measurement far from the prediction is clipped (`_MAX_SURPRISE`). A step that another program delayed changes
+      little; when the machine has become slower, the fit follows within some steps.
+    - A coefficient without information in recent measurements keeps its value: each solution is drawn to the previous
+      one, and the more so the *stiffer* the coefficient is. So a thousand steps with one request do not change what was
+      learned from steps with many.
     """
 
     __slots__ = ("_count", "_products", "_solve_interval", "_stiffness", "_targets", "coefficients")
 
     def __init__(self, stiffness: Sequence[float], *, solve_interval: int = 1) -> None:
-        """Know nothing.
+        """Begin with all coefficients 0.
 
         Args:
-            stiffness: of each coefficient. Where the first measurements do not tell features apart, the time is put
-                down to those with the smallest.
-            solve_interval: measurements from one solution to the next, once there have been some.
+            stiffness: of each coefficient. While the measurements do not separate two features, the time is attributed
+                to the one with the smaller stiffness.
+            solve_interval: measurements from one solution to the next, after the first `_ALWAYS_SOLVED`.
         """
         self._stiffness = tuple(_DAMPING * each for each in stiffness)
         size = len(self._stiffness)
-        self._products = [[0.0] * size for _ in range(size)]  # of features with each other; weighted sums
+        self._products = [[0.0] * size for _ in range(size)]  # of features with each other: weighted sums
         self._targets = [0.0] * size  # of features with seconds
         self._solve_interval = solve_interval
         self._count = 0
@@ -56,7 +57,7 @@ class OnlineFit:
     def learn(self, features: Sequence[float], seconds: float) -> None:
         """Take a measurement."""
         if seconds <= 0:
-            return  # nothing can be said of it
+            return  # no information
         self._count += 1
         seconds = max(seconds, _LEAST_S)
         expected = seconds
@@ -75,11 +76,11 @@ class OnlineFit:
             self._solve()
 
     def _solve(self) -> None:
-        """Fit all; as long as one comes out negative, set the most negative one to 0 and fit the rest."""
+        """Fit all coefficients; while one is negative, set the most negative one to 0 and fit the rest."""
         solution = [0.0] * len(self.coefficients)
         kept = [idx for idx, row in enumerate(self._products) if row[idx] > 0]
         for idx in set(range(len(solution))).difference(kept):
-            solution[idx] = self.coefficients[idx]  # never seen, or so long ago that its weight is none
+            solution[idx] = self.coefficients[idx]  # never measured, or so long ago that its weight is 0
         while kept:
             values = self._fit(kept)
             worst = min(range(len(kept)), key=values.__getitem__)
@@ -104,7 +105,7 @@ class OnlineFit:
 
 
 def _solved(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Gauss's elimination in place; without pivoting, since the matrix is symmetric and positive definite."""
+    """Gaussian elimination in place; without pivoting, since the matrix is symmetric and positive definite."""
     size = len(target)
     for i in range(size):
         for j in range(i + 1, size):

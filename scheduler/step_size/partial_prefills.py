@@ -1,13 +1,13 @@
 """`PartialPrefills`: how the prompt tokens of a step are shared among prompts that are computed in chunks.
 
 The rules of vLLM V0 (`max_num_partial_prefills`, `max_long_partial_prefills`, `long_prefill_token_threshold`). With one
-partial prefill, which is the default, a prompt of 32,000 tokens takes whole steps until it is done, and all that came
-behind it waits. With several, each may take only its share of the step, and only so many of them may be long: the
-others' shares are open to short ones.
+partial prefill, the default, a prompt of 32,000 tokens takes whole steps until it is done, and all later requests wait.
+With several, each takes only its share of the step, and the number of long ones is limited: the other shares are for
+short prompts.
 
-One thing is ours: a share that nobody needs is not lost. What a pass leaves over goes to the prompts that were cut
-(`PrefillAdder.use_leftover`), so a long prompt alone is as fast as ever, and beside short ones it lacks no more than
-what they take.
+Different from vLLM: unused shares are not lost. The leftover of a pass goes to the prompts that were cut
+(`PrefillAdder.use_leftover`). So a long prompt alone is not slowed down, and beside short prompts it loses only the
+tokens that they use.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..arrays import IntArray
 
 
 class PartialLimits(NamedTuple):
-    """What the configuration says.
+    """Limits from the configuration.
 
     Attributes:
-        max_partial: prompts that may be in the middle of their chunks.
+        max_partial: partial prefills at the same time.
         max_long: how many of them may be long.
-        long_threshold: a prompt is long while more tokens than this are left to compute; 0: none is long.
+        long_threshold: a prompt is long while more tokens than this remain to be computed; 0: none is long.
     """
 
     max_partial: int = 1
@@ -41,12 +41,12 @@ class PartialLimits(NamedTuple):
         )
 
     def is_long(self, remaining: int) -> bool:
-        """Whether a prompt with so many tokens left counts as long. With one partial prefill, none does."""
+        """Whether a prompt with `remaining` tokens to compute counts as long. With one partial prefill, none does."""
         return self.max_partial > 1 and 0 < self.long_threshold < remaining
 
 
 class PartialPrefills:
-    """One pass.
+    """The shares and counts of one pass.
 
     Attributes:
         share: tokens that one prompt may take of this step.
@@ -55,12 +55,12 @@ class PartialPrefills:
     __slots__ = ("_limits", "_num_long", "_num_partial", "share")
 
     def __init__(self, limits: PartialLimits, *, page_size: int, step_tokens: int, num_prompts: int) -> None:
-        """Divide the step: whole pages, at least one, for each of as many prompts as there are and may be.
+        """Divide the step into shares of whole pages, at least one, for `num_prompts` but at most `max_partial`.
 
         Args:
             step_tokens: prompt tokens that the step may compute.
-            num_prompts: prompts in the middle of their chunks, and requests that wait. Who waits in vain is counted,
-                too: to know it would mean to look at all of them, and the leftover is used anyway.
+            num_prompts: partial prefills and waiting requests. Requests that cannot start are counted as well: finding
+                them would mean examining the whole queue, and the leftover is used anyway.
         """
         self._limits = limits
         self._num_partial = 0
@@ -76,18 +76,18 @@ class PartialPrefills:
         return self._num_partial < self._limits.max_partial
 
     def too_many_long(self, extend_len: int) -> bool:
-        """Whether a waiting prompt is long, and as many long ones are being computed as may."""
+        """Whether a waiting prompt is long and the maximum number of long ones is being computed."""
         return self._limits.is_long(extend_len) and self._num_long >= self._limits.max_long
 
     def count(self, remaining: int, length: int) -> None:
-        """A prompt that lacked `remaining` tokens computes `length` of them in this step."""
+        """A prompt with `remaining` uncomputed tokens computes `length` of them in this step."""
         self._num_partial += length < remaining
         self._num_long += self._limits.is_long(remaining)
 
 
 def reserved_tokens(remaining: IntArray, page_size: int) -> int:
-    """KV slots that the rests of prompts, [P] tokens each, will take: whole pages of each.
+    """KV slots for the `remaining` tokens of each prompt, [P], rounded up to whole pages per prompt.
 
-    With their sum alone, each of several prompts could lack its last page, with nobody left to give one back.
+    Without rounding each of several prompts could lack its last page while no running request frees one.
     """
     return int((-(-remaining // page_size)).sum()) * page_size

@@ -1,4 +1,4 @@
-"""`PromptTime`: seconds that the prompts of one step may take, spent chunk by chunk."""
+"""`PromptTime`: the seconds that the prompts of one step may take; each chunk spends a part."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from typing import Final, Self
 
 UNLIMITED: Final = 1 << 60
-"""Tokens; more than there ever are."""
+"""A number of tokens that is never reached."""
 
 
 class PromptTime:
-    """One pass.
+    """The time budget of one pass.
 
     Attributes:
-        decodes_s, waiting_s: what the step's decodes should take, and the prompts that wait; for the log.
-        given_s: what prompts may take.
-        left_s: of that, now.
-        token_s, pair_s: what a prompt token takes, and one (query, key) pair of its attention.
+        decodes_s, waiting_s: predicted time of the step's decodes, and of the waiting prompts; for the log.
+        given_s: time that prompts may take.
+        left_s: the part of it that is not spent.
+        token_s, pair_s: predicted time of a prompt token, and of one (query, key) pair of its attention.
     """
 
     __slots__ = (
@@ -40,7 +40,7 @@ class PromptTime:
         decodes_s: float = 0.0,
         waiting_s: float = 0.0,
     ) -> None:
-        """Start a pass; the first chunk may take a page whatever it costs, so that prompts never stand still."""
+        """Start a pass; the first chunk may always take a page, so that prompts make progress."""
         self.decodes_s = decodes_s
         self.waiting_s = waiting_s
         self.given_s = self.left_s = given_s
@@ -51,7 +51,7 @@ class PromptTime:
 
     @classmethod
     def unlimited(cls) -> Self:
-        """Time is no limit."""
+        """A budget without a limit."""
         return cls(math.inf, token_s=0.0, pair_s=0.0, page_size=1)
 
     @property
@@ -61,13 +61,13 @@ class PromptTime:
 
     @property
     def is_spent(self) -> bool:
-        """Whether there is no time for a single token more, wherever it stands."""
+        """Whether there is no time for one more token, at any position."""
         return self.most_tokens(0) < 1
 
     def most_tokens(self, start: int) -> int:
-        """The longest run of prompt tokens, the first of them at position `start`, that there is time for.
+        """The longest run of prompt tokens from position `start` that fits in the remaining time.
 
-        The m for which token_s · m + pair_s · (m · start + m (m + 1) / 2) is what is left.
+        The m for which token_s · m + pair_s · (m · start + m (m + 1) / 2) = left_s.
         """
         if self.is_unlimited:
             return UNLIMITED
@@ -75,12 +75,12 @@ class PromptTime:
         if self.left_s <= 0:
             return least
         first_s = self.token_s + self.pair_s * (start + 0.5)
-        # the root of the quadratic in the form that does not cancel when pairs cost nearly nothing
+        # the root of the quadratic in the form without cancellation when pair_s is close to 0
         root = math.sqrt(first_s * first_s + 2 * self.pair_s * self.left_s)
         return max(int(min(2 * self.left_s / (first_s + root), UNLIMITED)), least)
 
     def spend(self, start: int, length: int) -> None:
-        """A chunk is computed."""
+        """Subtract the predicted time of a chunk of `length` tokens from position `start`."""
         self._spent_nothing = False
         pairs = length * start + length * (length + 1) / 2
         self.left_s -= self.token_s * length + self.pair_s * pairs

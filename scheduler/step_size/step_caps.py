@@ -1,10 +1,10 @@
-"""`StepCaps`: how large a step may be, by what its device has shown: less than configured after it ran out of memory.
+"""`StepCaps`: limits on the size of a step after the device ran out of memory; they are below the configured limits.
 
-The configuration's limits are estimates of what the device's allocator can find beside the KV pool; other processes on
-the device, and memory in pieces, can make them wrong. A step that failed halves what made it large. What was taken
-comes back: after `patience` steps without a failure the caps double, which is a probe. Only a probe that fails doubles
-the patience, up to a bound, so that a device that is too small for good fails rarely, and one that lacked memory for a
-moment is as it was soon. When the configured limits have held for as long again, all is forgotten.
+The configured limits are estimates of the memory that the device's allocator finds beside the KV pool. Other processes
+on the device, or fragmentation, can make them wrong. A failed step halves the limit that made it large. After
+`patience` steps without a failure the caps double, which is a probe. Only a failed probe doubles the patience, up to a
+bound. So a device with too little memory fails rarely, and a device that lacked memory for a moment soon returns to the
+configured limits. When these have held for `patience` steps, the patience is reset.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Final
 from .step_limits import StepLimits
 
 FIRST_PATIENCE: Final = 100
-"""Steps without a failure after which caps double: two seconds of decoding, so half a minute from the smallest step."""
+"""Steps without a failure until caps double: two seconds of decoding; half a minute from the smallest step to none."""
 MOST_PATIENCE: Final = 1 << 14
-"""Five minutes of decoding: what a failed probe costs, computing one step's requests again, is little against it."""
+"""Five minutes of decoding; the cost of a failed probe, to compute one step's requests again, is small against it."""
 
 
 class Lowered(enum.Enum):
-    """What a failure made smaller."""
+    """The cap that a failure has lowered."""
 
     TOKENS = "tokens"
     REQUESTS = "requests"
-    NOTHING = "nothing"  # no step could be smaller than the one that failed
+    NOTHING = "nothing"  # the failed step had the smallest size
 
 
 class StepCaps:
-    """Limits beside the configured ones, which no cap ever exceeds.
+    """Limits below the configured ones; no cap ever exceeds those.
 
     Attributes:
         max_step_tokens: tokens of a step that computes prompts, decodes included; None: as configured.
@@ -61,18 +61,19 @@ class StepCaps:
         self.max_running: int | None = None
 
     def failed(self, num_requests: int, num_prompt_tokens: int, num_tokens: int) -> Lowered:
-        """A step of this size found no memory: let the next ones be smaller.
+        """A step of this size found no memory: lower a cap.
 
-        One request with a page of its prompt, or with one token, is the smallest step; it gets a second try with
-        nobody else on the device before it counts as that.
+        The smallest step is one request with a page of its prompt, or with one token. It counts as the smallest only
+        after a second try with no other request on the device.
 
         Args:
-            num_prompt_tokens: of the prompts in it.
-            num_tokens: of all, decodes included.
+            num_requests: requests in the step.
+            num_prompt_tokens: prompt tokens in it.
+            num_tokens: all tokens, decodes included.
         """
         if self._is_probing:
             self.patience = min(2 * self.patience, MOST_PATIENCE)
-        self._is_probing = self._all_is_well = False  # failures on end are one trouble, not many
+        self._is_probing = self._all_is_well = False  # consecutive failures count as one failed probe
         self._steps_since = 0
         if num_prompt_tokens > self._page_size:
             most = min(num_tokens, self.max_step_tokens or self._largest_step)
@@ -84,7 +85,7 @@ class StepCaps:
         return Lowered.REQUESTS
 
     def succeeded(self) -> None:
-        """A step found its memory."""
+        """A step did not run out of memory."""
         if self._all_is_well:
             return
         self._steps_since += 1
@@ -101,11 +102,11 @@ class StepCaps:
 
     @property
     def are_lowered(self) -> bool:
-        """Whether steps are kept smaller than configured."""
+        """Whether a cap is in force."""
         return self.max_step_tokens is not None or self.max_running is not None
 
     def text(self) -> str:
-        """For people: the caps in force."""
+        """The caps in force, in words."""
         parts = []
         if self.max_step_tokens is not None:
             parts.append(f"at most {self.max_step_tokens} tokens in a step with prompts")

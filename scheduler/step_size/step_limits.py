@@ -1,4 +1,4 @@
-"""`StepLimits`: what bounds the prefill half of a step, taken from the configuration once."""
+"""`StepLimits`: the limits of the prefill half of a step, taken from the configuration once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class StepLimits(NamedTuple):
         chunk_size: prompt tokens per step; None: prompts are never cut.
         max_prefill_tokens: prompt tokens per step, cut or not.
         max_num_batched_tokens: tokens per step, decodes included; None: no such limit.
-        decodes_first: under that limit, prompts get what the decodes leave, and be it nothing.
+        decodes_first: under that limit, prompts get only the tokens that the decodes do not use, possibly none.
         partial: how the step is shared among prompts that are cut.
-        look_ahead: how many requests behind one that lacks memory are tried; each costs a look into the prefix cache.
-        num_lookahead_tokens: slots that each request keeps ready for draft tokens.
-        target_step_ms: time of a step in which requests decode; 0: none. See `StepTarget`.
-        decode_burst_ms: see `MultiStepDecode`; 0: none.
+        look_ahead: how many requests after one that lacks memory are tried; each costs a prefix cache look-up.
+        num_lookahead_tokens: slots that each request has ready for draft tokens.
+        target_step_ms: time target of a step in which requests decode; 0: none. See `StepTarget`.
+        decode_burst_ms: time limit of a multi-step decode; 0: none. See `MultiStepDecode`.
     """
 
     chunk_size: int | None
@@ -34,7 +34,7 @@ class StepLimits(NamedTuple):
     decode_burst_ms: float = 0.0
 
     def capped(self, max_step_tokens: int | None) -> Self:
-        """With no more tokens in a step than this: prompts are cut, if they were not before."""
+        """The limits with at most `max_step_tokens` in a step; prompts are then cut, even if they were not before."""
         if max_step_tokens is None:
             return self
         return self._replace(
@@ -43,7 +43,7 @@ class StepLimits(NamedTuple):
         )
 
     def largest_prefill(self, page_size: int, max_model_len: int) -> int:
-        """Tokens of the largest step that computes prompts; a page of one is always computed."""
+        """Tokens of the largest step that computes prompts; at least a page."""
         if self.chunk_size is None:
             return max(self.max_prefill_tokens, max_model_len)
         return max(min(self.max_prefill_tokens, self.chunk_size), page_size)
@@ -60,7 +60,7 @@ class StepLimits(NamedTuple):
             partial=PartialLimits.of(config),
             look_ahead=config.look_ahead,
             num_lookahead_tokens=config.num_lookahead_tokens,
-            # both unresolved in logs that are older than the setting
+            # both are "auto" in logs that are older than the setting
             target_step_ms=0.0 if config.target_step_ms == "auto" else config.target_step_ms,
             decode_burst_ms=0.0 if config.decode_burst_ms == "auto" else config.decode_burst_ms,
         )

@@ -1,41 +1,46 @@
 """`StepTarget`: how long a step may take, so that running requests get their next tokens in time.
 
-Whoever decodes waits for the prompts that share its steps: 512 prompt tokens take a GPU milliseconds, and two CPU cores
-a fifth of a second. A chunk size in tokens bounds that for one device, one model and one length of context only. With
-a target, the prompts of a step in which somebody decodes get the time that the decodes leave of it:
+A decoding request waits for the prompts that share its steps: 512 prompt tokens take milliseconds on a GPU, and a fifth
+of a second on two CPU cores. A chunk size in tokens bounds this for only one device, one model and one context length.
+With a target, prompts that share a step with decodes get the time that the decodes do not use:
 
-    prompts_s = max(target_s - decodes_s, decodes_s, waiting_s / 16, behind_s)     and at least a page of one prompt
+    prompts_s = max(target_s - decodes_s, decodes_s, waiting_s / 16, others_s)     and at least a page of one prompt
 
-and chunks are cut where the prediction reaches it. The second term is for devices on which decoding alone takes that
-long: prompts must not starve, and a step that is long anyway takes some tokens of prompts for little. The third is for
-a very long prompt, which should not take hundreds of steps. The fourth is for a queue: `behind_s` is what waits besides
-the longest prompt, and with a whole second of that, short steps would keep the first tokens of many back for the sake
-of few. While nobody decodes there is nobody to wait, and chunks are as large as configured.
+Chunks are cut where the predicted time reaches `prompts_s`. The terms:
 
-Predicted is what a step takes by itself, so much per decoding request and per token of their KV, per prompt token, and
-per (query, key) pair of prompts' attention; learned from the measured time of every step (`OnlineFit`). A step with
-prompts has a fixed time of its own: where it is bound by arithmetic, reading the weights costs it nothing. The measured
-times come in with the results and stand in the decision log, so a replay learns the same.
+1. `target_s - decodes_s` keeps the step within the target.
+2. `decodes_s` is for devices on which the decodes alone take the whole target. Prompts must not starve, and in a step
+   that is long anyway some prompt tokens cost little.
+3. `waiting_s / 16` is for a very long prompt, which should not take hundreds of steps.
+4. `others_s` is for a queue: the predicted time of all waiting prompts but the longest. If it is a whole second, short
+   steps would delay the first tokens of many requests to serve a few decodes.
 
-Order among prompts stays the policy's: at 2.2 requests a second, shortest first makes the 99th percentile of the time
-to the first token worse by 0 to 9 %, because the tail is long prompts.
+While no request decodes there is no time limit, and chunks are as large as configured.
 
-What a queue is worth shows where a device is nearly busy (simulated: this scheduler, step times of bfloat16 on two
-Zen 4 cores fitted to a decision log, 600 requests of 64 to 512 tokens in and 64 to 128 out; P99 in ms of the time to
-the first token / between tokens):
+The predicted time of a step has a fixed part and a part per decoding request, per token of their KV, per prompt token,
+and per (query, key) pair of the prompts' attention. The coefficients are learned from the measured time of every step
+(`OnlineFit`). A step with prompts has its own fixed part: if arithmetic bounds it, reading the weights costs no extra
+time. The measured times arrive with the results and are in the decision log, so a replay learns the same.
+
+The policy still decides the order of prompts. At 2.2 requests a second, shortest first makes the 99th percentile of the
+time to the first token worse by 0 to 9 %, because the tail consists of long prompts.
+
+The effect of the fourth term is visible when a device is nearly busy (simulated: this scheduler, step times of bfloat16
+on two Zen 4 cores fitted to a decision log, 600 requests of 64 to 512 tokens in and 64 to 128 out; P99 in ms of the
+time to the first token / between tokens):
 
     requests a second                1.2          1.8          2.2          2.6
     waiting_s / 16               1,100 /  50  1,630 /  62  2,019 /  82  2,510 / 117
-    and behind_s / 2               927 /  54  1,108 / 121  1,269 / 179  1,411 / 256
-    and behind_s                   818 /  53    976 / 160  1,121 / 256  1,303 / 359
+    and others_s / 2               927 /  54  1,108 / 121  1,269 / 179  1,411 / 256
+    and others_s                   818 /  53    976 / 160  1,121 / 256  1,303 / 359
     waiting_s / 2                  735 / 133    866 / 181    973 / 241  1,211 / 328
 
-With the third the mean time of a whole answer is up to 5 % shorter than with the first. The last one makes somebody who
-reads along wait for a single long prompt, too, for whose reader it wins next to nothing. Prompts count whole, cached
-beginnings included, and only those for which there are rows.
+With the third line of the table the mean time of a whole answer is up to 5 % shorter than with the first. The last line
+also delays decodes for a single long prompt, which gains almost nothing from it. Prompts count in full, cached prefixes
+included, and only as many as there are free rows.
 
-A smaller target costs first tokens little until a step holds less than about 100 prompt tokens (simulated without the
-queue's term, 600 requests at 2.2 a second; left with costs measured on two CPU cores, right with those of AMX, 4,500
+A smaller target hardly delays first tokens until a step holds less than about 100 prompt tokens (simulated without the
+fourth term, 600 requests at 2.2 a second; left with costs measured on two CPU cores, right with those of AMX, 4,500
 prompt tokens a second and 26 GB/s):
 
     target, ms      none   100    50    30        none   100    80    65    55    50    40    30
@@ -54,13 +59,11 @@ from .prompt_time import PromptTime
 from .step_work import work_of
 
 MAX_PASSES: Final = 16
-"""Prompts that wait are to be computed in about so many steps, even if those take longer than the target."""
+"""Waiting prompts are computed in about this many steps, even if those take longer than the target."""
 _DECODE_STIFFNESS: Final = (1.0, 10.0, 10.0)  # a step; a request in it; a token of its KV
 _DECODE_SOLVE_INTERVAL: Final = 8  # decode steps are many, and alike
 _PROMPT_STIFFNESS: Final = (10.0, 1.0, 10.0)  # a step with prompts; a token of them; a pair
-_LEAST_SHARE: Final = (
-    0.05  # of a step's time that its prompts are taken to need, however long its decodes should take
-)
+_LEAST_SHARE: Final = 0.05  # least share of a step's time that is attributed to its prompts
 
 
 class StepTarget(Protocol):
@@ -69,23 +72,23 @@ class StepTarget(Protocol):
     def for_prompts(
         self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
     ) -> PromptTime:
-        """What prompts may take of a step.
+        """The time that prompts may take in a step.
 
         Args:
             num_decodes: requests that decode in it.
-            kv_tokens: tokens whose KV those read.
-            waiting_tokens: of the prompts to be computed.
-            tokens_behind: of those but the longest one.
-            page_size: prompts always get so many tokens.
+            kv_tokens: tokens of KV that the decodes read.
+            waiting_tokens: tokens of the prompts to be computed.
+            tokens_behind: the same without the longest prompt.
+            page_size: tokens that prompts always get.
         """
         ...
 
     def explain(self, time: PromptTime) -> StepTime | None:
-        """What a pass decided with; None if time was no limit."""
+        """The figures that a pass decided with; None if time was no limit."""
         ...
 
     def measured(self, batch: ScheduleBatch, seconds: float) -> None:
-        """A step took so long, swaps left out."""
+        """A step took `seconds`, without swaps."""
         ...
 
 
@@ -150,8 +153,8 @@ class TimeTarget:
             if num_decodes and not batch.num_drafts:
                 self._decodes.learn(decodes, seconds)
         elif num_decodes and self._decodes.predict(decodes) >= seconds:
-            # Decodes are thought too dear (the first ones compiled, say): with what they leave, prompts would seem to
-            # cost nothing. What this step shows is that the decodes alone take no longer than all of it.
+            # The prediction for decodes is too high (the first ones compiled, for example): the difference would
+            # make prompts seem free. This step shows that the decodes alone take no longer than the whole step.
             self._decodes.learn(decodes, seconds)
         else:
             work = work_of(batch, 1)
@@ -159,7 +162,7 @@ class TimeTarget:
             self._prompts.learn((1.0, work.prefill_tokens, work.prefill_pairs), prompts_s)
 
     def _beside_prompts_s(self, num_decodes: int, kv_tokens: int) -> float:
-        """What decodes add to a step that computes prompts."""
+        """The predicted time that decodes add to a step with prompts."""
         _, row_s, kv_token_s = self._decodes.coefficients
         return row_s * num_decodes + kv_token_s * kv_tokens
 

@@ -1,4 +1,4 @@
-"""`StepWork`: what a step has to do, as far as its time depends on it; `work_of` counts it for a batch."""
+"""`StepWork`: the amounts of work that determine the time of a step; `work_of` counts them for a batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..batch import ScheduleBatch
 
 
 class StepWork(NamedTuple):
-    """What one step has to do; padding included, where a policy pads.
+    """The work of one step; padding included, if a policy pads.
 
     Attributes:
         prefill_tokens: prompt tokens that are computed.
         prefill_pairs: (query, key) pairs of their attention.
         decode_rows: requests that generate from their last token alone.
-        kv_tokens: tokens whose KV the step reads: all earlier ones of each decode, those before each chunk.
+        kv_tokens: tokens of KV that the step reads: all earlier ones of each decode, those before each chunk.
         num_sampled: tokens that are sampled.
-        swapped_tokens: tokens whose KV goes to the host or comes back.
+        swapped_tokens: tokens of KV that are copied to or from the host.
     """
 
     prefill_tokens: int
@@ -37,11 +37,11 @@ def work_of(
     """Count a step's work, without padding.
 
     Args:
-        transferred: [num_extends] prompts whose KV came from another replica: they cost what a decode costs.
+        transferred: [num_extends] prompts with KV from another replica: they cost as much as a decode.
     """
     plan, end, num_extends = batch.plan, batch.end, batch.num_extends
     swapped = (len(plan.swap_outs) + len(plan.swap_ins)) // (2 * TOKEN_ID_BYTES) * page_size
-    if batch.num_drafts:  # never beside extends; each is as a token of a prompt whose logits are wanted
+    if batch.num_drafts:  # never in a step with extends; a draft costs as much as a prompt token with logits
         drafts = np.frombuffer(plan.num_drafts, dtype=np.int32).astype(np.int64)
         pairs = drafts * end + drafts * (drafts + 1) / 2
         num_drafts = batch.num_drafts

@@ -55,8 +55,8 @@ def test_drafts_that_were_right_are_told():
         12.0, 9, left=[Finished("r1", FinishKind.LENGTH, 50, num_drafts=40, num_accepted_drafts=31)]
     )
     answer = explain([ARRIVED, a_pass(1, admitted("r1")), ended], "r1")
-    assert answer.sentence.endswith("with 50 tokens (length; 31 of 40 drafts were right).")
-    assert answer.rows[-1][3] == "length, 50 tokens; 31 of 40 drafts were right"
+    assert answer.sentence.endswith("with 50 tokens (length; 31 of 40 drafts were accepted).")
+    assert answer.rows[-1][3] == "length, 50 tokens; 31 of 40 drafts were accepted"
 
 
 def test_equal_verdicts_are_one_line_with_the_last_arithmetic():
@@ -169,8 +169,8 @@ def test_a_place_that_was_lost():
         "ended",
     ]
     assert answer.rows[2][3] == (
-        "KV memory ran out; after 3 generated tokens its 23 tokens must be computed again, as far as the cache has "
-        "not kept them"
+        "KV memory ran out; after 3 generated tokens its 23 tokens must be computed again, except those that are "
+        "still cached"
     )
     assert answer.rows[4][3].endswith("after 4 generated tokens its 7 pages went to the host")
     assert "was retracted 1x because KV memory ran out, 1x because a more urgent request took its place" in (

@@ -61,7 +61,7 @@ def test_a_text_that_repeats_itself_takes_few_steps(make_harness):
     assert [each.num_drafts for each in passes if each.step_id][: len(steps)] == drafts_of(steps)
     assert harness.answers["a"].tokens == plain.answers["a"].tokens
     told = explain(harness.scheduler.decisions, "a").sentence
-    assert f" of {report.draft_tokens_total} drafts were right" in told
+    assert f" of {report.draft_tokens_total} drafts were accepted" in told
 
 
 def test_a_text_that_cannot_be_guessed_has_hardly_any_drafts(make_harness):
@@ -248,5 +248,5 @@ def test_a_request_whose_guesses_fail_goes_on_without(make_harness, monkeypatch,
 
     assert harness.answers["other"].tokens == plain.answers["other"].tokens
     assert len(harness.answers["a"].tokens) == 60
-    failed = [record.args for record in caplog.records if "guessing failed" in record.msg]
+    failed = [record.args for record in caplog.records if "proposing drafts failed" in record.msg]
     assert sorted(failed) == [("a",), ("other",)]  # once each
