@@ -155,7 +155,7 @@ class KVMemory:
 
         Args:
             req: the waiting request.
-            sibling: a parallel sample with a row, whose prompt, which is the same, has been computed.
+            sibling: a parallel sample with a row; all of their common prompt has been computed.
         """
         match = self.match(req)
         ready_len = match.num_pages * self.page_size
