@@ -1,4 +1,4 @@
-"""Names for the array types of this room. Ids, lengths, pages and rows are int32: half the bytes of the default."""
+"""Array types of the scheduler. Ids, lengths, pages and rows are int32, which takes half the bytes of the default."""
 
 from __future__ import annotations
 

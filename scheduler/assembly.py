@@ -1,7 +1,7 @@
-"""`assemble`: puts the scheduler's parts together, as the configuration wants them.
+"""`assemble`: makes the scheduler's parts from the configuration and connects them.
 
-A mechanism that is off is an object that does nothing, so that nobody else has to ask. This is the one place that knows
-which object that is.
+A mechanism that is off is an object that does nothing, so no other part tests whether it is on. Only this module
+chooses those objects.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from .step_size.step_target import make_step_target
 
 @dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    """What a scheduler is made of; each part says in its module what it does."""
+    """The parts of a scheduler; the module of each part describes it."""
 
     requests: Requests
     memory: RowMemory
@@ -86,7 +86,7 @@ def assemble(
     *,
     streams: bool = True,
 ) -> SchedulerParts:
-    """Make all parts; arguments as for `Scheduler`."""
+    """Make all parts. The arguments are those of `Scheduler`."""
     page_size, num_rows = capacity.page_size, capacity.max_running_requests
     stats, answers = SchedulerStats(), Answers()
     allocator = PageAllocator(capacity.num_pages)

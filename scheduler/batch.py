@@ -1,6 +1,11 @@
-"""`ScheduleBatch`: the requests of one step and the `StepPlan` made of them. A value: `plan_step` makes it.
+"""`ScheduleBatch`: the requests of one step, with the `StepPlan` that goes to the runner.
 
-In batch order come first the extends (prompt chunks), then the decodes; that is `mix_with_running` of SGLang.
+`plan_step` makes it; it does not change afterwards. The scheduler keeps it until `settle` gets the step's result. The
+extends (prompt chunks) come first, then the decodes, as in SGLang's `mix_with_running`:
+
+    batch index   0 ..................... E - 1  |  E ............................. B - 1
+    requests      extends: one prompt chunk each |  decodes: one token each, plus drafts
+    samples       if its prompt ends here        |  every request
 """
 
 from __future__ import annotations
@@ -17,18 +22,18 @@ from .requests.req import Req
 
 
 class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
-    """One step. B requests, the first E of them extends. Constructing one reads and changes nothing else.
+    """One step of B requests; the first E of them are extends.
 
     Attributes:
-        plan: what the runner gets.
-        reqs: [B].
+        plan: the step as the runner gets it.
+        reqs: [B] the requests.
         num_extends: E.
-        rows: [B] the requests' rows when the step was planned.
-        epochs: [B] the rows' epochs then; see `still_here`.
-        end: [B] the number of tokens with KV after the step; those of right drafts, and of the further rounds of a
-            burst, come on top.
-        num_drafts: draft tokens of all requests.
-        sampled: [S] batch indices of those that sample; `StepResult.next_token_ids` is in this order.
+        rows: [B] the row of each request when the step was planned.
+        epochs: [B] the epoch of each row at that time; see `still_here`.
+        end: [B] the number of tokens with KV after the step. Accepted drafts, and the further inner steps of a
+            multi-step decode, add to it.
+        num_drafts: the draft tokens of all requests together.
+        sampled: [S] batch indices of the requests that sample. `StepResult.next_token_ids` is in this order.
     """
 
     plan: StepPlan
@@ -44,13 +49,13 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
         return len(self.reqs)
 
     def rounds_made(self, num_next_tokens: bytes) -> int:
-        """How often the step was made, by its result's number of tokens of each request: 1 if it is no burst."""
+        """Number of inner steps that ran, from the result's token count of each request; 1 if not multi-step."""
         if self.plan.num_rounds == 1 or not num_next_tokens:
             return 1
         return int(np.frombuffer(num_next_tokens, dtype=np.int32)[0])
 
     def checksum(self) -> int:
-        """Of the plan's arrays: equal plans have equal ones, so a replay can be compared without keeping plans."""
+        """CRC of the plan's arrays. Equal plans have equal checksums, so a replay compares them without the plans."""
         plan = self.plan
         checksum = zlib.crc32(plan.out_cache_loc, zlib.crc32(plan.rows))
         for array in (plan.num_scheduled_tokens, plan.finished_rows, plan.page_copies, plan.draft_ids):
@@ -58,6 +63,6 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
         return zlib.crc32(plan.swap_ins, zlib.crc32(plan.swap_outs, checksum))
 
     def still_here(self, pool: ReqToTokenPool) -> BoolArray:
-        """[B] whether the request still has the row it had; False once it finished, was aborted or was retracted."""
+        """[B] whether each request still has its row; False after it finished, was aborted or was retracted."""
         result: BoolArray = pool.epoch[self.rows] == self.epochs
         return result

@@ -1,4 +1,4 @@
-"""`Decodes`: the decode half of a pass: which running requests generate a token in this step."""
+"""`Decodes`: the decode half of a pass. It determines which running requests generate a token in this step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decodes:
-    """Finds a page for each running request's next token, and has some are retracted where there are too few."""
+    """Finds a page for the next token of each running request; retracts requests when there are too few pages."""
 
     __slots__ = (
         "_answers",
@@ -47,7 +47,7 @@ class Decodes:
         answers: Answers,
         policy: SchedulePolicy,
     ) -> None:
-        """`policy`: says whether, when memory runs out, requests of lowest priority are retracted first."""
+        """`policy`: its `by_priority` says whether requests of the lowest priority are retracted first."""
         self._requests = requests
         self._preemption = preemption
         self._states, self._kv = memory.states, memory.kv
@@ -57,7 +57,7 @@ class Decodes:
         self._policy = policy
 
     def plan(self, state: PassState) -> tuple[IntArray, list[Req]]:
-        """([B] rows, [B] requests) that decode in this step, each with a page for its next token."""
+        """([B] rows, [B] requests) that decode in this step. Each has a page for its next token."""
         requests, now_s = self._requests, state.now_s
         self._cause_chaos(state)
         if not requests.running:
@@ -101,7 +101,7 @@ class Decodes:
 
 
 def still_decoding(rows: IntArray, reqs: list[Req]) -> tuple[IntArray, list[Req]]:
-    """Those of planned decodes that have kept their row since: admission may have given it to somebody more urgent."""
+    """The planned decodes that still have their row: admission may have preempted some for a more urgent request."""
     kept = [idx for idx, req in enumerate(reqs) if req.row >= 0]
     if len(kept) == len(reqs):
         return rows, reqs

@@ -10,11 +10,11 @@ from .arrays import EMPTY, IntArray
 
 
 class Drafts(NamedTuple):
-    """Guesses at how outputs go on, which the step checks.
+    """Proposed next tokens of outputs, which the step verifies.
 
     Attributes:
-        counts: [B] how many each of the step's B decoding requests has; empty if nobody has any.
-        token_ids: [D] the tokens, request after request.
+        counts: [B] number of drafts of each of the step's B decoding requests; empty if there are no drafts.
+        token_ids: [D] the drafts, request after request.
     """
 
     counts: IntArray
@@ -28,7 +28,7 @@ NO_DRAFTS: Final = Drafts(EMPTY, EMPTY)
 
 
 def drafts_of(per_request: list[list[int]]) -> Drafts:
-    """The drafts of B requests, each as a list, most of them empty maybe."""
+    """The drafts of B requests, from one list per request. Lists may be empty."""
     counts = np.array([len(each) for each in per_request], dtype=np.int32)
     flat = [token_id for each in per_request for token_id in each]
     return Drafts(counts, np.array(flat, dtype=np.int32)) if flat else NO_DRAFTS

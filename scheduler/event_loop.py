@@ -1,7 +1,7 @@
-"""`EventLoop`: the scheduler's process in motion: messages in, one step, outputs out, again and again.
+"""`EventLoop`: the main loop of the scheduler process: receive messages, advance one step, send outputs.
 
-It is the only one that knows sockets, the supervisor and the clock. What a step consists of, and whether the device
-works on one while the next is planned, is the `Pipeline`'s matter.
+Only this class uses the sockets, the supervisor and the clock. The `Pipeline` plans, launches and settles the steps,
+and decides whether the next step is planned while the device computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventLoop:
-    """One scheduler, its runner, and its connections."""
+    """Connects one scheduler and its runner to the other processes."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class EventLoop:
 
         Args:
             clock: CLOCK_MONOTONIC, which all processes of the engine share.
-            idle_work: does some milliseconds of work for later steps, given the highest page used so far; whether there
-                is more to do. Called while there are no requests.
+            idle_work: called while there are no requests, with the highest page used so far. It does some milliseconds
+                of work for later steps and returns whether there is more to do.
             overlap: see `Pipeline`.
         """
         self._scheduler = scheduler
@@ -63,7 +63,7 @@ class EventLoop:
         self._next_report_s = clock()
 
     def run(self) -> None:
-        """Go round until the supervisor says stop."""
+        """Loop until the supervisor requests a stop."""
         try:
             while not self._child.stop_requested():
                 self.step()
@@ -71,11 +71,10 @@ class EventLoop:
             self._recorder.close()
 
     def step(self) -> None:
-        """One pass: take messages, advance the steps, send what came of it, show signs of life.
+        """One iteration: take messages, advance the steps, send the outputs, send heartbeat and report.
 
-        Without work it prepares later steps. When that is done it waits for a message, but not beyond the next report,
-        nor beyond the time at which the scheduler may decide something without one. While a step is in flight it never
-        waits for messages.
+        Without requests the loop does idle work. When that is done it waits for a message, at most until the next
+        report or until `Scheduler.wake_s`. While a step is in flight it never waits for messages.
         """
         messages = self._inbox.poll(self._wait_s())
         for message in messages:
@@ -83,7 +82,7 @@ class EventLoop:
         advanced = self._pipeline.advance(self._inbox.has_message)
         if logger.isEnabledFor(logging.DEBUG):
             self._log_decisions()
-        else:  # the level may change while it runs, and thousands of old ones are not news
+        else:  # if the level changes to DEBUG later, old decisions must not be logged
             self._num_decisions = self._scheduler.decisions.num_records
         if advanced:
             self._idle = False
@@ -98,7 +97,7 @@ class EventLoop:
         self._show_signs_of_life()
 
     def _wait_s(self) -> float:
-        """Seconds to wait for messages before the next pass."""
+        """Seconds to wait for messages before the next iteration."""
         if not self._idle or self._has_idle_work:
             return 0.0
         until_s = self._next_report_s
@@ -116,7 +115,7 @@ class EventLoop:
         self._num_decisions = decisions.num_records
 
     def _show_signs_of_life(self) -> None:
-        """Heartbeat and report, on time also under load."""
+        """Send heartbeat and report, on time also under load."""
         self._child.heartbeat()
         now_s = self._clock()
         if now_s >= self._next_report_s:

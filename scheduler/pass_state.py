@@ -1,7 +1,9 @@
-"""`PassState`: one pass of `Scheduler.next_batch` while it is planned, and `record_of`, which describes it for the log.
+"""`PassState`: the state of one pass of `Scheduler.next_batch`; `record_of` turns it into a `PassRecord` for the log.
 
-The parts of a pass write what they decide into its state and read there what earlier parts decided. No part reads a
-`PassRecord`: what the decision log keeps, or drops, changes no decision.
+Each part of a pass (decodes, admission, retraction) writes its decisions into the state. Later parts of the same pass
+read them there. No part reads a `PassRecord`, so what the decision log keeps or drops changes no decision.
+
+    next_batch ──► PassState ──► Decodes, Admission, Preemption ... ──► record_of ──► PassRecord ──► DecisionLog
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from .records.verdict import Reason, Verdict
 
 
 class PassState(msgspec.Struct):
-    """Made anew for each pass; `PassRecord` describes the attributes that both have.
+    """The decisions of one pass so far. `PassRecord` describes the attributes that are not listed here.
 
-    A msgspec struct, since one is made in each pass: it is constructed faster than a dataclass.
+    A msgspec struct, because every pass makes one and a msgspec struct is constructed faster than a dataclass.
 
     Attributes:
         now_s: the time of the pass.
         policy: name of the policy at the beginning of the pass.
         num_waiting, num_grammar: requests in the queue when admission began, and those of them without their grammar.
-        verdicts, continued: about waiting requests, and about prompts in progress, so far.
+        verdicts, continued: verdicts about waiting requests, and about partial prefills.
         num_rest, rest_reason, rest_behind: the shared verdict of the other waiting requests; see `refuse_rest`.
-        retractions: the requests that were retracted so far, those of a failed step since the last pass included.
-        gave_memory_back: whether a running request gave its row and pages back, so that another pass may admit more.
+        retractions: requests that were retracted, including those of a step that failed since the last pass.
+        gave_memory_back: whether a running request gave back its row and pages, so that another pass may admit more.
     """
 
     now_s: float
@@ -49,24 +51,25 @@ class PassState(msgspec.Struct):
 
     @property
     def num_retractions(self) -> int:
-        """How many requests have were retracted so far."""
+        """Number of requests that were retracted so far."""
         return len(self.retractions)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request waited, no prompt was in progress, and no running request gave its memory back."""
+        """Whether no request waited, no prefill was partial, and no running request gave its memory back."""
         return not (self.num_waiting or self.continued or self.gave_memory_back)
 
     def add_retraction(self, retraction: Retraction) -> None:
-        """A running request was retracted."""
+        """Note that a running request was retracted."""
         self.retractions.append(retraction)
         self.gave_memory_back = True
 
     def refuse_rest(self, reason: Reason, at: str = "") -> None:
-        """Give all waiting requests that have no verdict yet this one.
+        """Give one shared verdict to all waiting requests that have none yet.
 
         Args:
-            at: the request at which the pass ended.
+            reason: of that verdict.
+            at: rid of the request at which the pass ended; "" if none.
         """
         self.num_rest = self.num_waiting - self.num_grammar - len(self.verdicts)
         if self.num_rest:
@@ -82,13 +85,14 @@ def record_of(
     evicted_pages: int,
     pages: PageCounts,
 ) -> PassRecord:
-    """Describe a pass that is over. The record shares the state's lists: nothing is written to them any more.
+    """Describe a pass that is over. The record shares the lists of the state, which is not written to any more.
 
     Args:
-        batch: what came of the pass.
+        state: of the pass.
+        batch: the batch that the pass produced; None if none.
         num_running: requests with a row after the pass.
-        evicted_pages: pages that the pass took from the prefix cache.
-        pages: after the pass.
+        evicted_pages: pages that the pass evicted from the prefix cache.
+        pages: page counts after the pass.
     """
     record = PassRecord(
         state.now_s,

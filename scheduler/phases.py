@@ -1,4 +1,4 @@
-"""Phases: how a step is divided between prompts and running requests. One class per mode, behind `StepPhases`."""
+"""Phases: how a step is divided between prompts and decodes. One class per mode implements `StepPhases`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .requests.requests import Requests
 
 
 class Work(NamedTuple):
-    """What a step computes: chunks of prompts, and a token for each of the decoding."""
+    """What a step computes: prompt chunks, and one token for each decoding request."""
 
     chunks: list[Chunk]
     decode_rows: IntArray
@@ -28,15 +28,15 @@ class StepPhases(Protocol):
     """Plans the work of a pass."""
 
     def plan(self, state: PassState) -> Work:
-        """Decide; takes rows and pages only for what it admits."""
+        """Decide what the step computes. Rows and pages are taken only for that."""
         ...
 
 
 class MixedBatching:
-    """Running requests decode in every step, and prompts fill what they leave of it.
+    """Running requests decode in every step; prompts get the rest of the step's token budget.
 
     Both "mixed" (SGLang's `mix_with_running`) and "decode-first" (vLLM V1's order, with one budget for all tokens of a
-    step) work like this; they differ in the budget that `Admission` makes.
+    step) work like this. They differ in the budget that `Admission` makes.
     """
 
     __slots__ = ("_admission", "_decodes")
@@ -55,10 +55,10 @@ class MixedBatching:
 
 
 class PrefillFirst:
-    """A step computes prompts as long as there are any to admit, else the running decode (SGLang's default).
+    """A step computes prompts as long as there are some to admit; else the running requests decode (SGLang's default).
 
-    Two bounds keep the running from waiting: at most so many prefill steps in a row, and between two of them at least
-    so many decode steps (SGLang's `--prefill-decode-interval`).
+    Two bounds limit how long running requests wait. `max_in_a_row` limits consecutive prefill steps. `decode_interval`
+    is the least number of decode steps between two prefill steps (SGLang's `--prefill-decode-interval`).
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class PrefillFirst:
         self._requests = requests
         self._max_in_a_row = max_in_a_row
         self._decode_interval = decode_interval
-        self._prefill_steps = 0  # in a row, up to now
+        self._prefill_steps = 0  # in a row, until now
         self._decode_steps = decode_interval  # since the last prefill step
 
     def plan(self, state: PassState) -> Work:
@@ -110,7 +110,7 @@ class PrefillFirst:
 
 
 class HoldOnOutOfMemory:
-    """The mode below, except while the device has no memory even for the smallest step: then nothing is computed."""
+    """Decorator of a mode: while the device has no memory even for the smallest step, nothing is computed."""
 
     __slots__ = ("_admission", "_out_of_memory", "_phases")
 

@@ -1,17 +1,17 @@
-"""`Pipeline`: the steps between a scheduler and its runner: planned, launched, settled, in the order of their launch.
+"""`Pipeline`: plans and launches the steps of a scheduler on its runner, and settles them in the order of launch.
 
-Whoever runs a scheduler, the server's event loop or an engine on a thread, calls `advance` again and again and hands
-messages over in between. Each call plans and launches a step, and settles the oldest one when more are under way than
-may be. Nothing may be: that is the plain loop. One may be: then the device computes it while the host settles the step
-before and plans the one behind it.
+The caller, the server's event loop or an engine on a thread, calls `advance` in a loop and passes messages with
+`handle` in between. Each `advance` plans and launches a step, then settles the oldest step if too many are in flight.
+The plain loop leaves no step in flight. The overlapped loop leaves one: the device computes it while the host settles
+the step before it and plans the step after it.
 
     plain       plan 1  launch 1  settle 1 | plan 2  launch 2  settle 2 | plan 3 ...
     overlapped  plan 1  launch 1 | plan 2  launch 2  settle 1 | plan 3  launch 3  settle 2 | plan 4 ...
     device              [ step 1            ][ step 2                   ][ step 3 ...
 
-The scheduler plans step 2 before it knows the tokens of step 1, which the runner keeps on the device. What only those
-tokens tell is seen one step late: whoever step 1 ended computes one surplus token in step 2, which is dropped when it
-is settled. The tokens that anybody gets are the same either way.
+The scheduler plans step 2 before it knows the tokens of step 1, which the runner keeps on the device. So a stop token
+is noticed one step late: a request that ends with step 1 computes one surplus token in step 2, which is dropped when
+step 2 is settled. Each request gets the same tokens either way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class InFlight(NamedTuple):
 
 
 class Pipeline:
-    """See the module. It makes all calls of the scheduler that change it, and tells the recorder of each in order."""
+    """See the module. It makes all calls that change the scheduler, and reports each to the recorder, in order."""
 
     def __init__(
         self,
@@ -55,20 +55,20 @@ class Pipeline:
         self._in_flight: deque[InFlight] = deque()
 
     def handle(self, message: SchedulerInput) -> None:
-        """Give the scheduler a message; also while steps are in flight."""
+        """Give the scheduler a message. Steps may be in flight."""
         now_s = self._clock()
         self._recorder.received(message, now_s)
         self._scheduler.handle(message, now_s)
 
     def advance(self, has_news: Callable[[], bool]) -> bool:
-        """Plan and launch a step, if there is one, and settle what has to be; whether anything was done.
+        """Plan and launch a step if there is one, and settle a step if it must be; whether anything was done.
 
-        Blocks until the device is done with the step that is settled, never longer. If no step can be planned while one
-        is in flight, that one is settled, since it may be what the next plan waits for: call again at once. After False
-        nothing is in flight, and only a message or time can change what the scheduler decides.
+        Blocks until the device is done with the step that is settled, and no longer. If no step can be planned while
+        one is in flight, that one is settled, because the next plan may depend on its result: call again at once.
+        After False nothing is in flight, and only a message or time can change what the scheduler decides.
 
         Args:
-            has_news: whether a message has come meanwhile, which ends a multi-step decode.
+            has_news: whether a message has arrived meanwhile; a message ends a multi-step decode.
         """
         now_s = self._clock()
         self._recorder.planning(now_s)
@@ -96,7 +96,7 @@ class Pipeline:
         return self._runner.launch(batch.plan, may_continue)
 
     def idle(self) -> None:
-        """`advance` had nothing to do: let the scheduler check its books.
+        """Let the scheduler check its accounts. Call when `advance` had nothing to do.
 
         Raises:
             LedgerError: pages, locks or rows are missing. A bug.

@@ -1,6 +1,6 @@
-"""The scheduler process: decisions, memory accounting, and the model runner of rank 0.
+"""The scheduler process: scheduling, memory accounting, and the model runner of rank 0.
 
-With several ranks it tells the others of each step, see `model_runner.ranked_runner`.
+With several ranks it sends each step to the other ranks; see `model_runner/distributed/ranked_runner.py`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from ..model_runner.memory.kv_pool import KVPool
 
 _AHEAD_SHARE = 16
-"""Of the free memory, one part of so many is made KV memory before anybody needs it, ..."""
+"""While the process is idle, it faults in at most 1/16 of the free memory as KV memory for later steps, ..."""
 _MOST_AHEAD_BYTES = 1 << 30
-"""... but no more than this: 45,000 tokens of a model with 23 KB for each."""
+"""... but no more than this: 45,000 tokens of a model with 23 KB of KV per token."""
 
 
 def main(child: Child) -> None:
-    """Load the model, then schedule until the supervisor says stop."""
+    """Load the model, then schedule until the supervisor requests a stop."""
     settings = child.settings
     config, spec = settings.config, settings.spec
     decoder: msgspec.msgpack.Decoder[SchedulerInput] = msgspec.msgpack.Decoder(SchedulerInput)
@@ -47,7 +47,7 @@ def main(child: Child) -> None:
     outbox = Outbox(settings.endpoints.detokenizer)
 
     started_s = time.monotonic()
-    # Before the weights: a log that cannot be written is known at once, and not after minutes of loading.
+    # Before the weights: a log that cannot be written fails at once, and not after minutes of loading.
     log = open_log(config)
     place = join_group(child)
     group = place.group
@@ -65,7 +65,7 @@ def main(child: Child) -> None:
         others.wait(config.server.startup_timeout)
         runner = RankedRunner(own_runner, others, group)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)
-    # What exists now stays; the collector need not look at it again in the middle of a step.
+    # The objects that exist now stay, so the collector must not visit them in the middle of a step.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -84,13 +84,13 @@ def main(child: Child) -> None:
         idle_work=_idle_work(own_runner.kv_pool),
         overlap=overlap,
     )
-    group.meet("loaded")  # an operation of the first step waits less long
+    group.meet("loaded")  # so the first step's collective operations do not wait for ranks that still load
     child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")
     loop.run()
 
 
 def _idle_work(kv_pool: KVPool) -> Callable[[int], bool]:
-    """What the process does while there are no requests, see `EventLoop`; the memory is others', too."""
+    """Work for times without requests; see `EventLoop`. It is bounded, because other processes need memory, too."""
     if kv_pool.k[0].device.type != "cpu":
         return lambda page: False
     ahead_bytes = min(read_host_facts().mem_usable_bytes // _AHEAD_SHARE, _MOST_AHEAD_BYTES)

@@ -1,4 +1,4 @@
-"""`ResultSettler`: what a step's result means for the requests of its batch."""
+"""`ResultSettler`: applies the result of a step to the requests of its batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .step_size.step_target import StepTarget
 
 
 class ResultSettler:
-    """Appends tokens, finishes requests, fills the prefix cache, makes the rows to send."""
+    """Appends tokens, finishes requests, fills the prefix cache, makes the rows for the detokenizer."""
 
     __slots__ = (
         "_caps",
@@ -61,7 +61,7 @@ class ResultSettler:
         stats: SchedulerStats,
         streams: bool = True,
     ) -> None:
-        """`streams`: whether tokens are sent as they come; else a request's first row and its last one are."""
+        """`streams`: whether each token is sent when it is settled; else only a request's first and last row are."""
         self._requests = requests
         self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
         self._stop_rules = stop_rules
@@ -77,17 +77,17 @@ class ResultSettler:
         self._streams = streams
 
     def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> list[TokenOutput]:
-        """Take a result; returns one row for each request that has news.
+        """Take a result; return one row for each request with new output.
 
-        Later steps may have been planned meanwhile, and requests of this batch may have left since: those are known by
-        the epoch of their row, and what the step made for them is dropped.
+        Later steps may already be planned, and requests of this batch may have left their rows since. The epoch of the
+        row identifies such requests; their part of the result is dropped.
         """
         assert result.step_id == batch.plan.step_id, (result.step_id, batch.plan.step_id)
         num_live = len(self._requests)
         here = batch.still_here(self._pool)
         if result.out_of_memory:
             return self._settle_out_of_memory(batch, result, here, now_s)
-        if len(batch):  # else it needed no memory
+        if len(batch):  # an IDLE step needs no memory, so its success shows nothing
             self._caps.succeeded()
         self._states.num_settled[batch.rows[here]] = batch.end[here]
         rows = self._settle_errors(batch, result, here, now_s)
@@ -111,7 +111,7 @@ class ResultSettler:
         return rows
 
     def _learn_costs(self, batch: ScheduleBatch, result: StepResult) -> None:
-        """What steps take, for their target; what computing prompts and swapping do, for the choice between the two."""
+        """Record measured times: steps for the step time target, prefill and swapping for the preemption mode."""
         num_rounds = batch.rounds_made(result.num_next_tokens)
         self._stats.num_steps += num_rounds - 1
         self._target.measured(batch, (result.forward_s - result.swap_s) / num_rounds)
@@ -128,9 +128,9 @@ class ResultSettler:
     def _settle_errors(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
-        """End the requests that failed on their own; their KV may be bad, so it is not kept.
+        """End the requests that failed on their own. Their KV may be bad, so it is not kept.
 
-        What the rounds of a multi-step decode before the last one have given them is theirs.
+        The tokens of inner steps before the last one of a multi-step decode are part of their output.
         """
         rows = []
         num_rounds = batch.rounds_made(result.num_next_tokens)
@@ -138,7 +138,7 @@ class ResultSettler:
             if here[idx]:
                 here[idx] = False
                 req, finish = batch.reqs[idx], Finish(FinishKind.ERROR, message=message)
-                first = idx * num_rounds * TOKEN_ID_BYTES  # of a multi-step decode all sample
+                first = idx * num_rounds * TOKEN_ID_BYTES  # all requests of a multi-step decode sample
                 id_bytes = result.next_token_ids[first : first + (num_rounds - 1) * TOKEN_ID_BYTES]
                 req.output_len += num_rounds - 1
                 self._stats.generation_tokens += num_rounds - 1
@@ -146,7 +146,7 @@ class ResultSettler:
         return rows
 
     def _settle_prompts(self, batch: ScheduleBatch, result: StepResult, here: BoolArray) -> None:
-        """Offer what was computed of prompts to the prefix cache, at once: the next request may share it."""
+        """Offer the computed prompt pages to the prefix cache at once, so that the next request can share them."""
         for idx in range(batch.num_extends):
             if here[idx]:
                 req = batch.reqs[idx]
@@ -157,17 +157,17 @@ class ResultSettler:
     def _settle_tokens(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
-        """Append the sampled tokens; a row for each request that sampled."""
+        """Append the sampled tokens; return a row for each request that sampled."""
         positions = batch_indices = batch.sampled  # `positions`: in `next_token_ids`
         token_ids, pool_rows = np.frombuffer(result.next_token_ids, dtype=np.int32), batch.rows
-        if np.count_nonzero(here[batch.sampled]) < len(batch):  # else all sampled, and are here
+        if np.count_nonzero(here[batch.sampled]) < len(batch):  # else all sampled and have their row
             positions = np.flatnonzero(here[batch.sampled]).astype(np.int32)
             batch_indices, token_ids = batch.sampled[positions], token_ids[positions]
             pool_rows = batch.rows[batch_indices]
         lengths = self._states.append(pool_rows, token_ids)
         may_finish = self._stop_rules.may_finish(self._states, pool_rows, token_ids, lengths)
         if batch.num_extends:
-            may_finish |= batch_indices < batch.num_extends  # the first row of a request says more
+            may_finish |= batch_indices < batch.num_extends  # the first row of a request carries more fields
         self._stats.generation_tokens += len(positions)
 
         reqs = batch.reqs
@@ -199,7 +199,7 @@ class ResultSettler:
     def _settle_runs(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
     ) -> list[TokenOutput]:
-        """The same for a step with drafts or several rounds, in which each request has one token or a run of them."""
+        """Like `_settle_tokens`, for a step with drafts or inner steps, where a request may get a run of tokens."""
         counts = np.frombuffer(result.num_next_tokens, dtype=np.int32)
         assert len(counts) == len(batch.sampled), f"step {result.step_id}: {len(counts)} runs"
         token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32)
@@ -224,7 +224,7 @@ class ResultSettler:
                 req.num_accepted_drafts += len(run) - 1
             if len(run) > 1:
                 self._policy.gained(req, len(run) - 1)
-            logprobs = result.logprobs[idx] if result.logprobs else None  # of one token: see `may_speculate`
+            logprobs = result.logprobs[idx] if result.logprobs else None  # for one token: see `may_speculate`
             id_bytes = run.tobytes()
             if finish is not None:
                 self._estimator.finished(req.output_len, req.max_new_tokens)
@@ -234,7 +234,7 @@ class ResultSettler:
         return rows
 
     def _cut(self, req: Req, run: IntArray) -> tuple[IntArray, Finish | None]:
-        """Count the tokens of a run, up to the one that ends the request, if any does."""
+        """Count the tokens of a run, up to and including the one that ends the request; drop the rest."""
         for num_tokens, token_id in enumerate(run.tolist(), start=1):
             req.output_len += 1
             finish = self._stop_rules.finish(req, token_id)
@@ -244,9 +244,9 @@ class ResultSettler:
 
 
 def _plain_rows(reqs: list[Req], id_bytes: bytes) -> list[TokenOutput]:
-    """A row for each request whose news is one more token.
+    """A row for each request that only gets one more token.
 
-    The hottest loop of the scheduler: usage is written out, because a call per row took a fifth of settling.
+    This is the hottest loop of the scheduler. `Req.usage` is inlined: one call per row took a fifth of settling.
     """
     starts = range(0, len(id_bytes), TOKEN_ID_BYTES)
     return [

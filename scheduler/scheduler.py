@@ -1,12 +1,27 @@
-"""`Scheduler`: decides what runs next and accounts for every page. No I/O, no clock, no device.
+"""`Scheduler`: decides what runs next and accounts for every KV page. It does no I/O and uses no clock and no device.
 
-Messages and the time come in as arguments; batches, and rows for the detokenizer, come out. The server wires it to
-sockets and a model runner (`event_loop.py`), tests to a scripted one, the simulator to a cost model. Same calls, same
-decisions, bit for bit.
+Messages and the time are arguments; batches, and rows for the detokenizer, are results. Equal calls give equal
+decisions, bit for bit. The server connects a scheduler to sockets and a model runner (`event_loop.py`), tests connect
+it to a scripted runner, the simulator to a cost model.
 
     handle ──► waiting queue ──policy, PrefillAdder──► rows with pages ──ScheduleBatch──► runner ──► settle ──► outputs
                      ▲                                       │
                      └──── retraction, preemption ◄──────────┘
+
+One step, as calls (`Pipeline` makes them in the server):
+
+    handle(message)        a new request joins the waiting queue
+    next_batch(now_s)      one pass, which returns a batch or None
+        deadlines, pins        requests and pins whose time is over end
+        phases.plan            divides the step between prompts and decodes, as `phases.py` says:
+            Decodes.plan           gives each running request a page for its next token; evicts, then retracts
+            Admission.plan         continues partial prefills, then admits waiting requests in the policy's order
+        speculation.plan       draft tokens for the decodes
+        multi_step.plan        the number of inner steps
+        plan_step              makes the `ScheduleBatch` with its `StepPlan`
+    runner.launch(plan)    the device computes; with overlap, the next pass is planned meanwhile
+    settle(batch, result)  appends tokens, tests stop rules, frees memory, offers computed pages to the prefix cache
+    take_outputs()         rows for the detokenizer
 """
 
 from __future__ import annotations
@@ -54,10 +69,10 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """See the module. All state of all requests is in the parts that `assembly.py` puts together.
+    """See the module. The parts that `assembly.py` puts together hold the state of all requests.
 
     Attributes:
-        decisions: what the last passes decided, and why.
+        decisions: what the last passes decided, with the reasons.
     """
 
     def __init__(
@@ -77,8 +92,9 @@ class Scheduler:
             cache: resolved; page size and pool size are taken from `capacity`.
             capacity: what the runner can hold.
             eos_token_ids: tokens that end an output unless `ignore_eos`.
-            decisions: where they are kept; a new log unless given.
-            streams: whether somebody reads tokens as they come; if not, only rows that say more are made.
+            decisions: the log that keeps the decisions; None makes a new one.
+            streams: whether clients read tokens as they are generated. If not, only a request's first row, its last
+                row and rows with more than a token are made.
         """
         self._capacity = capacity
         self.decisions = decisions if decisions is not None else DecisionLog()
@@ -95,16 +111,16 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._requests)
 
     @property
     def highest_used_page(self) -> int:
-        """The highest page of the KV pool that anybody ever had."""
+        """The highest page id of the KV pool that was ever allocated; 0 if none was."""
         return self._kv.highest_used_page
 
     def handle(self, message: SchedulerInput, now_s: float) -> None:
-        """Take a message; answers, if any, are in `take_outputs`."""
+        """Take a message. `take_outputs` returns the answers, if there are any."""
         match message:
             case GenerateRequest():
                 self._receive(message, now_s)
@@ -136,24 +152,24 @@ class Scheduler:
     def _receive(self, message: GenerateRequest, now_s: float) -> None:
         rid: object = message.rid
         if not isinstance(rid, str):
-            logger.error("dropped a request that no row can answer: its id is no string type=%s", type(rid))
+            logger.error("dropped a request without an answer: its rid is not a string type=%s", type(rid))
             return
         if message.rid in self._requests.by_id:
-            # Ids are the server's own, so this is its bug. An answer would end the stream of the one that lives.
-            logger.error("dropped a second request with the id of a live one rid=%s", message.rid)
+            # The server makes the rids, so this is a bug of the server. An answer would end the live request's stream.
+            logger.error("dropped a request with the rid of a live request rid=%s", message.rid)
             return
         status = 400
         try:
             reason = reason_to_refuse(message, self._capacity)
-        except Exception:  # one request's trouble must not end everyone's
-            logger.error("looking at a request failed rid=%s", message.rid, exc_info=True)
-            reason, status = "the request could not be looked at; the server's log has the cause", 500
+        except Exception:  # the failure of one request must not end the others
+            logger.error("checking a request failed rid=%s", message.rid, exc_info=True)
+            reason, status = "the request could not be checked; the server's log has the cause", 500
         if reason is not None:
             logger.info("refused rid=%s: %s", message.rid, reason)
             self._answers.rows([refusal_row(message, reason, status)])
             return
         if 0.0 < message.arrival_s < self._abandoned_before_s:
-            logger.info("dropped a request of a tokenizer manager that is gone rid=%s", message.rid)
+            logger.info("dropped a request of an ended tokenizer manager rid=%s", message.rid)
             return
         req = self._requests.receive(message, now_s)
         self._deadlines.add(req, message)
@@ -172,11 +188,11 @@ class Scheduler:
         )
 
     def _abandon(self, before_s: float, now_s: float) -> None:
-        """End what nobody reads any more, and remember it for messages that come late."""
+        """End the requests of a tokenizer manager that has ended. Those that still arrive later are dropped."""
         self._abandoned_before_s = before_s
-        finish = Finish(FinishKind.ABORT, message="its tokenizer manager is gone")
+        finish = Finish(FinishKind.ABORT, message="its tokenizer manager has ended")
         if ended := [(req, finish) for req in self._requests.by_id.values() if req.arrival_s < before_s]:
-            logger.warning("aborted the requests of a tokenizer manager that is gone requests=%d", len(ended))
+            logger.warning("aborted requests of an ended tokenizer manager requests=%d", len(ended))
             self._end(ended, now_s)
 
     def _take_grammar(self, message: GrammarReady, now_s: float) -> None:
@@ -204,9 +220,10 @@ class Scheduler:
     # ------------------------------------------------------------ planning
 
     def next_batch(self, now_s: float) -> ScheduleBatch | None:
-        """Plan the next step; None if there is nothing to do (or nothing until a step in flight is settled).
+        """Plan the next step. None if there is nothing to do, or nothing before a step in flight is settled.
 
-        When the last request has left its row, one step without tokens has the runner forget it.
+        A pass that only took memory from running requests is followed by another one at once. When the last request
+        has left its row, one IDLE step, without tokens, tells the runner.
         """
         self._answer(self._parts.explainer.next_pass())
         if expired := self._deadlines.take_expired(now_s):
@@ -217,10 +234,10 @@ class Scheduler:
             state = PassState(now_s, self._policy.active_name)
             batch = self._plan_pass(state)
             if batch is not None or not state.gave_memory_back:
-                return batch  # else whoever stood in the way has left
+                return batch  # else memory has come free, and another pass may admit a request
 
     def _plan_pass(self, state: PassState) -> ScheduleBatch | None:
-        """One pass: which requests decode, whose prompts are computed, and the batch made of them."""
+        """One pass: decide which requests decode and which prompt chunks are computed, and make the batch."""
         evicted_before = self._kv.evicted_pages_total
         self._parts.out_of_memory.tell(state)
         work = self._parts.phases.plan(state)
@@ -228,7 +245,8 @@ class Scheduler:
         if work.chunks or work.decode_reqs or self._must_tell_runner(state):
             batch = self._make_batch(work)
         state.notes += self._policy.take_notes()
-        if work.decode_reqs or not state.is_empty:  # else an idle server would soon remember nothing
+        # The passes of an idle server are not recorded: they would displace all other records.
+        if work.decode_reqs or not state.is_empty:
             self._last_pass = state
             record = record_of(
                 state,
@@ -243,10 +261,10 @@ class Scheduler:
         return batch
 
     def _must_tell_runner(self, state: PassState) -> bool:
-        """Whether a step without tokens (IDLE) is needed: nobody runs any more, and the runner does not know it yet.
+        """Whether an IDLE step is needed: no request has a row any more, and the runner has not been told.
 
-        No other step may come for hours to tell it, nor could what it still has to copy to the host come back. After a
-        loss of places another pass is tried first.
+        The next step with tokens may be hours away. The IDLE step also carries the planned copies to the host; without
+        it swapped requests could not return. After a retraction another pass is tried first.
         """
         nobody_runs = not self._requests.num_with_row
         return self._parts.memory.pool.has_left_rows and nobody_runs and not state.gave_memory_back
@@ -265,7 +283,7 @@ class Scheduler:
     # ------------------------------------------------------------ settling
 
     def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> None:
-        """Take the result of a step; see `ResultSettler.settle`. Once per batch, in the order of planning."""
+        """Take the result of a step; see `ResultSettler.settle`. Call once per batch, in the order of planning."""
         self._answers.rows(self._parts.settler.settle(batch, result, now_s))
         self.decisions.append(
             Settled(
@@ -284,20 +302,20 @@ class Scheduler:
     def may_continue(
         self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float
     ) -> bool:
-        """Whether a multi-step decode may have another round, see `MultiStepDecode.may_continue`; changes nothing."""
+        """Whether a multi-step decode may run another inner step; see `MultiStepDecode.may_continue`. No effects."""
         return self._parts.multi_step.may_continue(batch, next_token_ids, num_rounds, seconds)
 
     def rows_still_here(self, batch: ScheduleBatch) -> BoolArray:
-        """[B] whether `settle` would take the batch's tokens of each request: not if it has left its row since."""
+        """[B] whether `settle` would keep the tokens of each request: False if the request has left its row since."""
         return batch.still_here(self._parts.memory.pool)
 
     # ------------------------------------------------------------ idle, and figures
 
     def wake_s(self) -> float | None:
-        """When `next_batch` has something to do though no message comes.
+        """When `next_batch` has something to do without a message; None if never. A time in the past means at once.
 
-        That is a deadline, the policy's patience, the next try on a device without memory, or a question. It may lie in
-        the past: then at once.
+        The causes are a deadline, the end of a policy's wait, the next try after the device ran out of memory, and a
+        pending `Explain` message.
         """
         if self._parts.explainer.has_questions:
             return 0.0
@@ -311,11 +329,11 @@ class Scheduler:
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_idle(self) -> None:
-        """`next_batch` had nothing, and nothing is in flight.
+        """Check the scheduler when `next_batch` returned None and no step is in flight.
 
-        Without requests the books must balance, and what was learned about requests is forgotten. With requests that
-        could run, something is wrong: after a few passes everything remembered is thrown away, and if even that does
-        not help, `report` says `stalled`.
+        Without requests, the page equation must hold with nothing held or locked, and the output estimator is reset.
+        With requests that could run, the scheduler is stalled: after a few passes the prefix cache is flushed and the
+        estimator reset. If no request can be admitted after that, `report` sets `stalled`.
 
         Raises:
             LedgerError: pages, locks or rows are missing. A bug.
@@ -330,9 +348,9 @@ class Scheduler:
             sentinel.progress()
             return
         if self._requests.num_with_row:
-            raise LedgerError(f"{self._requests.num_with_row} requests run, but no step comes of it")
+            raise LedgerError(f"{self._requests.num_with_row} requests run, but no step was planned")
         state = self._last_pass
-        assert state is not None, "requests wait, and no pass was made"
+        assert state is not None, "requests wait, but no pass was made"
         if state.num_waiting == state.num_grammar or self._policy.hold(self._requests.waiting, state.now_s):
             sentinel.progress()
         elif sentinel.no_progress(state) is StallAction.REPAIR:
@@ -341,15 +359,15 @@ class Scheduler:
             self._parts.estimator.reset()
 
     def audit(self) -> None:
-        """Check every page, lock and row; for tests, since it walks over all of them.
+        """Check every page, lock and row. For tests: the cost grows with their number.
 
         Raises:
-            LedgerError: with what is wrong.
+            LedgerError: the message says what is wrong.
         """
         self._parts.ledger.audit(self._requests.with_row, self._requests.swapped)
 
     def report(self, now_s: float) -> SchedulerReport:
-        """The figures of the moment and the totals."""
+        """The current figures, and the totals since the start."""
         stats, kv, host, page_size = self._stats, self._kv, self._parts.memory.host, self._capacity.page_size
         return SchedulerReport(
             sent_s=now_s,
@@ -383,7 +401,7 @@ class Scheduler:
         )
 
     def _waiting_by_reason(self) -> dict[str, int]:
-        """Why those who wait do, as of the last pass."""
+        """The number of waiting requests per reason, as of the last pass."""
         state = self._last_pass
         if not self._requests.num_waiting or state is None:
             return {}

@@ -1,7 +1,8 @@
-"""`StallSentinel`: notices that requests wait, nothing runs, and no pass admits anybody.
+"""`StallSentinel`: detects that requests wait, nothing runs, and no pass admits a request.
 
-By design this cannot happen: what `fits` accepts is admitted once nothing else runs. A watchdog that looks only while a
-batch is in flight would never see it (a trap in the field), so this one looks exactly when none is.
+By design this cannot happen: a request that is feasible (`runtime/feasibility.py`) is admitted once nothing else runs.
+A watchdog that checks only while a batch is in flight never detects such a stall, a known trap in other engines. This
+one checks exactly when no batch is in flight.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PASSES_BEFORE_ALARM: Final = 6
 
 
 class StallAction(enum.Enum):
-    """What to do about it."""
+    """What the scheduler does about a pass without progress."""
 
     NOTHING = "nothing"
     REPAIR = "repair"
@@ -30,7 +31,7 @@ class StallSentinel:
     """Counts passes without progress.
 
     Attributes:
-        stalled: why nothing moves, for `/health`; "" while all is well.
+        stalled: why no request can be admitted, for `/health`; "" while there is no stall.
     """
 
     __slots__ = ("_num_passes", "stalled")
@@ -40,14 +41,14 @@ class StallSentinel:
         self.stalled = ""
 
     def progress(self) -> None:
-        """A batch was planned, or nobody waits, or everybody has a reason to."""
+        """Reset: a batch was planned, or no request waits, or every waiting request has a reason that passes."""
         if self.stalled:
-            logger.warning("requests move again")
+            logger.warning("the stall is over")
         self._num_passes = 0
         self.stalled = ""
 
     def no_progress(self, state: PassState) -> StallAction:
-        """Requests wait, nothing is in flight, and a pass has admitted nobody; no reason will pass by itself."""
+        """Count a pass that admitted no request: requests wait, nothing is in flight, no reason passes by itself."""
         self._num_passes += 1
         if self._num_passes == PASSES_BEFORE_REPAIR:
             for verdict in state.verdicts:
@@ -58,7 +59,7 @@ class StallSentinel:
             return StallAction.REPAIR
         if self._num_passes >= PASSES_BEFORE_ALARM:
             if not self.stalled:
-                first = next((verdict.text() for verdict in state.verdicts), "no request was looked at")
+                first = next((verdict.text() for verdict in state.verdicts), "no request was considered")
                 self.stalled = f"{state.num_waiting} requests wait and none can be admitted: {first}"
                 logger.error("stalled: %s", self.stalled)
             return StallAction.ALARM

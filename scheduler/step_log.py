@@ -1,4 +1,4 @@
-"""`StepLog`: one line per interval about what the scheduler did; no line when it did nothing."""
+"""`StepLog`: one log line per interval about the scheduler's steps; no line for an interval without steps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Turns reports into lines. Rates and shares are those since the last line."""
+    """Turns reports into log lines. Rates and shares are relative to the last line."""
 
     def __init__(self, interval_s: float) -> None:
         """Start with the first report.
 
         Args:
-            interval_s: seconds between two lines, at least.
+            interval_s: the least number of seconds between two lines.
         """
         self._interval_s = interval_s
         self._last: SchedulerReport | None = None
 
     def note(self, report: SchedulerReport) -> None:
-        """Take a report; log when the interval is over and steps were run in it."""
+        """Take a report. Write a line if the interval is over and steps ran in it."""
         last = self._last
         if last is None:
             self._last = report

@@ -1,7 +1,11 @@
-"""`plan_step`: makes the `ScheduleBatch` of a step of what the phases have decided, and counts its tokens as computed.
+"""`plan_step`: turns the decisions of a pass (`Work`, drafts, inner steps) into the step's `ScheduleBatch`.
 
-Rows and pages of all tokens are taken before. What has to reach the runner with the next plan is taken here, once: the
-copies between pages and with the host, the rows whose pages moved, and the rows that requests have left.
+Every token of the step has its row and its page before this. `plan_step` does three things, once per step:
+
+1. It computes the arrays of the plan: rows, positions, lengths and KV slots, extends first, then decodes.
+2. It counts the tokens of the step as computed (`RowStates.num_computed`).
+3. It takes what the runner must be told with the next plan: page copies, copies to and from the host, row updates
+   (pages that changed) and finished rows. Each of these goes into exactly one plan.
 """
 
 from __future__ import annotations
@@ -20,10 +24,17 @@ from .requests.chunk import Chunk
 def plan_step(
     step_id: int, work: Work, memory: RowMemory, drafts: Drafts = NO_DRAFTS, num_rounds: int = 1
 ) -> ScheduleBatch:
-    """Advance `num_computed`, take what the runner must be told, and construct the step. Call once per step.
+    """Make the step's batch; advance `num_computed` and take what the runner must be told. Call once per step.
 
-    Not counted as computed are drafts, which may be wrong, and the further rounds of a multi-step decode, which may
-    not be made.
+    Drafts are not counted as computed, because they may be rejected. The further inner steps of a multi-step decode
+    are not counted either, because they may not run. `settle` counts both.
+
+    Args:
+        step_id: of the new step; one more than the last.
+        work: the prompt chunks and decodes of the step.
+        memory: the rows and pages of the requests.
+        drafts: draft tokens of the decodes.
+        num_rounds: inner steps; above 1 only for a step of decodes alone, without drafts.
     """
     chunks, decode_rows = work.chunks, work.decode_rows
     states, pool, kv, host = memory.states, memory.pool, memory.kv, memory.host
@@ -38,7 +49,7 @@ def plan_step(
         out_cache_loc = pool.slots_at(np.repeat(decode_rows, lengths), token_positions)
     else:
         out_cache_loc = pool.slots_at(decode_rows, positions)
-    # Of a multi-step decode, which is made of decodes alone.
+    # KV slots of further inner steps. A multi-step decode has no chunks.
     further_loc = [pool.slots_at(decode_rows, positions + np.int32(k)) for k in range(1, num_rounds)]
     if chunks:
         chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
@@ -60,7 +71,7 @@ def plan_step(
         reqs = work.decode_reqs
         samples = np.ones(len(decode_rows), dtype=np.uint8)
         sampled = np.arange(len(decode_rows), dtype=np.int32)
-    # Until here the step was only computed; from here on it is taken.
+    # Nothing has changed up to here. From here on state changes: tokens count as computed, and lists are emptied.
     states.num_computed[rows] = ends
     moved, left_rows, page_copies = kv.take_moved(), pool.take_left_rows(), kv.take_copies()
     swap_outs, swap_ins = host.take_copies()
@@ -108,7 +119,7 @@ def _mode(num_extends: int, num_decodes: int) -> ForwardMode:
 
 
 def _per_request(drafts: Drafts, num_extends: int) -> bytes:
-    """How many drafts each request of the batch has; prompts have none."""
+    """[B] int32 bytes: the number of drafts of each request of the batch. Prompt chunks have none."""
     return np.concatenate([np.zeros(num_extends, dtype=np.int32), drafts.counts]).tobytes() if drafts else b""
 
 

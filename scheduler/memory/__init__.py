@@ -1,1 +1,1 @@
-"""KV pages and pool rows: who owns which page, the free list, host pages for swapping, the page equation."""
+"""KV pages and pool rows: page ownership, free pages, host pages for swapping, the page equation."""

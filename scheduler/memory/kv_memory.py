@@ -1,13 +1,19 @@
-"""`KVMemory`: every page of KV memory changes hands here, between the free pages, the prefix cache and the requests.
+"""`KVMemory`: moves pages of KV memory between their owners: free, the prefix cache, or one request.
 
-It composes the supply of pages, the page tables and the prefix cache, and keeps their one invariant: a page has exactly
-one owner (see `ledger.py`). Requests own the pages of their row beyond their lease.
+It combines the page supply, the page tables and the prefix cache, and keeps their invariant: a page has exactly one
+owner (see `ledger.py`). A request owns the pages of its row after its lease. The KV of one running request:
 
-Why pages can be given back while a step in flight still uses them: the runner executes steps strictly in the order of
-their launch, and whoever gets a page next uses it in a step that is planned, hence launched, later. So a late write
-of an old step always lands before the new owner's first write, and a late read before it too. What must never happen
-is that such a page is in the prefix cache when the late write comes; therefore only KV that settled steps have made
-is offered to the cache (`RowStates.num_settled`), and a step in flight writes behind that.
+    tokens    0                 prefix_len          num_settled       num_computed        fill_len      max_kv_len
+              |  cached prefix      |  computed         |  in flight       |  rest of the    |  output      |
+              |  (leased)           |                   |                  |  prompt          |              |
+    pages     |  owned by the       |  owned by the request, in its row    |  none yet: reserved by          |
+              |  prefix cache,      |  whole computed pages are offered    |  `PrefillBudget` and            |
+              |  locked             |  to the cache by `settle`            |  `OutputEstimator`              |
+
+Pages may be freed while a step in flight still uses them. A freed page is reused only by steps launched later, and the
+runner executes steps in launch order. So all reads and writes of the old step come before the first write of the new
+owner. A page in the prefix cache must not be written any more. So only KV of settled steps (`RowStates.num_settled`) is
+offered to the cache; a step in flight writes only to positions after it.
 """
 
 from __future__ import annotations
@@ -31,14 +37,14 @@ from .req_to_token_pool import ReqToTokenPool
 from .swap_pool import SwapPool
 
 MAX_LOOKUPS: Final = 16
-"""Prefixes that an order of the queue may look up again in one pass."""
+"""The most prefixes that ordering the queue looks up again in one pass."""
 
 _NO_MATCH = PrefixMatch()
 _MATCH_GENERATION: Final = operator.attrgetter("match_generation")
 
 
 class KVMemory:
-    """Pages for rows."""
+    """Gives pages to rows and takes them back."""
 
     __slots__ = (
         "_cache",
@@ -63,7 +69,7 @@ class KVMemory:
         *,
         num_lookahead_tokens: int = 0,
     ) -> None:
-        """`num_lookahead_tokens`: slots that are kept ready beyond each request's next token, for draft tokens."""
+        """`num_lookahead_tokens`: slots that each request has after its next token's slot, for draft tokens."""
         self._host = host
         self._lookahead = np.int32(num_lookahead_tokens)
         self._copies: list[tuple[int, int]] = []
@@ -73,7 +79,7 @@ class KVMemory:
         self._states = states
         self._cache = prefix_cache
         self.page_size = pool.page_size
-        # row -> (first, last + 1) index of the pages that were exchanged for the cache's
+        # row -> (first, last + 1) index of the pages that were replaced by pages of the cache
         self._moved: dict[int, tuple[int, int]] = {}
 
     @property
@@ -83,31 +89,31 @@ class KVMemory:
 
     @property
     def cached_pages(self) -> int:
-        """Pages the prefix cache owns, leased or not."""
+        """Pages that the prefix cache owns, leased or not."""
         return self._cache.evictable_pages + self._cache.locked_pages
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be had without taking them from a request: free ones and evictable ones."""
+        """Pages that can be allocated without a retraction: free pages and evictable pages."""
         return self._supply.num_available
 
     @property
     def evicted_pages_total(self) -> int:
-        """Pages taken from the prefix cache because requests needed them, or will soon."""
+        """Pages evicted from the prefix cache so far, on demand or ahead of demand."""
         return self._supply.evicted_total
 
     @property
     def held_pages(self) -> int:
-        """Pages that requests own, counted from the page tables and not as the rest of the others."""
+        """Pages that requests own, counted in the page tables, independent of the other counters."""
         return int(self._pool.num_pages.sum()) - int(self._pool.num_leased.sum())
 
     @property
     def highest_used_page(self) -> int:
-        """The highest page id that anybody ever had; 0 if nobody had one."""
+        """The highest page id that was ever allocated; 0 if none was."""
         return self._supply.highest_used
 
     def page_counts(self) -> PageCounts:
-        """The terms of the page equation; what requests hold is what the others leave."""
+        """The terms of the page equation; `held` is computed as the total minus the other terms."""
         free, evictable, locked = self._supply.num_free, self._cache.evictable_pages, self._cache.locked_pages
         return PageCounts(free, evictable, locked, self._supply.num_pages - free - evictable - locked)
 
@@ -115,13 +121,13 @@ class KVMemory:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether what one request has computed can be found by others."""
+        """Whether requests can share computed prefixes."""
         return self._cache.shares
 
     def match(self, req: Req) -> PrefixMatch:
-        """The cached prefix of a waiting request: at most all but its last token, which must be computed to sample.
+        """The cached prefix of a waiting request. It never includes the last token, which is computed to sample.
 
-        Remembered until the cache changes, so that a queue that cannot move costs nothing in each step.
+        The result is kept in the request until the cache changes, so a blocked queue costs no look-ups.
         """
         if _needs_prompt_logits(req):
             return _NO_MATCH
@@ -132,11 +138,11 @@ class KVMemory:
         return req.match
 
     def known_matches(self, reqs: Sequence[Req]) -> list[PrefixMatch]:
-        """The cached prefixes of waiting requests, good enough to order them by.
+        """The cached prefixes of waiting requests, for ordering the queue; some may be out of date.
 
-        Exact for those that were never looked up. The cache changes in nearly every step, and to look up 120 prompts of
-        16,000 tokens again takes 12 ms, so the others' are brought up to date in turns, `MAX_LOOKUPS` in each call.
-        Whoever is offered is looked up anyway, see `prefix`.
+        Requests without a match are looked up. The cache changes in nearly every step, and looking up 120 prompts of
+        16,000 tokens again takes 12 ms. So each call updates only the `MAX_LOOKUPS` oldest of the known matches. For
+        admission, `prefix` looks up the request again if its match is out of date.
         """
         generation = self._cache.generation
         stale = [req for req in reqs if req.match is not None and req.match_generation != generation]
@@ -145,10 +151,11 @@ class KVMemory:
         return [self.match(req) if req.match is None else req.match for req in reqs]
 
     def prefix(self, req: Req, sibling: Req | None) -> Prefix:
-        """What a waiting request could start with: the cache's pages, then the host's, or those of a sibling.
+        """The KV that a waiting request can start with: the cache's, and that of the host or of a sibling.
 
         Args:
-            sibling: a request with a row and the same prompt, all of which has been computed.
+            req: the waiting request.
+            sibling: a parallel sample with a row; all of their common prompt has been computed.
         """
         match = self.match(req)
         ready_len = match.num_pages * self.page_size
@@ -159,18 +166,18 @@ class KVMemory:
         return Prefix(match, ready_len)
 
     def _lacks_one_page(self, req: Req, match: PrefixMatch) -> bool:
-        """Whether a new request lacks of its prompt, but for the last token, what stands in one page of a sibling's."""
+        """Whether the rest of a new request's prompt, without the last token, is within one page of a sibling."""
         if _needs_prompt_logits(req):
             return False
         whole, rest = divmod(req.prompt_len - 1, self.page_size)
         return rest > 0 and req.output_len == 0 and match.num_pages == whole
 
     def unlocked_pages(self, match: PrefixMatch) -> int:
-        """Pages that stop being available when this match is locked."""
+        """Number of available pages that locking this match takes."""
         return self._cache.unlocked_pages(match)
 
     def lock(self, req: Req, match: PrefixMatch) -> None:
-        """Lease the match for a request that is being admitted; from now on nobody can evict it."""
+        """Lease the match for a request that is being admitted; leased pages cannot be evicted."""
         if req.status is ReqStatus.WAITING:
             self._misses.append(self._explain(req, match))
         req.lease = self._cache.lock(req.extra_key, match, req.priority)
@@ -182,22 +189,22 @@ class KVMemory:
         return self._cache.explain(req.extra_key, req.fill_ids, match, req.rid)
 
     def take_misses(self) -> list[CacheMiss]:
-        """Why those admitted since the last call did not find more of their prompts cached; for the decision log."""
+        """One `CacheMiss` for each request admitted since the last call; for the decision log."""
         misses, self._misses = self._misses, []
         return misses
 
     def open_row(self, req: Req) -> None:
-        """Put the leased pages into the request's (empty) row."""
+        """Put the leased pages into the request's row, which is empty."""
         assert req.lease is not None
         if req.lease.num_pages:
             self._pool.append_pages(req.row, self._cache.pages_of(req.lease))
         self._pool.num_leased[req.row] = req.lease.num_pages
 
     def restore(self, req: Req, ready_len: int, sibling: Req | None) -> None:
-        """Fill a row's first own pages with KV that exists elsewhere. Call after `grow`.
+        """Plan the copies that fill a row's first own pages with existing KV. Call after `grow`.
 
-        From the host, or (`sibling`) as a copy of the page that is only half the prompt's: the sibling writes its own
-        tokens behind the prompt into it, so each needs one of its own.
+        The source is the host, or the page in which the prompt of the sibling ends. That page cannot be shared: each
+        sample writes its output after the prompt into it.
         """
         assert req.lease is not None
         first = req.lease.num_pages
@@ -210,7 +217,7 @@ class KVMemory:
             self._copies.append((int(source), int(target)))
 
     def drop_host_pages(self, req: Req) -> None:
-        """A swapped request has come back, or ended: its pages on the host are free."""
+        """Free the host pages of a swapped request that has returned or ended."""
         assert req.host_pages is not None
         self._host.free(req.host_pages)
         req.host_pages = None
@@ -219,7 +226,7 @@ class KVMemory:
     # ------------------------------------------------------------ growth
 
     def grow(self, row: int, num_tokens: int) -> None:
-        """Give a row pages for `num_tokens` tokens in all, evicting where needed. The caller made sure they exist."""
+        """Give a row pages for `num_tokens` tokens in all; evict if needed. The caller checks `available_pages`."""
         num_pages = int(self._pool.num_pages[row])
         missing = pages_for(num_tokens, self.page_size) - num_pages
         if missing <= 0:
@@ -228,9 +235,9 @@ class KVMemory:
         self._pool.append_pages(row, self._supply.take(missing, after))
 
     def rows_without_room(self, rows: IntArray) -> IntArray:
-        """Those of `rows` that need a new page, one entry per page, so that their next token has a slot.
+        """The entries of `rows` that need new pages for their next token; one entry per page.
 
-        With lookahead slots, those of the draft tokens, too, as far as the request can ever use them.
+        With look-ahead slots, a row also needs pages for draft tokens, up to its `max_kv_len`.
         """
         needed = self._states.num_computed[rows] + np.int32(1)
         if self._lookahead:
@@ -243,7 +250,7 @@ class KVMemory:
         return result
 
     def grow_by_a_page(self, rows: IntArray) -> None:
-        """Give each row one more page for each time it is named; equal ones stand together."""
+        """Give each entry of `rows` one page. A row may have several entries, which are neighbors."""
         if not rows.size:
             return
         num_pages = self._pool.num_pages[rows]
@@ -261,10 +268,10 @@ class KVMemory:
     # ------------------------------------------------------------ into the prefix cache, and the end
 
     def cache_settled(self, req: Req) -> None:
-        """Offer the computed whole pages of a running request to the cache, so that others can share them already.
+        """Offer the settled whole pages of a running request to the cache, so that others can share them at once.
 
-        Where the cache has the same tokens already, the request goes on with the cache's pages and its own copies are
-        free; the runner learns it from a `RowUpdate` in the next plan.
+        Where the cache already has the same tokens, the request goes on with the cache's pages and its copies are
+        freed. A `RowUpdate` in the next plan tells the runner.
         """
         assert req.lease is not None
         row, first = req.row, req.lease.num_pages
@@ -286,13 +293,14 @@ class KVMemory:
         self._pool.num_leased[row] = end
 
     def release(self, req: Req, *, keep: bool) -> None:
-        """End a request's hold on its row and pages.
+        """Free the row and the pages of a request.
 
         Args:
-            keep: offer what it computed to the prefix cache. True for whoever finished, was aborted, or was retracted:
-                its pages are then evictable, which is as good as free, and if nobody needs them the work is not lost.
-                False where the KV itself may be bad: then what earlier steps have put into the cache goes, too, unless
-                others use it, who are judged by their own results.
+            req: a request with a row.
+            keep: offer its settled pages to the prefix cache. True if it finished, was aborted or was retracted: its
+                pages become evictable, so they are available, and the KV can be reused until it is evicted.
+                False if the KV may be bad: then the pages that earlier steps put into the cache are removed, too,
+                except those that other requests use. The results of those requests show whether their KV is bad.
         """
         assert req.lease is not None
         row = req.row
@@ -310,16 +318,16 @@ class KVMemory:
         req.row = -1
 
     def swap_out(self, req: Req) -> None:
-        """Plan to copy what settled steps have computed of a running request to the host. Call before `release`.
+        """Plan to copy the settled KV of a running request to the host. Call before `release`.
 
-        The caller has seen to it that there are such tokens, and room on the host for `num_swappable_pages`.
+        The caller has checked that there is settled KV, and that the host has `num_swappable_pages` free pages.
         """
         num_pages = self.num_swappable_pages(req)
         req.host_pages = self._host.swap_out(self._pool.pages[req.row, :num_pages].copy())
         req.host_len = int(self._states.num_settled[req.row])
 
     def num_own_pages(self, req: Req) -> int:
-        """Pages of a running request that come free when it leaves, because nobody else has them."""
+        """Pages that a running request owns; they become free when it leaves its row."""
         return int(self._pool.num_pages[req.row] - self._pool.num_leased[req.row])
 
     def num_swappable_pages(self, req: Req) -> int:
@@ -327,7 +335,7 @@ class KVMemory:
         return pages_for(int(self._states.num_settled[req.row]), self.page_size)
 
     def take_copies(self) -> bytes:
-        """[C, 2] (source page, destination page) since the last call, int32 bytes, for `StepPlan.page_copies`."""
+        """[C, 2] int32 bytes, (source page, destination page) planned since the last call: `StepPlan.page_copies`."""
         copies, self._copies = self._copies, []
         return np.array(copies, dtype=np.int32).tobytes() if copies else b""
 
@@ -338,16 +346,16 @@ class KVMemory:
 
     @property
     def pinned_pages(self) -> int:
-        """Pages that go last when others need room."""
+        """Pages under a pin; they are evicted after all others."""
         return self._cache.pinned_pages
 
     @property
     def num_pins(self) -> int:
-        """How many pins there are."""
+        """Number of pins."""
         return self._cache.num_pins
 
     def pin(self, extra_key: str, token_ids: bytes, until_s: float | None) -> int:
-        """Pin what is cached of a prefix until a time, or (None) end the pin; the number of pages pinned."""
+        """Pin the cached part of a prefix until a time; return the number of pinned pages. None ends the pin."""
         if until_s is None:
             self._cache.unpin(extra_key, token_ids)
             return 0
@@ -358,12 +366,12 @@ class KVMemory:
         self._cache.expire_pins(now_s)
 
     def flush(self) -> tuple[int, int]:
-        """Empty the prefix cache of all that is not leased; returns (pages dropped, pages kept)."""
+        """Drop all pages of the prefix cache that are not leased; return (pages dropped, pages kept)."""
         dropped = self._cache.flush()
         self._supply.give_back(dropped)
         return len(dropped), self._cache.locked_pages
 
 
 def _needs_prompt_logits(req: Req) -> bool:
-    """Log-probabilities of a prompt need its logits, so all of it has to be computed until they are sent."""
+    """Whether the request needs the logits of its prompt, for log-probabilities: then the whole prompt is computed."""
     return req.sampling.prompt_logprobs is not None and not req.answered

@@ -1,7 +1,7 @@
 """The page equation: `free + cached(evictable + locked) + held == total`, and every lock has an owner.
 
-Pages that nobody owns any more are lost until the process ends; a page with two owners is garbage in somebody's answer.
-Both are bugs that show late and far away, so they are looked for where they happen.
+A page without an owner is lost until the process ends. A page with two owners corrupts an answer. Both bugs show late
+and far from their cause, so the `Ledger` checks for them when the scheduler is idle, and after every step in tests.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .row_memory import RowMemory
 
 
 class LedgerError(EngineError):
-    """The books do not balance: a bug of the scheduler. The message has all terms."""
+    """The page equation does not hold: a bug of the scheduler. The message has all terms."""
 
 
 class Ledger:
-    """Checks; changes nothing."""
+    """Checks the accounts of pages, locks and rows. It changes nothing."""
 
     __slots__ = ("_allocator", "_cache", "_host", "_kv", "_pool")
 
@@ -32,7 +32,7 @@ class Ledger:
         self._pool, self._kv, self._host = memory.pool, memory.kv, memory.host
 
     def check(self) -> None:
-        """The equation from the counters; cost does not grow with what is cached.
+        """Check the equation with the counters. The cost does not grow with the number of cached pages.
 
         Raises:
             LedgerError: pages are missing or counted twice.
@@ -47,10 +47,10 @@ class Ledger:
             )
 
     def check_idle(self) -> None:
-        """The equation, and that nothing is held, locked or without return when no request is left.
+        """Check the equation, and that without requests no page is held or locked and no row is taken.
 
         Raises:
-            LedgerError: with what is left behind.
+            LedgerError: the message says what is still taken.
         """
         self.check()
         rows_out = self._pool.num_rows - self._pool.num_free_rows
@@ -64,14 +64,14 @@ class Ledger:
             raise LedgerError(f"no request is left, but {taken} pages of host memory are taken")
 
     def audit(self, reqs: Iterable[Req], swapped: Iterable[Req] = ()) -> None:
-        """Everything, page by page; for tests. Costs a walk over all pages.
+        """Check every page. For tests: the cost grows with the number of pages.
 
         Args:
             reqs: all requests with a row.
             swapped: all requests whose KV is on the host.
 
         Raises:
-            LedgerError: the first thing found wrong.
+            LedgerError: for the first error found.
         """
         self.check()
         owners = np.zeros(self._allocator.num_pages + 1, dtype=np.int32)
@@ -85,9 +85,9 @@ class Ledger:
             leased, own = row_pages[: req.lease.num_pages], row_pages[req.lease.num_pages :]
             np.add.at(owners, own, 1)
             if req.lease.num_pages and not np.array_equal(self._cache.pages_of(req.lease), leased):
-                raise LedgerError(f"{req}: its row and its lease name different pages")
+                raise LedgerError(f"{req}: its row and its lease have different pages")
             if self._pool.num_leased[req.row] != req.lease.num_pages:
-                raise LedgerError(f"{req}: num_leased disagrees with its lease")
+                raise LedgerError(f"{req}: num_leased differs from the length of its lease")
         if owners[0] or (owners[1:] != 1).any():
             wrong = np.flatnonzero(owners != 1)[1 - min(1, int(owners[0])) :][:8]
             raise LedgerError(f"pages {wrong.tolist()} have {owners[wrong].tolist()} owners instead of one")

@@ -1,12 +1,17 @@
-"""`PageAllocator`: which pages of the KV pool are free. It knows ids, not contents and not owners.
+"""`PageAllocator`: the free pages of the KV pool. It knows page ids; it knows neither contents nor owners.
 
-Pages are 1..num_pages; page 0 is the dummy page and is never handed out.
+Page ids are 1..num_pages. Page 0 is the dummy page and is never allocated.
 
-Attention reads a request's pages one after the other, and memory is slower where they lie anywhere: no prefetcher
-follows. So pages come in *extents* of neighbors. Who grows gets the page after its last one if that is free,
-otherwise the first page of an extent that is wholly free; the rest of it stays free for its next pages. Nothing is
-promised: when there are no such extents any more, those rests are handed out to whoever needs them. The extent that
-came free last is the first one used again: it is the likeliest to be in a cache.
+Attention reads the pages of a request in order. Reading is slower if they are scattered, because the hardware
+prefetcher cannot follow. So pages are divided into *extents* of eight neighbors:
+
+    extent   | 1  2  3  4  5  6  7  8 | 9 10 11 12 13 14 15 16 | 17 ...
+    owner    | a  a  a  b  b  .  .  . | c  c  .  .  .  .  .  . |  .        . is free
+
+A row that grows gets the page after its last one if that page is free and in the same extent. Otherwise it gets the
+first page of a wholly free extent, and the rest of that extent stays free for its next pages. This is no reservation:
+when no extent is wholly free, any request gets pages of such rests. The extent that became free last is used first,
+because its memory is most likely still in a CPU cache.
 """
 
 from __future__ import annotations
@@ -21,25 +26,25 @@ from ...runtime.errors import EngineError
 from ..arrays import AnyIntArray, BoolArray, IntArray
 
 EXTENT_PAGES: Final = 8
-"""Pages of an extent: 128 tokens, where a page has 16."""
+"""Pages of an extent: 128 tokens at 16 tokens per page."""
 
 _IN_EXTENT: Final = np.arange(EXTENT_PAGES, dtype=np.int32)
 
 
 class PageError(EngineError):
-    """A page was asked for that does not exist, or given back twice: a bug of the scheduler, not of a request."""
+    """Too many pages were requested, or a page was freed twice: a bug of the scheduler, not of a request."""
 
 
 class PageAllocator:
-    """Free pages, by extents: a stack of those that are wholly free, and a list of those that have some free pages.
+    """Free pages by extent: a stack of wholly free extents, and a list of extents with some free pages.
 
-    The list may name extents that are not like that any more; they are passed over when they are met. Who grows page
-    by page takes from its beginning, where extents were touched longest ago, and prompts take from its end.
+    Entries of the list may be out of date; `_take_some` skips those. Decodes take from the beginning of the list, where
+    the extents that changed longest ago are; prompts take from its end.
 
     Attributes:
-        num_pages: free or not.
-        num_free: pages that can be handed out.
-        highest_used: the highest id that was ever handed out; 0 if none was.
+        num_pages: all pages, free or not.
+        num_free: pages that can be allocated.
+        highest_used: the highest page id that was ever allocated; 0 if none was.
     """
 
     # Positions count from 0: page p has position p - 1, and extent e the positions from e * EXTENT_PAGES.
@@ -64,7 +69,7 @@ class PageAllocator:
         self.highest_used = 0
         self._is_free: BoolArray = np.arange(num_extents * EXTENT_PAGES) < num_pages
         self._num_free_in = self._is_free.reshape(-1, EXTENT_PAGES).sum(axis=1, dtype=np.int32)
-        # The same two once more: single numbers are had from there in a third of the time.
+        # Memory views of the same two arrays: reading one element takes a third of the time.
         self._free_at, self._free_in = self._is_free.data, self._num_free_in.data
         self._whole: IntArray = np.zeros(num_extents, dtype=np.int32)
         self._whole[:num_whole] = np.arange(num_whole - 1, -1, -1)
@@ -78,10 +83,11 @@ class PageAllocator:
         """Take `count` pages; [count] int32, all different.
 
         Args:
-            after: the page that they follow in the order in which they will be read; 0: none.
+            count: number of pages.
+            after: the page after which attention reads the new pages; 0: none.
 
         Raises:
-            PageError: fewer are free. Callers make room first (see `KVMemory`), so this is a bug.
+            PageError: fewer pages are free. Callers evict first (see `PageSupply`), so this is a bug.
         """
         self._check(count)
         next_ones = self._take_after(after, count)
@@ -95,10 +101,10 @@ class PageAllocator:
         )
 
     def allocate_after(self, pages: IntArray) -> IntArray:
-        """Take one page for each of `pages`, which it will follow; [len(pages)] int32, all different.
+        """Take one page to follow each of `pages`; [len(pages)] int32, all different.
 
         Args:
-            pages: 0: it follows the one that the entry before gets.
+            pages: [n] the last page of a row; 0: the new page follows the one that the entry before gets.
 
         Raises:
             PageError: see `allocate`.
@@ -113,15 +119,15 @@ class PageAllocator:
         return self._hand_out(np.array(positions, dtype=np.int32))
 
     def num_extents_needed(self, pages: IntArray) -> int:
-        """How many of `pages` (0 is none) have no free page after them in their extent, nor a wholly free extent."""
+        """Extents missing so that each of `pages` (0: skipped) can be followed in its extent or by a free extent."""
         at_end = sum(1 for page in pages.tolist() if page and not self._has_next(page))
         return max(at_end - self._num_whole, 0)
 
     def free(self, pages: AnyIntArray) -> None:
-        """Take pages back.
+        """Free pages.
 
         Raises:
-            PageError: one of them is free already, or is no page; nothing is changed then.
+            PageError: one of them is free already or does not exist; then nothing changes.
         """
         if not pages.size:
             return
@@ -134,7 +140,7 @@ class PageAllocator:
         self.num_free += int(pages.size)
         extents, counts = np.unique(positions // EXTENT_PAGES, return_counts=True)
         self._num_free_in[extents] += counts.astype(np.int32)
-        for extent in extents[::-1].tolist():  # the lowest comes first again
+        for extent in extents[::-1].tolist():  # so that the lowest extent is used first
             if self._free_in[extent] == EXTENT_PAGES:
                 self._whole[self._num_whole] = extent
                 self._num_whole += 1
@@ -142,21 +148,21 @@ class PageAllocator:
                 self._list(extent)
 
     def free_pages(self) -> IntArray:
-        """The ids of all free pages, ascending; for checks."""
+        """The ids of all free pages, in ascending order; for checks."""
         return np.flatnonzero(self._is_free).astype(np.int32) + np.int32(1)
 
     # ------------------------------------------------------------ taking positions
 
     def _check(self, count: int) -> None:
         if count > self.num_free:
-            raise PageError(f"{count} pages wanted, {self.num_free} of {self.num_pages} are free")
+            raise PageError(f"{count} pages requested, {self.num_free} of {self.num_pages} are free")
 
     def _has_next(self, page: int) -> bool:
-        """Whether the page after it is free, and in the same extent.
+        """Whether the page after it is free and in the same extent.
 
-        None of an extent that is wholly free counts: those begin with their first page.
+        False in a wholly free extent: those are allocated from their first page on.
         """
-        # The position after a page is its id.
+        # Page p has position p - 1, so p is the position of the page after it.
         return bool(
             page % EXTENT_PAGES
             and page < len(self._free_at)
@@ -165,7 +171,7 @@ class PageAllocator:
         )
 
     def _take_after(self, page: int, count: int) -> list[int]:
-        """The free positions after a page, to the end of its extent; at most `count`."""
+        """Take the consecutive free positions after a page, up to the end of its extent; at most `count`."""
         if not count or not self._has_next(page):
             return []
         end, stop = page + 1, min(page + count, (page // EXTENT_PAGES + 1) * EXTENT_PAGES)
@@ -174,7 +180,7 @@ class PageAllocator:
         return self._take_run(page, end)
 
     def _begin_extent(self, count: int) -> list[int]:
-        """The first `count` positions of a wholly free extent; less where it ends, none where there is none."""
+        """Take the first `count` positions of a wholly free extent, at most all of it; none without such an extent."""
         if not count or not self._num_whole:
             return []
         self._num_whole -= 1
@@ -182,7 +188,7 @@ class PageAllocator:
         return self._take_run(begin, begin + min(count, EXTENT_PAGES))
 
     def _take_run(self, begin: int, end: int) -> list[int]:
-        """These positions, which lie in one extent."""
+        """Take the positions from `begin` to `end`, which are in one extent."""
         extent = begin // EXTENT_PAGES
         for position in range(begin, end):
             self._free_at[position] = False
@@ -192,7 +198,7 @@ class PageAllocator:
         return list(range(begin, end))
 
     def _take_whole(self, count: int) -> IntArray:
-        """All positions of as many wholly free extents as there are; [at most `count`, EXTENT_PAGES] int32."""
+        """Take up to `count` wholly free extents; [n, EXTENT_PAGES] int32, their positions."""
         count = min(count, self._num_whole)
         self._num_whole -= count
         extents = self._whole[self._num_whole : self._num_whole + count][::-1]
@@ -201,7 +207,7 @@ class PageAllocator:
         return extents[:, None] * np.int32(EXTENT_PAGES) + _IN_EXTENT
 
     def _take_some(self, count: int, next_extent: Callable[[], int]) -> list[int]:
-        """Any free positions of extents that are not wholly free, where there are none that are."""
+        """Take any `count` free positions of partly free extents; used when no extent is wholly free."""
         found: list[int] = []
         while len(found) < count:
             extent = next_extent()
@@ -217,7 +223,7 @@ class PageAllocator:
         return found
 
     def _list(self, extent: int) -> None:
-        """This one has some free pages."""
+        """Add an extent with some free pages to the list."""
         if not self._is_listed[extent]:
             self._is_listed[extent] = True
             self._some.append(extent)

@@ -1,6 +1,6 @@
-"""`PageSupply`: pages for requests: free ones, and where those are too few the ones that only the prefix cache has.
+"""`PageSupply`: gives out free pages, and evicts from the prefix cache when there are too few.
 
-`KVMemory` asks it for pages and gives them back; whose a page is then is its matter.
+`KVMemory` takes pages from it and gives them back. `KVMemory` also keeps track of the owners.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ..prefix_cache.base import PrefixCache
 from .page_allocator import EXTENT_PAGES, PageAllocator
 
 AHEAD_PART: Final = 32
-"""Where the order of pages counts, some are evicted ahead of decodes' need while less than 1/32 of all is free.
+"""Where contiguous runs matter, pages are evicted ahead of the need of decodes while less than 1/32 of all is free.
 
-A larger part costs more of the cache than order is worth: multi-turn chats of 26 sessions in 1,024 pages found 79 % of
-their tokens cached without, 78 to 78.5 % with 1/32, 76 to 77 % with 1/16.
+A larger part loses more cache hits than contiguous runs are worth: multi-turn chats of 26 sessions in 1,024 pages found
+79 % of their tokens cached without it, 78 to 78.5 % with 1/32, 76 to 77 % with 1/16.
 """
 
 
@@ -23,7 +23,7 @@ class PageSupply:
     """See the module.
 
     Attributes:
-        evicted_total: pages taken from the prefix cache because requests needed them, or will soon.
+        evicted_total: pages evicted from the prefix cache so far, on demand or ahead of demand.
     """
 
     __slots__ = ("_allocator", "_cache", "_most_ahead", "evicted_total")
@@ -31,7 +31,7 @@ class PageSupply:
     def __init__(
         self, allocator: PageAllocator, prefix_cache: PrefixCache, *, reads_in_order: bool = False
     ) -> None:
-        """`reads_in_order`: whether it is worth something that a request's pages lie after each other."""
+        """`reads_in_order`: whether attention is faster when the pages of a request are contiguous."""
         self._allocator = allocator
         self._cache = prefix_cache
         self._most_ahead = (
@@ -46,30 +46,30 @@ class PageSupply:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
+        """Pages without an owner."""
         return self._allocator.num_free
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` could give: free ones and evictable ones."""
+        """Pages that `take` can return: free pages and evictable pages."""
         return self._allocator.num_free + self._cache.evictable_pages
 
     @property
     def highest_used(self) -> int:
-        """The highest page id that anybody ever had; 0 if nobody had one."""
+        """The highest page id that was ever allocated; 0 if none was."""
         return self._allocator.highest_used
 
     def take(self, count: int, after: int) -> IntArray:
-        """So many pages, evicting where needed; after page `after` (0: none) and each other as far as possible.
+        """Take `count` pages; evict if needed. They follow page `after` (0: none) and each other where possible.
 
         Raises:
-            PageError: there are not so many. A bug: the caller knows `num_available`.
+            PageError: fewer are available. A bug: the caller checks `num_available`.
         """
         self._make_room(count)
         return self._allocator.allocate(count, after)
 
     def take_after(self, pages: IntArray) -> IntArray:
-        """One page for each of `pages` [n], after it if possible; 0 is after none.
+        """Take one page to follow each of `pages` [n] where possible; for 0 see `PageAllocator.allocate_after`.
 
         Raises:
             PageError: see `take`.
@@ -79,7 +79,7 @@ class PageSupply:
         return self._allocator.allocate_after(pages)
 
     def give_back(self, pages: AnyIntArray) -> None:
-        """Pages that nobody owns any more."""
+        """Take back pages that have no owner any more."""
         self._allocator.free(pages)
 
     def _make_room(self, count: int) -> None:
@@ -89,9 +89,9 @@ class PageSupply:
             self._evict(missing)
 
     def _make_room_behind(self, pages: IntArray) -> None:
-        """Evict a little more, so that who is at the end of an extent may get the next one for itself.
+        """Evict up to a few extents more, so that a row at the end of its extent can get a wholly free extent.
 
-        Page after page would come from as many places of the cache, and be read as slowly.
+        Pages that are evicted one at a time come from scattered places, and scattered pages are slower to read.
         """
         most = self._most_ahead - self._allocator.num_free
         if most > 0 and (extents := self._allocator.num_extents_needed(pages)):

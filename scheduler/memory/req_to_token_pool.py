@@ -1,6 +1,6 @@
-"""`ReqToTokenPool`: the rows of running requests, and which pages hold each row's tokens.
+"""`ReqToTokenPool`: the rows of running requests, and the pages that hold the tokens of each row.
 
-It stores pages, not slots: one number per page instead of one per token. The slot of position p of a row is
+It stores one page id per page instead of one slot per token. The slot of position p of a row is
 `pages[row, p // page_size] * page_size + p % page_size`.
 """
 
@@ -15,12 +15,12 @@ class ReqToTokenPool:
     """Rows and their page tables.
 
     Attributes:
-        num_rows: R; requests that can run at the same time.
+        num_rows: R, the number of requests that can run at the same time.
         pages: [R, max pages] int32, the page table.
-        num_pages: [R] int32, how many entries of each row are valid.
-        num_leased: [R] int32, how many of them, from the first on, belong to the prefix cache.
-        epoch: [R] int32, counts releases of each row: a step in flight that names a row with an older epoch speaks of a
-            request that has left, even if the row has a new tenant.
+        num_pages: [R] int32, valid entries of each row of the page table.
+        num_leased: [R] int32, the number of those, from the first on, that the prefix cache owns.
+        epoch: [R] int32, counts the releases of each row. A step in flight with an older epoch of a row belongs to a
+            request that has left the row, even if another request has the row now.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class ReqToTokenPool:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows that `allocate` can hand out."""
+        """Rows that `allocate` can return."""
         return len(self._free_rows)
 
     def allocate(self) -> int:
@@ -58,10 +58,10 @@ class ReqToTokenPool:
         return self._free_rows.pop()
 
     def release(self, row: int) -> None:
-        """Give a row back; its pages must have been taken care of. The next plan tells the runner.
+        """Free a row; its pages must have been freed before. The next plan tells the runner.
 
-        The row may be handed out at once, although a step in flight still names it: the runner applies plans in order,
-        and results for the old tenant are recognized by their epoch.
+        The row may be allocated again at once, although a step in flight still uses it: the runner applies plans in
+        order, and the epoch identifies results of the old request.
         """
         self.num_pages[row] = 0
         self.num_leased[row] = 0
@@ -71,7 +71,7 @@ class ReqToTokenPool:
 
     @property
     def has_left_rows(self) -> bool:
-        """Whether `take_left_rows` has something to say."""
+        """Whether rows were released since the last `take_left_rows`."""
         return bool(self._left_rows)
 
     def take_left_rows(self) -> list[int]:
@@ -94,7 +94,7 @@ class ReqToTokenPool:
         """[n] the slot of one position of each row."""
         page_size = np.int32(self.page_size)
         page_idx = positions // page_size
-        # page · size + position - index · size; 1,000 rows in 13 us, against 24 with two indices and `divmod`
+        # page * size + position - index * size; 1,000 rows take 13 us, against 24 us with two indices and `divmod`
         slots: IntArray = self._flat_pages.take(rows * self._row_width + page_idx)
         slots -= page_idx
         slots *= page_size

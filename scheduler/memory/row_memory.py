@@ -1,4 +1,4 @@
-"""`RowMemory`: what the rows of the pool have: lengths and token ids, pages of KV memory, and pages on the host."""
+"""`RowMemory`: the memory of the pool's rows: lengths and token ids, KV pages, and pages on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .swap_pool import SwapPool
 
 @dataclass(frozen=True, slots=True)
 class RowMemory:
-    """Four parts that describe the same rows; most users need several of them.
+    """Four parts that describe the same rows; most users need more than one of them.
 
     Attributes:
         states: lengths and token ids, by row.

@@ -1,4 +1,4 @@
-"""`SwapPool`: which pages of the host's KV pool are taken, and what the next step must copy there and back."""
+"""`SwapPool`: the pages of the host's KV pool, and the copies to and from the host that the next step must make."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .page_allocator import PageAllocator
 
 
 class SwapPool:
-    """Pages for the KV of swapped requests. Ids are 0..num_pages-1; without pages nothing can be swapped.
+    """Host pages for the KV of swapped requests. Ids are 0..num_pages-1; with 0 pages no request is swapped.
 
-    The runner copies out before anything else of a step, so pages on the device may be given to others in the same
-    pass; and it copies in before the step reads, so pages on the host are free as soon as their copy is planned.
+    The runner copies to the host before anything else of a step, so the device pages can be reused in the same pass.
+    It copies to the device before the step reads KV, so host pages are free as soon as their copy is planned.
 
     Attributes:
         swapped_out_pages_total, swapped_in_pages_total: copies planned so far.
@@ -47,16 +47,16 @@ class SwapPool:
 
     @property
     def has_outs(self) -> bool:
-        """Whether copies to the host are planned for the next step, so that none may come back in it."""
+        """Whether copies to the host are planned for the next step. Then that step copies none to the device."""
         return bool(self._outs)
 
     @property
     def swap_in_reserved(self) -> bool:
-        """Whether a swapped request comes back in the next step, so that nothing may go to the host in it."""
+        """Whether a swapped request returns in the next step. Then that step copies none to the host."""
         return self._swap_in_reserved
 
     def swap_out(self, pages: IntArray) -> IntArray:
-        """Plan to copy pages to the host; [n] the host's pages. Callers look at `num_free` before."""
+        """Plan to copy pages [n] to the host; return [n] host pages. The caller has checked `num_free`."""
         assert not self._swap_in_reserved, "in and out in the same step"
         host_pages = self._allocator.allocate(len(pages)) - 1
         self._outs.append(np.stack([pages, host_pages], axis=1))
@@ -64,22 +64,22 @@ class SwapPool:
         return host_pages.astype(np.int32)
 
     def reserve_swap_in(self) -> None:
-        """A swapped request was admitted; `swap_in` follows when its pages are taken, at the end of the pass."""
+        """Note that a swapped request was admitted. `swap_in` follows at the end of the pass, with its pages."""
         self._swap_in_reserved = True
 
     def swap_in(self, host_pages: IntArray, pages: IntArray) -> None:
-        """Plan to copy pages back to the device."""
+        """Plan to copy host pages [n] to device pages [n]."""
         if len(pages):
             assert not self._outs, "in and out in the same step"
             self._ins.append(np.stack([host_pages, pages], axis=1))
             self.swapped_in_pages_total += len(pages)
 
     def free(self, host_pages: IntArray) -> None:
-        """Nobody needs these any more."""
+        """Free host pages."""
         self._allocator.free(host_pages + 1)
 
     def take_copies(self) -> tuple[IntArray, IntArray]:
-        """([O, 2] out, [I, 2] in) since the last call, for `StepPlan`."""
+        """([O, 2] to the host, [I, 2] to the device): the copies planned since the last call, for `StepPlan`."""
         outs, ins = self._outs, self._ins
         self._outs, self._ins = [], []
         self._swap_in_reserved = False

@@ -1,1 +1,1 @@
-"""The radix tree of computed prefixes: matching, leases, eviction, pins, and why a prefix missed."""
+"""The radix tree of computed prefixes: matching, leases, eviction, pins, and explanations of cache misses."""

@@ -1,18 +1,19 @@
-"""`PrefixCache`: what the scheduler needs of a store of computed prefixes; `NoPrefixCache`: the one that keeps none.
+"""`PrefixCache`: the interface of the cache of computed prefixes; `NoPrefixCache`: an implementation that keeps none.
 
-Ownership of pages is the whole point of this interface:
+The interface defines who owns a page:
 
-- A request *leases* a prefix. Leased pages belong to the cache, cannot be evicted, and may be leased by many.
-- `extend` offers the request's own next pages to the cache. What it returns stands for those positions from now on.
-  Where that is the page offered, the cache owns the page now; where it is another one, somebody was faster, and the
-  request still owns its copy and has to free it. What is not returned stays the request's.
-- `release` ends the lease. The pages stay, unlocked, until `evict` hands them out. `forget` ends it where the KV may be
-  bad: what no other request uses is handed out at once.
+- `lock`: a request *leases* a prefix. The cache owns leased pages. They cannot be evicted. Several requests can lease
+  the same pages.
+- `extend`: a request offers its next pages to the cache. The cache returns the pages for those positions. Where it
+  returns the offered page, the cache owns that page now. Where it returns another one, it already had the same tokens:
+  the request uses the cache's page and must free its own copy. Pages without a returned page stay with the request.
+- `release`: ends the lease. The pages stay in the cache, unlocked, until `evict` returns them.
+- `forget`: ends the lease of a request whose KV may be bad. Pages that no other request uses are returned at once.
 
-So each page has one owner at any time, and a request that ends frees exactly the pages beyond its lease.
+So each page has one owner at any time, and a request that ends frees exactly the pages after its lease.
 
-A *pin* is a wish of a client to keep a prefix for a time. It changes no ownership and blocks nobody: pinned pages stay
-evictable and count as such, they are only the last to go, and when they go the pin goes with them.
+A *pin* is a client's order to keep a prefix for a time. It changes no ownership and blocks no request: pinned pages
+count as evictable and are evicted last. A pin ends when its pages are evicted.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from ..records.cache_miss import CacheMiss, MissKind
 
 
 def namespace_of(cache_salt: str, lora_id: str) -> str:
-    """The namespace of requests with this salt and adapter; two different pairs never have the same.
+    """The namespace of requests with this salt and adapter. Different pairs have different namespaces.
 
-    Both are arbitrary strings of clients, so no separator would do: the length says where the adapter's name ends.
-    Without both it is the empty string, which no pair with one of them gives.
+    Clients choose both strings, so a separator could occur in them. Instead, the length of the adapter's name precedes
+    it. The namespace is empty if and only if both strings are empty.
     """
     return f"{len(lora_id)}:{lora_id}{cache_salt}" if cache_salt or lora_id else ""
 
 
 class PrefixMatch(NamedTuple):
-    """A cached prefix of a request, found but not locked; good until the cache's `generation` changes.
+    """A cached prefix of a request that is not locked. It is valid until the cache's `generation` changes.
 
     Attributes:
-        num_pages: how long it is.
-        node: where it ends; only the cache looks at it.
-        pages_in_node: how many pages of `node` belong to it.
+        num_pages: length of the prefix.
+        node: the node in which it ends; only the cache uses it.
+        pages_in_node: number of pages of `node` that belong to it.
     """
 
     num_pages: int = 0
@@ -48,12 +49,12 @@ class PrefixMatch(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What a request would start with if it were admitted now.
+    """The KV that a request starts with if it is admitted now.
 
     Attributes:
-        match: the pages that the prefix cache has; they are leased and take no new memory.
-        ready_len: tokens that need not be computed. Equal to the match's tokens, or more: the KV behind the match comes
-            back from the host, or is copied from a sibling's last page; it takes new pages, but no computing.
+        match: the pages of the prefix cache. They are leased and take no new memory.
+        ready_len: tokens that need not be computed: those of the match, or more. The KV after the match is copied from
+            the host, or from the last prompt page of a sibling. It takes new pages, but is not computed.
     """
 
     match: PrefixMatch
@@ -66,7 +67,7 @@ class Lease:
     Attributes:
         extra_key: the namespace.
         num_pages: length of the prefix.
-        node: where it ends; only the cache looks at it.
+        node: the node at which it ends; only the cache uses it.
         priority: of the request.
     """
 
@@ -80,24 +81,24 @@ class Lease:
 
 
 class PrefixCache(Protocol):
-    """A store of computed prefixes in whole pages, divided into namespaces.
+    """A cache of computed prefixes in whole pages, divided into namespaces.
 
-    Token ids come as int32 bytes; a trailing part that fills no page is ignored.
+    Token ids are int32 bytes. Trailing tokens that do not fill a page are ignored.
     """
 
     @property
     def shares(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether prefixes are kept."""
         ...
 
     @property
     def generation(self) -> int:
-        """Changes whenever an earlier `PrefixMatch` may have become wrong or too short."""
+        """A number that changes whenever an earlier `PrefixMatch` may have become wrong or too short."""
         ...
 
     @property
     def evictable_pages(self) -> int:
-        """Pages that `evict` could free."""
+        """Pages that `evict` can return."""
         ...
 
     @property
@@ -112,35 +113,35 @@ class PrefixCache(Protocol):
 
     @property
     def num_pins(self) -> int:
-        """How many there are; at most as many as pages of the quota."""
+        """Number of pins; at most the number of pages of the quota."""
         ...
 
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
-        """The longest cached prefix of at most `max_pages`. Changes nothing."""
+        """The longest cached prefix of at most `max_pages` pages. Changes nothing."""
         ...
 
     def unlocked_pages(self, match: PrefixMatch) -> int:
-        """How many pages of the match would stop being evictable if it were locked."""
+        """Number of evictable pages that become locked if the match is locked."""
         ...
 
     def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
-        """Lease a match that is still good, for a request of this priority."""
+        """Lease a match that is still valid, for a request of this priority."""
         ...
 
     def pages_of(self, lease: Lease) -> IntArray:
-        """[lease.num_pages] the leased pages, first to last."""
+        """[lease.num_pages] the leased pages, in order."""
         ...
 
     def extend(self, lease: Lease, token_ids: bytes, pages: AnyIntArray) -> AnyIntArray:
-        """Make the lease longer; see the module's text.
+        """Offer pages to the cache and extend the lease by them; see the module.
 
         Args:
-            lease: grows by the pages returned.
-            token_ids: int32 bytes of the tokens that follow the leased ones.
-            pages: [n] the request's pages with their KV; `token_ids` has n pages.
+            lease: grows by the returned pages.
+            token_ids: int32 bytes of the n pages of tokens that follow the leased ones.
+            pages: [n] the request's pages that hold their KV.
 
         Returns:
-            [n] or, if nothing is kept, [0]: the cache's pages for these tokens.
+            [n] the cache's pages for these tokens; [0] if the cache keeps none.
         """
         ...
 
@@ -149,62 +150,65 @@ class PrefixCache(Protocol):
         ...
 
     def forget(self, lease: Lease) -> IntArray:
-        """End a lease and drop the end of its prefix, as far as nobody else leases or has extended it.
+        """End a lease and drop the end of its prefix: the nodes that no other lease covers and no node follows.
 
         Returns:
-            the dropped pages; nobody owns them.
+            the dropped pages, which have no owner.
         """
         ...
 
     def evict(self, num_pages: int, *, spare_pins: bool = False) -> IntArray:
-        """Forget the least valuable unlocked pages, at most `num_pages`, and hand them over.
+        """Drop at most `num_pages` unlocked pages, those of the lowest rank first, and return them.
 
-        Pinned ones go when no others are left, or not at all (`spare_pins`).
+        Pinned pages are dropped when no others are left; with `spare_pins` they are not dropped.
         """
         ...
 
     def flush(self) -> IntArray:
-        """Forget all that is not leased, pins included, and hand it over."""
+        """Drop all pages that are not leased, including pinned ones, and return them."""
         ...
 
     def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
-        """Keep what is cached of a prefix *now* until a time, as far as the quota goes, its beginning first.
+        """Pin the part of a prefix that is cached *now* until a time. Within the quota, its first pages are pinned.
 
-        Pages that come later are not covered; to cover them, pin again. That also sets the new time, which may be
-        earlier. Whoever calls sees to it that nobody pins for ever.
+        Pages that are cached later are not covered; another `pin` covers them. It also sets a new time, which may be
+        earlier. The caller bounds the time.
 
         Returns:
-            pages of the prefix that this pin covers.
+            number of pages of the prefix that this pin covers.
         """
         ...
 
     def unpin(self, extra_key: str, token_ids: bytes) -> None:
-        """End the pin that was made with the same arguments, if it is still there."""
+        """End the pin that was made with the same arguments, if it still exists."""
         ...
 
     def expire_pins(self, now_s: float) -> None:
-        """End the pins whose time has come. For each pass: costs nothing while there are none."""
+        """End the expired pins. Called in each pass; the cost is negligible while there are no pins."""
         ...
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
-        """Why a match that is still good (so: before it is locked) is not longer.
+        """Explain why a match is not longer. The match must still be valid, so call this before `lock`.
 
         Args:
-            token_ids: the whole prompt that was looked up with all but its last token allowed to match.
+            extra_key: the namespace.
+            token_ids: the whole prompt. Its last token was not part of the look-up.
+            match: the match of this prompt.
+            rid: the request.
         """
         ...
 
     def verify(self, leases: Iterable[Lease]) -> list[str]:
-        """What is wrong inside: counters, locks without lease, leases without lock. Costs a walk over everything."""
+        """Errors found: wrong counters, locks without a lease, leases without a lock. Visits every node."""
         ...
 
     def all_pages(self) -> IntArray:
-        """Every page the cache owns; for checks."""
+        """All pages that the cache owns; for checks."""
         ...
 
 
 class NoPrefixCache:
-    """Keeps nothing: requests own all their pages and free them when they end."""
+    """Keeps no prefixes: requests own all their pages and free them when they end."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Checks of a `RadixCache`'s tree, node by node: for tests, and for idle moments that should prove the books."""
+"""Checks of a `RadixCache`'s tree, node by node; for tests, and for checks of an idle scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Roots = dict[str, RadixNode]
 
 
 def nodes_of(roots: Roots) -> Iterator[RadixNode]:
-    """All nodes, the roots included, in no particular order."""
+    """All nodes, including the roots, in no particular order."""
     stack = list(roots.values())
     while stack:
         node = stack.pop()
@@ -24,7 +24,7 @@ def nodes_of(roots: Roots) -> Iterator[RadixNode]:
 
 
 def pages_in(roots: Roots) -> IntArray:
-    """[n] the pages of all nodes."""
+    """[n] the page ids of all nodes."""
     runs = [node.pages for node in nodes_of(roots)]
     return np.concatenate(runs) if runs else EMPTY
 
@@ -32,7 +32,15 @@ def pages_in(roots: Roots) -> IntArray:
 def verify_nodes(
     roots: Roots, leases: Iterable[Lease], queue: EvictionQueue, page_size: int, counts: tuple[int, int]
 ) -> Iterator[str]:
-    """What is wrong, given all leases that there are and (evictable, locked) pages as they are counted."""
+    """Yield errors of the tree.
+
+    Args:
+        roots: the tree, by namespace.
+        leases: all leases on the tree.
+        queue: the eviction queue, which must find every evictable leaf.
+        page_size: tokens per page.
+        counts: (evictable, locked) pages, as the cache counts them.
+    """
     owners: dict[int, int] = {}
     for lease in leases:
         length = 0
@@ -40,7 +48,7 @@ def verify_nodes(
             owners[id(node)] = owners.get(id(node), 0) + 1
             length += len(node.pages)
         if length != lease.num_pages:
-            yield f"a lease says {lease.num_pages} pages, its path has {length}"
+            yield f"a lease has {lease.num_pages} pages, its path has {length}"
     evictable = locked = 0
     for node in nodes_of(roots):
         if node.lock_ref:
@@ -53,8 +61,8 @@ def verify_nodes(
             yield f"a node has {len(node.key)} key bytes for {len(node.pages)} pages"
         for first_page, child in node.children.items():
             if child.parent is not node or not child.key.startswith(first_page):
-                yield "a child is filed under the wrong page or parent"
+                yield "a child is stored under the wrong page or parent"
         if node.is_evictable_leaf and not queue.finds(node):
-            yield "an evictable leaf that eviction would not find"
+            yield "the eviction queue does not find an evictable leaf"
     if (evictable, locked) != counts:
         yield f"evictable and locked pages are counted as {counts}, but are {(evictable, locked)}"

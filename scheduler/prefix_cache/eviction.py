@@ -1,11 +1,12 @@
-"""What goes first when memory is needed: `EvictionPolicy` ranks leaves, `EvictionQueue` finds the lowest.
+"""The order of eviction: `EvictionPolicy` ranks leaves, `EvictionQueue` finds the leaf of the lowest rank.
 
-A policy is a pure function of how a node has been used. The queue relies on one property of it: use only raises a rank.
-So an entry may be too low but never too high, and it is enough to look again when it comes up (lazy re-keying):
-nothing is done for the queue when a node is used, which happens far more often than eviction. A rank is one integer
-because a heap does little else than compare: with pairs an eviction takes half as long again.
+A policy is a pure function of how a node has been used. The queue relies on one property: use only raises a rank. So
+the rank in an entry may be too low but is never too high, and the queue computes it again when the entry reaches the
+top (lazy re-keying). Using a node, which is far more frequent than eviction, does not touch the queue. A rank is one
+integer, because a heap mostly compares: with pairs an eviction takes 1.5 times as long.
 
-Policies as in SGLang (sglang:mem_cache/evict_policy.py); its counts go up with each insertion, ours with each request.
+The policies are those of SGLang (sglang:mem_cache/evict_policy.py). SGLang counts a use at each insertion; here each
+request that leases a node counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MIN_COMPACTION: Final = 64
 
 
 class NodeUse(Protocol):
-    """What a policy may look at; see `RadixNode`."""
+    """The attributes of a node that a policy may read; see `RadixNode`."""
 
     @property
     def created(self) -> int: ...
@@ -38,12 +39,12 @@ class EvictionPolicy(Protocol):
     """An order of unlocked leaves."""
 
     def rank(self, node: NodeUse) -> int:
-        """The lowest goes first; use may raise it, and nothing lowers it."""
+        """The rank of a leaf; the lowest is evicted first. Use may raise a rank; nothing lowers it."""
         ...
 
 
 class LruEviction:
-    """The one that has not been used for longest."""
+    """Evicts the least recently used leaf first."""
 
     __slots__ = ()
 
@@ -52,7 +53,7 @@ class LruEviction:
 
 
 class LfuEviction:
-    """The one with the fewest uses, then the least recent. Keeps what is hot; forgets slowly what was hot once."""
+    """Evicts the leaf with the fewest uses first, then the least recent. Leaves that were hot once stay for long."""
 
     __slots__ = ()
 
@@ -61,7 +62,7 @@ class LfuEviction:
 
 
 class FifoEviction:
-    """The one that came first, used or not."""
+    """Evicts the oldest leaf first, whether it was used or not."""
 
     __slots__ = ()
 
@@ -70,9 +71,9 @@ class FifoEviction:
 
 
 class SlruEviction:
-    """The least recent of those that only one request has used, then the least recent of the rest.
+    """Evicts leaves that only one request has used first (the least recent of them), then the least recent of the rest.
 
-    A scan (many prompts, each seen once) passes through the first segment and leaves the second alone.
+    A scan (many prompts, each seen once) only evicts from the first segment; the second one stays.
     """
 
     __slots__ = ()
@@ -83,7 +84,7 @@ class SlruEviction:
 
 
 class PriorityEviction:
-    """The one whose most urgent user was the least urgent, then the least recent."""
+    """Evicts the leaf of the lowest `priority` first, then the least recent."""
 
     __slots__ = ()
 
@@ -95,7 +96,7 @@ LRU: Final = LruEviction()
 
 
 def make_eviction(name: EvictionPolicyName) -> EvictionPolicy:
-    """The policy of a name in the configuration."""
+    """The policy with this name in the configuration."""
     match name:
         case "lru":
             return LRU
@@ -112,10 +113,10 @@ def make_eviction(name: EvictionPolicyName) -> EvictionPolicy:
 
 
 class EvictionQueue:
-    """The unlocked leaves in the order of their rank, those without a pin before those with one.
+    """The unlocked leaves in the order of their rank; leaves without a pin come before those with one.
 
-    Two heaps with at most one entry per node in each. An entry whose node is locked, has children, is gone, or belongs
-    into the other heap, is dropped when it comes up: whoever ends such a state says so here.
+    Two heaps, each with at most one entry per node. An entry is dropped when it reaches the top if its node is locked,
+    has children, has left the tree, or belongs to the other heap. `note` adds the node again when that state ends.
     """
 
     __slots__ = ("_pinned", "_rank", "_seq", "_unpinned")
@@ -127,26 +128,26 @@ class EvictionQueue:
         self._pinned = _LazyHeap(pinned=True)
 
     def note(self, node: RadixNode) -> None:
-        """An evictable leaf is there."""
+        """Add a leaf that has become evictable, unless the heap has an entry for it."""
         heap = self._pinned if node.pin_ref else self._unpinned
         if not node.queued & heap.bit:
             node.queued |= heap.bit
-            self._seq += 1  # decides between equal ranks, so that nodes need no order
+            self._seq += 1  # orders equal ranks, so that nodes are never compared
             heapq.heappush(heap.entries, (self._rank(node), self._seq, node))
 
     def pin_changed(self, node: RadixNode) -> None:
-        """The first pin of a node has begun, or the last has ended."""
+        """Note that the first pin of a node has begun, or the last has ended."""
         (self._unpinned if node.pin_ref else self._pinned).discard(node)
         if node.is_evictable_leaf:
             self.note(node)
 
     def discard(self, node: RadixNode) -> None:
-        """A node has left the tree; its entries are of no use any more."""
+        """Note that a node has left the tree, so its entries are stale."""
         self._unpinned.discard(node)
         self._pinned.discard(node)
 
     def pop(self, *, spare_pins: bool = False) -> RadixNode | None:
-        """Take out the leaf that goes first; None if there is no evictable leaf (`spare_pins`: without a pin)."""
+        """Remove and return the leaf to evict first; None if there is none (with `spare_pins`: none without a pin)."""
         rank_of = self._rank
         for heap in (self._unpinned,) if spare_pins else (self._unpinned, self._pinned):
             entries = heap.entries
@@ -157,20 +158,20 @@ class EvictionQueue:
                     continue
                 if rank_of(node) == rank:
                     return node
-                self.note(node)  # used since the entry was made: back with its new rank
+                self.note(node)  # used since the entry was made: insert it with its new rank
         return None
 
     def finds(self, node: RadixNode) -> bool:
-        """Whether `pop` would come to this evictable leaf in its turn; for checks."""
+        """Whether the queue has an entry for this evictable leaf; for checks."""
         heap = self._pinned if node.pin_ref else self._unpinned
         return bool(node.queued & heap.bit)
 
 
 class _LazyHeap:
-    """A heap of nodes from which entries are struck out by the dozen: alone, each would cost a search.
+    """A heap of nodes from which stale entries are removed in bulk: removing one alone takes a search.
 
     Attributes:
-        bit: what says in `RadixNode.queued` that a node has an entry here.
+        bit: the bit of `RadixNode.queued` that says whether a node has an entry here.
         entries: the heap, by (rank, order of arrival).
     """
 
@@ -183,13 +184,13 @@ class _LazyHeap:
         self._num_discarded = 0
 
     def holds(self, node: RadixNode) -> bool:
-        """Whether an entry for this node is worth something."""
+        """Whether an entry for this node is valid."""
         if node.lock_ref or node.children or node.parent is None:  # `is_evictable_leaf`, without the call
             return False
         return (node.pin_ref > 0) is self._of_pinned
 
     def discard(self, node: RadixNode) -> None:
-        """Note that an entry, if there is one, is of no use; when most are, they go."""
+        """Note that the entry of a node, if there is one, is stale. When half of the entries are, they are removed."""
         if not node.queued & self.bit:
             return
         self._num_discarded += 1

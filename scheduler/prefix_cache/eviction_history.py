@@ -1,12 +1,12 @@
-"""`EvictionHistory`: which page went from behind which node, so that a miss can be explained by an eviction.
+"""`EvictionHistory`: remembers which page was evicted after which node, so that an eviction can explain a miss.
 
-An entry is two integers, however long the page or the namespace: a hash that names (place, page), and the count of
-evictions when the page went (`FLUSHED` if the cache was emptied then, which made room for nobody). The oldest give way
-to new ones. A hash of 64 bits may lie once in 10^19 look-ups; it decides nothing but the words of an explanation.
+An entry is two integers, independent of the length of the page or the namespace: a hash of (place, page), and the count
+of evictions when the page was evicted (`FLUSHED` if a flush dropped it). New entries displace the oldest ones. A wrong
+match of the 64-bit hash happens about once in 10^19 look-ups, and affects only the text of an explanation.
 
-The place is the end of a node. It gets a name with its first entry and another one when pages are cut off, because
-what stood behind the old end does not stand behind the new one. The place before all pages is named by the namespace:
-a root that has lost its last page is gone, but what it lost is still known.
+The place is the end of a node. It gets an id with its first entry, and a new one when pages are cut off, because other
+pages follow the new end. The place before all pages has the namespace as its id, so the entries of a root stay valid
+after the root has lost its last page and is removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLUSHED: Final = -1
 
 
 class EvictionHistory:
-    """At most `max_count` of them."""
+    """At most `max_count` entries."""
 
     __slots__ = ("_evicted_at", "_last_end_id", "_max_count")
 
@@ -33,25 +33,26 @@ class EvictionHistory:
         return len(self._evicted_at)
 
     def removed(self, node: RadixNode, parent: RadixNode, first_page: bytes, evicted_at: int) -> None:
-        """A leaf goes as a whole."""
+        """Note that a whole leaf was evicted."""
         if node.truncated_key:
             self._evicted_at.pop(node.truncated_key, None)
         self._set(parent, first_page, evicted_at)
 
     def truncated(self, node: RadixNode, first_page: bytes, evicted_at: int) -> None:
-        """The end of a leaf goes, from `first_page` on."""
-        self._evicted_at.pop(node.truncated_key, None)  # out of reach now; a leaf may be cut many times
+        """Note that the end of a leaf was evicted, from `first_page` on."""
+        # A leaf may be cut many times; no look-up can reach the entry of an earlier cut.
+        self._evicted_at.pop(node.truncated_key, None)
         node.end_id = 0
         node.truncated_key = self._set(node, first_page, evicted_at)
 
     def inserted(self, parent: RadixNode, first_page: bytes) -> None:
-        """The page is cached again."""
+        """Note that the page is cached again."""
         place = parent.end_id or parent.namespace
         if place is not None and self._evicted_at:
             self._evicted_at.pop(hash((place, first_page)), None)
 
     def find(self, place: RadixNode | str, page: bytes) -> int:
-        """When a page went from behind a node or a namespace's beginning: a count, `FLUSHED`, or 0 if none did."""
+        """When a page after a node, or a namespace's first page, was evicted: a count, `FLUSHED`, or 0 if unknown."""
         name = place if isinstance(place, str) else place.end_id or place.namespace
         return self._evicted_at.get(hash((name, page)), 0) if name is not None else 0
 

@@ -1,7 +1,7 @@
-"""`MissExplainer`: looks around the place where a cached prefix ends and says why it ends there.
+"""`MissExplainer`: finds out why a cached prefix ends where it ends.
 
-It is asked once per admitted request, so everything is bounded: one page of the prompt, a few children, a few
-namespaces. What lies beyond is not seen, so the answer is the nearest reason found, not a proof that there is no other.
+It runs once per admitted request, so its work is bounded: it compares one page of the prompt, a few children and a few
+namespaces. Reasons outside these bounds are not found. The result is the nearest reason found; there may be others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_NAMESPACES: Final = 8
 
 
 class MissExplainer:
-    """Reads the tree, changes nothing."""
+    """Reads the tree; changes nothing."""
 
     __slots__ = ("_eviction_history", "_page_size", "_roots")
 
@@ -57,7 +57,7 @@ class MissExplainer:
         return CacheMiss(rid, prompt_len, prefix_len, kind, prefix_len + num_equal, own_kind=own_kind)
 
     def _within(self, match: PrefixMatch, page: bytes, *, inside: bool) -> tuple[MissKind, int]:
-        """What the request's own namespace has instead of its next page, and how many tokens of it are equal."""
+        """What the request's own namespace has in place of the next page, and how many of its tokens are equal."""
         node: RadixNode | None = match.node
         num_equal = 0
         if inside:
@@ -72,7 +72,7 @@ class MissExplainer:
         return MissKind.DIFFERS if match.num_pages or num_equal else MissKind.NO_PREFIX, num_equal
 
     def _is_elsewhere(self, extra_key: str, token_ids: bytes, end: int) -> bool:
-        """Whether the common or one of the newest namespaces has the first `end` bytes: the match and a page more."""
+        """Whether the default or one of the newest namespaces has the first `end` bytes: the match plus one page."""
         first_page = token_ids[: self._page_size * TOKEN_ID_BYTES]
         for name in ("", *islice(reversed(self._roots), MAX_NAMESPACES)):
             root = self._roots.get(name)
@@ -84,7 +84,7 @@ class MissExplainer:
         return False
 
     def _continues(self, node: RadixNode, token_ids: bytes, end: int) -> bool:
-        """Whether a child of a root and what follows it begin with the first `end` bytes."""
+        """Whether the path from a root's child on begins with the first `end` bytes of `token_ids`."""
         page_bytes = self._page_size * TOKEN_ID_BYTES
         offset = 0
         while True:
@@ -100,8 +100,8 @@ class MissExplainer:
 
 
 def _num_equal_tokens(one: bytes, other: bytes) -> int:
-    """How many tokens two pages have in common from their beginning."""
-    # The lowest bit that differs lies in the first token that does: 0.4 us for 16 tokens, a third of numpy's time.
+    """Number of equal tokens at the beginning of two pages."""
+    # The lowest different bit is in the first different token. 0.4 us for 16 tokens, a third of the time of numpy.
     different = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
     if not different:
         return len(one) // TOKEN_ID_BYTES

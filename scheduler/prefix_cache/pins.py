@@ -1,11 +1,12 @@
 """`Pins`: prefixes that clients asked to keep for a time, within a quota of pages.
 
-A pin covers a path from a root to a node, so what is pinned is closed towards the roots: no unpinned page lies above
-a pinned one, and eviction can take all that is unpinned before it touches a pin. A pin is a wish, not a lock. Pinned
-pages count as evictable, and when they are evicted the pin shrinks and ends.
+A pin covers the path from a root to a node. So every page above a pinned page is pinned, too, and eviction can take all
+unpinned pages before it takes a pinned one. A pin is a request to keep pages, not a lock: pinned pages count as
+evictable. When pinned pages are evicted, the pin gets shorter; it ends when none is left.
 
-Pins are told apart by namespace and tokens asked for. Many can cover the same pages, so there is a second bound beside
-that on pages: as many pins as pages. Otherwise prompts that share one cached page could make pins without end.
+A pin is identified by its namespace and its tokens. Several pins can cover the same pages, so the quota also bounds the
+number of pins: at most as many pins as pages. Otherwise prompts that share one cached page could make any number of
+pins.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Pin:
     """One pinned prefix.
 
     Attributes:
-        key: what was asked for.
-        node: where it ends; None once it is over.
-        until_s: when it ends by itself.
+        key: its namespace and a digest of its tokens.
+        node: the node at which it ends; None after the pin is over.
+        until_s: when it expires.
     """
 
     __slots__ = ("key", "node", "until_s")
@@ -44,7 +45,7 @@ class Pins:
     """All pins.
 
     Attributes:
-        max_pages: the quota.
+        max_pages: the quota, of pages and of pins.
         num_pages: distinct pages that are pinned.
     """
 
@@ -63,15 +64,15 @@ class Pins:
 
     @staticmethod
     def key_of(extra_key: str, token_ids: bytes) -> PinKey:
-        """What tells a pin from others; a digest, because a prompt may be a megabyte."""
+        """The key of a pin. It has a digest of the tokens, because a prompt may take a megabyte."""
         return extra_key, hashlib.blake2b(token_ids, digest_size=_DIGEST_BYTES).digest()
 
     def has_room(self) -> bool:
-        """Whether one more may be made."""
+        """Whether the quota allows one more pin."""
         return len(self._by_key) < self.max_pages
 
     def begin(self, key: PinKey, node: RadixNode, until_s: float) -> list[RadixNode]:
-        """Pin a path; returns the nodes that were not pinned before. No pin of this key exists."""
+        """Pin a path; return the nodes that were not pinned before. No pin of this key may exist."""
         assert key not in self._by_key
         pin = self._by_key[key] = Pin(key, node, until_s)
         self._by_node.setdefault(node, set()).add(pin)
@@ -86,12 +87,12 @@ class Pins:
         return changed
 
     def end(self, key: PinKey) -> list[RadixNode]:
-        """End a pin, if there is one; returns the nodes that no pin covers any more."""
+        """End the pin of this key, if there is one; return the nodes that no pin covers any more."""
         pin = self._by_key.get(key)
         return self._end(pin) if pin is not None else []
 
     def expire(self, now_s: float) -> list[RadixNode]:
-        """End the pins whose time is over; returns the nodes that no pin covers any more."""
+        """End the expired pins; return the nodes that no pin covers any more."""
         changed: list[RadixNode] = []
         while self._expiries and self._expiries[0][0] <= now_s:
             pin = heapq.heappop(self._expiries)[2]
@@ -100,18 +101,18 @@ class Pins:
         return changed
 
     def truncated(self, num_pages: int) -> None:
-        """The end of a pinned leaf was evicted; its pins hold what is left of it."""
+        """Note that the end of a pinned leaf was evicted. Its pins cover the rest of the leaf."""
         self.num_pages -= num_pages
 
     def removed(self, node: RadixNode, parent: RadixNode) -> None:
-        """A pinned leaf leaves the tree. Pins that ended there hold the rest of their path from now on."""
+        """Note that a pinned leaf leaves the tree. Pins that ended there now end at its parent."""
         self.num_pages -= len(node.pages)
         node.pin_ref = 0
         pins = self._by_node.pop(node)
         for pin in pins:
             pin.node = parent
         self._by_node.setdefault(parent, set()).update(pins)
-        if parent.parent is None:  # nothing is left of them
+        if parent.parent is None:  # the parent is a root, so the pins cover no page any more
             for pin in pins:
                 self._end(pin)
 
@@ -136,17 +137,17 @@ class Pins:
         return changed
 
     def verify(self, nodes: Iterable[RadixNode]) -> Iterator[str]:
-        """What is wrong: counters, covers without pin, pins without cover."""
+        """Yield errors: wrong counters, pinned nodes without a pin, pins whose nodes are not pinned."""
         covers: dict[RadixNode, int] = {}
         for node, pins in self._by_node.items():
             if any(pin.node is not node or self._by_key.get(pin.key) is not pin for pin in pins):
-                yield "a pin is filed under the wrong node or key"
+                yield "a pin is stored under the wrong node or key"
             for each in path_to_root(node):
                 covers[each] = covers.get(each, 0) + len(pins)
         num_pages = 0
         for node in nodes:
             if node.pin_ref != covers.pop(node, 0):
-                yield f"a node says {node.pin_ref} pins, but another number ends there or below"
+                yield f"a node counts {node.pin_ref} pins, but another number of pins ends there or below"
             if node.pin_ref:
                 num_pages += len(node.pages)
         if covers:

@@ -1,18 +1,18 @@
-"""`RadixCache`: computed prefixes in a tree, so that equal beginnings are stored and computed once.
+"""`RadixCache`: computed prefixes in a radix tree, so that equal prefixes are stored and computed once.
 
-Each edge holds a run of whole pages; a node's children differ in their first page, and a dictionary keyed by that
-page's bytes finds the right one. Keys are bytes: comparing 8,192 tokens is one memcmp. Each namespace (`extra_key`) has
-its own root, so equal tokens under another adapter or salt can never meet.
+Each node holds a run of whole pages. The children of a node differ in their first page; a dictionary from that page's
+bytes finds the child. Keys are bytes, so comparing 8,192 tokens is one memcmp. Each namespace (`extra_key`) has its own
+root, so requests with different adapters or salts never share pages.
 
     root ── "You are a helpful" ─┬─ "assistant. What is" ── ...        lock_ref counts the leases that end at a node
                                  └─ "pirate. Where"                    or below it: > 0 means locked
 
-Idea: SGLang's RadixAttention (sglang:mem_cache/radix_cache.py). Different here: a look-up never splits a node, leases
-extend from where they end instead of from the root, and eviction takes pages from the end of the oldest leaf instead of
-the whole leaf, so that one short request does not cost a long prefix.
+Source: SGLang's RadixAttention (sglang:mem_cache/radix_cache.py). Differences: a look-up never splits a node. A lease
+is extended from its end instead of from the root. Eviction takes pages from the end of the lowest-ranked leaf instead
+of the whole leaf, so that one short request does not evict a long prefix.
 
-Here is the tree itself. Which leaf goes first is up to the `EvictionQueue`, what clients pinned to `Pins`, and why a
-look-up found no more to the `MissExplainer` with its `EvictionHistory`.
+This module has the tree. `EvictionQueue` orders the leaves, `Pins` has the clients' pins, and `MissExplainer` explains
+misses with the `EvictionHistory`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .radix_node import RadixNode, path_to_root
 
 MAX_TOMBSTONES: Final = 16_384
 _LONG_LEAF_PAGES: Final = 256
-"""What eviction may copy to take one page."""
+"""The most pages that eviction copies to take one page."""
 
 
 class RadixCache:
-    """See the module; the contract is `PrefixCache`."""
+    """See the module. `PrefixCache` describes the methods."""
 
     __slots__ = (
         "_clock",
@@ -67,9 +67,9 @@ class RadixCache:
 
         Args:
             page_size: tokens per page.
-            eviction: what goes first; see `make_eviction`.
-            max_pinned_pages: pages that pins may cover, and how many pins there may be; 0: pinning does nothing.
-            max_evictions_remembered: evictions that `explain` remembers.
+            eviction: the order of eviction; see `make_eviction`.
+            max_pinned_pages: the most pages that pins cover, and the most pins; 0: pinning has no effect.
+            max_evictions_remembered: the most evictions that `explain` knows about.
         """
         self.page_size: Final = page_size
         self._page_bytes = page_size * TOKEN_ID_BYTES
@@ -172,7 +172,7 @@ class RadixCache:
                 )
                 node.children[first_page] = child
                 self._eviction_history.inserted(node, first_page)
-                self._evictable_pages += len(child.pages)  # until it is locked, a few lines below
+                self._evictable_pages += len(child.pages)  # until `_lock_path` below
                 self._generation += 1
             elif not token_ids.startswith(child.key, offset):
                 child = self._split(child, self._common_pages(child.key, token_ids, offset, end))
@@ -221,12 +221,13 @@ class RadixCache:
         return self._drop(self._evictable_pages, FLUSHED)
 
     def _drop(self, num_pages: int, evicted_at: int, *, spare_pins: bool = False) -> IntArray:
-        """Take pages from the leaves that go first; `evicted_at` is for the entries."""
+        """Take pages from the lowest-ranked leaves; `evicted_at` goes into the eviction history."""
         freed: list[AnyIntArray] = []
         missing = num_pages
         while missing > 0 and (node := self._queue.pop(spare_pins=spare_pins)) is not None:
-            # A cut copies what stays, so a long leaf is halved down to a short one first. Each page is copied a few
-            # times in all, while cutting page after page from a leaf of a million copies it a million times.
+            # Cutting a leaf copies the pages that stay, so a long leaf is first split in halves until it is short. Then
+            # each page is copied a few times in all. Cutting one page at a time from a leaf of a million pages would
+            # copy each page up to a million times.
             while len(node.pages) > max(_LONG_LEAF_PAGES, 2 * missing):
                 self._split(node, len(node.pages) // 2)
             surplus = len(node.pages) - missing
@@ -247,7 +248,7 @@ class RadixCache:
         return np.concatenate(freed)
 
     def _truncate(self, node: RadixNode, num_pages: int, evicted_at: int) -> None:
-        """Cut a leaf that eviction has taken out of the queue."""
+        """Cut a leaf after `num_pages` pages. Eviction has taken it out of the queue."""
         cut = num_pages * self._page_bytes
         self._eviction_history.truncated(node, node.key[cut : cut + self._page_bytes], evicted_at)
         if node.pin_ref:
@@ -261,13 +262,14 @@ class RadixCache:
             return
         if node.parent is not None:
             self._queue.note(node)
-        elif node.namespace is not None:  # an empty root: clients choose namespaces, so they must not pile up
+        elif node.namespace is not None:
+            # An empty root. Clients choose namespaces, so empty roots must not accumulate.
             del self._roots[node.namespace]
             node.namespace = None
             self._generation += 1
 
     def _remove(self, node: RadixNode, evicted_at: int = 0) -> None:
-        """Take a leaf out of the tree; with the count of evictions, or FLUSHED, where that is why."""
+        """Remove a leaf from the tree; `evicted_at` is the count of evictions or FLUSHED, 0 for other causes."""
         parent = node.parent
         assert parent is not None
         first_page = node.key[: self._page_bytes]
@@ -333,14 +335,14 @@ class RadixCache:
         return root
 
     def _end_of(self, match: PrefixMatch) -> RadixNode | None:
-        """The node that ends where the match ends; cut for it if need be. None if the namespace is not there."""
+        """The node that ends where the match ends; split if necessary. None if the namespace has no root."""
         node: RadixNode | None = match.node
         if node is not None and match.pages_in_node < len(node.pages):
             return self._split(node, match.pages_in_node)
         return node
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
-        """Cut a node after `num_pages`; returns the upper part. Leases and pins end at the lower, the old object."""
+        """Split a node after `num_pages`; return the new upper part. Leases and pins end at the lower, old object."""
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut = num_pages * self._page_bytes
         upper = RadixNode(
@@ -363,7 +365,7 @@ class RadixCache:
         return upper
 
     def _lock_path(self, node: RadixNode, stop: RadixNode | None, priority: int) -> None:
-        """Count one more lease on `node` and all above it, up to but without `stop`, which has counted it already."""
+        """Count one more lease on `node` and its ancestors below `stop`, from which on it is counted already."""
         for each in path_to_root(node):
             if each is stop:
                 break

@@ -1,7 +1,7 @@
-"""`RadixNode`: a run of cached pages, the edges of the tree around it, and what is known of its use.
+"""`RadixNode`: a run of cached pages, its edges in the tree, and counters of its use.
 
-`RadixCache` shapes the tree. `lock_ref` is written by its leases, `pin_ref` by `Pins`, `queued` by `EvictionQueue`,
-`end_id` and `truncated_key` by `EvictionHistory`; everybody may read all of it.
+`RadixCache` builds the tree and writes `lock_ref`. `Pins` writes `pin_ref`, `EvictionQueue` writes `queued`,
+`EvictionHistory` writes `end_id` and `truncated_key`. All of them read every attribute.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from ..arrays import AnyIntArray
 
 
 class RadixNode:
-    """A run of pages and what follows it.
+    """A run of pages, with the runs that follow it as children.
 
     Attributes:
         key: the tokens of the run, int32 bytes; empty for a root.
-        pages: [n] one page per page of `key`.
-        children: first page's bytes -> child.
+        pages: [n] the page ids; page i holds the KV of the i-th page of tokens in `key`.
+        children: bytes of the child's first page of tokens -> child.
         parent: None for a root and for a node that has left the tree.
         namespace: set for a root only.
-        lock_ref: leases that end here or below.
+        lock_ref: leases that end here or below; > 0 means locked.
         pin_ref: pins that end here or below.
-        created: logical time at which its pages came.
-        last_access: logical time of the last release; nobody asks for it while the node is locked.
-        num_uses: requests that have leased it, the one that made it included.
-        priority: the highest of those requests.
-        queued: in which heaps of the eviction queue an entry for it waits, as bits.
-        end_id: names the place where the run ends, once pages went from behind it; 0 until then.
-        truncated_key: the entry of the page that was cut off its end last; 0 for none.
+        created: logical time at which its pages were inserted.
+        last_access: logical time of the last release; not used while the node is locked.
+        num_uses: requests that have leased it, including the one that inserted it.
+        priority: the highest priority of those requests.
+        queued: bits that say which heaps of the eviction queue have an entry for it.
+        end_id: id of the position after the run, given when pages after it are evicted; 0 until then.
+        truncated_key: the eviction history's entry for the page that was last cut off its end; 0 for none.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class RadixNode:
 
     @property
     def is_evictable_leaf(self) -> bool:
-        """Whether eviction may take pages from its end."""
+        """Whether eviction may take pages from the end of the run."""
         return not (self.lock_ref or self.children or self.parent is None)
 
 

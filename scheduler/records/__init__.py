@@ -1,1 +1,1 @@
-"""Values that describe decisions: verdicts, cache misses, the record of a pass. Imports no other folder here."""
+"""Values that describe decisions: verdicts, cache misses, pass records. Imports no other folder of the scheduler."""

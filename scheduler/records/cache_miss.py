@@ -1,4 +1,4 @@
-"""`CacheMiss`: why the prefix cache did not have more of a prompt, told when the request is admitted."""
+"""`CacheMiss`: why the prefix cache did not have more of a prompt; made when the request is admitted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 
 class MissKind(enum.StrEnum):
-    """Why the cached prefix ends where it ends; `text` says it to people."""
+    """Why the cached prefix ends where it ends; `text` is the reason in words."""
 
     NONE = "none"
     NO_PREFIX = "cold"
@@ -41,17 +41,17 @@ _TEXTS: Final = {
 
 
 class CacheMiss(NamedTuple):
-    """One look into the prefix cache.
+    """The result of one look-up in the prefix cache.
 
     Attributes:
-        rid: whose.
-        prompt_len: tokens that were looked up.
+        rid: the request.
+        prompt_len: tokens of the prompt.
         prefix_len: tokens found.
-        kind: why not more.
-        differs_at: position of the first token that differs from the nearest cached prompt; `prefix_len` rounds it down
-            to a page. Equal to `prefix_len` where there is none to compare with.
-        evicted_at: the cache's count of evictions when the missing page went; 0 unless EVICTED.
-        own_kind: where it is OTHER_NAMESPACE: what it would be if no other namespace existed.
+        kind: why not more were found.
+        differs_at: position of the first token that differs from the nearest cached prompt; `prefix_len` is rounded
+            down to a page. Equal to `prefix_len` if there is no prompt to compare with.
+        evicted_at: the cache's count of evictions when the missing page was evicted; 0 unless EVICTED.
+        own_kind: for OTHER_NAMESPACE: the kind if no other namespace existed.
     """
 
     rid: str
@@ -63,9 +63,9 @@ class CacheMiss(NamedTuple):
     own_kind: MissKind | None = None
 
     def for_clients(self) -> CacheMiss:
-        """Without what other namespaces have or have done: a salt is there so that nobody learns of it.
+        """A copy without information about other namespaces, which a cache salt must hide.
 
-        So clients cannot find out what another tenant has cached, nor (by the count of evictions) how busy the others
-        are. The operator is told all of it.
+        A client can learn neither what another tenant has cached nor, from the count of evictions, how busy other
+        tenants are. The operator gets the complete `CacheMiss`.
         """
         return self._replace(kind=self.own_kind or self.kind, evicted_at=0, own_kind=None)

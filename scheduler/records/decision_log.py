@@ -1,11 +1,11 @@
-"""`DecisionLog`: what each pass decided and why, for the last so many passes.
+"""`DecisionLog`: the decisions of the last passes, with their reasons.
 
-In every pass every waiting request has exactly one verdict: its own where it was looked at, else the shared one of
-the rest. The rest is one count and one reason, so that a pass costs the same with ten waiting requests and with
-ten thousand.
+In every pass each waiting request has exactly one verdict: its own if the pass considered it, else the shared verdict
+of the rest. The rest is one count and one reason, so a pass with ten thousand waiting requests costs as much as one
+with ten.
 
-Records are msgspec structs, so that `log_file.py` writes them as they are. Three kinds tell the whole story of a
-request: `Arrived`, the `PassRecord`s in between, and the `Settled` in which it is `Finished`.
+Records are msgspec structs, which `log_file.py` writes unchanged. Three kinds cover the life of a request: `Arrived`,
+the `PassRecord`s, and the `Settled` that has its `Finished`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class Retraction(NamedTuple):
     """A running request was retracted.
 
     Attributes:
-        rid: whose.
+        rid: the request.
         mode: "recompute" or "swap".
-        cause: "memory", "priority" (somebody more urgent came), "device memory" (none for a step) or "chaos".
-        num_pages: pages it gave back or copied to the host.
-        output_len: tokens it had generated.
+        cause: "memory" (too few KV pages), "priority" (preempted for a more urgent request), "device memory" (the
+            device had no memory for a step) or "chaos".
+        num_pages: pages that it gave back or that were copied to the host.
+        output_len: tokens that it had generated.
     """
 
     rid: str
@@ -53,7 +54,7 @@ class PageCounts(NamedTuple):
 
 
 class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
-    """A request came; one that a lost scheduler had begun comes with the `num_delivered` tokens its client has."""
+    """A request arrived. If a lost scheduler had begun it, its client already has `num_delivered` tokens."""
 
     now_s: float
     rid: str
@@ -67,7 +68,7 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
 
 
 class Finished(NamedTuple):
-    """A request was answered for the last time; of its drafts `num_accepted_drafts` became tokens of the answer."""
+    """A request has ended. `num_accepted_drafts` of its `num_drafts` drafts became tokens of the answer."""
 
     rid: str
     kind: FinishKind
@@ -78,15 +79,16 @@ class Finished(NamedTuple):
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True):
-    """The result of a step, or (`step_id` 0) what happened between steps: aborts, deadlines, grammars.
+    """The result of a step, or (`step_id` 0) an event between steps: an abort, a deadline, a grammar.
 
     Attributes:
-        now_s: when the scheduler took it in.
-        forward_s: seconds the runner needed.
+        now_s: when the scheduler took the result.
+        step_id: the step; 0 for an event between steps.
+        forward_s: seconds that the runner took.
         left: requests that ended with it.
         next_token_ids, errors, swap_s: as in `StepResult`; for replay.
-        grammars: requests whose grammar has come, so that they wait with the others from now on.
-        out_of_memory: as in `StepResult`; who was retracted then stands in the next pass.
+        grammars: rids of requests whose grammar is compiled, so that they join the waiting queue.
+        out_of_memory: as in `StepResult`; the next `PassRecord` has the requests that were retracted for it.
         num_next_tokens: as in `StepResult`.
     """
 
@@ -103,32 +105,32 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
 
 
 class PassRecord(msgspec.Struct, tag="pass", array_like=True):
-    """One pass: what `Scheduler.next_batch` decided.
+    """The decisions of one pass of `Scheduler.next_batch`.
 
     Attributes:
-        now_s: when.
-        step_id: of the plan that came out; 0 if none did.
+        now_s: the time of the pass.
+        step_id: of the resulting plan; 0 if there is none.
         mode: of that plan.
-        num_waiting: requests in the queue when admission began, those on the host and those without grammar included.
-        budget_before, budget_after: None where admission was not tried.
-        verdicts: about the waiting requests that were looked at, in order.
-        num_rest, rest_reason: how many were not, and why.
+        num_waiting: requests in the queue when admission began, including swapped ones and those without grammar.
+        budget_before, budget_after: the token budget; None if admission was not tried.
+        verdicts: about the waiting requests that the pass considered, in order.
+        num_rest, rest_reason: the number of those that it did not consider, and why.
         rest_behind: the request at which the pass ended; "" if none.
-        num_grammar: how many wait for their grammar; their verdict is GRAMMAR_PENDING.
-        continued: about prompts in progress.
-        retractions: who was retracted.
-        gave_memory_back: whether running requests lost theirs, so that another pass may find what this one did not.
+        num_grammar: requests whose grammar is not compiled; their verdict is GRAMMAR_PENDING.
+        continued: verdicts about partial prefills.
+        retractions: the requests that were retracted.
+        gave_memory_back: whether running requests gave back memory, so that another pass may admit more.
         num_running: requests with a row after the pass.
         num_decodes: requests that decode in the step.
-        evicted_pages: taken from the prefix cache in this pass.
+        evicted_pages: pages evicted from the prefix cache in this pass.
         cache_misses: one for each request admitted from the queue.
-        pages: after the pass.
+        pages: page counts after the pass.
         policy: name of the policy that ordered the queue.
-        notes: anything else that was decided, in words (a policy switch, a fault that was asked for).
+        notes: other decisions, in words (a policy switch, an injected fault).
         plan_crc: checksum of the plan's arrays; 0 without a plan.
-        step_time: what was predicted of the step's time; None where it was no limit.
-        num_drafts: draft tokens that the step checks.
-        num_rounds: tokens in a row that each request gets, at most; see `multi_step.py`.
+        step_time: the prediction of the step's time; None if time did not limit the step.
+        num_drafts: draft tokens that the step verifies.
+        num_rounds: inner steps, the most tokens that each request gets; see `multi_step.py`.
     """
 
     now_s: float
@@ -159,11 +161,11 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
 
     @property
     def retracted(self) -> list[str]:
-        """The ids of those who were retracted."""
+        """The rids of the requests that were retracted."""
         return [each.rid for each in self.retractions]
 
     def lines(self) -> Iterator[str]:
-        """For people: the pass, then each verdict."""
+        """Text lines: the pass, then each verdict."""
         retracted = ",".join(f"{each.rid}({each.cause}, {each.mode})" for each in self.retractions)
         drafts = f"drafts={self.num_drafts} " if self.num_drafts else ""
         rounds = f"rounds={self.num_rounds} " if self.num_rounds > 1 else ""
@@ -191,10 +193,10 @@ DecisionRecord = Arrived | PassRecord | Settled
 
 
 class DecisionLog:
-    """The last `KEPT_RECORDS` records; passes in which there was nothing to decide are not among them.
+    """The last `KEPT_RECORDS` records. Passes without a decision are not recorded.
 
     Attributes:
-        num_records, num_passes: how many there have been.
+        num_records, num_passes: all that were appended, including those that are not kept any more.
     """
 
     __slots__ = ("_last_pass", "_records", "num_passes", "num_records")
@@ -209,7 +211,7 @@ class DecisionLog:
         return len(self._records)
 
     def __iter__(self) -> Iterator[DecisionRecord]:
-        """Oldest first."""
+        """Iterate over the records, oldest first."""
         return iter(self._records)
 
     @property
@@ -219,12 +221,12 @@ class DecisionLog:
 
     @property
     def last(self) -> PassRecord:
-        """The newest pass; there must have been one."""
+        """The newest pass. Fails if there was none."""
         assert self._last_pass is not None
         return self._last_pass
 
     def append(self, record: DecisionRecord) -> None:
-        """Keep a record, and forget the oldest where there are too many."""
+        """Add a record. If there are too many, the oldest one is dropped."""
         self._records.append(record)
         self.num_records += 1
         if isinstance(record, PassRecord):
@@ -232,6 +234,6 @@ class DecisionLog:
             self.num_passes += 1
 
     def since(self, num_records: int) -> list[DecisionRecord]:
-        """The records, as far as kept, that came after the first `num_records`, oldest first."""
+        """The records after the first `num_records`, oldest first; only those that are still kept."""
         count = min(self.num_records - num_records, len(self._records))
         return [self._records[idx] for idx in range(-count, 0)]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class BudgetState(NamedTuple):
-    """The four figures at one moment, for the decision log; tokens."""
+    """The four figures of the prefill budget at one time, in tokens."""
 
     rem_total_tokens: int
     cur_rem_tokens: int
@@ -15,15 +15,15 @@ class BudgetState(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """What one pass knew of its step's time, for the decision log; predictions.
+    """The predicted times of a pass's step.
 
     Attributes:
-        target_s: the configured one.
-        decodes_s: of the running requests alone.
-        waiting_s: of all prompts that wait, if they were computed now.
-        prompts_s: what prompts may take.
-        left_s: of that, after the pass; below 0 where a page alone takes longer.
-        token_s: of a prompt token, its attention left out; 0 while no prompt has been measured: then nothing is cut.
+        target_s: the configured step time.
+        decodes_s: time of the running requests alone.
+        waiting_s: time of all waiting prompts, if they were computed now.
+        prompts_s: time that prompts may take in this step.
+        left_s: the unused part of that after the pass; below 0 if one page alone takes longer.
+        token_s: time of a prompt token without attention; 0 while no prompt has been measured: then no prompt is cut.
     """
 
     target_s: float
@@ -34,7 +34,7 @@ class StepTime(NamedTuple):
     token_s: float
 
     def text(self) -> str:
-        """One line for people."""
+        """The times as one line of text."""
         ms = 1000.0
         return (
             f"target {self.target_s * ms:.1f} ms: decodes {self.decodes_s * ms:.1f} ms; of waiting prompts, which take "

@@ -1,4 +1,4 @@
-"""`SchedulerStats`: totals since the start of the process; `Scheduler.report` adds the figures of the moment."""
+"""`SchedulerStats`: totals since the start of the process; `Scheduler.report` adds the current figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters that only grow; names as in `SchedulerReport`."""
+    """Counters that only grow. `SchedulerReport` has the same names."""
 
     retracted_reqs: int = 0
     preempted_reqs: int = 0

@@ -1,4 +1,4 @@
-"""`Verdict`: what one pass decided about one request, with its reason and its arithmetic."""
+"""`Verdict`: the decision of one pass about one request, with its reason and its arithmetic."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Final, NamedTuple
 
 
 class AddReqResult(enum.StrEnum):
-    """SGLang's three answers, and one more. The pass looks behind NO_TOKEN a bounded way, behind SKIP always."""
+    """SGLang's three results, and SKIP. After NO_TOKEN the look-ahead bounds the pass; after SKIP it goes on."""
 
     CONTINUE = "continue"  # admitted
     NO_TOKEN = "no_token"  # KV memory is short
-    SKIP = "skip"  # a rule concerns this request alone: those behind it lose nothing by going first
-    OTHER = "other"  # a computing budget is spent, or a rule for all; ends the pass
+    SKIP = "skip"  # a rule refuses this request alone; admitting requests after it does not delay it
+    OTHER = "other"  # a compute budget is spent, or a rule refuses all requests; ends the pass
 
 
 class Reason(enum.StrEnum):
-    """Why; `text` says it to people."""
+    """The reason of a verdict; `text` is the reason in words."""
 
     ADMITTED = "admitted"
     ADMITTED_ALONE = "admitted_alone"
@@ -53,7 +53,7 @@ class Reason(enum.StrEnum):
 
     @property
     def is_cut(self) -> bool:
-        """Whether it admits a part of a prompt, and says what ends that part."""
+        """Whether the verdict admits a part of a prompt; the reason says what limits that part."""
         return self in (Reason.CHUNKED, Reason.CHUNKED_IN_TIME, Reason.CONTINUED_IN_TIME)
 
 
@@ -63,41 +63,41 @@ _TEXTS: Final = {
     Reason.CHUNKED: "admitted in part: the chunk budget ends inside its prompt",
     Reason.CHUNKED_IN_TIME: "admitted in part: more would make the step longer than its target time",
     Reason.CHUNK_CONTINUED: "its prompt is computed further",
-    Reason.CONTINUED_IN_TIME: "its prompt is computed further, as far as the step's target time allows",
+    Reason.CONTINUED_IN_TIME: "its prompt is computed further, within the target time of this step",
     Reason.SWAPPED_IN: "its KV memory comes back from the host",
     Reason.NO_KV: "KV memory is short",
-    Reason.NO_ROW: "as many requests run as may",
+    Reason.NO_ROW: "the limit of running requests is reached",
     Reason.CHUNK_BUDGET: "the chunk budget of this step is spent",
     Reason.STEP_TIME: "the target time of this step is spent",
     Reason.INPUT_BUDGET: "the prefill budget of this step is spent",
-    Reason.PARTIAL_LIMIT: "as many prompts are being computed in chunks as may",
-    Reason.LONG_PARTIAL_LIMIT: "as many long prompts are being computed in chunks as may",
-    Reason.RETRACTING: "running requests were just retracted: nobody is admitted in this pass",
+    Reason.PARTIAL_LIMIT: "the limit of partial prefills is reached",
+    Reason.LONG_PARTIAL_LIMIT: "the limit of long partial prefills is reached",
+    Reason.RETRACTING: "running requests were just retracted, so this pass admits no request",
     Reason.DECODES_FIRST: "this step belongs to the running requests",
     Reason.OVERTAKEN_AHEAD: "a request before it has been overtaken too often",
-    Reason.LOOK_AHEAD_SPENT: "it stands too far behind others that cannot start now",
+    Reason.LOOK_AHEAD_SPENT: "a request before it cannot start now, and it is beyond the look-ahead after that one",
     Reason.BEHIND: "the pass ended before it",
     Reason.PREFIX_COMING: "another request is computing the beginning of its prompt, which it will share",
     Reason.SIBLING_PREFILLS: "its sibling computes the prompt, which it will share",
-    Reason.LORA_LIMIT: "as many adapters are in use as may",
+    Reason.LORA_LIMIT: "the limit of adapters in use is reached",
     Reason.GRAMMAR_PENDING: "its grammar is being compiled",
     Reason.ONE_AT_A_TIME: "the policy runs one request at a time, and one runs",
     Reason.BATCH_FORMING: "the policy waits until the batch is full",
     Reason.BATCH_RUNNING: "the policy waits for the slowest request of the batch that runs",
-    Reason.NO_DEVICE_MEMORY: "the device had no memory for the smallest step, so none is made for a while",
+    Reason.NO_DEVICE_MEMORY: "the device had no memory for the smallest step, so no step is planned for a while",
 }
 
 
 class Verdict(NamedTuple):
-    """One decision.
+    """One decision about one request.
 
     Attributes:
-        rid: about whom.
+        rid: the request.
         result, reason: the decision.
-        prefix_len: tokens that need not be computed: the prefix cache has them, or the host (see SWAPPED_IN).
-        extend_len: tokens to compute: all of them when refused, those of this step when admitted.
+        prefix_len: tokens that need not be computed, because the prefix cache or the host (SWAPPED_IN) has their KV.
+        extend_len: tokens to compute: in all if the request is refused, in this step if it is admitted.
         output_len: tokens reserved for its output.
-        need, have: the two sides of the comparison that decided, in tokens; adapters for LORA_LIMIT.
+        need, have: the two sides of the deciding comparison, in tokens; in adapters for LORA_LIMIT.
     """
 
     rid: str
@@ -110,7 +110,7 @@ class Verdict(NamedTuple):
     have: int = 0
 
     def text(self) -> str:
-        """One line for people."""
+        """The verdict as one line of text."""
         return (
             f"{self.reason.name} {self.rid}: {self.reason.text}; need {self.need:,} have {self.have:,} "
             f"(cached {self.prefix_len:,}, compute {self.extend_len:,}, output {self.output_len:,})"

@@ -1,1 +1,1 @@
-"""`Req`, its states and queues, stop rules and the rows that answer it."""
+"""`Req`, its statuses and queues, the stop rules, and the output rows of a request."""

@@ -11,11 +11,11 @@ class Chunk(NamedTuple):
     """A run of prompt tokens that the step computes.
 
     Attributes:
-        req: whose.
+        req: the request.
         start: position of the first token.
-        length: how many.
-        is_first: the request was admitted in this pass.
-        is_last: the prompt ends here, a token is sampled.
+        length: number of tokens.
+        is_first: whether the request was admitted in this pass.
+        is_last: whether the prompt ends with this chunk, so that a token is sampled.
     """
 
     req: Req

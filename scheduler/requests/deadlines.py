@@ -1,4 +1,4 @@
-"""`Deadlines`: requests that have waited too long to be started, or have taken too long altogether."""
+"""`Deadlines`: ends requests that wait too long to be started, or take too long in all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STARTED: Final = (ReqStatus.PREFILL, ReqStatus.RETRACTED)
 
 
 class Due(NamedTuple):
-    """One deadline; the heap sorts by the first two."""
+    """One deadline. The heap sorts by the first two fields."""
 
     at_s: float
     seq: int
@@ -25,26 +25,26 @@ class Due(NamedTuple):
 
     @property
     def has_passed(self) -> bool:
-        """Whether it no longer matters: the request has ended, or was started in time (perhaps by a lost scheduler)."""
+        """Whether it does not apply any more: the request has ended, or was started, also by a lost scheduler."""
         if self.req.status is ReqStatus.FINISHED:
             return True
         return self.is_queue and not self.req.entered_s.keys().isdisjoint(_STARTED)
 
 
 class Deadlines:
-    """A heap of deadlines; those that no longer matter stay in it until they come up, or make up half of it."""
+    """A heap of deadlines. Passed ones stay until they reach the top, or until compaction removes them."""
 
     __slots__ = ("_compact_at", "_heap", "_queue_timeout_s", "_request_timeout_s")
 
     def __init__(self, queue_timeout_s: float | None, request_timeout_s: float | None) -> None:
-        """The server's limits; None for none. A request may bring shorter ones."""
+        """The limits of the server; None: no limit. A request may have shorter limits."""
         self._queue_timeout_s = queue_timeout_s
         self._request_timeout_s = request_timeout_s
         self._heap: list[Due] = []
         self._compact_at = _MIN_COMPACTED
 
     def add(self, req: Req, message: GenerateRequest) -> None:
-        """Watch a new request."""
+        """Add the deadlines of a new request."""
         limits = (
             (_shorter(self._queue_timeout_s, message.queue_timeout_s), True),
             (_shorter(self._request_timeout_s, message.timeout_s), False),
@@ -55,19 +55,19 @@ class Deadlines:
                 heapq.heappush(self._heap, due)
         if (
             len(self._heap) > self._compact_at
-        ):  # else requests that are long gone would stay as long as one old one
+        ):  # else entries of requests that have ended could stay as long as the oldest request
             self._heap = [due for due in self._heap if not due.has_passed]
             heapq.heapify(self._heap)
             self._compact_at = max(2 * len(self._heap), _MIN_COMPACTED)
 
     def next_s(self) -> float | None:
-        """When the next deadline comes that still matters."""
+        """Time of the next deadline that still applies; None if there is none."""
         while self._heap and self._heap[0].has_passed:
             heapq.heappop(self._heap)
         return self._heap[0].at_s if self._heap else None
 
     def take_expired(self, now_s: float) -> list[tuple[Req, Finish]]:
-        """Whose time is over, with what to tell them; each request once."""
+        """Requests whose deadline is over, with the `Finish` to send; each request once."""
         expired: dict[str, tuple[Req, Finish]] = {}
         while (next_s := self.next_s()) is not None and next_s <= now_s:
             due = heapq.heappop(self._heap)

@@ -1,7 +1,8 @@
-"""`reason_to_refuse`: the scheduler's own look at an arriving request, and at an arriving pin.
+"""`reason_to_refuse`: the scheduler's own checks of an arriving request, and of an arriving pin.
 
-The door has checked all this. It is checked again because a value that is wrong and passes here fails in the middle of
-a batch, for every request: decoders check types only, and a message from the same process was never decoded.
+The tokenizer manager has made the same checks. They are repeated because a wrong value that passes here fails in the
+middle of a batch, for every request of the batch. Decoders check types only, and a message from the same process is
+never decoded.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ...runtime.request_checks import check_flag, check_integer, check_number, c
 from ...runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..arrays import TOKEN_ID_BYTES
 
-_MAX_SECONDS: Final = 1e10  # 300 years: sums of two still have microseconds
+_MAX_SECONDS: Final = 1e10  # 300 years; the sum of two such times still resolves microseconds
 
 
 def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None:
-    """Why this request cannot run here, for the client; None if it can. Values of any type are answered."""
+    """Why this request cannot run here, as text for the client; None if it can. Fields may have values of any type."""
     try:
         _check_fields(message)
     except RequestError as error:
@@ -42,7 +43,7 @@ def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None
     if len(delivered_ids) // TOKEN_ID_BYTES >= message.sampling.max_new_tokens:
         return (
             f"{len(delivered_ids) // TOKEN_ID_BYTES} tokens were delivered, but the limit is "
-            f"{message.sampling.max_new_tokens}: there is nothing to go on with"
+            f"{message.sampling.max_new_tokens}: nothing is left to generate"
         )
     token_ids = np.frombuffer(message.input_ids + delivered_ids, dtype=np.int32)
     low, high = int(token_ids.min()), int(token_ids.max())
@@ -67,10 +68,10 @@ def reason_to_refuse_pin(message: PinPrefix) -> str | None:
 
 
 def _check_fields(message: GenerateRequest) -> None:
-    """Check types, ranges and finiteness of all fields but `sampling`'s own.
+    """Check types, ranges and finiteness of all fields except those inside `sampling`.
 
     Raises:
-        RequestError: the first value that is wrong.
+        RequestError: for the first wrong value.
     """
     for name in ("rid", "extra_key", "tenant", "lora_id", "group"):
         check_text(name, getattr(message, name))

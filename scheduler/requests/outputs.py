@@ -1,4 +1,4 @@
-"""Rows for the detokenizer: when a token ends a request, and what is said about it."""
+"""Output rows for the detokenizer, and the stop rules that say when a token ends a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_LOGPROBS = Logprobs(b"")
 
 
 class StopRules:
-    """Stop tokens and lengths. Stop strings are found by the detokenizer: only there text exists."""
+    """Stop tokens and length limits. The detokenizer finds stop strings, because only there text exists."""
 
     __slots__ = ("_eos_token_ids", "_is_eos")
 
@@ -36,9 +36,11 @@ class StopRules:
     def may_finish(
         self, states: RowStates, rows: IntArray, token_ids: IntArray, lengths: IntArray
     ) -> BoolArray:
-        """[n] which rows may end with their new token, or need a closer look anyway; the others surely do not end.
+        """[n] the rows that may end with their new token or need a check on the host. The other rows do not end.
 
         Args:
+            states: lengths and stop flags of the rows.
+            rows: [n] the rows.
             token_ids: [n] the new tokens, each below the vocabulary size.
             lengths: [n] sequence lengths with the new tokens.
         """
@@ -47,12 +49,12 @@ class StopRules:
         return result
 
     def at_eos(self, states: RowStates, rows: IntArray, token_ids: IntArray) -> BoolArray:
-        """[n] whose new token, [n] below the vocabulary size, is an end of sequence that ends answers."""
+        """[n] whether the new token ([n], below the vocabulary size) is an EOS token that ends the row's output."""
         result: BoolArray = self._is_eos[token_ids] & ~states.ignore_eos[rows]
         return result
 
     def finish(self, req: Req, token_id: int) -> Finish | None:
-        """Whether a request ends with its newest token, which `output_len` counts already. STOP goes before LENGTH."""
+        """The `Finish` if a request ends with its newest token, which `output_len` counts; STOP wins over LENGTH."""
         sampling = req.sampling
         if req.output_len > sampling.min_new_tokens:
             is_eos = not sampling.ignore_eos and token_id in self._eos_token_ids
@@ -72,16 +74,16 @@ class Answers:
         self._messages: list[DetokenizerInput] = []
 
     def rows(self, rows: list[TokenOutput]) -> None:
-        """News of requests, at most one row of each."""
+        """Add output rows, at most one per request."""
         if rows:
             self._messages.append(BatchTokenOutput(rows))
 
     def message(self, message: DetokenizerInput) -> None:
-        """Anything else."""
+        """Add any other message."""
         self._messages.append(message)
 
     def take(self) -> list[DetokenizerInput]:
-        """Everything since the last call."""
+        """All messages since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -89,7 +91,7 @@ class Answers:
 def output_row(
     req: Req, token_ids: bytes = b"", finish: Finish | None = None, logprobs: Logprobs | None = None
 ) -> TokenOutput:
-    """A row of a request; its first one carries the text options and the prompt's log-probabilities."""
+    """An output row of a request. The first one carries the text options and the log-probabilities of the prompt."""
     options = prompt_logprobs = None
     if not req.answered:
         req.answered = True
@@ -102,16 +104,16 @@ def output_row(
 
 
 def text_options(sampling: SamplingParams, delivered_ids: bytes = b"") -> TextOptions:
-    """The part of the parameters that the detokenizer needs, and the tokens whose text the client has."""
+    """The sampling parameters that the detokenizer needs, and the tokens whose text the client already has."""
     return TextOptions(
         sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens, delivered_ids
     )
 
 
 def refusal_row(message: GenerateRequest, reason: str, status: int) -> TokenOutput:
-    """The only row of a request that is refused at arrival; its fields may have values of any type.
+    """The only row of a request that is refused at arrival. The message's fields may have values of any type.
 
-    The row has default text options: it has no text, and options of a wrong type would make the row unreadable.
+    The row has default text options: it carries no text, and options of a wrong type would make it undecodable.
     """
     input_ids: object = message.input_ids
     num_bytes = len(input_ids) if isinstance(input_ids, bytes) else 0

@@ -1,7 +1,7 @@
 """`Req`: one request, from its arrival at the scheduler to its finished row.
 
-Only what is read a few times in a request's life stands here. What every step reads or writes of every running request
-(lengths, token ids, pages) stands in arrays indexed by pool row: see `RowStates` and `ReqToTokenPool`.
+A `Req` has the values that are read a few times per request. The values that every step reads or writes for every
+running request (lengths, token ids, pages) are in arrays indexed by pool row: see `RowStates` and `ReqToTokenPool`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_OVERTAKEN: Final = 32
 
 
 class ReqStatus(enum.Enum):
-    """Where a request is: PREFILL and DECODE with a row and pages, FINISHED nowhere, else in a queue.
+    """Status of a request: with a row and pages in PREFILL and DECODE, else in a queue, until it is FINISHED.
 
-    RETRACTED computes its prompt and its output so far again (also after its scheduler was lost), SWAPPED has its KV on
-    the host.
+    A RETRACTED request computes its prompt and its output so far again, also after its scheduler was lost. A SWAPPED
+    request has its KV on the host.
     """
 
     WAITING_GRAMMAR = "waiting_grammar"
@@ -56,26 +56,26 @@ class Req:
 
     Attributes:
         rid, sampling, arrival_s, priority, tenant, lora_id, group: as in `GenerateRequest`.
-        extra_key: namespace of the prefix cache: the request's own and its adapter's.
-        received_s: when it came to the scheduler.
-        seq: counts arrivals at the scheduler; the order of arrival, also between equal times.
+        extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
+        received_s: when the scheduler received it.
+        seq: arrival number at the scheduler; orders requests by arrival, also those with equal times.
         prompt_len: tokens of the prompt.
         max_new_tokens: `sampling.max_new_tokens`, known to be set.
-        fill_ids: int32 bytes to compute before sampling: the prompt and, after a retraction, the output so far.
+        fill_ids: int32 bytes, tokens to compute before sampling: the prompt and, after a retraction, the output so far.
         output_len: tokens generated and settled.
-        status: see `ReqStatus`; changed by `enter` only.
+        status: see `ReqStatus`; only `enter` changes it.
         entered_s: when each status was entered for the first time.
-        row: pool row while in PREFILL or DECODE, else -1.
+        row: pool row in PREFILL and DECODE, else -1.
         lease: the request's lock in the prefix cache while it has a row.
         host_pages: pages of the host's KV pool that hold its first `host_len` tokens while it is SWAPPED, else None.
-        match, match_generation: the last look-up in the prefix cache and the cache's generation then.
-        cached_tokens: prompt tokens the prefix cache had at first admission.
-        num_retractions: how often its memory was taken away.
-        num_overtaken: passes of its life in which a later arrival was admitted and it waited; see `MAX_OVERTAKEN`.
-        num_delivered: tokens of the output that were delivered before the request was submitted again.
-        answered: whether a row was sent, so that the next one is not the first.
-        prompt_logprobs: parts so far, one per chunk.
-        num_drafts, num_accepted_drafts: draft tokens that were checked for it, and those of them that it generated.
+        match, match_generation: the last look-up in the prefix cache, and the cache's generation at that time.
+        cached_tokens: prompt tokens that the prefix cache had at the first admission.
+        num_retractions: how often it was retracted or preempted.
+        num_overtaken: passes in which it waited and a later arrival was admitted; see `MAX_OVERTAKEN`.
+        num_delivered: tokens of the output that the client had before the request was submitted again.
+        answered: whether an output row was sent already.
+        prompt_logprobs: log-probabilities of the prompt so far, one part per chunk.
+        num_drafts, num_accepted_drafts: draft tokens that were verified for it, and those that were accepted.
         failed_alone: the furthest position at which the device had no memory for it alone, and how often in a row.
     """
 
@@ -152,7 +152,7 @@ class Req:
             self._go_on_behind(message.delivered, now_s)
 
     def _go_on_behind(self, delivered: Delivered, now_s: float) -> None:
-        """Begin as one that was retracted after these tokens: all it had is to be computed again, and counts."""
+        """Start as a request that was retracted after these tokens: they are computed again and count as output."""
         self.fill_ids += delivered.output_ids
         self.num_delivered = self.output_len = len(delivered.output_ids) // TOKEN_ID_BYTES
         self.cached_tokens = delivered.usage.cached_tokens
@@ -163,7 +163,7 @@ class Req:
             self.entered_s = {self.status: now_s}
 
     def enter(self, status: ReqStatus, now_s: float) -> None:
-        """Change the status; a change that `TRANSITIONS` does not list is a bug."""
+        """Change the status. A change that `TRANSITIONS` does not list is a bug."""
         assert status in TRANSITIONS[self.status], (
             f"{self.rid}: {self.status} -> {status} is not a transition"
         )
@@ -177,22 +177,22 @@ class Req:
 
     @property
     def delivered_ids(self) -> bytes:
-        """The beginning of its output that its client has from an earlier request, int32 bytes."""
+        """The beginning of the output that the client has from an earlier attempt; int32 bytes."""
         begin = self.prompt_len * TOKEN_ID_BYTES
         return self.fill_ids[begin : begin + self.num_delivered * TOKEN_ID_BYTES]
 
     @property
     def max_kv_len(self) -> int:
-        """KV slots of the whole request at most; the last token is never fed back and needs none."""
+        """The most KV slots that the request can need. Its last token is never an input and needs none."""
         return self.prompt_len + self.max_new_tokens - 1
 
     @property
     def has_grammar(self) -> bool:
-        """Whether which tokens it may have depends on those before them."""
+        """Whether a grammar restricts its tokens."""
         return ReqStatus.WAITING_GRAMMAR in self.entered_s
 
     def usage(self) -> Usage:
-        """What it has consumed so far."""
+        """Token counts and times of the request so far."""
         return Usage(self.prompt_len, self.output_len, self.cached_tokens, self.queue_s, self.num_retractions)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""`Requests`: every request that is not finished, by where it is."""
+"""`Requests`: every request that is not finished, in sets by status."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _BY_ARRIVAL: Final = operator.attrgetter("seq")
 
 
 class RowObserver(Protocol):
-    """Who wants to know which requests hold a row: constraints, siblings."""
+    """Is told which requests have a row. Constraints, parallel samples and speculation implement it."""
 
     def started(self, req: Req) -> None:
-        """It was given a row."""
+        """The request got a row."""
         ...
 
     def stopped(self, req: Req) -> None:
-        """It lost its row: it has ended, or was retracted."""
+        """The request lost its row: it has ended, or was retracted."""
         ...
 
 
 class RequestMemory(Protocol):
-    """The KV memory, where it concerns a request that ends."""
+    """The part of `KVMemory` that frees the memory of a request that ends."""
 
     def release(self, req: Req, *, keep: bool) -> None:
-        """Free the row and pages of a request; with `keep`, offer computed pages to the prefix cache."""
+        """Free the row and pages of a request. With `keep`, offer its computed pages to the prefix cache."""
         ...
 
     def drop_host_pages(self, req: Req) -> None:
@@ -45,7 +45,7 @@ class RequestMemory(Protocol):
 
 
 class PolicyHooks(QueueObserver, Protocol):
-    """The policy, where it concerns the sets of requests."""
+    """The part of a policy that is told of changes to the sets of requests."""
 
     def finished(self, req: Req, kind: FinishKind) -> None:
         """A request has ended."""
@@ -56,8 +56,8 @@ class RunningBatch:
     """An ordered set of requests with rows.
 
     Attributes:
-        rows: [B] their pool rows.
-        reqs: the same requests. Both are replaced, never changed, so that a batch in flight can keep them.
+        rows: [B] the pool rows of the requests.
+        reqs: [B] the requests. Both are replaced, never modified, so that a batch in flight can keep them.
     """
 
     __slots__ = ("reqs", "rows")
@@ -76,21 +76,21 @@ class RunningBatch:
             self.reqs = self.reqs + reqs
 
     def keep(self, mask: BoolArray) -> None:
-        """Drop all requests with a False."""
+        """Keep the requests with True in `mask` [B]; drop the others."""
         self.rows = self.rows[mask]
         self.reqs = list(itertools.compress(self.reqs, mask.tolist()))
 
 
 class Requests:
-    """The sets of requests; each is in exactly one of the five.
+    """The sets of requests. Each request is in `by_id` and in exactly one of the five others.
 
     Attributes:
-        by_id: all of them.
-        grammar: aside until their grammar is there, by id.
-        waiting: in the queue, with nothing or with tokens that must be computed again.
-        swapped: their KV is on the host; in order of arrival.
-        partial: with a row, their prompts in the middle of their chunks.
-        running: with a row, decoding.
+        by_id: all requests that are not finished.
+        grammar: WAITING_GRAMMAR, by rid: requests whose grammar is being compiled.
+        waiting: WAITING and RETRACTED: the queue. A retracted request must compute its tokens again.
+        swapped: SWAPPED, in order of arrival: requests whose KV is on the host.
+        partial: PREFILL: requests with a row whose last prompt chunk is not planned yet.
+        running: DECODE: requests with a row that decode.
     """
 
     __slots__ = (
@@ -130,16 +130,16 @@ class Requests:
 
     @property
     def with_row(self) -> list[Req]:
-        """Those that hold memory."""
+        """The requests that have a row and pages."""
         return self.running.reqs + self.partial
 
     @property
     def num_with_row(self) -> int:
-        """How many hold memory."""
+        """Number of requests that have a row and pages."""
         return len(self.running) + len(self.partial)
 
     def receive(self, message: GenerateRequest, now_s: float) -> Req:
-        """Queue a request that was found to be sound."""
+        """Make the `Req` of a valid message and queue it."""
         self._num_arrivals += 1
         req = self.by_id[message.rid] = Req(message, self._num_arrivals, now_s)
         if req.status is ReqStatus.WAITING_GRAMMAR:
@@ -149,14 +149,14 @@ class Requests:
         return req
 
     def grammar_ready(self, rid: str, now_s: float) -> None:
-        """Queue a request whose grammar is there, at its place by arrival; other ids are ignored."""
+        """Queue a request whose grammar is compiled, at its position by arrival. Other rids are ignored."""
         req = self.grammar.pop(rid, None)
         if req is not None:
             req.enter(ReqStatus.WAITING, now_s)
             self.waiting.requeue(req)
 
     def start(self, req: Req, now_s: float) -> None:
-        """Take a request that has just got a row out of its queue."""
+        """Move a request that has just got a row from its queue to `partial`."""
         if req.status is ReqStatus.SWAPPED:
             self.swapped.remove(req)
         else:
@@ -167,17 +167,17 @@ class Requests:
             observer.started(req)
 
     def begin_decode(self, req: Req, now_s: float) -> None:
-        """The last chunk of a prompt is planned."""
+        """Move a request whose last prompt chunk is planned from `partial` to `running`."""
         self.partial.remove(req)
         req.enter(ReqStatus.DECODE, now_s)
         self.running.add([req])
 
     def requeue(self, req: Req, now_s: float) -> None:
-        """Queue a request whose row was taken; SWAPPED if its KV is on the host. Call `remove_stopped` afterwards."""
+        """Queue a retracted request; SWAPPED if its KV is on the host. Call `remove_stopped` afterwards."""
         for observer in self._observers:
             observer.stopped(req)
         req.num_retractions += 1
-        req.prompt_logprobs = []  # if they are still to be sent, they will come again from the start
+        req.prompt_logprobs = []  # if they were not sent yet, the prompt is computed again from its start
         if req.host_pages is None:
             req.enter(ReqStatus.RETRACTED, now_s)
             self.waiting.requeue(req)
@@ -195,9 +195,9 @@ class Requests:
         *,
         keep: bool = True,
     ) -> TokenOutput:
-        """Finish a request wherever it is, free all it has, and make its last row.
+        """Finish a request in any status, free its row and memory, and return its last output row.
 
-        The sampled token that ends it has no KV and never gets any. Call `remove_stopped` afterwards.
+        The sampled token that ends a request has no KV and never gets any. Call `remove_stopped` afterwards.
         """
         match req.status:
             case ReqStatus.WAITING_GRAMMAR:
@@ -219,14 +219,14 @@ class Requests:
         return output_row(req, token_ids, finish, logprobs)
 
     def remove_stopped(self) -> None:
-        """Take requests that finished or were retracted out of `partial` and `running`; once for many of them."""
-        decode = ReqStatus.DECODE  # looked up once, not for each of a thousand
+        """Remove requests that finished or were retracted from `partial` and `running`, all in one call."""
+        decode = ReqStatus.DECODE  # one attribute look-up instead of one per request
         still_decode = [req.status is decode for req in self.running.reqs]
         if not all(still_decode):
             self.running.keep(np.array(still_decode))
         self.partial = [req for req in self.partial if req.status is ReqStatus.PREFILL]
 
     def take_finished(self) -> list[Finished]:
-        """Who has ended since the last call; for the decision log."""
+        """The requests that have ended since the last call; for the decision log."""
         finished, self._finished = self._finished, []
         return finished

@@ -1,7 +1,7 @@
-"""`RowStates`: what every step reads and writes of every request that has a row, in arrays indexed by row.
+"""`RowStates`: the values that every step reads and writes for every request with a row, in arrays indexed by row.
 
-A decode step of 256 requests is a handful of array operations here instead of 256 attribute accesses. Lengths that are
-*planned* run ahead of those that are *settled* by the steps in flight.
+A decode step of 256 requests takes a few array operations instead of 256 attribute accesses. `num_computed` includes
+the steps in flight; `num_settled` does not.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class RowStates:
         known_len: [R] valid entries of `token_ids`.
         num_computed: [R] tokens whose KV exists or is being made by a step in flight.
         num_settled: [R] tokens whose KV was made by settled steps.
-        fill_len: [R] tokens that were known when the row was opened: all of them are computed before it samples.
+        fill_len: [R] tokens known when the row was opened. All of them are computed before the request samples.
         prompt_len: [R].
-        max_kv_len: [R] KV slots the request can need at most; a row with `num_computed` there needs no more steps.
+        max_kv_len: [R] the most KV slots that the request can need; at `num_computed == max_kv_len` no step is left.
         ignore_eos: [R].
-        needs_host_check: [R] settling must look at the request itself: own stop tokens, log-probabilities.
+        needs_host_check: [R] `settle` must read the `Req`: it has its own stop tokens or wants log-probabilities.
     """
 
     __slots__ = (
@@ -40,7 +40,7 @@ class RowStates:
     )
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
-        # zeros, not empty: the pages of the matrix are mapped when first touched, so unused rows cost no memory
+        # `zeros` instead of `empty`: the OS maps the matrix on first touch, so unused rows take no memory
         self.token_ids: IntArray = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.known_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
@@ -52,7 +52,7 @@ class RowStates:
         self.needs_host_check: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
     def open(self, req: Req, prefix_len: int) -> None:
-        """Start the row of a request whose first `prefix_len` tokens have KV already."""
+        """Initialize the row of a request whose first `prefix_len` tokens already have KV."""
         row, sampling = req.row, req.sampling
         self.token_ids[row, : req.fill_len] = np.frombuffer(req.fill_ids, dtype=np.int32)
         self.known_len[row] = req.fill_len
@@ -73,7 +73,7 @@ class RowStates:
         return lengths
 
     def append_run(self, row: int, token_ids: IntArray) -> None:
-        """Append [n] sampled tokens to one row. The KV of all but the last exists: of right drafts, or of rounds."""
+        """Append [n] sampled tokens to one row. All but the last have KV, from accepted drafts or from inner steps."""
         start = int(self.known_len[row])
         self.token_ids[row, start : start + len(token_ids)] = token_ids
         self.known_len[row] = start + len(token_ids)

@@ -1,7 +1,7 @@
 """`WaitingQueue`: the requests without a row, in order of arrival.
 
-Arrivals and admissions are O(1) in the number of waiting requests, so that ten thousand of them cost a step nothing;
-policies that need another order make it themselves from the iteration.
+Arrivals and admissions are O(1) in the number of waiting requests, so ten thousand waiting requests do not slow down a
+step. A policy that needs another order makes it from the iteration.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from .req import Req
 
 
 class QueueObserver(Protocol):
-    """Who wants to know about the queue's changes: the policy."""
+    """Is told of the queue's changes. Policies implement it."""
 
     def enqueued(self, req: Req) -> None:
-        """It joined."""
+        """The request has joined the queue."""
         ...
 
     def dequeued(self, req: Req) -> None:
-        """It left."""
+        """The request has left the queue."""
         ...
 
 
 class WaitingQueue:
-    """An ordered set of requests."""
+    """A set of requests in order of arrival."""
 
     __slots__ = ("_observer", "_reqs")
 
     def __init__(self, observer: QueueObserver) -> None:
         self._observer = observer
-        # An OrderedDict and not a dict: a dict that loses its first entries walks over the holes at each iteration.
+        # An OrderedDict instead of a dict: iterating a dict that has lost its first entries skips over the holes.
         self._reqs: OrderedDict[int, Req] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._reqs)
 
     def __iter__(self) -> Iterator[Req]:
-        """In order of arrival; do not change the queue meanwhile."""
+        """Iterate in order of arrival. Do not change the queue meanwhile."""
         return iter(self._reqs.values())
 
     def append(self, req: Req) -> None:
@@ -49,10 +49,10 @@ class WaitingQueue:
         self._observer.enqueued(req)
 
     def requeue(self, req: Req) -> None:
-        """Give a retracted request its old place; the cost is its distance to the nearer end.
+        """Insert a retracted request at its position by arrival. The cost is the distance to the nearer end.
 
-        SGLang sends it to the back, which makes it wait for everybody who came after it, and wait longest when the load
-        is highest. By arrival it is nearly always first: only requests that it had overtaken stand before it.
+        SGLang appends a retracted request to the end of the queue. There it waits for all later arrivals, and longest
+        when the load is highest. By arrival it is nearly always first: only requests that it overtook are before it.
         """
         seqs, seq = self._reqs, req.seq
         if not seqs or next(reversed(seqs)) < seq:
@@ -70,6 +70,6 @@ class WaitingQueue:
         self._observer.enqueued(req)
 
     def remove(self, req: Req) -> None:
-        """Take a request out, wherever it stands."""
+        """Remove a request from any position."""
         del self._reqs[req.seq]
         self._observer.dequeued(req)

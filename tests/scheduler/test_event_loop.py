@@ -290,9 +290,9 @@ def test_verdicts_are_logged_for_those_who_debug(make_scheduler, caplog):
         "step=1 mode=EXTEND decodes=0 waiting=2 evicted_pages=0 retracted=-",
         "step=1 ADMITTED_ALONE r1: admitted, since nothing else runs and its worst case fits; need 12 have 256 "
         "(cached 0, compute 8, output 2)",
-        "step=1 NO_ROW 1 others: as many requests run as may",
+        "step=1 NO_ROW 1 others: the limit of running requests is reached",
         "step=2 mode=DECODE decodes=1 waiting=1 evicted_pages=0 retracted=-",
-        "step=2 NO_ROW 1 others: as many requests run as may",
+        "step=2 NO_ROW 1 others: the limit of running requests is reached",
         "step=3 mode=EXTEND decodes=0 waiting=1 evicted_pages=0 retracted=-",
         "step=3 ADMITTED_ALONE r2: admitted, since nothing else runs and its worst case fits; need 4 have 252 "
         "(cached 4, compute 4, output 1)",

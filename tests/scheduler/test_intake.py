@@ -140,7 +140,7 @@ def test_a_request_without_an_id_cannot_be_answered_and_is_dropped(make_schedule
     )
 
     assert harness.scheduler.take_outputs() == []
-    assert "its id is no string" in caplog.text
+    assert "its rid is not a string" in caplog.text
     harness.run_until_idle()
     assert harness.answers["good"].finish.kind is FinishKind.LENGTH
 

@@ -133,7 +133,7 @@ def test_asking_for_more_than_is_free_is_an_error_and_takes_nothing():
     allocator = PageAllocator(3)
     allocator.allocate(2)
 
-    with pytest.raises(PageError, match="2 pages wanted, 1 of 3 are free"):
+    with pytest.raises(PageError, match="2 pages requested, 1 of 3 are free"):
         allocator.allocate(2)
     assert allocator.num_free == 1
 

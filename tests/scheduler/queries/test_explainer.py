@@ -60,8 +60,8 @@ def test_who_still_waits_is_known_when_its_arrival_is_forgotten(forgetful):
 
     assert told.found
     assert told.sentence == (
-        "waits-0 has waited 1.000 s in 25 passes, because as many requests run as may (the decisions of its first "
-        "0.760 s are no longer remembered)."
+        "waits-0 has waited 1.000 s in 25 passes, because the limit of running requests is reached (the decisions "
+        "of its first 0.760 s are no longer remembered)."
     )
     assert [row[2] for row in told.rows] == ["came", "forgotten", "waited"]
     assert told.rows[1][3] == "decisions of this time are no longer remembered; it waited all the time"
