@@ -71,7 +71,7 @@ class NativeSamplerBackend:
         """Load the kernels; `library` replaces those for this CPU."""
         library = load_library() if library is None else library
         self._counts = counts
-        self._sample = library.choose_tokens
+        self._sample = library.sample_tokens
         self._logprobs = library.token_logprobs
         self._known_logits: Callable[[], Tensor | None] = lambda: None
         self._layout = _Layout(0, 0, 0, 0)

@@ -1,12 +1,12 @@
-// The product of linear.cpp from tiles (amx.h): strips of up to 32 tokens by 32 outputs, two tiles by two, so that each
-// tile that is loaded is used twice.
+// The matmul of linear.cpp on tiles (amx.h): row tiles of up to 32 tokens by 32 outputs, two AMX tiles by two, so that
+// each loaded AMX tile is used twice.
 //
-// Each sum is one chain of tile products in the order of k, in steps of 32 inputs, for any number of tokens, and where it
-// has to wait in memory it waits as it is: a token's bits do not depend on the tokens beside it.
+// Each accumulator is one chain of tile multiplications in the order of k, 32 inputs per k-step, for any number of
+// tokens. Between parts it is stored unrounded: the bits of a token do not depend on the other tokens.
 //
-// A panel is read once for all strips of a block of tokens, whose x stays in the second-level cache for all panels. Very
-// long panels are cut along k, so that a part of them stays there, too. (Parts that stay in the first-level cache gain
-// less than it costs to let sums wait: 1.30 instead of 1.58 TFLOP/s with 1536 inputs.)
+// A panel is read once for all row tiles of a block of tokens; the block's x stays in L2 for all panels. Very long
+// panels are cut along k, so that one part of them stays in L2, too. (Parts that fit into L1 gain less than storing
+// accumulators costs: 1.30 instead of 1.58 TFLOP/s with 1536 inputs.)
 
 #pragma once
 
@@ -30,19 +30,19 @@ inline __attribute__((always_inline)) void each(const Body& body) {
     }(std::make_integer_sequence<int, COUNT>());
 }
 
-// Without a packed weight (`packed` is null) it multiplies columns that its caller has unpacked (block_tiles.h).
+// Without a packed weight (`packed` is null) it multiplies columns that the caller has dequantized (block_tiles.h).
 struct TileLinear : LinearCall {
-    static constexpr int64_t TILE = amx::MAX_ROWS;     // tokens
-    static constexpr int64_t STRIP = 2 * TILE;
-    static constexpr int64_t INPUTS = 2 * STEP_PAIRS;  // of a step
-    static constexpr int64_t PART = 128;               // steps: 256 KB of a panel
-    static constexpr int64_t BLOCK_BYTES = 1 << 20;    // of x
-    static constexpr int64_t AHEAD = 8192 / sizeof(uint32_t);  // what a single strip fetches in advance
-    static constexpr int64_t SHARED_TOKENS = 64;               // more may be cut into blocks
-    static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
+    static constexpr int64_t TILE = amx::MAX_ROWS;     // tokens of an AMX tile
+    static constexpr int64_t ROW_TILE_ROWS = 2 * TILE;
+    static constexpr int64_t INPUTS = 2 * STEP_PAIRS;  // inputs of a k-step
+    static constexpr int64_t PART = 128;               // k-steps of a part: 256 KB of a panel
+    static constexpr int64_t BLOCK_BYTES = 1 << 20;    // x of a block of tokens
+    static constexpr int64_t AHEAD = 8192 / sizeof(uint32_t);  // prefetch distance of a single row tile
+    static constexpr int64_t SHARED_TOKENS = 64;               // more tokens may be cut into blocks
+    static constexpr int64_t MIN_BYTES = 1 << 16;  // weight per thread, at least: less does not pay for waking it
 
-    // What a strip fetches while it multiplies: so many cache lines at each step. Into the second-level cache: the first
-    // one has its hands full with what is multiplied.
+    // Prefetch of a row tile: `lines` cache lines at each k-step, into L2: L1 is fully used by the data that is
+    // multiplied.
     struct Fetch {
         const uint32_t* from;
         int64_t lines;
@@ -52,7 +52,7 @@ struct TileLinear : LinearCall {
         }
     };
 
-    // What else a strip does at each step, before that step's tiles are loaded: `next(step)`, and it fetches.
+    // Work of a row tile at each k-step, before the AMX tiles of that k-step are loaded: prefetch, and `next(step)`.
     template <class Next>
     struct FetchAnd {
         Fetch fetch;
@@ -65,22 +65,22 @@ struct TileLinear : LinearCall {
         }
     };
 
-    // One strip: tokens [row, row + rows), and of k the steps [begin, end).
-    struct Strip {
+    // One row tile: tokens [row, row + rows), and the k-steps [begin, end).
+    struct RowTile {
         int64_t row, rows, begin, end;
-        float* waiting;    // its own
-        const bf16* tail;  // its own; null where k needs no filling up
+        float* waiting;    // of this row tile
+        const bf16* tail;  // of this row tile; null if k needs no padding
     };
 
-    // Sums of one strip that have left their tiles, on their way to the result. They go a few rows at a time, while tiles
-    // multiply the next strip: done at once that would take a fifth of the time.
+    // Stores finished accumulators of a row tile to the output, a few rows at a time, while the AMX tiles multiply the
+    // next row tile: all at once it would take a fifth of the time.
     class Finish {
       public:
         Finish(const TileLinear& call, const Columns& columns, float* added, float* sums)
             : gated_(call.form == GATED),
               added_(added),
               next_(sums),
-              other_(sums + STRIP * PANEL),
+              other_(sums + ROW_TILE_ROWS * PANEL),
               width_(std::min(columns.vectors * LANES, call.outputs - columns.column)),
               number_bytes_(call.form == FLOAT ? sizeof(float) : sizeof(bf16)),
               row_bytes_(call.outputs / call.unit() * number_bytes_),
@@ -89,16 +89,16 @@ struct TileLinear : LinearCall {
             if (call.bias != nullptr) call.copy_bias(columns.column, columns.vectors, added);
         }
 
-        // Where the next strip may put its sums: [STRIP][PANEL].
+        // Buffer for the accumulators of the next row tile: [ROW_TILE_ROWS][PANEL].
         float* free_sums() { return next_; }
 
-        // They are there.
-        void take(const Strip& strip) {
+        // Call when the accumulators of `row_tile` are in that buffer.
+        void take(const RowTile& row_tile) {
             advance(left_);
             from_ = next_;
             std::swap(next_, other_);
-            to_ = out_ + strip.row * row_bytes_;
-            left_ = strip.rows;
+            to_ = out_ + row_tile.row * row_bytes_;
+            left_ = row_tile.rows;
         }
 
         int64_t left() const { return left_; }
@@ -125,35 +125,35 @@ struct TileLinear : LinearCall {
         }
 
         void store_some() const {
-            float all[PANEL];  // or as many of bfloat16
+            float all[PANEL];  // or PANEL bfloat16
             number_bytes_ == sizeof(bf16) ? store_row(reinterpret_cast<bf16*>(all)) : store_row(all);
             std::memcpy(to_, all, width_ * number_bytes_);
         }
 
         bool gated_;
         const float* added_;  // [PANEL]: the bias of these columns, or zeros
-        float *next_, *other_;  // one is written while the other one leaves
+        float *next_, *other_;  // double buffer: one is filled while the other is stored
         int64_t width_, number_bytes_, row_bytes_, left_ = 0;
         char *out_, *to_ = nullptr;
         const float* from_ = nullptr;
     };
 
-    // Memory of one thread.
+    // Workspace of one thread.
     struct Workspace {
-        float* waiting;  // [tokens][PANEL]: sums between two parts
-        bf16* tails;     // [tokens][INPUTS]: the last inputs of x, filled up with zeros
+        float* waiting;  // [tokens][PANEL]: accumulators between two parts
+        bf16* tails;     // [tokens][INPUTS]: the last inputs of x, padded with zeros
         float *added, *sums;  // see `Finish`
     };
 
     Workspace workspace(int64_t tokens) const {
         thread_local Scratch scratch;
-        int64_t waiting = tokens * PANEL, tails = tokens * INPUTS / 2, sums = 2 * STRIP * PANEL;
+        int64_t waiting = tokens * PANEL, tails = tokens * INPUTS / 2, sums = 2 * ROW_TILE_ROWS * PANEL;
         float* memory = reinterpret_cast<float*>(scratch.get((waiting + tails + PANEL + sums) * sizeof(float)));
         float* added = memory + waiting + tails;
         return {memory, reinterpret_cast<bf16*>(memory + waiting), added, added + PANEL};
     }
 
-    // Tiles: sums are 0 and 1, and those of the second 16 tokens 2 and 3.
+    // AMX tiles: accumulators of the first 16 tokens are 0 and 1, of the second 16 tokens 2 and 3.
     static constexpr int ROWS = 4, WEIGHTS = 6;
 
     static amx::Shapes shapes(int64_t rows) {
@@ -170,17 +170,17 @@ struct TileLinear : LinearCall {
     }
 
     template <int ROW_TILES, int VECTORS, class Ahead>
-    void multiply_strip(const Strip& strip, const Columns& columns, const Ahead& ahead, Finish& finish) const {
+    void multiply_row_tile(const RowTile& row_tile, const Columns& columns, const Ahead& ahead, Finish& finish) const {
         each<ROW_TILES>([&]<int R>() {
             each<VECTORS>([&]<int V>() {
-                if (strip.begin == 0)
+                if (row_tile.begin == 0)
                     amx::zero<R * PER_PANEL + V>();
                 else
-                    amx::load<R * PER_PANEL + V>(strip.waiting + R * TILE * PANEL + V * LANES, PANEL * sizeof(float));
+                    amx::load<R * PER_PANEL + V>(row_tile.waiting + R * TILE * PANEL + V * LANES, PANEL * sizeof(float));
             });
         });
-        const uint32_t* weights = columns.weights + strip.begin * STEP_PAIRS * columns.width;
-        const int64_t width = columns.width, stride = x_stride;  // a tile load may change all that is in memory
+        const uint32_t* weights = columns.weights + row_tile.begin * STEP_PAIRS * columns.width;
+        const int64_t width = columns.width, stride = x_stride;  // locals: tile loads clobber memory
         auto step = [](const bf16* rows, int64_t stride, const uint32_t* weights)
             __attribute__((always_inline)) {
             each<ROW_TILES>([=]<int R>() { amx::load<ROWS + R>(rows + R * TILE * stride, stride * sizeof(bf16)); });
@@ -189,44 +189,44 @@ struct TileLinear : LinearCall {
                 each<ROW_TILES>([]<int R>() { amx::dot_pairs<R * PER_PANEL + V, ROWS + R, WEIGHTS + V>(); });
             });
         };
-        const bf16* rows = x + strip.row * x_stride + strip.begin * INPUTS;
-        bool is_last = strip.end == steps_of(inputs), has_tail = is_last && strip.tail != nullptr;
-        int64_t to_finish = (finish.left() + strip.end - strip.begin - 1) / (strip.end - strip.begin);
-        const int64_t whole = strip.end - has_tail;
-        for (int64_t n = strip.begin; n < whole; ++n, rows += INPUTS, weights += STEP_PAIRS * width) {
-            ahead(n - strip.begin);
+        const bf16* rows = x + row_tile.row * x_stride + row_tile.begin * INPUTS;
+        bool is_last = row_tile.end == steps_of(inputs), has_tail = is_last && row_tile.tail != nullptr;
+        int64_t to_finish = (finish.left() + row_tile.end - row_tile.begin - 1) / (row_tile.end - row_tile.begin);
+        const int64_t whole = row_tile.end - has_tail;
+        for (int64_t n = row_tile.begin; n < whole; ++n, rows += INPUTS, weights += STEP_PAIRS * width) {
+            ahead(n - row_tile.begin);
             step(rows, stride, weights);
             finish.advance(to_finish);
         }
-        if (has_tail) step(strip.tail, INPUTS, weights);
-        float* to = is_last ? finish.free_sums() : strip.waiting;
+        if (has_tail) step(row_tile.tail, INPUTS, weights);
+        float* to = is_last ? finish.free_sums() : row_tile.waiting;
         each<ROW_TILES>([&]<int R>() {
             each<VECTORS>([&]<int V>() {
                 amx::store<R * PER_PANEL + V>(to + R * TILE * PANEL + V * LANES, PANEL * sizeof(float));
             });
         });
-        if (is_last) finish.take(strip);
+        if (is_last) finish.take(row_tile);
     }
 
     template <class Ahead>
-    void multiply_strip(const Strip& strip, const Columns& columns, const Ahead& ahead, Finish& finish) const {
-        if (strip.rows > TILE)
-            columns.vectors == 1 ? multiply_strip<2, 1>(strip, columns, ahead, finish)
-                                 : multiply_strip<2, 2>(strip, columns, ahead, finish);
+    void multiply_row_tile(const RowTile& row_tile, const Columns& columns, const Ahead& ahead, Finish& finish) const {
+        if (row_tile.rows > TILE)
+            columns.vectors == 1 ? multiply_row_tile<2, 1>(row_tile, columns, ahead, finish)
+                                 : multiply_row_tile<2, 2>(row_tile, columns, ahead, finish);
         else
-            columns.vectors == 1 ? multiply_strip<1, 1>(strip, columns, ahead, finish)
-                                 : multiply_strip<1, 2>(strip, columns, ahead, finish);
+            columns.vectors == 1 ? multiply_row_tile<1, 1>(row_tile, columns, ahead, finish)
+                                 : multiply_row_tile<1, 2>(row_tile, columns, ahead, finish);
     }
 
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
         multiply(first, last, columns, next, nullptr);
     }
 
-    // Tokens [first, last) times some columns of one panel; `next` is what is read after them, if anything. `unpack`, or
-    // null, is called with each step of the columns once, in order, before that step is read.
+    // Tokens [first, last) times some columns of one panel; `next` is the data read after them, or null. `unpack`, or
+    // null, is called once with each k-step of the columns, in order, before that k-step is read.
     //
-    // Memory is kept busy meanwhile: a single strip fetches what it reads a little later; several, which find all but the
-    // first in a cache, fetch the next part, and with the last part what is at `next`.
+    // Prefetch: a single row tile prefetches its own data a little ahead. With several, all but the first find the data
+    // in a cache; they prefetch the next part, and during the last part the data at `next`.
     template <class Unpack>
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next, const Unpack& unpack) const {
         int64_t tokens = last - first, steps = steps_of(inputs);
@@ -234,43 +234,44 @@ struct TileLinear : LinearCall {
         Finish finish(*this, columns, memory.added, memory.sums);
         bool has_tail = inputs % INPUTS != 0;
         if (has_tail) copy_tails(first, last, memory.tails);
-        auto strip_at = [&](int64_t row, int64_t rows, int64_t begin, int64_t end) {
-            return Strip{row, rows, begin, end, memory.waiting + (row - first) * PANEL,
+        auto row_tile_at = [&](int64_t row, int64_t rows, int64_t begin, int64_t end) {
+            return RowTile{row, rows, begin, end, memory.waiting + (row - first) * PANEL,
                          has_tail ? memory.tails + (row - first) * INPUTS : nullptr};
         };
-        auto multiply_first = [&](const Strip& strip, const Fetch& fetch) {
+        auto multiply_first = [&](const RowTile& row_tile, const Fetch& fetch) {
             if constexpr (std::is_null_pointer_v<Unpack>)
-                multiply_strip(strip, columns, fetch, finish);
+                multiply_row_tile(row_tile, columns, fetch, finish);
             else
-                multiply_strip(strip, columns, FetchAnd<Unpack>{fetch, unpack, strip.begin}, finish);
+                multiply_row_tile(row_tile, columns, FetchAnd<Unpack>{fetch, unpack, row_tile.begin}, finish);
         };
-        int64_t strips = (tokens + STRIP - 1) / STRIP, rest = tokens - (strips - 1) * STRIP;
-        if (strips == 1) {
+        int64_t row_tiles = (tokens + ROW_TILE_ROWS - 1) / ROW_TILE_ROWS, rest = tokens - (row_tiles - 1) * ROW_TILE_ROWS;
+        if (row_tiles == 1) {
             amx::Tiles tiles(shapes(tokens));
             Fetch fetch = {columns.weights + AHEAD, packed != nullptr ? columns.vectors * STEP_PAIRS : 0};
-            multiply_first(strip_at(first, tokens, 0, steps), fetch);
+            multiply_first(row_tile_at(first, tokens, 0, steps), fetch);
             finish.advance(tokens);
             return;
         }
         int64_t parts = (steps + PART - 1) / PART;
-        int64_t all_lines = columns.vectors * STEP_PAIRS, lines = (all_lines + strips - 1) / strips;
+        int64_t all_lines = columns.vectors * STEP_PAIRS, lines = (all_lines + row_tiles - 1) / row_tiles;
         for (int64_t part = 0; part < parts; ++part) {
             int64_t begin = steps * part / parts, end = steps * (part + 1) / parts;
             const uint32_t* after = part + 1 < parts ? columns.weights + end * STEP_PAIRS * columns.width : next;
-            auto fetch = [&](int64_t strip) {
-                bool is_idle = after == nullptr || strip * lines >= all_lines;
-                return Fetch{after + strip * lines * (end - begin) * LINE, is_idle ? 0 : lines};
+            auto fetch = [&](int64_t row_tile) {
+                bool is_idle = after == nullptr || row_tile * lines >= all_lines;
+                return Fetch{after + row_tile * lines * (end - begin) * LINE, is_idle ? 0 : lines};
             };
             {
-                amx::Tiles tiles(shapes(STRIP));
-                multiply_first(strip_at(first, STRIP, begin, end), fetch(0));
-                for (int64_t strip = 1; strip < strips - 1; ++strip)
-                    multiply_strip(strip_at(first + strip * STRIP, STRIP, begin, end), columns, fetch(strip), finish);
+                amx::Tiles tiles(shapes(ROW_TILE_ROWS));
+                multiply_first(row_tile_at(first, ROW_TILE_ROWS, begin, end), fetch(0));
+                for (int64_t row_tile = 1; row_tile < row_tiles - 1; ++row_tile)
+                    multiply_row_tile(row_tile_at(first + row_tile * ROW_TILE_ROWS, ROW_TILE_ROWS, begin, end), columns,
+                                      fetch(row_tile), finish);
             }
             amx::Tiles tiles(shapes(rest));
-            multiply_strip(strip_at(last - rest, rest, begin, end), columns, fetch(strips - 1), finish);
+            multiply_row_tile(row_tile_at(last - rest, rest, begin, end), columns, fetch(row_tiles - 1), finish);
         }
-        finish.advance(STRIP);
+        finish.advance(ROW_TILE_ROWS);
     }
 
     void copy_tails(int64_t first, int64_t last, bf16* to) const {
@@ -281,7 +282,7 @@ struct TileLinear : LinearCall {
     }
 
     void multiply_part(int64_t begin, int64_t end) const {
-        for_token_blocks(num_tokens, STRIP, strips_of_block(), [&](int64_t first, int64_t last) {
+        for_token_blocks(num_tokens, ROW_TILE_ROWS, row_tiles_of_block(), [&](int64_t first, int64_t last) {
             for_columns(begin, end, PER_PANEL, nullptr, [&](const Columns& columns, const uint32_t* after) {
                 multiply(first, last, columns, after);
             });
@@ -292,7 +293,7 @@ struct TileLinear : LinearCall {
         if (num_tokens == 0) return;
         if (num_tokens <= SHARED_TOKENS) {
             int64_t vector_bytes = steps_of(inputs) * STEP_PAIRS * LANES * 4;
-            share_out(num_vectors(), vectors_of(MIN_BYTES, vector_bytes, 1), [&](int64_t begin, int64_t end) {
+            parallel_for(num_vectors(), vectors_of(MIN_BYTES, vector_bytes, 1), [&](int64_t begin, int64_t end) {
                 const uint32_t* next = end < num_vectors() ? at(end * LANES) : nullptr;
                 for_columns(begin, end, PER_PANEL, next, [&](const Columns& columns, const uint32_t* after) {
                     multiply(0, num_tokens, columns, after);
@@ -300,29 +301,29 @@ struct TileLinear : LinearCall {
             });
             return;
         }
-        hand_out_panels([&](int64_t first, int64_t last, int64_t panel, int64_t after) {
+        parallel_for_panels([&](int64_t first, int64_t last, int64_t panel, int64_t after) {
             const uint32_t* next = after < num_panels() ? at(after * PANEL) : nullptr;
             for_columns(panel * PER_PANEL, std::min((panel + 1) * PER_PANEL, num_vectors()), PER_PANEL, next,
                         [&](const Columns& columns, const uint32_t* after) { multiply(first, last, columns, after); });
         });
     }
 
-    // Of which x stays in a cache.
-    int64_t strips_of_block() const {
-        return std::max<int64_t>(BLOCK_BYTES / (inputs * int64_t(sizeof(bf16)) * STRIP), 2);
+    // Row tiles per block of tokens: their x stays in L2.
+    int64_t row_tiles_of_block() const {
+        return std::max<int64_t>(BLOCK_BYTES / (inputs * int64_t(sizeof(bf16)) * ROW_TILE_ROWS), 2);
     }
 
-    // body(first, last, panel, after) for blocks of tokens [first, last) and panels; `after` is the panel that this thread
-    // is likely to get next, or num_panels().
+    // body(first, last, panel, after) for blocks of tokens [first, last) and panels; `after` is the panel that this
+    // thread probably gets next, or num_panels().
     template <class Body>
-    void hand_out_panels(const Body& body) const {
-        int64_t panels = num_panels(), strips = (num_tokens + STRIP - 1) / STRIP;
-        int64_t most = strips_of_block(), blocks = (strips + most - 1) / most;
-        int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
-        hand_out(blocks * panels, [&](int64_t n) {
+    void parallel_for_panels(const Body& body) const {
+        int64_t panels = num_panels(), row_tiles = (num_tokens + ROW_TILE_ROWS - 1) / ROW_TILE_ROWS;
+        int64_t most = row_tiles_of_block(), blocks = (row_tiles + most - 1) / most;
+        int64_t ahead = max_threads();  // a thread gets every ahead-th panel, if all threads are equally fast
+        parallel_for_dynamic(blocks * panels, [&](int64_t n) {
             int64_t block = n / panels;
-            int64_t first = strips * block / blocks * STRIP;
-            int64_t last = std::min(strips * (block + 1) / blocks * STRIP, num_tokens);
+            int64_t first = row_tiles * block / blocks * ROW_TILE_ROWS;
+            int64_t last = std::min(row_tiles * (block + 1) / blocks * ROW_TILE_ROWS, num_tokens);
             body(first, last, n % panels, n + ahead < blocks * panels ? (n + ahead) % panels : panels);
         });
     }
