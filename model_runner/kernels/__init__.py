@@ -1,1 +1,1 @@
-"""Our own kernels, by where they run. Only `ops` and the attention backends call them."""
+"""The engine's own kernels, one folder or module per device. Only `ops` and the attention backends call them."""

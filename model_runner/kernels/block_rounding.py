@@ -1,13 +1,13 @@
-"""`round_to_blocks`: weights in floating point to the nearest `BlockWeight`, block by block.
+"""`round_to_blocks`: quantize floating-point weights to the nearest `BlockWeight`, block by block.
 
-8 bits are symmetric: the largest number of a block, or of two, decides its scale. 4 bits have a scale and a minimum,
-and with 16 steps it matters where they lie: the range of a block is not the best choice, since cutting off its ends a
-little makes all steps finer. So a few ranges are tried, for each the scale and minimum are those of least squares, and
-the one with the smallest squared error wins (as in k-quants of llama.cpp, without their weighting).
+8-bit blocks are symmetric: the largest absolute value of a block, or of two blocks, determines the scale. 4-bit blocks
+have a scale and a minimum. With only 16 levels the full range of a block is not the best choice: clipping both ends a
+little makes all steps finer. The search therefore tries a few ranges. For each range it fits scale and minimum by least
+squares; the range with the smallest squared error is taken (as in the k-quants of llama.cpp, without their weighting).
 
-Scales and minima are rounded to 16 bits, in which kernels hold them, before numbers are chosen for them. Half precision
-has a narrow range, and blocks of small numbers would get coarse scales, or ones that cut off their ends: so the weight
-is multiplied by a power of two first, as kernels do it with scales and minima.
+Scales and minima are rounded to 16 bits, the precision that kernels store, before the integers are chosen for them.
+Half precision has a narrow range: blocks of small values would get coarse scales, or scales that clip them. The weight
+is therefore first multiplied by a power of two, as kernels do with scales and minima.
 """
 
 # Shapes: B blocks.
@@ -28,21 +28,23 @@ _INT8_ZERO: Final = 128
 _INT8_MAX: Final = 127
 _INT4_MAX: Final = 15
 _STEPS: Final = (14.6, 15.4, 16.2, 17.2)
-"""Into how many steps the range of a block is divided, 15 of which are used: more of them cut off more. With these the
-error is 7 % below that of whole ranges (normal numbers); with fifteen tries instead of four it would be 7.5 %."""
+"""Candidates: steps into which the range of a block is divided; 15 of them are used, so a larger number clips more.
+With these four candidates the error is 7 % below that of full ranges (normally distributed values); fifteen candidates
+would reach 7.5 %."""
 _BLOCKS_AT_A_TIME: Final = 1 << 12
-"""Temporaries of half a megabyte each, or one where blocks share scales: the search reads them many times, and the
-cache holds some of them."""
+"""Blocks per task: its temporaries have half a megabyte each, or one megabyte where blocks share scales. The search
+reads them many times; the cache holds several of them."""
 _LARGEST_EXPONENT: Final = 14
-"""Weights are multiplied until all are smaller than 2^14, so that the range of a block is smaller than 2^15."""
+"""Weights are scaled so that all values are smaller than 2^14; the range of a block is then smaller than 2^15."""
 _LEAST_EXPONENT: Final = -80
-"""Weights smaller than 2^-80 are not brought up to there: their scales would be no ordinary float32."""
+"""Lower bound of the exponent: weights smaller than 2^-80 are not scaled up to 2^14, because their scales would be
+denormal in float32."""
 _SMALLEST_SCALE: Final = 2.0**-24
-"""The smallest number of 16 bits: stands for the scale of a block of equal numbers, which would be 0."""
+"""The smallest positive float16: replaces the scale of a block of equal values, which would be 0."""
 
 
 class _Rounded(NamedTuple):
-    """Numbers [B, 32], scales and minima [B, 1], squared errors [B, 1]; all in float32."""
+    """Integers [B, 32], scales and minima [B, 1], squared errors [B, 1]; all in float32."""
 
     numbers: Tensor
     scales: Tensor
@@ -51,10 +53,10 @@ class _Rounded(NamedTuple):
 
 
 def round_to_blocks(weight: Tensor, bits: Literal[4, 8], *, paired_scales: bool = False) -> BlockWeight:
-    """[N, K], in any floating-point type, to whole numbers; K must be a multiple of 32.
+    """Quantize [N, K], any floating-point dtype; K must be a multiple of 32.
 
     Args:
-        paired_scales: two blocks of 8 bits get one scale, which our C++ kernels are faster with, if K allows it.
+        paired_scales: two neighboring 8-bit blocks get one scale, if K allows it; the C++ kernels are faster with that.
     """
     rows, columns = weight.shape
     assert columns % BLOCK_SIZE == 0, weight.shape
@@ -89,7 +91,7 @@ def round_to_blocks(weight: Tensor, bits: Literal[4, 8], *, paired_scales: bool 
 
 
 def _exponent(blocks: Tensor) -> int:
-    """e so that all numbers are smaller than 2^e; 0 where some are not finite, which scales will show."""
+    """e such that all absolute values are smaller than 2^e; 0 if any value is not finite (the scales then show it)."""
     if not blocks.numel():
         return 0
     largest = max(abs(float(end)) for end in blocks.aminmax())
@@ -97,8 +99,8 @@ def _exponent(blocks: Tensor) -> int:
 
 
 def _on_all_threads(work: Callable[[int], None], starts: range) -> None:
-    """`work` for each start. Not by torch's own threads: they would meet after each of a hundred short operations, and
-    on a busy machine wait for each other thirty times as long as they work.
+    """Call `work` once per start, on Python threads. torch's own threads would synchronize after each of a hundred
+    short operations; on a busy machine they wait for each other thirty times as long as they compute.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(starts) == 1:
@@ -109,7 +111,7 @@ def _on_all_threads(work: Callable[[int], None], starts: range) -> None:
 
     def work_as_here(
         start: int,
-    ) -> None:  # threads begin in the ordinary mode, in which they may not fill our tensors
+    ) -> None:  # new threads start outside inference mode, in which they may not write to inference tensors
         with torch.inference_mode(inference):
             work(start)
 
@@ -118,11 +120,11 @@ def _on_all_threads(work: Callable[[int], None], starts: range) -> None:
             for _ in pool.map(work_as_here, starts):
                 pass
     finally:
-        torch.set_num_threads(num_threads)  # what threads that start later will have
+        torch.set_num_threads(num_threads)  # the default of threads that start later
 
 
 def _to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers [B, n] and scales [B, 1] of blocks [B, n]."""
+    """Integers [B, n] and scales [B, 1] of blocks [B, n]."""
     scales = _in_16_bits(values.abs().amax(dim=1, keepdim=True) / _INT8_MAX).clamp_(min=_SMALLEST_SCALE)
     numbers = (values / scales).round_().clamp_(-_INT8_MAX, _INT8_MAX).add_(_INT8_ZERO)
     return numbers, scales
@@ -139,7 +141,7 @@ def _to_int4(values: Tensor) -> _Rounded:
 
 
 def _fitted(values: Tensor, low: Tensor, high: Tensor) -> Iterator[_Rounded]:
-    """For each way to divide the range: the scale and minimum that fit its numbers best, and the numbers for those."""
+    """For each candidate range: the least-squares scale and minimum, and the integers quantized with them."""
     sum_x = values.sum(dim=1, keepdim=True)
     span, middle = (high - low).clamp_(min=_SMALLEST_SCALE), (low + high) / 2
     for steps in _STEPS:
@@ -147,7 +149,7 @@ def _fitted(values: Tensor, low: Tensor, high: Tensor) -> Iterator[_Rounded]:
         sum_q = numbers.sum(dim=1, keepdim=True)
         sum_qq = (numbers * numbers).sum(dim=1, keepdim=True)
         sum_xq = (values * numbers).sum(dim=1, keepdim=True)
-        spread = sum_qq * BLOCK_SIZE - sum_q * sum_q  # 0 where all numbers are equal
+        spread = sum_qq * BLOCK_SIZE - sum_q * sum_q  # 0 where all integers are equal
         scales = (sum_xq * BLOCK_SIZE - sum_x * sum_q) / spread.clamp(min=1.0)
         scales = _in_16_bits(scales).clamp_(min=_SMALLEST_SCALE)
         minima = _in_16_bits((sum_x - scales * sum_q) / BLOCK_SIZE)
@@ -155,7 +157,7 @@ def _fitted(values: Tensor, low: Tensor, high: Tensor) -> Iterator[_Rounded]:
 
 
 def _numbers_for(values: Tensor, scales: Tensor, minima: Tensor) -> _Rounded:
-    """The nearest numbers where scale and minimum are given, and how far they are off."""
+    """The nearest integers for a given scale and minimum, and their squared error."""
     numbers = ((values - minima) / scales).round_().clamp_(0, _INT4_MAX)
     errors = (numbers * scales).add_(minima).sub_(values).square_().sum(dim=1, keepdim=True)
     return _Rounded(numbers, scales, minima, errors)

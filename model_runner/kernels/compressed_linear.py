@@ -1,4 +1,4 @@
-"""`CompressedLinear`: products with bfloat16 weights that take 12 bits a number, without loss (`cpu/compressed.h`).
+"""`CompressedLinear`: matmuls with bfloat16 weights stored losslessly in 12 bits per value (`cpu/compressed.h`).
 
 `reasons_against_compression` decides where weights are compressed.
 """
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 
 
 def reasons_against_compression(isa: Isa) -> list[str]:
-    """Why bfloat16 weights keep 16 bits a number with the kernels of this level; none: they are compressed.
+    """Why bfloat16 weights keep 16 bits per value with the kernels of this ISA target; empty: they are compressed.
 
-    The products of both forms have the same bits, so this is a matter of speed alone. Unpacking costs arithmetic, and
-    reading less saves time on memory: `python benchmarks/compressed_weights.py --isa ISA` measures both.
+    Matmuls of both forms give the same bits, so the choice affects speed only. Unpacking costs arithmetic; reading
+    fewer bytes saves memory time: `python benchmarks/compressed_weights.py --isa ISA` measures both.
     """
     match isa:
         case "avx512_bf16":
             return []
         case "avx512_vnni" | "avx512":
             return [
-                f"without bfloat16 instructions ({isa}) products of 7 and more tokens take longer with 12-bit weights"
+                f"without bfloat16 instructions ({isa}) matmuls of 7 and more tokens take longer with 12-bit weights"
             ]
         case "amx" | "avx2_vnni" | "avx2" | "portable":
-            return [f"there are no products with 12-bit weights for {isa}"]
+            return [f"no kernel multiplies with 12-bit weights on {isa}"]
         case _:
             assert_never(isa)
 
 
 class CompressedLinear(NativeProduct):
-    """What a `NativeLinear` is, to the bit, of three quarters of its bytes."""
+    """The same results as `NativeLinear`, bit for bit, with three quarters of its bytes."""
 
     kind = NativeProduct.COMPRESSED
 
     def __init__(
         self, library: ctypes.CDLL, packed: Tensor, outputs: int, inputs: int, num_bytes: int
     ) -> None:
-        """Take the numbers of a packed weight.
+        """Compress a packed weight.
 
         Args:
-            packed: the weight [N, K] as a `NativeLinear` has it; not kept.
-            num_bytes: what the library's `compressed_linear_bytes` says of it; not 0.
+            packed: the weight [N, K] as `NativeLinear` packs it; not kept.
+            num_bytes: the result of `compressed_linear_bytes` for this weight; not 0.
         """
         super().__init__(library, outputs, inputs, _compressed(library, packed, (outputs, inputs), num_bytes))
 
@@ -58,7 +58,7 @@ class CompressedLinear(NativeProduct):
         self._library.compressed_linear_to(*self._arguments(x, bias, out))
 
     def _pair(self) -> None:
-        """Exponents belong to panels, and outputs change theirs."""
+        """Decompress, pair, compress again: exponents belong to panels, and pairing moves outputs to other panels."""
         shape = self._outputs, self._inputs
         packed = torch.empty(self._library.packed_linear_bytes(*shape), dtype=torch.uint8)
         self._library.decompress_linear(self._address, *shape, packed.data_ptr())
@@ -73,7 +73,7 @@ class CompressedLinear(NativeProduct):
 
 
 def _compressed(library: ctypes.CDLL, packed: Tensor, shape: tuple[int, int], num_bytes: int) -> Tensor:
-    """The numbers of a packed weight, (N, K), in so many bytes."""
+    """The compressed form, `num_bytes` bytes, of a packed weight of shape (N, K)."""
     compressed = torch.empty(num_bytes, dtype=torch.uint8)
     library.compress_linear(packed.data_ptr(), *shape, compressed.data_ptr())
     return compressed

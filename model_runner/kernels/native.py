@@ -1,6 +1,6 @@
-"""The operations of `ops` by our C++ kernels for the CPU (`kernels/cpu`).
+"""The operations of `ops`, computed by the C++ kernels for the CPU (`kernels/cpu`).
 
-All of them compute in float32, and none of them lets a token's bits depend on the other tokens of its batch.
+All of them compute in float32. The bits of a token's result do not depend on the other tokens of the batch.
 """
 
 # Shapes: see `ops`.
@@ -28,7 +28,7 @@ _DTYPES: Final = (torch.bfloat16, torch.float32)
 
 
 def reasons_against_native(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why our kernels cannot run here."""
+    """Why the C++ kernels cannot run on this device and dtype."""
     if device.type != "cpu":
         return [f"runs on CPUs only, not on {device.type}"]
     if dtype not in _DTYPES:
@@ -37,7 +37,7 @@ def reasons_against_native(device: torch.device, dtype: torch.dtype) -> list[str
 
 
 class NativeOps:
-    """The operations, bound to a compiled library."""
+    """The operations, bound to a loaded library."""
 
     def __init__(self, library: ctypes.CDLL, *, compress: bool = True) -> None:
         """`compress`: see `pack_native_linear`."""
@@ -50,7 +50,7 @@ class NativeOps:
         return pack_native_linear(self._library, weight, compress=self._compress)
 
     def pack_experts(self, experts: ExpertSource) -> ExpertWeights:
-        """See `PackExperts`. Where a weight cannot be ours, the experts are computed one after the other."""
+        """See `PackExperts`. Weights that the C++ kernels cannot take are computed expert by expert."""
         gate_up, down = experts.linears()
         ours = [one for one in (*gate_up, *down) if isinstance(one, NativeProduct)]
         if len(ours) == 2 * len(gate_up):
@@ -58,8 +58,8 @@ class NativeOps:
         if not self._has_warned_of_loops:
             self._has_warned_of_loops = True
             logger.warning(
-                "experts are computed one after the other, in steps that are not recorded: their gates and ups are "
-                "stored in different ways, or have an odd number of inputs"
+                "experts are computed one after the other, in steps that are not recorded: their gate and up weights "
+                "are stored in different formats, or have an odd number of inputs"
             )
         return plain.LoopedExperts(gate_up, down)
 
@@ -78,7 +78,9 @@ class NativeOps:
         """See `AddRMSNormOp`."""
         assert x.dtype == residual.dtype and x.shape == residual.shape, (x.dtype, x.shape)
         x, residual = x.contiguous(), residual.contiguous()
-        self._norm(x.data_ptr(), residual, weight, eps, x)  # a row is read before it is written
+        self._norm(
+            x.data_ptr(), residual, weight, eps, x
+        )  # in place: the kernel reads a row before it writes it
         return x, residual
 
     def _norm(self, x: int | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -148,7 +150,7 @@ class NativeOps:
         kv: LayerKV,
         out_cache_loc: Tensor,
     ) -> Tensor:
-        """See `RotateAndStore`. A pool of other floats than the model's is plain torch's."""
+        """See `RotateAndStore`. A pool whose floating-point dtype differs from the model's takes the torch path."""
         if kv.k.dtype != qkv.dtype and kv.k_scale is None:
             return plain.rotate_and_store(qkv, norms, cos, sin, kv, out_cache_loc)
         _check_rotation(qkv, norms, cos, sin, kv, out_cache_loc)
@@ -183,7 +185,7 @@ class NativeOps:
 def _check_rotation(
     qkv: Tensor, norms: HeadNorms | None, cos: Tensor, sin: Tensor, kv: LayerKV, out_cache_loc: Tensor
 ) -> None:
-    """What the kernel takes for granted: where it is not so, it would read memory that is not its own."""
+    """Check what the kernel does not: a violation would be an out-of-bounds access."""
     known = (qkv.dtype, torch.float32)
     num_tokens = qkv.shape[0]
     assert qkv.dtype in _DTYPES and cos.dtype == sin.dtype and cos.dtype in known, (qkv.dtype, cos.dtype)
@@ -215,5 +217,5 @@ def _gated(function: ctypes._NamedFuncPointer, gate_up: Tensor) -> Tensor:
 
 
 def native_ops() -> NativeOps:
-    """Those of this CPU; only where `reasons_against_native` has nothing against them."""
+    """The operations for this CPU. Call only if `reasons_against_native` is empty."""
     return NativeOps(load_library(), compress=not reasons_against_compression(loaded_isa()))

@@ -1,10 +1,10 @@
-"""`NativeBlockLinear`: products with block-quantised weights by our C++ kernels (`kernels/cpu/blocks.cpp`).
+"""`NativeBlockLinear`: matmuls with block-quantized weights, by the C++ kernels (`kernels/cpu/blocks.cpp`).
 
-Few tokens are quantised, too, each block of 32 to whole numbers in -127..127 with one scale; each two blocks, where a
-weight of 8 bits has the same scales in pairs. Sums are exact within a block and float32 beyond, in one order. From
-`tiles_from` tokens on, where the CPU has AMX, activations stay as they are and the weight is rounded to bfloat16, panel
-by panel. So a token's bits depend on whether its call has so many tokens, and on nothing else; `NO_TILES` is for
-whoever cannot have that.
+For few tokens the activations are quantized, too: each block of 32 becomes integers in -127..127 with one scale, or two
+neighboring blocks share one if the scales of an 8-bit weight are equal in pairs. Accumulation is exact within a block
+and float32 across blocks, in a fixed order. From `tiles_from` tokens on, on a CPU with AMX, activations keep their
+dtype and the weight is converted to bfloat16 panel by panel. The bits of a token's result therefore depend only on
+whether its call has at least `tiles_from` tokens; `NO_TILES` removes that dependence.
 """
 
 # Shapes: T tokens, K inputs, N outputs.
@@ -23,18 +23,18 @@ from .native_product import NativeProduct
 from .quantized_weights import BLOCK_SIZE, BlockWeight
 
 _HALF_EXPONENT: Final = 15
-"""Scales and minima are kept in half precision, times a power of two that makes the largest just smaller than 2^15."""
+"""Scales and minima are stored in half precision, times a power of two that makes the largest just below 2^15."""
 
 TILES_FROM: Final = 32
-"""Of fewer tokens some shapes are slower with tiles; with so many none is."""
+"""With fewer tokens some shapes are slower with AMX tiles; from this number on no shape is."""
 NO_TILES: Final = 2**62
-"""No call has so many tokens."""
+"""Larger than the number of tokens of any call: AMX tiles are never used."""
 
 
 def reasons_against_native_blocks(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> list[str]:
-    """Why our product cannot take a weight of this shape, (N, K), or should not."""
+    """Why the kernel cannot take a weight of shape (N, K) on this device and dtype, or should not."""
     if device.type != "cpu":
         return [f"runs on CPUs only, not on {device.type}"]
     reasons = []
@@ -50,14 +50,14 @@ def reasons_against_native_blocks(
 class NativeBlockLinear(NativeProduct):
     """A `BlockWeight` [N, K].
 
-    Scales and minima are rounded to half precision, which most formats have them in; where they differ by more than
-    2^29 within a weight, the smallest lose bits. `rows` rounds to bfloat16 once.
+    Scales and minima are rounded to half precision, in which most formats store them; where they differ by more than
+    2^29 within one weight, the smallest lose bits. `rows` rounds once, to bfloat16.
     """
 
     kind = NativeProduct.BLOCKS
 
     def __init__(self, library: ctypes.CDLL, weight: BlockWeight, tiles_from: int = TILES_FROM) -> None:
-        """`tiles_from`: the number of tokens, 1 or more, from which tiles multiply where the CPU has them."""
+        """`tiles_from`: number of tokens, at least 1, from which AMX tiles are used if the CPU has them."""
         _check(weight)
         assert tiles_from > 0, tiles_from
         self.tiles_from = tiles_from
@@ -131,7 +131,7 @@ class NativeBlockLinear(NativeProduct):
 
 
 def _check(weight: BlockWeight) -> None:
-    """What the kernel takes for granted."""
+    """Check the ranges and shapes that the kernel relies on."""
     num_outputs, num_inputs = weight.shape
     assert weight.bits in (4, 8) and num_inputs % BLOCK_SIZE == 0, (weight.bits, num_inputs)
     assert weight.numbers.dtype == torch.uint8 and weight.numbers.device.type == "cpu", weight.numbers.dtype
@@ -148,7 +148,7 @@ def _halves(part: Tensor, exponent: int) -> Tensor:
 
 
 def _exponent(weight: BlockWeight) -> int:
-    """e so that all scales and minima are smaller than 2^e."""
+    """e such that all scales and minima are smaller than 2^e."""
     largest = max(
         float(part.abs().max())
         for part in (weight.scales, weight.minima)

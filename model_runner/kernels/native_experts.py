@@ -1,10 +1,10 @@
-"""`NativeExperts`: a layer's experts by our C++ kernels (`kernels/cpu/experts.cpp`), and who a token's experts are.
+"""`NativeExperts`: the experts of a layer, by the C++ kernels (`kernels/cpu/experts.cpp`); `route`: the router.
 
-Each expert's weights are products of their own (`native_product`), of any form; what is called with them is one product
-for all experts, shared out as a whole.
+Each expert's weights are packed on their own (`native_product`), in any form. One call multiplies with the weights of
+all experts; the threads divide its work as that of a single matmul.
 """
 
-# Shapes: T tokens, K inputs, E experts, k active ones of a token, R = T * k rows, N width of an expert.
+# Shapes: T tokens, K inputs, E experts, k active experts of a token, R = T * k rows, N width of an expert.
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _WEIGHT: Final = np.dtype(
         ("factor", np.float32),
     ]
 )
-"""`ExpertWeight` of experts.cpp."""
+"""`ExpertWeight` of experts.cpp, as bytes."""
 
 
 def route(library: ctypes.CDLL, logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """See `Route`; of equal logits the first expert's counts as larger."""
+    """See `Route`. Among equal logits the expert with the smaller index comes first."""
     assert logits.dtype in (torch.bfloat16, torch.float32), logits.dtype
     num_tokens, num_experts = logits.shape
     assert 0 < num_active <= num_experts, (num_active, num_experts)
@@ -55,16 +55,16 @@ def route(library: ctypes.CDLL, logits: Tensor, num_active: int, *, normalise: b
 
 
 class NativeExperts:
-    """`ExpertWeights`. A token's bits do not depend on the others', but by the form that its weights have."""
+    """`ExpertWeights`. The bits of a token's result depend on the form of its weights, not on the other tokens."""
 
     def __init__(
         self, library: ctypes.CDLL, gate_up: Sequence[NativeProduct], down: Sequence[NativeProduct]
     ) -> None:
-        """Take each expert's weights [2N, K], of nobody else's use, and [K, N]."""
+        """Take the packed weights of each expert, [2N, K] and [K, N]. `gate_up` must not be shared: it is modified."""
         self._library = library
         for one in gate_up:
             one.end_with_silu()
-        self._is_gated = gate_up[0].ends_with_silu  # as all are, or none: their shapes are equal
+        self._is_gated = gate_up[0].ends_with_silu  # the same for all experts: their shapes are equal
         self._gate_up = _Weights(library, gate_up)
         self._down = _Weights(library, down)
         self._num_experts = len(gate_up)
@@ -114,11 +114,11 @@ class NativeExperts:
 
 
 class _Weights:
-    """One weight of each expert, [N, K] all, and their product with rows [R, K]."""
+    """One weight [N, K] of each expert, and its matmul with rows [R, K]."""
 
     def __init__(self, library: ctypes.CDLL, weights: Sequence[NativeProduct]) -> None:
         self._library = library
-        self._weights = list(weights)  # whose memory the table points to
+        self._weights = list(weights)  # keeps the memory alive to which the table points
         self._table = np.array([one.as_expert() for one in weights], dtype=_WEIGHT)
         first = weights[0]
         self.outputs, self.inputs = first.shape
@@ -128,7 +128,7 @@ class _Weights:
         self._has_blocks, self._tiles_from = bool(borders), min(borders, default=NO_TILES)
 
     def multiply(self, rows: Tensor, groups: Tensor) -> Tensor:
-        """Each row with its expert's weight, [R, width]."""
+        """Multiply each row with the weight of its expert: [R, width]."""
         out = rows.new_empty((len(rows), self._width))
         workspace = None
         if self._has_blocks:

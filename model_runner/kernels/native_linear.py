@@ -1,4 +1,4 @@
-"""`NativeLinear`: products with weights that are packed once for our C++ kernels (`kernels/cpu/linear.cpp`)."""
+"""`NativeLinear`: matmuls with weights that are packed once for the C++ kernels (`kernels/cpu/linear.cpp`)."""
 
 # Shapes: T tokens, K inputs, N outputs.
 
@@ -18,11 +18,11 @@ from .native_product import NativeProduct
 
 CPU = torch.device("cpu")
 _WORTH_COMPRESSING: Final = 0.8
-"""Of its bytes: a weight that would have more stays as it is."""
+"""Limit on compressed bytes / packed bytes: a weight that compresses less stays uncompressed."""
 
 
 def reasons_against_native_linear(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why our product should not be used here. In float32 it has no advantage over oneDNN's."""
+    """Why the C++ kernel should not be used here. In float32 it has no advantage over oneDNN."""
     if device.type != "cpu":
         return [f"runs on CPUs only, not on {device.type}"]
     if dtype != torch.bfloat16:
@@ -31,10 +31,10 @@ def reasons_against_native_linear(device: torch.device, dtype: torch.dtype) -> l
 
 
 def pack_native_linear(library: ctypes.CDLL, weight: Tensor, *, compress: bool) -> LinearWeight:
-    """See `PackLinear`. A weight with an odd number of inputs, or in float32, is oneDNN's or torch's.
+    """See `PackLinear`. A weight with an odd number of inputs, or in float32, takes oneDNN or torch.
 
     Args:
-        compress: make a `CompressedLinear` of a bfloat16 weight if the library can and it saves enough.
+        compress: return a `CompressedLinear` for a bfloat16 weight if the library supports it and it saves enough.
     """
     if weight.shape[1] % 2 == 0 and weight.dtype == torch.bfloat16:
         linear = NativeLinear(library, weight)
@@ -58,8 +58,8 @@ class NativeLinear(NativeProduct):
         super().__init__(library, outputs, inputs, packed)
 
     def compressed(self) -> CompressedLinear | None:
-        """The same numbers in fewer bytes; None where they would be hardly fewer, or nothing here multiplies them."""
-        assert not self.ends_with_silu, "its outputs have changed their panels"
+        """The same weight in fewer bytes; None if it saves too little or this ISA target has no kernel for it."""
+        assert not self.ends_with_silu, "pairing has moved outputs to other panels"
         shape = self._outputs, self._inputs
         num_bytes = self._library.compressed_linear_bytes(self._address, *shape)
         if not 0 < num_bytes <= _WORTH_COMPRESSING * self.num_bytes:

@@ -1,7 +1,7 @@
-"""`NativeProduct`: what our products with packed weights have in common (`native_linear`, `native_blocks`).
+"""`NativeProduct`: the common part of the matmuls with packed weights (`native_linear`, `native_blocks`).
 
-They are checked here, once, so that no kernel reads or writes beside its tensors; how a weight is packed and which
-kernel is called is the subclass's.
+Arguments are checked here, once, so that no kernel accesses memory out of bounds. Packing and the choice of the kernel
+belong to the subclass.
 """
 
 # Shapes: T tokens, K inputs, N outputs.
@@ -18,22 +18,22 @@ from torch import Tensor
 _BF16: Final = 0
 _FLOAT: Final = 1
 _GATED: Final = 2
-"""What is written; `Form` of `kernels/cpu/output.h`."""
+"""Output form of a matmul; `Form` of `kernels/cpu/output.h`."""
 _LANES: Final = 16
-"""Gates that stand before their ups in a weight of a gated product."""
+"""Number of gate rows that are stored before their up rows in the weight of a gated matmul."""
 
 
 class NativeProduct(ABC):
-    """A weight [N, K] packed for one of our kernels, which needs no other copy of it; a `LinearWeight`."""
+    """A weight [N, K] in the packed layout of one kernel, its only copy in memory; a `LinearWeight`."""
 
     PACKED: ClassVar = 0
     COMPRESSED: ClassVar = 1
     BLOCKS: ClassVar = 2
     kind: ClassVar[int]
-    """Of the weight's form; `Kind` of `kernels/cpu/experts.cpp`."""
+    """Packed layout; `Kind` of `kernels/cpu/experts.cpp`."""
 
     def __init__(self, library: ctypes.CDLL, outputs: int, inputs: int, packed: Tensor) -> None:
-        """`packed`: the weight as the subclass's kernels read it, in bytes; it is kept."""
+        """`packed`: the weight in the layout of the subclass's kernels, as bytes; kept."""
         self._library = library
         self._keep(packed)
         self._outputs, self._inputs = outputs, inputs
@@ -45,9 +45,9 @@ class NativeProduct(ABC):
         return self._checked(x, bias, torch.bfloat16)
 
     def end_with_silu(self) -> bool:
-        """See `GateableWeight`. For gates in whole vectors; with others it stays what it is."""
+        """See `GateableWeight`. Needs N in whole vectors of gates; otherwise the weight stays unchanged."""
         if self._form != _BF16:
-            raise RuntimeError("the weight ends with its activation already; two layers must not share it")
+            raise RuntimeError("the weight already fuses its activation; two layers must not share it")
         if self._outputs % (2 * _LANES):
             return False
         self._pair()
@@ -56,15 +56,15 @@ class NativeProduct(ABC):
 
     def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `LinearToFloat32`."""
-        assert self._form == _BF16, "a gated product is rounded"
+        assert self._form == _BF16, "a gated matmul rounds to bfloat16"
         return self._checked(x, bias, torch.float32)
 
     def rows(self, ids: Tensor, scale: float | None = None) -> Tensor:
-        """weight[ids] in bfloat16: an embedding that shares its weight needs no table of its own.
+        """weight[ids] in bfloat16: an embedding tied to this weight needs no table of its own.
 
         Args:
-            ids: [T] int64, 0 <= id < N: not checked, as memory beside the weight would be read.
-            scale: a factor of the rows in bfloat16, which are rounded once more, as those of a table would be.
+            ids: [T] int64, 0 <= id < N. Not checked: another id reads out of bounds.
+            scale: factor for the rows, which are already bfloat16 and are rounded again, as rows of a table would be.
 
         Returns:
             [T, K] bfloat16.
@@ -81,7 +81,7 @@ class NativeProduct(ABC):
 
     @property
     def ends_with_silu(self) -> bool:
-        """Whether `end_with_silu` was asked for and has said yes."""
+        """Whether `end_with_silu` was called and succeeded."""
         return self._form == _GATED
 
     @property
@@ -91,16 +91,16 @@ class NativeProduct(ABC):
 
     @property
     def width(self) -> int:
-        """Of what a call gives: N, or half of it once it ends with silu."""
+        """Outputs of a call: N, or N / 2 after `end_with_silu`."""
         return self._width
 
     @property
     def form(self) -> int:
-        """What a call writes; `Form` of `kernels/cpu/output.h`."""
+        """Output form of a call; `Form` of `kernels/cpu/output.h`."""
         return self._form
 
     def as_expert(self) -> tuple[int, int, int, int, int, int, float]:
-        """The weight as one of a layer's experts; `ExpertWeight` of `kernels/cpu/experts.cpp`."""
+        """The weight as one expert of a layer; `ExpertWeight` of `kernels/cpu/experts.cpp`."""
         return self._address, self.kind, 0, 0, 0, 0, 0.0
 
     @property
@@ -120,12 +120,12 @@ class NativeProduct(ABC):
         return out
 
     def _keep(self, packed: Tensor) -> None:
-        """From now on this is the weight."""
+        """Replace the packed weight."""
         self._packed = packed
         self._address = packed.data_ptr()
 
     def _arguments(self, x: Tensor, bias: Tensor | None, out: Tensor) -> tuple[int | None, ...]:
-        """Of `_multiply`, as the library's products of panels take them."""
+        """Arguments of `_multiply` in the order of the library's panel matmuls."""
         return (
             x.data_ptr(),
             x.stride(0),
@@ -146,15 +146,15 @@ class NativeProduct(ABC):
         """out = x @ weight.T + bias.
 
         Args:
-            x: [T, K] bfloat16; numbers of a row are neighbours.
+            x: [T, K] bfloat16; the values of a row are contiguous.
             bias: [N] bfloat16, contiguous.
-            out: [T, N] contiguous, bfloat16 or float32; [T, N / 2] bfloat16 once it ends with silu.
+            out: [T, N] contiguous, bfloat16 or float32; [T, N / 2] bfloat16 after `end_with_silu`.
         """
 
     @abstractmethod
     def _pair(self) -> None:
-        """Bring 16 gates and their 16 ups side by side, in place; N is a multiple of 32."""
+        """Interleave blocks of 16 gates with their 16 ups, in place; N is a multiple of 32."""
 
     @abstractmethod
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:
-        """out = weight[ids] as it is packed: [T, K] bfloat16 from [T] int64, both contiguous."""
+        """out = weight[ids], unpacked: [T, K] bfloat16 from [T] int64, both contiguous."""

@@ -1,10 +1,10 @@
-"""The operations of `ops` in plain torch, on any device; on the CPU with weights that oneDNN packs for its caches.
+"""The operations of `ops` in plain torch, on any device. On the CPU, oneDNN packs the weights for its caches.
 
 Packing pays: all linears of SmolLM2-135M together take 6.0 ms instead of 9.0 (bf16, 1 token) and 117 instead of 157
 (512 tokens), in float32 7.8 instead of 24.8, on two Zen 5 cores.
 """
 
-# Shapes: see `ops`; E experts, k active ones of a token.
+# Shapes: see `ops`; E experts, k active experts of a token.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..ops import ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
 _mkldnn: Final[Any] = torch.ops.mkldnn
 _MOST_INT8: Final = 127.0
 _LEAST_TOP: Final = 1e-35
-"""Smaller numbers are stored as 0."""
+"""Smaller values are stored as 0."""
 _has_onednn: Final[bool] = torch.backends.mkldnn.is_available()
 
 
@@ -29,7 +29,7 @@ _has_onednn: Final[bool] = torch.backends.mkldnn.is_available()
 
 
 class PlainLinear:
-    """torch's own product with the weight as it is."""
+    """torch's own matmul; the weight is not packed."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -40,7 +40,7 @@ class PlainLinear:
 
 
 class OneDNNLinear:
-    """A weight in the layout that oneDNN likes best; a copy."""
+    """A weight in oneDNN's packed layout; a copy."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = _mkldnn._reorder_linear_weight(weight, None)
@@ -127,7 +127,7 @@ def rotate_and_store(
         qk = torch.cat(
             (rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)), dim=1
         )
-    qk = rotate(qk, cos.unsqueeze(1).to(qk.dtype), sin.unsqueeze(1).to(qk.dtype))  # q and k in one go
+    qk = rotate(qk, cos.unsqueeze(1).to(qk.dtype), sin.unsqueeze(1).to(qk.dtype))  # q and k in one call
     store_kv(kv, qk[:, num_heads:], qkv[:, num_heads + num_kv_heads :], out_cache_loc)
     return qk[:, :num_heads]
 
@@ -144,23 +144,25 @@ def store_kv(kv: LayerKV, k: Tensor, v: Tensor, loc: Tensor) -> None:
 
 
 def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, H, D] as int8, and [T, H] scales in float32: NaN where a number is not finite, so that it stays visible."""
+    """[T, H, D] as int8, and [T, H] scales in float32: NaN where a value is not finite, so that NaN propagates."""
     x = x.to(torch.float32)
     top = x.abs().amax(dim=-1)
-    factor = torch.where(top >= _LEAST_TOP, _MOST_INT8 / top, 0.0)  # below, 127 / top would be infinite
+    factor = torch.where(
+        top >= _LEAST_TOP, _MOST_INT8 / top, 0.0
+    )  # 127 / top would overflow below `_LEAST_TOP`
     numbers = (x * factor.unsqueeze(-1)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
     scales = torch.where(top >= _LEAST_TOP, top * (1.0 / _MOST_INT8), 0.0)
     return numbers, torch.where(top.isfinite(), scales, torch.nan)
 
 
 def store(pool: Tensor, new: Tensor, loc: Tensor) -> None:
-    """Write [T, H, D] into the slots `loc` of a pool of floats, [slots, H, D]."""
+    """Write [T, H, D] into the slots `loc` of a floating-point pool [slots, H, D]."""
     if new.dtype == pool.dtype:
         pool.index_copy_(0, loc, new)
         return
     most = torch.finfo(pool.dtype).max
-    # torch cannot index 8-bit floats on every device: their bytes it can.
-    # In float32, because `most` need not be a number of the narrower of the two types.
+    # torch cannot index 8-bit floats on every device; it can index their bytes.
+    # In float32, because `most` need not be representable in the narrower of the two types.
     rounded = new.to(torch.float32).clamp(-most, most).to(pool.dtype).view(torch.uint8)
     pool.view(torch.uint8).index_copy_(0, loc, rounded)
 
@@ -177,14 +179,14 @@ def route(logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, 
 
 
 class GroupedExperts:
-    """One grouped product for all experts, whose group ends stay on the device."""
+    """One grouped matmul for all experts; the group ends stay on the device."""
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         self._gate_up = gate_up
         self._down = down
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
-        """See `ExpertWeights`. Tokens are sorted by expert, so that an expert multiplies all of its tokens at once."""
+        """See `ExpertWeights`. Tokens are sorted by expert: each expert multiplies all of its tokens at once."""
         sorted_ids, order = expert_ids.flatten().sort(stable=True)
         rows = x.index_select(0, order // expert_ids.shape[1])
         expert_range = torch.arange(self._gate_up.shape[0], device=x.device)
@@ -194,7 +196,7 @@ class GroupedExperts:
 
 
 class LoopedExperts:
-    """One packed product per expert that has tokens: the host must know how many, so on the CPU only."""
+    """One packed matmul per expert that has tokens. The host must know the counts, so only for the CPU."""
 
     def __init__(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> None:
         self._experts = list(zip(gate_up, down, strict=True))
@@ -215,7 +217,7 @@ class LoopedExperts:
 
 
 def _combine(out: Tensor, order: Tensor, shares: Tensor, x: Tensor) -> Tensor:
-    """From rows sorted by expert to the weighted sum of each token."""
+    """Scatter the rows sorted by expert back and add up each token's rows, weighted."""
     by_token = torch.empty_like(out).index_copy_(0, order, out).view(x.shape[0], shares.shape[1], -1)
     return (by_token.to(torch.float32) * shares.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
@@ -234,14 +236,14 @@ def loop_experts(experts: ExpertSource) -> ExpertWeights:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Index of the largest of each row, the first of equals: [n, V] -> [n] int64."""
+    """Index of the largest value of each row, the first one among equals: [n, V] -> [n] int64."""
     if x.device.type == "cpu":  # numpy is 13 times as fast on one row of 49k, 6 times on 32
         return torch.from_numpy(x.numpy().argmax(axis=-1))
     return x.argmax(dim=-1)
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """The k largest of each row, descending: [n, V] float32 -> [n, k]."""
+    """The k largest values of each row, descending: [n, V] float32 -> [n, k]."""
     if x.device.type == "cpu":  # numpy's AVX-512 sort: 85 us for a row of 49k, torch takes 1,500
         rows = x.numpy()
         if k < rows.shape[1]:

@@ -1,9 +1,10 @@
-"""Which kernel packages this process can use on its GPU, and for each that it cannot: why, and what mends it.
+"""Which kernel packages this process can use on its GPU; for each unusable package, the reason and the fix.
 
-`gather_facts` looks, `judge` decides. What is found missing is one line in the log; serving goes on with what is there.
+`gather_facts` inspects the machine, `judge` decides. Each problem is one line in the log; serving continues with the
+kernels that work.
 
-sgl_kernel is a compiled library: built for another release of torch it is refused by the loader at best and aborts at
-worst. So it is first imported, and asked for one small result, in a process that may die.
+sgl_kernel is a compiled library: the loader refuses a build for another torch release at best, and the process aborts
+at worst. It is therefore first imported, and asked for one small result, in a child process.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY: Final = (8, 0)
-"""Ampere: the first GPUs with bfloat16 in their matrix units, on which everything here counts."""
+"""Ampere: the first GPUs with bfloat16 tensor cores, which all of these kernels need."""
 
 _TIME_LIMIT_S: Final = 120.0
-"""For torch on a busy machine, a CUDA context, and a library of a gigabyte from a cold disk."""
+"""Enough for importing torch on a busy machine, a CUDA context, and a library of a gigabyte from a cold disk."""
 
-# What torch a release was built for, where its metadata does not say so: (from this release on, torch).
+# The torch release that a package release was built for, if its metadata does not say: (from this release on, torch).
 _TORCH_OF_RELEASE: Final = (
     ((0, 4, 7), None),  # pinned from here on
     ((0, 4, 6, 1), "2.13"),  # 0.4.6.post1
@@ -50,7 +51,7 @@ _INSTALL: Final[Mapping[str, str]] = {
 
 
 class Installed(NamedTuple):
-    """A distribution that is installed; `torch`: the release that it is pinned to, such as "2.14", if any."""
+    """An installed distribution; `torch`: the torch release that it is pinned to, such as "2.14", if any."""
 
     name: str
     version: str
@@ -59,20 +60,20 @@ class Installed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the machine is like; None of what does not exist.
+    """The state of the machine; None for what does not exist.
 
     Attributes:
         torch_version: such as "2.11.0+cu130".
-        torch_cuda: the CUDA that torch was built for.
+        torch_cuda: the CUDA release that torch was built for.
         driver_works: torch finds a GPU.
-        capability: of that GPU.
-        triton_version: of the package that is importable.
-        triton_error: why importing or asking its driver failed, in a line.
+        capability: compute capability of that GPU.
+        triton_version: version of the importable package.
+        triton_error: why importing Triton or querying its driver failed, in one line.
         interpreted: TRITON_INTERPRET is set.
-        compiler: what Triton builds its launchers with.
-        has_python_headers: which those launchers include.
-        sgl_kernel: the distribution that holds it; not None does not mean that it works.
-        sgl_error: what its trial in another process ended with, in a line; None: it worked, or was not tried.
+        compiler: the C compiler that Triton uses for its launchers.
+        has_python_headers: Python's headers exist, which those launchers include.
+        sgl_kernel: the distribution that contains it; not None does not imply that it works.
+        sgl_error: the error of its trial in a child process, in one line; None: it worked, or was not tried.
     """
 
     torch_version: str
@@ -92,9 +93,9 @@ class Finding(NamedTuple):
     """Whether a package can be used.
 
     Attributes:
-        version: of what can be used; None: it cannot.
+        version: version of the usable package; None: it cannot be used.
         reason: why not; short, for the table of operations.
-        fix: what to do about it.
+        fix: how to make it usable.
     """
 
     version: str | None
@@ -103,10 +104,10 @@ class Finding(NamedTuple):
 
 
 class KernelProbe(NamedTuple):
-    """What kernels there are, beside torch's own.
+    """The available kernel packages, in addition to torch's own kernels.
 
     Attributes:
-        capability: of the GPU, (0, 0) without one.
+        capability: compute capability of the GPU, (0, 0) without one.
     """
 
     sgl_kernel: Finding
@@ -115,7 +116,7 @@ class KernelProbe(NamedTuple):
 
 
 def judge(facts: Facts) -> KernelProbe:
-    """Decide. The first thing that is wrong is the reason: what comes after it often only follows from it."""
+    """Decide. The first problem found is the reason: later problems often only follow from it."""
     common = _no_gpu(facts)
     return KernelProbe(
         common or _judge_sgl_kernel(facts), common or _judge_triton(facts), facts.capability or (0, 0)
@@ -123,7 +124,7 @@ def judge(facts: Facts) -> KernelProbe:
 
 
 def log_lines(probe: KernelProbe) -> list[str]:
-    """One line for each problem; one that both packages have in common is one line."""
+    """One line for each problem; a problem that both packages share gets one line."""
     lines: dict[tuple[str, str], list[str]] = {}
     for name, finding in (("sgl_kernel", probe.sgl_kernel), ("triton", probe.triton)):
         if finding.version is None:
@@ -168,7 +169,7 @@ def _judge_sgl_kernel(facts: Facts) -> Finding:
         )
     if facts.sgl_error is None:
         return Finding(version)
-    # To install the right release again would change nothing.
+    # Installing the matching release again would change nothing.
     fix = _install_line(torch_release) if built_for is None else _fix_of_right_release(torch_release, facts)
     return Finding(None, f"{name} {version} does not work here: {facts.sgl_error}", fix)
 
@@ -178,11 +179,11 @@ def _fix_of_right_release(torch_release: str, facts: Facts) -> str:
     if facts.torch_cuda is not None and facts.torch_cuda.partition(".")[0] != cuda:
         return (
             f"it is the release for torch {torch_release}, but for CUDA {cuda}, and this torch is for CUDA "
-            f"{facts.torch_cuda}; install torch {torch_release} for CUDA {cuda}, or go on without"
+            f"{facts.torch_cuda}; install torch {torch_release} for CUDA {cuda}, or continue without it"
         )
     return (
         f"it is the release for torch {torch_release} and CUDA {cuda}; see that nvidia-smi shows a driver for CUDA "
-        f"{facts.torch_cuda} or newer, or go on without"
+        f"{facts.torch_cuda} or newer, or continue without it"
     )
 
 
@@ -192,12 +193,12 @@ def _install_line(torch_release: str) -> str:
         return known
     return (
         f"no release of it is known for torch {torch_release}; "
-        "pip install 'torch==2.14.*' 'sglang-kernel>=0.4.9', or go on without"
+        "pip install 'torch==2.14.*' 'sglang-kernel>=0.4.9', or continue without it"
     )
 
 
 def _torch_of(version: str) -> str | None:
-    """The release of torch that a release of the package was built for, where that is known."""
+    """The torch release that a release of the package was built for, if known."""
     parts = version.partition("+")[0].replace("post", "").split(".")
     numbers = tuple(int(digits[0]) for part in parts if (digits := re.match(r"\d+", part)))
     return next((release for first, release in _TORCH_OF_RELEASE if numbers >= first), None)
@@ -217,7 +218,7 @@ def _judge_triton(facts: Facts) -> Finding:
     if facts.compiler is None:
         return Finding(
             None,
-            "no C compiler, which it builds the launchers of kernels with",
+            "no C compiler, which it needs to build the launchers of kernels",
             "install one (apt-get install gcc), or name it in the environment variable CC",
         )
     if not facts.has_python_headers:
@@ -235,9 +236,9 @@ def _judge_triton(facts: Facts) -> Finding:
     return Finding(facts.triton_version)
 
 
-@functools.cache  # the machine stays the same, and a trial costs seconds
+@functools.cache  # the machine does not change, and a trial costs seconds
 def probe_kernels() -> KernelProbe:
-    """Look, decide, and log what is missing."""
+    """Inspect, decide, and log the problems."""
     probe = judge(gather_facts())
     for line in log_lines(probe):
         logger.warning("%s", line)
@@ -245,11 +246,11 @@ def probe_kernels() -> KernelProbe:
 
 
 def gather_facts() -> Facts:
-    """Look. Takes seconds where sgl_kernel is installed."""
+    """Inspect the machine. Takes seconds if sgl_kernel is installed."""
     driver_works = torch.version.cuda is not None and torch.cuda.is_available()
     installed = _installed_sgl_kernel()
     triton_version, triton_error = _try_triton(driver_works)
-    # posix_local, Debian's own scheme, has no headers; Triton takes those of posix_prefix then, too.
+    # posix_local, Debian's own scheme, has no headers; Triton falls back to those of posix_prefix, too.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return Facts(
         torch_version=torch.__version__,
@@ -267,7 +268,7 @@ def gather_facts() -> Facts:
 
 
 def _installed_sgl_kernel() -> Installed | None:
-    """The new distribution or the old one, both of which hold the package `sgl_kernel`."""
+    """The new distribution or the old one; both contain the package `sgl_kernel`."""
     if importlib.util.find_spec("sgl_kernel") is None:
         return None
     for name in ("sglang-kernel", "sgl-kernel"):
@@ -281,7 +282,7 @@ def _installed_sgl_kernel() -> Installed | None:
 
 
 def _try_triton(driver_works: bool) -> tuple[str | None, str | None]:
-    """Its version where it can be imported, and what failed."""
+    """The version if Triton can be imported, and the error if something failed."""
     try:
         import triton
     except (ImportError, OSError) as err:
@@ -291,7 +292,7 @@ def _try_triton(driver_works: bool) -> tuple[str | None, str | None]:
     if driver_works:
         try:
             triton.runtime.driver.active.get_current_target()  # builds its own C module
-        except Exception as err:  # of whatever kind: the compiler's, the loader's, the driver's
+        except Exception as err:  # any kind: compiler, loader, or driver
             return version, _first_line(f"{type(err).__name__}: {err}")
     return version, None
 
@@ -309,10 +310,10 @@ print(json.dumps({"error": None if bool((out == 1).all()) else "a norm of ones i
 
 
 def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float = _TIME_LIMIT_S) -> str | None:
-    """Import it and compute something in another process: what went wrong, in a line; None: nothing did.
+    """Import sgl_kernel and compute something in a child process. Returns the error in one line; None: it works.
 
     Args:
-        device_index: the GPU to compute on, the caller's own: contexts of all ranks on the first would fill it.
+        device_index: the caller's own GPU: the contexts of all ranks on the first GPU would fill its memory.
     """
     try:
         done = subprocess.run(
@@ -328,7 +329,7 @@ def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float =
         return f"its trial was ended by signal {-done.returncode}"
     if done.returncode:
         return _telling_line(done.stderr) or f"its trial ended with exit code {done.returncode}"
-    for line in reversed(done.stdout.splitlines()):  # libraries say things when they are unloaded
+    for line in reversed(done.stdout.splitlines()):  # libraries may print when they are unloaded
         try:
             error: str | None = json.loads(line)["error"]
         except (ValueError, TypeError, KeyError):
@@ -338,7 +339,7 @@ def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float =
 
 
 def _telling_line(text: str) -> str:
-    """Of a traceback: the exception. sgl_kernel's own lists what it tried under "Error details", the real one first."""
+    """The exception of a traceback. sgl_kernel's own lists its attempts under "Error details", the real one first."""
     tried = [line[2:] for line in text.partition("Error details")[2].splitlines() if line.startswith("- ")]
     return _first_line(tried[0] if tried else _last_line(text))
 

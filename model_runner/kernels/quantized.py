@@ -1,7 +1,7 @@
-"""`QuantisedLinears`: from quantised weights to what a layer calls, by whoever can compute with them on this machine.
+"""`QuantisedLinears`: choose for each quantized weight the kernel that can multiply with it on this machine.
 
-Candidates are tried in order, as in `op_selection`, but weight by weight: sizes decide, too. The last one has nothing
-against anything: it turns the weight into the serving dtype and takes the operations' ordinary product.
+Candidates are tried in order, as in `op_selection`, but per weight, because sizes matter, too. If no candidate fits,
+the weight is dequantized into the serving dtype and takes the ordinary matmul of the operations.
 """
 
 # Shapes: T tokens, K inputs, N outputs, G groups of inputs.
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 QuantisedWeight = Fp8Weight | Int4Weight | BlockWeight
 
 Part = Tensor | QuantisedWeight
-"""The weight of one module, or a rank's part of it: [N, K] in the serving dtype, or quantised."""
+"""The weight of one module, or this rank's part of it: [N, K] in the serving dtype, or quantized."""
 
 FP8_CAPABILITY: Final = (8, 9)
 """Ada and Hopper: the first GPUs that multiply 8-bit floats."""
@@ -44,14 +44,14 @@ FP8_CAPABILITY: Final = (8, 9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantTarget:
-    """What kernels are chosen for.
+    """The device and dtype that kernels are chosen for.
 
     Attributes:
-        dtype: of activations.
-        capability: of the GPU, (0, 0) without one.
-        triton_reason: why Triton's kernels cannot run; empty: they can.
-        sgl_reason: the same of sgl_kernel's.
-        tiles_from: the number of tokens from which blocks may be multiplied in another way (`native_blocks`).
+        dtype: dtype of the activations.
+        capability: compute capability of the GPU, (0, 0) without one.
+        triton_reason: why the Triton kernels cannot run; empty: they can.
+        sgl_reason: the same for sgl_kernel.
+        tiles_from: number of tokens from which block-quantized weights may take another kernel (`native_blocks`).
     """
 
     device: torch.device
@@ -63,7 +63,7 @@ class QuantTarget:
 
 
 class Maker(NamedTuple):
-    """One way to multiply with a weight: what stands against it, and what makes the `LinearWeight`."""
+    """One way to multiply with a weight: the reasons against it, and the function that makes the `LinearWeight`."""
 
     name: str
     reasons_against: Callable[[QuantTarget, Any], list[str]]
@@ -98,30 +98,30 @@ def _make_fp8_sgl(_target: QuantTarget, weight: Fp8Weight) -> LinearWeight:
 
 
 def _against_fp8(target: QuantTarget, weight: Fp8Weight) -> list[str]:
-    """What stands against all products of 8-bit floats: they need Triton for the activations."""
+    """Reasons against all FP8 matmuls: they need Triton to quantize the activations."""
     if target.device.type != "cuda":
         return [f"multiplies on GPUs only, not on {target.device.type}"]
     reasons = []
     if weight.weights_only:
-        reasons.append("quantises activations, and the checkpoint says that only weights are quantised")
+        reasons.append("quantizes activations, and the checkpoint says that only weights are quantized")
     if target.capability < FP8_CAPABILITY:
         have, need = (".".join(map(str, one)) for one in (target.capability, FP8_CAPABILITY))
         reasons.append(f"the GPU has compute capability {have}, 8-bit floats need {need}")
     if target.triton_reason:
-        reasons.append(f"activations are quantised by Triton: {target.triton_reason}")
+        reasons.append(f"activations are quantized by Triton: {target.triton_reason}")
     return reasons
 
 
 def _against_row_products(target: QuantTarget, weight: Fp8Weight) -> list[str]:
-    """What stands against libraries whose product knows one scale per row of each side."""
+    """Reasons against libraries that support only one scale per row of each operand."""
     reasons = _against_fp8(target, weight)
     rows, columns = weight.shape
     if weight.scales.shape[1] > 1:
-        reasons.append(f"has one scale per output, this weight one per {weight.group_size} inputs")
+        reasons.append(f"supports one scale per output, this weight has one per {weight.group_size} inputs")
     if rows % 16 or columns % 16:
         reasons.append(f"takes sizes in multiples of 16, not {rows} x {columns}")
     if target.dtype != torch.bfloat16:
-        reasons.append(f"gives bfloat16, not {target.dtype}")
+        reasons.append(f"returns bfloat16, not {target.dtype}")
     return reasons
 
 
@@ -132,7 +132,7 @@ def _against_fp8_sgl(target: QuantTarget, weight: Fp8Weight) -> list[str]:
 def _against_fp8_triton(target: QuantTarget, weight: Fp8Weight) -> list[str]:
     reasons = _against_fp8(target, weight)
     if weight.scales.shape[1] > 1 and weight.group_size != 128:
-        reasons.append(f"knows groups of 128 inputs, not of {weight.group_size}")
+        reasons.append(f"supports groups of 128 inputs, not of {weight.group_size}")
     if weight.shape[1] % 16:
         reasons.append(f"reads inputs in multiples of 16, not {weight.shape[1]}")
     return reasons
@@ -143,7 +143,7 @@ def _against_fp8_weight(target: QuantTarget, weight: Fp8Weight) -> list[str]:
         return [f"multiplies on GPUs only, not on {target.device.type}"]
     reasons = [target.triton_reason] if target.triton_reason else []
     if weight.scales.shape[1] > 1 and weight.group_size % 64:
-        reasons.append(f"knows groups of multiples of 64 inputs, not of {weight.group_size}")
+        reasons.append(f"supports groups of multiples of 64 inputs, not of {weight.group_size}")
     return reasons
 
 
@@ -156,7 +156,7 @@ def _against_int4_triton(target: QuantTarget, weight: Int4Weight) -> list[str]:
     reasons = [target.triton_reason] if target.triton_reason else []
     size = weight.group_size
     if weight.scales.shape[0] > 1 and size not in (16, 32, 64) and size % 128:
-        reasons.append(f"knows groups of 16, 32, 64 and multiples of 128 inputs, not of {size}")
+        reasons.append(f"supports groups of 16, 32, 64 and multiples of 128 inputs, not of {size}")
     return reasons
 
 
@@ -192,7 +192,7 @@ BLOCK_MAKERS: Final[Sequence[Maker]] = (Maker("native", _against_blocks_native, 
 
 
 class _Kind(NamedTuple):
-    """One form of weights: its name in the log, who multiplies with it, how several become one."""
+    """One format of weights: its name in the log, its candidate kernels, and how several weights are stacked."""
 
     name: str
     makers: Sequence[Maker]
@@ -207,7 +207,7 @@ _KINDS: Final[Mapping[type[QuantisedWeight], _Kind]] = {
 
 
 def choose_maker(target: QuantTarget, weight: QuantisedWeight) -> tuple[Maker | None, str]:
-    """The first that can multiply with this weight, and why not those before it; None: nobody can."""
+    """The first candidate that can take this weight, and the reasons against the earlier ones; None: no candidate."""
     passed_over: list[str] = []
     for maker in _KINDS[type(weight)].makers:
         reasons = maker.reasons_against(target, weight)
@@ -218,7 +218,7 @@ def choose_maker(target: QuantTarget, weight: QuantisedWeight) -> tuple[Maker | 
 
 
 def reasons_against_blocks(target: QuantTarget) -> list[str]:
-    """Why weights in blocks cannot be multiplied with here, whatever their size."""
+    """Why block-quantized weights have no kernel here, whatever their size."""
     return reasons_against_native_blocks(target.device, target.dtype, (BLOCK_SIZE, BLOCK_SIZE))
 
 
@@ -226,14 +226,14 @@ class QuantisedLinears:
     """Makes `LinearWeight`s, and logs each different choice once."""
 
     def __init__(self, target: QuantTarget, pack_plain: PackLinear, *, keep: bool = True) -> None:
-        """`keep`: False: dequantise everything."""
+        """`keep=False`: dequantize every weight."""
         self._target = target
         self._pack_plain = pack_plain
         self._keep = keep
         self._logged: set[tuple[str, ...]] = set()
 
     def pack(self, parts: Sequence[Part]) -> LinearWeight:
-        """One layer's weight out of those of modules whose outputs are stacked: in as few products as possible."""
+        """One layer's weight from those of the modules whose outputs are stacked, in as few matmuls as possible."""
         parts = [self._computable(part) for part in parts]
         runs: list[list[Part]] = []
         for part in parts:
@@ -247,7 +247,7 @@ class QuantisedLinears:
         return SideBySide(weights, [sum(part.shape[0] for part in run) for run in runs])
 
     def _computable(self, part: Part) -> Part:
-        """The part as it is if there is a kernel for it, or in blocks, else in the serving dtype."""
+        """The part as it is if it has a kernel, else in blocks if those have one, else in the serving dtype."""
         if isinstance(part, Tensor) or self._choose(part)[0] is not None:
             return part
         if isinstance(part, Int4Weight) and not reasons_against_blocks(self._target) and self._keep:
@@ -269,9 +269,9 @@ class QuantisedLinears:
 
     def _dequantised(self, weight: QuantisedWeight) -> Tensor:
         plain = weight.dequantised(self._target.dtype)
-        # What the CPU has no kernels for is said when the format is made; a GPU without one is a surprise.
+        # The format already logs what the CPU has no kernels for; a GPU without a kernel is unexpected.
         level = logging.WARNING if self._target.device.type == "cuda" and self._keep else logging.INFO
-        cost = f"dequantised while loading ({plain.nbytes / weight.num_bytes:.1f} times the memory)"
+        cost = f"dequantized while loading ({plain.nbytes / weight.num_bytes:.1f} times the memory)"
         self._log(weight, cost, self._choose(weight)[1], level)
         return plain
 
@@ -284,7 +284,7 @@ class QuantisedLinears:
 
 
 def stacked(parts: Sequence[Part]) -> Part:
-    """One weight out of several that stack."""
+    """Stack several weights into one."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)]) if len(parts) > 1 else first
@@ -292,7 +292,7 @@ def stacked(parts: Sequence[Part]) -> Part:
 
 
 def dequantised(part: Part, dtype: torch.dtype) -> Tensor:
-    """[N, K] in `dtype`, wherever it came from."""
+    """[N, K] in `dtype`, from any format."""
     return part if isinstance(part, Tensor) else part.dequantised(dtype)
 
 

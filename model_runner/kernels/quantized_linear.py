@@ -1,6 +1,6 @@
-"""What a layer calls where its weight is quantised: products with 8-bit floats and with 4-bit numbers.
+"""The `LinearWeight`s of quantized weights: matmuls with 8-bit floats and with 4-bit integers.
 
-Made by `quantised`, which knows who can compute them where. Triton is imported by the first call or construction.
+`quantized` constructs them; it knows which device supports which. Triton is imported by the first call or construction.
 """
 
 # Shapes: T tokens, K inputs, N outputs, G groups of inputs.
@@ -18,7 +18,8 @@ from ..ops import LinearWeight
 from .quantized_weights import Fp8Weight, Int4Weight
 
 _DEQUANTISE_ABOVE_ROWS: Final = 256
-"""More tokens than this unpack a 4-bit weight as a whole once, and multiply it as an ordinary one. Not yet measured."""
+"""With more tokens than this a 4-bit weight is dequantized once as a whole and takes an ordinary matmul. Not measured
+yet."""
 
 # ---------------------------------------------------------------- 8-bit floats
 
@@ -27,7 +28,7 @@ Fp8Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtyp
 
 
 class Fp8Linear:
-    """Activations are quantised token by token, and 8-bit floats multiplied."""
+    """Quantizes activations per token and multiplies 8-bit floats."""
 
     def __init__(self, weight: Fp8Weight, product: Fp8Product) -> None:
         self._weight = weight.numbers
@@ -39,14 +40,14 @@ class Fp8Linear:
         """See `LinearWeight`."""
         from .triton.fp8_gemm import quantise_rows
 
-        if x.shape[0] == 0:  # a launch of no blocks is an error
+        if x.shape[0] == 0:  # a launch with an empty grid is an error
             return x.new_empty((0, self._weight.shape[0]))
         numbers, scales = quantise_rows(x, self._group_size, self._bound)
         return self._product(numbers, scales, self._weight, self._scales, bias, x.dtype)
 
 
 class SglProduct:
-    """sgl_kernel's: a weight [K, N] whose columns are contiguous, scales [T, 1] and [N, 1]."""
+    """sgl_kernel's matmul: a weight [K, N] with contiguous columns, scales [T, 1] and [N, 1]."""
 
     def __init__(self, operators: Any) -> None:
         """`operators`: torch.ops.sgl_kernel."""
@@ -69,14 +70,14 @@ class SglProduct:
 def torch_product(
     x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """torch's: scales [T, 1] and [1, N]; sums in full float32. What coarser ones would save is not yet measured."""
+    """torch's matmul: scales [T, 1] and [1, N], float32 accumulation. What reduced precision saves is not measured."""
     return torch._scaled_mm(
         x, weight.t(), scale_a=x_scales, scale_b=scales, bias=bias, out_dtype=dtype, use_fast_accum=False
     )
 
 
 class Fp8WeightLinear:
-    """Weights become numbers of the activations' type in registers, tile by tile."""
+    """Converts the weight to the activations' dtype in registers, tile by tile."""
 
     def __init__(self, weight: Fp8Weight, num_sms: int) -> None:
         self._weight = weight.numbers
@@ -94,7 +95,7 @@ class Fp8WeightLinear:
 
 
 class Int4Linear:
-    """Numbers are unpacked in registers; for many tokens the whole weight is, once per call."""
+    """Dequantizes integers in registers; for many tokens it dequantizes the whole weight, once per call."""
 
     def __init__(self, weight: Int4Weight, num_sms: int) -> None:
         from .triton.dequant_gemm import pack_int4
@@ -128,7 +129,7 @@ class Int4Linear:
 
 
 class SideBySide:
-    """Several weights with the same inputs that no one kernel can hold: their outputs one after the other."""
+    """Several weights with the same inputs that no single kernel can hold: concatenates their outputs."""
 
     def __init__(self, weights: Sequence[LinearWeight], widths: Sequence[int]) -> None:
         self.weights, self._widths = list(weights), list(widths)

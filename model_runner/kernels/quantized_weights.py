@@ -1,7 +1,7 @@
-"""`Fp8Weight`, `Int4Weight`, `BlockWeight`: quantised weights in one form each, wherever they came from.
+"""`Fp8Weight`, `Int4Weight`, `BlockWeight`: quantized weights, one class per form, for all checkpoint formats.
 
-Formats (`weights/`) read checkpoints into these, kernels (`quantised`) take them; `dequantised` says what they mean,
-and every kernel is tested against it.
+Formats (`weights/`) read checkpoints into these; kernels (`quantized`) take them. `dequantised` defines the value of a
+weight, and every kernel is tested against it.
 """
 
 # Shapes: K inputs, N outputs, G groups of inputs that share a scale.
@@ -18,9 +18,9 @@ from torch import Tensor
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0
 BLOCK_SIZE: Final = 32
-"""Inputs of a block of `BlockWeight`."""
+"""Inputs per block of a `BlockWeight`."""
 SMALLEST_AMAX: Final = 1e-12
-"""Stands in for the largest number of a row of zeros, whose scale would be 0."""
+"""Replaces the largest absolute value of a row of zeros, whose scale would be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Fp8Weight:
 
     Attributes:
         numbers: [N, K] e4m3.
-        scales: [N, G] float32; a weight is its number times its scale.
+        scales: [N, G] float32; weight = number * scale.
         group_size: K where G is 1; the last group may be shorter.
-        activation_bound: larger activations count as this large when they are quantised; None: no bound.
-        weights_only: activations are not to be quantised.
+        activation_bound: activations are clamped to this magnitude when they are quantized; None: not clamped.
+        weights_only: activations must not be quantized.
     """
 
     numbers: Tensor
@@ -48,7 +48,7 @@ class Fp8Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory, as kernels want it."""
+        """Memory in the layout of the kernels."""
         return self.numbers.nbytes + self.scales.nbytes
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -60,7 +60,7 @@ class Fp8Weight:
         return out
 
     def stacks_with(self, other: Fp8Weight) -> bool:
-        """Whether the two can be one weight with the outputs of both."""
+        """Whether both can become one weight with the outputs of both."""
         mine, others = (
             (one.group_size, one.numbers.shape[1], one.activation_bound, one.weights_only)
             for one in (self, other)
@@ -70,10 +70,10 @@ class Fp8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Whole numbers 0..15 with a scale and a zero per output and group of inputs.
+    """Integers 0..15 with a scale and a zero point per output and group of inputs.
 
     Attributes:
-        numbers: [K, N] uint8; a weight is (number - zero) * scale.
+        numbers: [K, N] uint8; weight = (number - zero) * scale.
         scales: [G, N] float16 or float32.
         zeros: [G, N] uint8, 0..15.
         group_size: K where G is 1, else a divisor of K.
@@ -93,7 +93,7 @@ class Int4Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory, as kernels want it: two numbers to a byte."""
+        """Memory in the layout of the kernels: two integers per byte."""
         return self.numbers.nbytes // 2 + self.scales.nbytes + self.zeros.nbytes
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -110,7 +110,7 @@ class Int4Weight:
     def as_blocks(self) -> BlockWeight | None:
         """The same weight in blocks, each with the scale of its group.
 
-        None: groups are no whole blocks of neighbours, or a scale is no number, which a block could not say.
+        None: groups are not whole blocks of neighboring inputs, or a scale is not finite.
         """
         if self.order is not None or self.group_size % BLOCK_SIZE or not self.scales.isfinite().all():
             return None
@@ -122,7 +122,7 @@ class Int4Weight:
         return BlockWeight(self.numbers.t().contiguous(), scales, minima, 0, 4)
 
     def stacks_with(self, other: Int4Weight) -> bool:
-        """Whether the two can be one weight with the outputs of both."""
+        """Whether both can become one weight with the outputs of both."""
         if (self.group_size, self.numbers.shape[0]) != (other.group_size, other.numbers.shape[0]):
             return False
         if self.order is None or other.order is None:
@@ -132,14 +132,14 @@ class Int4Weight:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """Whole numbers with a scale and a minimum per output and block of 32 inputs; GGUF has many such formats.
+    """Integers with a scale and a minimum per output and block of 32 inputs; many formats of GGUF are of this form.
 
     Attributes:
         numbers: [N, K] uint8, 0..15 or 0..255; K is a multiple of 32.
         scales: [N, K / 32] float32.
-        minima: [N, K / 32] float32, or None where each is -zero * scale; a weight is number * scale + minimum.
+        minima: [N, K / 32] float32, or None where each is -zero * scale; weight = number * scale + minimum.
         zero: see `minima`.
-        bits: 4 or 8, of a number.
+        bits: bits per integer, 4 or 8.
     """
 
     numbers: Tensor
@@ -155,14 +155,14 @@ class BlockWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory, as kernels want it: numbers of their bits, scales and minima of 16."""
+        """Memory in the layout of the kernels: integers of `bits` bits, scales and minima of 16 bits."""
         return self.numbers.numel() * self.bits // 8 + self.scales.numel() * (
             4 if self.minima is not None else 2
         )
 
     @property
     def has_paired_scales(self) -> bool:
-        """Whether blocks 2k and 2k + 1 have the same scale everywhere: groups of 64, in effect."""
+        """Whether blocks 2k and 2k + 1 have the same scale everywhere: in effect groups of 64."""
         return self.scales.shape[1] % 2 == 0 and torch.equal(self.scales[:, ::2], self.scales[:, 1::2])
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -172,7 +172,7 @@ class BlockWeight:
         return blocks.mul_(self.scales.unsqueeze(2)).add_(minima.unsqueeze(2)).to(dtype).flatten(1)
 
     def inputs(self, start: int, stop: int) -> BlockWeight:
-        """The weight of some of the inputs: both are multiples of 32."""
+        """The weight for inputs [start, stop); both are multiples of 32."""
         assert start % BLOCK_SIZE == stop % BLOCK_SIZE == 0, (start, stop)
         blocks = slice(start // BLOCK_SIZE, stop // BLOCK_SIZE)
         minima = None if self.minima is None else self.minima[:, blocks].contiguous()
@@ -184,27 +184,27 @@ class BlockWeight:
         )
 
     def widened(self) -> BlockWeight:
-        """The same weight in the form that can hold all: 8 bits and minima."""
+        """The same weight in the most general form: 8 bits and minima."""
         minima = self.scales * -self.zero if self.minima is None else self.minima
         return BlockWeight(self.numbers, self.scales, minima, 0, 8)
 
     def stacks_with(self, other: BlockWeight) -> bool:
-        """Whether the two can be one weight with the outputs of both."""
+        """Whether both can become one weight with the outputs of both."""
         return self.shape[1] == other.shape[1]
 
 
 def stack_fp8(weights: Sequence[Fp8Weight]) -> Fp8Weight:
-    """One weight with the outputs of all, which must stack."""
+    """One weight with the outputs of all; they must stack."""
     if len(weights) == 1:
         return weights[0]
-    # Bytes: torch cannot concatenate 8-bit floats on every device.
+    # As bytes: torch cannot concatenate 8-bit floats on every device.
     numbers = torch.cat([weight.numbers.view(torch.uint8) for weight in weights]).view(FP8)
     scales = torch.cat([weight.scales for weight in weights])
     return replace(weights[0], numbers=numbers, scales=scales)
 
 
 def stack_int4(weights: Sequence[Int4Weight]) -> Int4Weight:
-    """One weight with the outputs of all, which must stack."""
+    """One weight with the outputs of all; they must stack."""
     if len(weights) == 1:
         return weights[0]
     numbers, scales, zeros = (
@@ -215,9 +215,9 @@ def stack_int4(weights: Sequence[Int4Weight]) -> Int4Weight:
 
 
 def stack_blocks(weights: Sequence[BlockWeight]) -> BlockWeight:
-    """One weight with the outputs of all, which must stack; where their forms differ, all are widened.
+    """One weight with the outputs of all; they must stack. Where their forms differ, all are widened.
 
-    Some files have v in more bits than q and k: one product with a few more bytes beats two.
+    Some files store v with more bits than q and k: one matmul with a few more bytes is faster than two.
     """
     if len(weights) == 1:
         return weights[0]
@@ -233,7 +233,7 @@ def stack_blocks(weights: Sequence[BlockWeight]) -> BlockWeight:
 
 
 def quantise_to_fp8(weight: Tensor) -> Fp8Weight:
-    """[N, K] in floating point to 8 bits, with a scale per output that makes its largest number 448."""
+    """Quantize [N, K], floating point, to 8 bits, with a scale per output that maps its largest value to 448."""
     numbers = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scales = weight.abs().amax(dim=1, keepdim=True).to(torch.float32).clamp_(min=SMALLEST_AMAX) / FP8_MAX
     for start in range(0, weight.shape[0], _ROWS_AT_A_TIME):

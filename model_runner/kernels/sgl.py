@@ -1,8 +1,9 @@
-"""Operations by sgl_kernel's CUDA kernels, and the cases that they do not cover.
+"""Operations by sgl_kernel's CUDA kernels, and the cases that they do not support.
 
-Its operators are called by their names in torch and not through its Python functions, which hand over to flashinfer,
-and that compiles on first use, if that is installed as well. Signatures: `tests/model_runner/kernels/sgl_signatures`.
-Only `operators` imports sgl_kernel: it may be called where `probe` found that this works.
+The operators are called by their names in torch, not through sgl_kernel's Python functions: those delegate to
+flashinfer if it is installed, and flashinfer compiles on first use. Signatures are in
+`tests/model_runner/kernels/sgl_signatures`. Only `operators` imports sgl_kernel; call it only where `probe` has found
+that the import works.
 """
 
 from __future__ import annotations
@@ -13,33 +14,35 @@ import torch
 from torch import Tensor
 
 _VECTOR_BYTES: Final = 16
-"""What its gates read at once: each half of a row must be a whole number of these."""
+"""Bytes that the gated activations read at once: each half of a row must be a multiple of this."""
 
 
 def reasons_against_dtype(dtype: torch.dtype) -> list[str]:
-    """Why its norms and gates cannot compute in this type."""
+    """Why the norms and gated activations cannot compute in this dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         return [f"computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"]
     return []
 
 
 def reasons_against_wide_weights(float32_norms: bool) -> list[str]:
-    """Why it cannot normalise with these weights: it reads them in the type of the activations."""
+    """Why the norms cannot take these weights: they read weights in the dtype of the activations."""
     return (
-        ["wants norm weights in the activations' type; this model's stay in float32"] if float32_norms else []
+        ["needs norm weights in the activations' dtype; this model keeps them in float32"]
+        if float32_norms
+        else []
     )
 
 
 def reasons_against_width(width: int, dtype: torch.dtype) -> list[str]:
-    """Why it cannot compute gates of this width."""
+    """Why the gated activations cannot take this width."""
     vector = _VECTOR_BYTES // dtype.itemsize
     if width % vector:
-        return [f"wants a width that is a multiple of {vector}, not {width}"]
+        return [f"needs a width that is a multiple of {vector}, not {width}"]
     return []
 
 
 def operators() -> Any:
-    """torch.ops.sgl_kernel, its library loaded."""
+    """torch.ops.sgl_kernel, with its library loaded."""
     import sgl_kernel  # noqa: F401  (registers the operators)
 
     return torch.ops.sgl_kernel
@@ -49,7 +52,7 @@ class Norms:
     """`RMSNormOp` and `AddRMSNormOp`."""
 
     def __init__(self, operators: Any, capability: tuple[int, int]) -> None:
-        """`capability`: of the GPU; since Hopper a kernel may be set up while the one before it still runs."""
+        """`capability`: of the GPU; from Hopper on a kernel may launch while the previous one still runs (PDL)."""
         self._norm = operators.rmsnorm.default
         self._add_norm = operators.fused_add_rmsnorm.default
         self._overlap_launch = capability >= (9, 0)
@@ -57,7 +60,7 @@ class Norms:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `RMSNormOp`."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if out.numel():  # a launch of no blocks is an error
+        if out.numel():  # a launch with an empty grid is an error
             size = x.shape[-1]
             rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size).contiguous()
             self._norm(out.view(-1, size), rows, weight, eps, self._overlap_launch)

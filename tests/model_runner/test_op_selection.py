@@ -81,13 +81,13 @@ def test_sgl_kernel_is_preferred_where_it_covers_the_case():
             msgspec.structs.replace(SPEC, float32_norms=True),
             torch.bfloat16,
             "add_rms_norm",
-            "sgl-kernel: wants norm weights in the activations' type",
+            "sgl-kernel: needs norm weights in the activations' dtype",
         ),
         (
             msgspec.structs.replace(SPEC, intermediate_size=100),
             torch.bfloat16,
             "silu_and_mul",
-            "sgl-kernel: wants a width that is a multiple of 8, not 100",
+            "sgl-kernel: needs a width that is a multiple of 8, not 100",
         ),
     ],
 )

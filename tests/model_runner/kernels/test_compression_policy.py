@@ -18,7 +18,7 @@ from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_
 from engine.model_runner.weights import pack_report
 from engine.model_runner.weights.pack_report import PackReport
 
-NO_PRODUCTS = "there are no products with 12-bit weights for "
+NO_PRODUCTS = "no kernel multiplies with 12-bit weights on "
 SLOWER = "take longer with 12-bit weights"
 DECISIONS: dict[Isa, str] = {
     "amx": NO_PRODUCTS,

@@ -79,7 +79,7 @@ PROBLEMS = {
         },
         "sgl_kernel",
         "libcudart.so.13",
-        "for CUDA 13, and this torch is for CUDA 12.9; install torch 2.11 for CUDA 13, or go on",
+        "for CUDA 13, and this torch is for CUDA 12.9; install torch 2.11 for CUDA 13, or continue",
     ),
     "nobody knows what it was built for": (
         {"sgl_kernel": Installed("sgl_kernel", "of an unknown version"), "sgl_error": "ImportError: no"},

@@ -81,18 +81,28 @@ def on(device: torch.device, weight: Any) -> Any:
     [
         (HOPPER, fp8_weight(), "sgl_kernel", ""),
         (NO_SGL, fp8_weight(), "torch._scaled_mm", "sgl_kernel: not installed"),
-        (HOPPER, fp8_weight(group_size=128), "triton", "has one scale per output, this weight one per 128"),
+        (
+            HOPPER,
+            fp8_weight(group_size=128),
+            "triton",
+            "supports one scale per output, this weight has one per 128",
+        ),
         (
             HOPPER,
             replace(fp8_weight(), weights_only=True),
             "triton, weights only",
-            "the checkpoint says that only weights are quantised",
+            "the checkpoint says that only weights are quantized",
         ),
         (HOPPER, fp8_weight(rows=72), "triton", "takes sizes in multiples of 16, not 72 x 256"),
         (HOPPER, fp8_weight(columns=200), "triton, weights only", "reads inputs in multiples of 16, not 200"),
-        (replace(HOPPER, dtype=torch.float32), fp8_weight(), "triton", "gives bfloat16, not torch.float32"),
-        (HOPPER, fp8_weight(group_size=64), "triton, weights only", "knows groups of 128 inputs, not of 64"),
-        (HOPPER, fp8_weight(group_size=48), None, "knows groups of multiples of 64 inputs, not of 48"),
+        (replace(HOPPER, dtype=torch.float32), fp8_weight(), "triton", "returns bfloat16, not torch.float32"),
+        (
+            HOPPER,
+            fp8_weight(group_size=64),
+            "triton, weights only",
+            "supports groups of 128 inputs, not of 64",
+        ),
+        (HOPPER, fp8_weight(group_size=48), None, "supports groups of multiples of 64 inputs, not of 48"),
         (
             replace(HOPPER, capability=(8, 0)),
             fp8_weight(),
@@ -282,7 +292,7 @@ class TestPack:
 
         (record,) = caplog.records
         assert record.levelno == level
-        assert "maker=dequantised while loading (3.6 times the memory) passed over: triton" in record.message
+        assert "maker=dequantized while loading (3.6 times the memory) passed over: triton" in record.message
 
     def test_weights_that_mean_other_activations_do_not_stack(self):
         assert not fp8_weight().stacks_with(replace(fp8_weight(), weights_only=True))

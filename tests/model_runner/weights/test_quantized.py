@@ -492,7 +492,7 @@ def test_what_dequantising_costs_is_said(make_tiny_llama, make_driver, caplog):
 
     text = caplog.text
     assert "weights are awq, which nothing here multiplies: they are kept as float32, weights_mib=" in text
-    assert text.count("op=linear_int4 maker=dequantised while loading (") == 1
+    assert text.count("op=linear_int4 maker=dequantized while loading (") == 1
 
 
 def test_a_target_on_a_gpu_is_what_the_probe_found(monkeypatch):
