@@ -1,1 +1,1 @@
-"""Kernels for GPUs, in Triton. `compile_report` knows all of them; `ops` and the attention backends call them."""
+"""Triton kernels for GPUs. `compile_report` lists all of them; `ops` and the attention backends call them."""

@@ -1,9 +1,9 @@
-"""The gates of MLPs in Triton: act(gate) * up in one pass, computed in float32 and rounded once."""
+"""The gated activations of MLPs in Triton: act(gate) * up in one pass, computed in float32 and rounded once."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: T tokens, N outputs; the gate's numbers and up's lie side by side, 2N to a row.
+# Shapes: T tokens, N outputs; a row has 2N values, those of gate first, then those of up.
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .compile_report import KernelVariant
 
-# Few rows are cut into small pieces, so that there is one for every multiprocessor; many rows need fewer, larger ones.
+# Few rows are cut into small blocks, so that every multiprocessor gets one; many rows take fewer, larger blocks.
 _SMALL_BLOCK: Final = 256
 _LARGE_BLOCK: Final = 1024
-_ENOUGH_PROGRAMS: Final = 512  # about four for each multiprocessor of a large GPU
+_ENOUGH_PROGRAMS: Final = 512  # about four per multiprocessor of a large GPU
 
 
 @triton.jit

@@ -1,12 +1,13 @@
-"""The second stage of attention whose keys were shared out among programs: the parts of a token are put together.
+"""The second stage of split-KV attention: combine the partial results of a token.
 
-Each part holds what its keys gave, already divided by the sum of their weights, and the logarithm of that sum.
+A partial result is the attention output over its own keys, normalized by its own softmax sum, and the logarithm of that
+sum (LSE).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: T tokens, P parts of all tokens, Hq query heads, D head dim.
+# Shapes: T tokens, P partial results of all tokens, Hq query heads, D head dim.
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from .attention_tiles import next_power_of_2
 from .compile_report import KernelVariant
 
 SPAN: Final = 3
-"""Numbers that say where the parts of a token are: the first, how many, and how far they lie apart."""
+"""Values that locate the partial results of a token: index of the first, how many, and the stride between them."""
 _SPAN: Final = tl.constexpr(SPAN)
-_PARTS: Final = 16  # read at a time
+_PARTS: Final = 16  # partial results that are read at a time
 
 
 @triton.jit
@@ -58,9 +59,7 @@ def _combine_kernel(
             other=0.0,
         )
         new_highest = tl.maximum(highest, tl.max(lse, axis=0))
-        shift = tl.where(
-            new_highest == float("-inf"), 0.0, new_highest
-        )  # parts in which a token sees nothing
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # a token may see no key of a part
         fading = tl.exp2(highest - shift)
         weights = tl.exp2(lse - shift)
         total = total * fading + tl.sum(weights, axis=0)
@@ -71,12 +70,12 @@ def _combine_kernel(
 
 
 def combine(partial: Tensor, lse: Tensor, spans: Tensor, out: Tensor) -> None:
-    """Put the parts of tokens together; a token with a single part is written already.
+    """Combine the partial results of tokens; a token with a single part has its final output already.
 
     Args:
         partial: [P, Hq, D] float32.
-        lse: [P, Hq] float32, logarithms to the base 2; -inf of a part in which a token sees nothing, with zeros in
-            `partial`.
+        lse: [P, Hq] float32, logarithms to the base 2. Where a token sees no key of a part, lse is -inf and `partial`
+            is 0.
         spans: [T, 3] int32, see `SPAN`.
         out: [T or more, Hq * D], contiguous.
     """

@@ -1,23 +1,23 @@
-"""Decode attention over the paged pool in Triton: one new token per request, its keys shared out among programs.
+"""Decode attention over the paged KV pool in Triton: one new token per request, its keys split among programs.
 
-In two stages, as FlashDecoding (Dao et al. 2023): programs attend to a part of a request's keys each, and a second
-kernel puts the parts of a request together. A decode step is bound by how fast keys and values are read, so all that
-counts is that every multiprocessor reads all the time, whatever the mix of lengths.
+Two stages, as in FlashDecoding (Dao et al. 2023): each program attends to a part of a request's keys, and a second
+kernel combines the parts of each request. A decode step is limited by the bandwidth at which keys and values are read,
+so the split keeps every multiprocessor reading for any mix of lengths.
 
-How requests are cut is decided on the device, from their lengths, once per step (`plan_decode`): launches depend on
-shapes only and can be recorded in a CUDA graph. A request gets parts in proportion to its length; the list of parts
-(*items*) has room for `target + B` of them, and programs of items that nobody needs end at once.
+The split is computed on the device, from the sequence lengths, once per step (`plan_decode`): launches depend on shapes
+only and can be captured in a CUDA graph. A request gets parts in proportion to its length. The list of parts (*items*)
+has capacity for `target + B`; programs of unused items return at once.
 
     request   keys              items         target 4
     0         [........]        [....] [....]
     1         [...]             [...]
     2         [......]          [......]
 
-The query heads of a KV head are the rows of one matrix product, padded to 16, so keys are read once for all of them.
+The query heads of a KV head are the rows of one matmul, padded to 16, so keys are read once for all of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
 # Shapes: B requests, W items, Hq query heads, H KV heads on this rank, G = Hq // H, D head dim.
 
@@ -53,13 +53,13 @@ _PROGRAMS_PER_SM: Final = 2
 _PLAN_ITEMS: Final = 64
 _PLAN_REQUESTS: Final = 128
 _ITEM: Final = tl.constexpr(8)
-"""Numbers of an item: request or -1, row, first key, behind the last key, items of the request; the rest is unused."""
+"""Integers per item: request or -1, row, first key, end of the keys (exclusive), items of the request; rest unused."""
 _SPAN: Final = tl.constexpr(SPAN)
 _NUM_STAGES: Final = 5
-"""Room for two tiles under way behind the loads of their slots: with two programs on a Hopper SM some 64 KB, twice what
-its share of the memory's bandwidth times latency asks for."""
+"""Pipeline depth: two tiles are in flight after the loads of their slots. With two programs on a Hopper SM that is some
+64 KB, twice the SM's share of memory bandwidth times latency."""
 _TILE_BYTES: Final = (
-    16384  # of keys, and of values; three stages of both leave room for two programs on a Hopper SM
+    16384  # of keys, and of values; three stages of both fit twice into the shared memory of a Hopper SM
 )
 _MAX_KEYS: Final = 128
 
@@ -86,7 +86,7 @@ def _plan_kernel(
         total += tl.sum(_num_tiles(length, WINDOW, BLOCK_N), axis=0)
     total = tl.maximum(total, 1)
 
-    # The request of each item: as many as end at or before it. And where that request's own items begin.
+    # The request of an item = number of requests that end at or before it. Also find the first item of that request.
     request = tl.zeros([PLAN_ITEMS], tl.int32)
     first_item = tl.zeros([PLAN_ITEMS], tl.int32)
     taken = 0
@@ -124,7 +124,7 @@ def _plan_kernel(
 
 @triton.jit
 def _first_key(length, WINDOW: tl.constexpr):
-    """The first key that the query at the end sees."""
+    """The first key that the last query sees."""
     if WINDOW == 0:
         return length * 0
     return tl.maximum(length - WINDOW, 0)
@@ -132,13 +132,13 @@ def _first_key(length, WINDOW: tl.constexpr):
 
 @triton.jit
 def _num_tiles(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles of keys that it sees, in whole or in part."""
+    """Tiles of keys that the query sees, in whole or in part."""
     return (length + BLOCK_N - 1) // BLOCK_N - _first_key(length, WINDOW) // BLOCK_N
 
 
 @triton.jit
 def _num_parts(tiles, total, target):
-    """Items of a request: its share of the target, at least one, and at least one tile each."""
+    """Items of a request: its share of the target, at least one, and each item has at least one tile."""
     return tl.minimum(tl.maximum((tiles.to(tl.int64) * target // total).to(tl.int32), 1), tiles)
 
 
@@ -194,7 +194,7 @@ def _attend_kernel(
         seen = (start + n >= begin) & (start + n < end)
         slot = slots_of(table_ptr, start, end, BLOCK_N, WHOLE_PAGES) * (NUM_KV * HEAD_DIM)
         at = slot[:, None] + kv_at[None, :]
-        # What is not seen is not read: numbers that nobody wrote can be NaN, and 0 * NaN is NaN.
+        # Masked keys are not loaded: uninitialized memory can hold NaN, and 0 * NaN is NaN.
         inside = seen[:, None] & (d < HEAD_DIM)[None, :]
         k = from_pool(tl.load(k_ptr + at, mask=inside, other=0.0), KV, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -219,14 +219,14 @@ def _attend_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How the requests of a step are cut, for the layers of one window.
+    """The split of a step's requests, for the layers of one window.
 
     Attributes:
         items: [W, 8] int32, see `_ITEM`.
-        spans: [B, 3] int32: where each request's parts are; see `attention_combine`.
+        spans: [B, 3] int32: where the partial results of each request are; see `attention_combine`.
         partial: [W, Hq, D] float32, and
-        lse: [W, Hq] float32: what the first stage leaves for the second; every layer overwrites them.
-        keys: of a tile.
+        lse: [W, Hq] float32: written by the first stage, read by the second; every layer overwrites them.
+        keys: keys per tile.
     """
 
     items: Tensor
@@ -237,7 +237,7 @@ class DecodePlan:
 
 
 def keys_of_tile(shape: HeadShape, kv_dtype: torch.dtype) -> int:
-    """Keys of a tile: as many as `_TILE_BYTES` hold."""
+    """Keys per tile: as many as fit into `_TILE_BYTES`."""
     keys = _TILE_BYTES // (shape.padded_dim * kv_dtype.itemsize)
     return max(MIN_DOT, min(keys, _MAX_KEYS))
 
@@ -250,7 +250,7 @@ def plan_decodes(
     kv_dtype: torch.dtype,
     num_sms: int,
 ) -> dict[int | None, DecodePlan]:
-    """Cut the requests of a step so that all multiprocessors have the same to do, for each window of the layers.
+    """Split the requests of a step so that all multiprocessors get equal work, for each window of the layers.
 
     Args:
         rows: [B] int32 or int64, device; B at least 1.
@@ -258,7 +258,7 @@ def plan_decodes(
         num_sms: multiprocessors of the GPU.
     """
     num_requests, device = len(rows), rows.device
-    # A full GPU needs no more parts, but one request far longer than the others must still be cut.
+    # A batch that fills the GPU needs no more parts, but a request far longer than the others must still be split.
     target = max(-(-_PROGRAMS_PER_SM * num_sms // shape.num_kv_heads), -(-num_requests // 2))
     num_items = num_requests + target
     partial = torch.empty((num_items, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device)
@@ -298,10 +298,10 @@ def attend_decode(
     """Attention of one token per request.
 
     Args:
-        q: [B, Hq, D], numbers of a head side by side.
+        q: [B, Hq, D]; the values of a head are contiguous.
         req_to_token: [rows, max_model_len] int32.
-        out: [B, Hq * D], contiguous; is filled.
-        by_hand: float8_e4m3fn is converted without instructions for it; see `converts_by_hand`.
+        out: [B, Hq * D], contiguous; written.
+        by_hand: float8_e4m3fn is converted without hardware instructions; see `converts_by_hand`.
     """
     _attend_kernel[(shape.num_kv_heads, len(plan.items))](
         q,

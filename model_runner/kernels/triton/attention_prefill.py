@@ -1,22 +1,22 @@
-"""Prefill attention over the paged pool in Triton: many new tokens per request, behind a cached prefix of any length.
+"""Prefill attention over the paged KV pool in Triton: many new tokens per request, after a cached prefix of any length.
 
-A program takes a block of one request's new tokens, all query heads of one KV head, and walks over the keys that they
-see; what lies outside the causal triangle or the window is never read. The rows of its tiles are (token, head) pairs,
-so any size of group fills them: 128 rows are 32 tokens of 4 heads, or 42 of 3 with two rows left over.
+A program takes a block of one request's new tokens and all query heads of one KV head, and loops over the keys that
+they see; keys outside the causal triangle or the window are never read. The rows of its tiles are (token, head) pairs,
+so tiles are filled for any group size: 128 rows are 32 tokens of 4 heads, or 42 tokens of 3 heads and two unused rows.
 
     row      0   1   2   3   4   5  ...          group 3
     token    0   0   0   1   1   1
     head     0   1   2   0   1   2
 
-Where blocks are too few to fill a GPU, as with a short question behind a long conversation, their keys are shared out
-among several programs, as those of decodes are.
+Where the blocks are too few to fill a GPU (a short question after a long conversation), their keys are split among
+several programs, as in decode attention.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: T new tokens in the batch, NB blocks (each some tokens of a request and a part of their keys), P parts of all
-# tokens, Hq query heads, H KV heads on this rank, G = Hq // H, D head dim.
+# Shapes: T new tokens in the batch, NB blocks (each some tokens of a request and a part of their keys), P partial
+# results of all tokens, Hq query heads, H KV heads on this rank, G = Hq // H, D head dim.
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _BLOCK: Final = tl.constexpr(BLOCK_NUMBERS)
 
 
 class Tiling(NamedTuple):
-    """Sizes of a program.
+    """Tile sizes of a program.
 
     Attributes:
-        rows: of (token, head) pairs.
-        keys: of a tile.
+        rows: (token, head) pairs.
+        keys: keys per tile.
     """
 
     rows: int
@@ -80,14 +80,14 @@ def _extend_tile(
     WHOLE_PAGES: tl.constexpr,
     KV: tl.constexpr,
 ):
-    """One tile of keys; without a mask every query sees all of them."""
+    """One tile of keys; without a mask every query sees all keys of the tile."""
     d = tl.arange(0, BLOCK_D)
     position = start + tl.arange(0, BLOCK_N)
     slot = slots_of(table_ptr, start, end, BLOCK_N, WHOLE_PAGES) * (NUM_KV * HEAD_DIM)
     at = slot[:, None] + kv_at[None, :]
     inside = (d < HEAD_DIM)[None, :]
     if MASKED:
-        # What nobody sees is not read: numbers that nobody wrote can be NaN, and 0 * NaN is NaN.
+        # Masked keys are not loaded: uninitialized memory can hold NaN, and 0 * NaN is NaN.
         inside = inside & ((position >= begin) & (position < end))[:, None]
     k = from_pool(tl.load(k_ptr + at, mask=inside, other=0.0), KV, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -98,7 +98,7 @@ def _extend_tile(
         scores = tl.where(seen, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     shift = new_highest
-    if MASKED:  # a tile may hold nothing for a query
+    if MASKED:  # a query may see no key of the tile
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     fading = tl.exp2(highest - shift)
     weights = tl.exp2(scores - shift[:, None])
@@ -150,7 +150,7 @@ def _extend_kernel(
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=inside_q, other=0.0)
     if KV > 0:
         q = q.to(tl.float16)
-    # Rows left over see what the last token sees; nobody stores them.
+    # Unused rows take the mask of the last token; they are not stored.
     q_position = first_position + tl.minimum(m // GROUP, num_tokens - 1)
     table_ptr += row * table_stride
     kv_at = kv_head * HEAD_DIM + d
@@ -160,7 +160,7 @@ def _extend_kernel(
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     masked_start = begin // BLOCK_N * BLOCK_N
     if WINDOW == 0:
-        # Every query sees all keys before the last whole tile that the first one sees.
+        # Every query sees all keys before the last whole tile that the first query sees.
         whole_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
         for start in range(masked_start, whole_end, BLOCK_N):
             highest, total, mixed = _extend_tile(
@@ -217,7 +217,7 @@ def _extend_kernel(
         tl.store(out_ptr + out_at[:, None] + d[None, :], mixed.to(out_ptr.dtype.element_ty), mask=inside_q)
     else:
         part_at = (part + m // GROUP) * (NUM_KV * GROUP) + head
-        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # of nothing: zeros
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # a row without keys gives zeros
         tl.store(partial_ptr + part_at[:, None] * HEAD_DIM + d[None, :], mixed, mask=inside_q)
         tl.store(lse_ptr + part_at, highest + tl.log2(total), mask=m < num_tokens * GROUP)
 
@@ -228,12 +228,12 @@ class ExtendPlan:
 
     Attributes:
         blocks: [NB, 8] int32, device; see `BLOCK_NUMBERS`.
-        spans: [T, 3] int32, device, of the tokens of extends: where their parts are (`attention_combine`); [0, 3] where
-            every token has one part.
+        spans: [T, 3] int32, device, for the tokens of extends: where their partial results are (`attention_combine`);
+            [0, 3] if every token has one part.
         partial: [P, Hq, D] float32, and
-        lse: [P, Hq] float32: the parts; every layer overwrites them.
-        tile_rows: of a program.
-        window: of the layers.
+        lse: [P, Hq] float32: the partial results; every layer overwrites them.
+        tile_rows: rows per tile of a program.
+        window: window of the layers.
     """
 
     blocks: Tensor
@@ -245,9 +245,9 @@ class ExtendPlan:
 
 
 def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
-    """Rows of a program's tile: many keep the matrix units busy, but short prompts would leave most of them empty.
+    """Rows per tile of a program: many rows keep the tensor cores busy; with short prompts most rows would be unused.
 
-    Float8 gets few: its conversion takes registers, and its keys are half as much to read again.
+    Float8 gets few rows: its conversion takes registers, and its keys have half the bytes to read again.
 
     Args:
         longest: new tokens of the request that has most.
@@ -259,12 +259,12 @@ def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
 
 
 def tiling(shape: HeadShape, dtype: torch.dtype, rows: int) -> Tiling:
-    """What keeps registers and shared memory within their limits (see the report of what the kernels compile to).
+    """Tile sizes that keep registers and shared memory within their limits (see `compile_report`).
 
     Args:
-        dtype: that is computed with.
+        dtype: dtype of the computation.
     """
-    if dtype == torch.float32:  # without matrix units
+    if dtype == torch.float32:  # no tensor cores
         return Tiling(rows, 16, num_warps=8, num_stages=1)
     if shape.padded_dim > 128:
         return Tiling(rows, 32, num_warps=8, num_stages=2)
@@ -274,7 +274,7 @@ def tiling(shape: HeadShape, dtype: torch.dtype, rows: int) -> Tiling:
 def make_plan(
     shape: HeadShape, cut: ExtendCut, blocks: Tensor, spans: Tensor, tile_rows: int, window: int | None
 ) -> ExtendPlan:
-    """Of what was cut, with its arrays on the device."""
+    """The plan for `cut`, with its arrays on the device."""
     partial = blocks.new_empty((cut.num_parts, shape.num_heads, shape.head_dim), dtype=torch.float32)
     lse = blocks.new_empty((cut.num_parts, shape.num_heads), dtype=torch.float32)
     return ExtendPlan(blocks, spans, partial, lse, tile_rows, window)
@@ -292,9 +292,9 @@ def attend_extend(
     """Attention of the tokens in `plan`.
 
     Args:
-        q: [T, Hq, D], numbers of a head side by side.
+        q: [T, Hq, D]; the values of a head are contiguous.
         req_to_token: [rows, max_model_len] int32.
-        out: [T, Hq * D], contiguous; the rows of the plan's tokens are filled.
+        out: [T, Hq * D], contiguous; the rows of the plan's tokens are written.
         by_hand: see `converts_by_hand`.
     """
     tile = tiling(shape, q.dtype if kv.k.dtype.itemsize > 1 else torch.float16, plan.tile_rows)
@@ -342,7 +342,7 @@ def variants() -> list[KernelVariant]:
                     },
                     num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
-                    max_stack_bytes=64,  # some registers of sm_80, a few of sm_100; none of sm_90
+                    max_stack_bytes=64,  # sm_80 spills some registers, sm_100 a few, sm_90 none
                 )
             )
     return found

@@ -1,7 +1,7 @@
-"""What the attention kernels share: sizes of tiles, and how keys and values are read from the pool."""
+"""Common parts of the attention kernels: tile sizes, and how keys and values are loaded from the pool."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
 # Shapes: D head dim, N keys of a tile.
 
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from ...ops import LayerKV
 
-MIN_DOT: Final = 16  # the smallest side of a matrix product
+MIN_DOT: Final = 16  # the smallest side of a `tl.dot`
 
-PLAIN, FP8, FP8_BY_HAND = 0, 1, 2  # how numbers of the pool become numbers to compute with
+PLAIN, FP8, FP8_BY_HAND = 0, 1, 2  # how values of the pool are converted to the compute dtype
 
 
 class HeadShape(NamedTuple):
-    """What the kernels are compiled for.
+    """The shapes that the kernels are compiled for.
 
     Attributes:
-        num_kv_heads: of this rank.
-        group: query heads of each KV head.
-        head_dim: of both there is a most, see `attention.triton_paged`.
-        page_size: slots of a page, which lie side by side.
+        num_kv_heads: KV heads of this rank.
+        group: query heads per KV head.
+        head_dim: for the limits on `group` and `head_dim` see `attention.triton_paged`.
+        page_size: contiguous slots of a page.
     """
 
     num_kv_heads: int
@@ -43,11 +43,11 @@ class HeadShape(NamedTuple):
 
     @property
     def padded_dim(self) -> int:
-        """Numbers of a head in a tile."""
+        """Values of a head in a tile, padded."""
         return max(MIN_DOT, next_power_of_2(self.head_dim))
 
     def constants(self, keys: int, kv_dtype: torch.dtype, by_hand: bool) -> dict[str, Any]:
-        """The constants of both kernels, for tiles of `keys` keys."""
+        """The constexpr arguments of both kernels, for tiles of `keys` keys."""
         fp8 = FP8_BY_HAND if by_hand else FP8
         return {
             "NUM_KV": self.num_kv_heads,
@@ -55,19 +55,19 @@ class HeadShape(NamedTuple):
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.padded_dim,
             "BLOCK_N": keys,
-            # The slots of such a tile lie side by side: one number of the slot table tells all.
+            # The slots of such a tile are contiguous: one load from the slot table locates all of them.
             "WHOLE_PAGES": self.page_size % keys == 0,
             "KV": fp8 if kv_dtype == torch.float8_e4m3fn else PLAIN,
         }
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest one that is not below `number`, at least 1."""
+    """The smallest power of two that is at least `number`, and at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def pools(kv: LayerKV, by_hand: bool) -> tuple[Tensor, Tensor]:
-    """Keys and values as the kernels take them."""
+    """Keys and values in the dtype that the kernels take."""
     if by_hand and kv.k.dtype == torch.float8_e4m3fn:
         return kv.k.view(torch.uint8), kv.v.view(torch.uint8)
     return kv.k, kv.v
@@ -80,7 +80,7 @@ def converts_by_hand(device: torch.device) -> bool:
 
 @triton.jit
 def slots_of(table_ptr, start, end, BLOCK_N: tl.constexpr, WHOLE_PAGES: tl.constexpr):
-    """Slots of N positions from `start`, a multiple of N: [N] int64; beyond the end any slot that exists."""
+    """Slots of N positions from `start`, a multiple of N: [N] int64; positions past `end` get any valid slot."""
     n = tl.arange(0, BLOCK_N)
     if WHOLE_PAGES:
         return tl.load(table_ptr + start).to(tl.int64) + n
@@ -89,10 +89,10 @@ def slots_of(table_ptr, start, end, BLOCK_N: tl.constexpr, WHOLE_PAGES: tl.const
 
 @triton.jit
 def from_pool(x, KV: tl.constexpr, dtype: tl.constexpr):
-    """Numbers of the pool in the dtype to compute with; float8_e4m3fn becomes float16, which holds all its numbers.
+    """Convert values of the pool to the compute dtype; float8_e4m3fn becomes float16, which represents all its values.
 
-    By hand: exponent and fraction move to their places, and a product corrects the bias of the exponent, 7 instead of
-    15, in which the tiny numbers come out right too.
+    By hand: exponent and mantissa bits are shifted into place, and a multiplication corrects the exponent bias (7
+    instead of 15); subnormals are converted correctly, too.
     """
     if KV == 2:
         code = x.to(tl.uint16)
@@ -102,13 +102,13 @@ def from_pool(x, KV: tl.constexpr, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-# ---------------------------------------------------------------- what is compiled ahead of time, see `compile_report`
+# ---------------------------------------------------------------- compiled ahead of time, see `compile_report`
 
 _TRITON_NAMES: Final = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
-    torch.float8_e4m3fn: "*u8",  # by hand: that is what all architectures can
+    torch.float8_e4m3fn: "*u8",  # by hand: works on all architectures
 }
 VARIANTS: Final = (
     (HeadShape(8, 4, 128, 16), torch.bfloat16, torch.bfloat16),  # Llama-3.1-8B, Qwen3-8B
@@ -123,12 +123,12 @@ STRIDES: Final = {"q_stride": "i32:16", "q_head_stride": "i32:16", "table_stride
 
 
 def pointers(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, str]:
-    """Those that both kernels have."""
+    """The pointer arguments of both kernels."""
     own, pool = _TRITON_NAMES[dtype], _TRITON_NAMES[kv_dtype]
     return {"q_ptr": own, "k_ptr": pool, "v_ptr": pool, "table_ptr": "*i32", "out_ptr": own}
 
 
 def variant_name(shape: HeadShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """What people call it."""
+    """Name of a variant in the report."""
     own, pool = (_TRITON_NAMES[name].removeprefix("*") for name in (dtype, kv_dtype))
     return f"{own} pool {pool} dim {shape.head_dim} group {shape.group}"

@@ -1,8 +1,8 @@
-"""What every Triton kernel compiles to: registers, spills and shared memory per architecture, without a GPU.
+"""Resources of every compiled Triton kernel: registers, spills and shared memory per architecture, without a GPU.
 
-A module of this folder joins by a function `variants() -> list[KernelVariant]`: its kernels with the types and
-constants that serving launches them with.
-`benchmarks/triton_report.py` prints the table, and the tests hold every variant to the limits of each architecture.
+A module of this folder takes part if it has a function `variants() -> list[KernelVariant]`: its kernels with the types
+and constants that serving launches them with.
+`benchmarks/triton_report.py` prints the table; the tests check every variant against the limits of each architecture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _MAX_SHARED_BYTES: Final[Mapping[int, int]] = {
     103: 227 * _KIB,
     120: 99 * _KIB,
 }
-"""Of one block, by compute capability, from the technical specifications in NVIDIA's CUDA programming guide."""
+"""Shared memory per block, by compute capability, from the technical specifications in NVIDIA's CUDA programming
+guide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,12 @@ class KernelVariant:
     """One kernel as serving launches it.
 
     Attributes:
-        name: of this variant, for people: "rms_norm bf16 4096".
-        kernel: what `triton.jit` made.
+        name: name in the report: "rms_norm bf16 4096".
+        kernel: the function decorated with `triton.jit`.
         signature: type of each argument that is not a constant, in any order: "*bf16", "i64", "fp32". Pointers count as
             aligned to 16 bytes, as torch allocates them; an integer that is always a multiple of 16 is "i32:16".
-        constexprs: value of each `tl.constexpr` argument, and None or 1 for arguments that are specialised to it.
-        max_stack_bytes: spilled registers and local arrays of a thread that are known and accepted.
+        constexprs: value of each `tl.constexpr` argument, and None or 1 for arguments that are specialized to it.
+        max_stack_bytes: accepted stack per thread: spilled registers and local arrays.
         min_arch: the first compute capability, without the dot, that it can be compiled for and is launched on.
     """
 
@@ -59,13 +60,13 @@ class KernelVariant:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one variant needs on one architecture.
+    """What one variant uses on one architecture.
 
     Attributes:
-        registers: of a thread; 255 is the most there is.
-        stack_bytes: of a thread, in (slow) local memory: registers that were spilled.
-        shared_bytes: of a block.
-        max_shared_bytes: what the architecture gives a block.
+        registers: per thread; 255 is the maximum.
+        stack_bytes: per thread, in (slow) local memory: spilled registers.
+        shared_bytes: per block.
+        max_shared_bytes: the architecture's limit per block.
     """
 
     variant: str
@@ -78,7 +79,7 @@ class Resources:
 
     @property
     def complaints(self) -> list[str]:
-        """What is over a limit."""
+        """The limits that are exceeded."""
         found = []
         if self.stack_bytes > self.max_stack_bytes:
             found.append(f"spills {self.stack_bytes} bytes a thread, {self.max_stack_bytes} are accepted")
@@ -90,7 +91,7 @@ class Resources:
 
 
 def all_variants() -> list[KernelVariant]:
-    """Of all modules with kernels."""
+    """The variants of all modules with kernels."""
     package = importlib.import_module(__package__ or "")
     names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
     modules = [importlib.import_module(name) for name in names if name != __name__]
@@ -98,10 +99,10 @@ def all_variants() -> list[KernelVariant]:
 
 
 def check_arch(arch: int) -> None:
-    """Refuse an architecture whose limits are not known.
+    """Reject an architecture without known limits.
 
     Raises:
-        ValueError: with those that are.
+        ValueError: lists the known architectures.
     """
     if arch not in _MAX_SHARED_BYTES:
         raise ValueError(
@@ -110,10 +111,10 @@ def check_arch(arch: int) -> None:
 
 
 def compile_variant(variant: KernelVariant, arch: int) -> Resources:
-    """Compile to machine code. Not where TRITON_INTERPRET is set: kernels are plain Python functions there.
+    """Compile to machine code. Fails if TRITON_INTERPRET is set: kernels are then plain Python functions.
 
     Raises:
-        ValueError: the variant and its kernel name different arguments; see also `check_arch`.
+        ValueError: the variant and its kernel have different arguments; see also `check_arch`.
     """
     check_arch(arch)
     import triton

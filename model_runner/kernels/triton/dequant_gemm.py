@@ -1,12 +1,12 @@
-"""Products with 4-bit weights: a tile of packed numbers is unpacked in registers and multiplied at once.
+"""GEMMs with 4-bit weights: a tile of packed integers is dequantized in registers and multiplied directly.
 
-The packed layout is ours, the same for every checkpoint format. Inputs are taken in blocks of 128; a word of 32 bits
-holds the numbers of eight inputs that lie 16 apart, so that one shift and one mask of a tile of words give 16
-neighbouring inputs: the tile of a matrix instruction, with nothing to shuffle and nothing read twice.
+All checkpoint formats are repacked into one layout. Inputs are taken in blocks of 128. A 32-bit word holds the integers
+of eight inputs that are 16 apart, so one shift and one mask of a tile of words give 16 neighboring inputs: the K
+extent of one matrix instruction, without shuffles and without reading a word twice.
 
-    word [16 * b + r, n]: bits 4j..4j+3 are the number of input 128 * b + 16 * j + r, output n   0 <= j < 8, 0 <= r < 16
+    word [16 * b + r, n]: bits 4j..4j+3 are the integer of input 128 * b + 16 * j + r, output n  0 <= j < 8, 0 <= r < 16
 
-Groups of inputs that share a scale are multiples of 16, so a tile has one row of scales and one of zeros.
+Groups of inputs that share a scale are multiples of 16, so a tile has one row of scales and one of zero points.
 """
 
 # Shapes: M rows, K inputs, N outputs, G groups, S splits.
@@ -31,7 +31,7 @@ _ROWS: Final = BLOCK_K // _NIBBLES
 
 
 def pack_int4(numbers: Tensor) -> Tensor:
-    """[K, N] uint8 of 0..15 to [ceil(K / 128) * 16, N] int32; what is missing to whole blocks is 0."""
+    """[K, N] uint8 of 0..15 to [ceil(K / 128) * 16, N] int32; inputs that complete the last block are 0."""
     num_inputs, width = numbers.shape
     num_blocks = -(-num_inputs // BLOCK_K)
     padded = numbers.new_zeros((num_blocks * BLOCK_K, width))
@@ -64,9 +64,9 @@ def _unpacked(
     width,
     GROUP: tl.constexpr,
 ):
-    """16 inputs of a block: [16, N] float32, with the scale and zero that they have; `scale`, `zero`: those before."""
+    """16 inputs of a block: [16, N] float32, with their scale and zero; `scale`, `zero`: those of the inputs before."""
     k = block * 128 + nibble * 16
-    # Once per group, or once per block where a group is as long or longer.
+    # Load the scale once per group, or once per block if a group spans at least a block.
     if GROUP > 0 and (nibble == 0 or (nibble * 16) % GROUP == 0):
         there = inside & (k < num_inputs)
         scale, zero = _scale_and_zero(scales_ptr, zeros_ptr, (k // GROUP) * width + n, there)
@@ -74,7 +74,7 @@ def _unpacked(
     return (number - zero[None, :]) * scale[None, :], scale, zero
 
 
-@triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])  # one compilation serves any number of rows
+@triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])  # one compilation for any number of rows
 def _int4_gemm_kernel(
     x_ptr,
     words_ptr,
@@ -151,13 +151,14 @@ def int4_gemm(
     group_size: int,
     num_sms: int,
 ) -> Tensor:
-    """x @ weight (+ bias): [M, K] -> [M, N] in x's dtype. For many rows see `dequantise_int4`: each tile unpacks anew.
+    """x @ weight (+ bias): [M, K] -> [M, N] in x's dtype. For many rows prefer `dequantise_int4`: each row tile unpacks
+    the weight again.
 
     Args:
-        x: rows may lie apart by any stride.
-        words: as `pack_int4` makes them.
+        x: rows of any stride.
+        words: packed by `pack_int4`.
         scales, zeros: [G, N], any floating-point dtype and uint8.
-        group_size: 0 for one group, else a multiple of 16 that divides 128 or is one of 128's multiples.
+        group_size: 0 for one group, else a multiple of 16 that divides 128, or a multiple of 128.
     """
     num_rows, num_inputs = x.shape
     width = words.shape[1]
@@ -190,7 +191,7 @@ def int4_gemm(
 def dequantise_int4(
     words: Tensor, scales: Tensor, zeros: Tensor, *, num_inputs: int, group_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """The whole weight: [K, N]. Arguments as in `int4_gemm`."""
+    """The whole weight, dequantized: [K, N]. Arguments as in `int4_gemm`."""
     width = words.shape[1]
     out = torch.empty((num_inputs, width), dtype=dtype, device=words.device)
     grid = (triton.cdiv(num_inputs, BLOCK_K), triton.cdiv(width, 2 * TILE_OUTPUTS))

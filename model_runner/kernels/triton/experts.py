@@ -1,18 +1,18 @@
-"""The experts of a mixture in Triton: four launches whatever the router chose, and nothing that the host must know.
+"""The experts of a mixture in Triton: four launches for any routing, without reading anything back to the host.
 
-    align      rows (a token for one of its experts) sorted by expert, each expert's filled up to whole blocks
-    gate, up   a block of rows times its expert's weights, SiLU(gate) * up
+    align      rows (one token for one of its experts) sorted by expert, each expert's rows padded to whole blocks
+    gate, up   a block of rows times the weights of its expert, SiLU(gate) * up
     down       the same rows times the second weights
     combine    each token's rows, weighted and added up
 
-A block of rows has one expert, so its product is one tile of an ordinary matrix product. How many blocks there are is
-known to the device alone: as many programs start as there could be, and those without a block end at once.
+A block of rows has one expert, so its matmul is one tile of an ordinary GEMM. Only the device knows the number of
+blocks: the grid has the maximum number of programs, and programs without a block return at once.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: T tokens, E experts, k active ones of a token, M = T * k rows, K width of the model, N width of an expert.
+# Shapes: T tokens, E experts, k active experts of a token, M = T * k rows, K width of the model, N width of an expert.
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from torch import Tensor
 from ...ops import ExpertSource, ExpertWeights
 from .compile_report import KernelVariant
 
-_CHUNK: Final = 1024  # rows that a program of `align` looks at together
+_CHUNK: Final = 1024  # rows that a program of `align` reads at a time
 _COMBINE_BLOCK: Final = 512
 
 
 class _Tile(NamedTuple):
-    """How a product is cut: rows, outputs, and inputs at a time; numbers that are tuned together."""
+    """Tile of a GEMM: rows, outputs, and inputs per step; the values are tuned together."""
 
     rows: int
     outputs: int
@@ -41,13 +41,13 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Few rows of each expert: weights stream through, so the tile is as low as tensor cores allow.
+# Few rows per expert: bandwidth of the weights is the limit, so the tile has the minimum rows of tensor cores.
 _LOW: Final = _Tile(16, 64, 128, 4, 3)
 _MIDDLE: Final = _Tile(32, 64, 64, 4, 4)
 _HIGH: Final = _Tile(128, 64, 64, 8, 3)
 
 
-# Specialised to their counts of rows, kernels would be compiled while serving: for 1, multiples of 16, and others.
+# Specialization on row counts would compile kernels while serving: for 1, for multiples of 16, and for others.
 @triton.jit(do_not_specialize=["num_rows"])
 def _align_kernel(
     expert_ids_ptr,
@@ -60,7 +60,7 @@ def _align_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program for each expert: it counts everybody's rows, to know where its own begin, and lists its own."""
+    """One program per expert: counts the rows of all experts to find where its own begin, then lists its own rows."""
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     bin_ = tl.arange(0, BINS)
@@ -68,7 +68,7 @@ def _align_kernel(
     for start in range(0, num_rows, CHUNK):
         row = start + lane
         ids = tl.load(expert_ids_ptr + row, mask=row < num_rows, other=NUM_EXPERTS).to(tl.int32)
-        counts += tl.histogram(ids, BINS)  # bin NUM_EXPERTS: rows that do not exist
+        counts += tl.histogram(ids, BINS)  # bin NUM_EXPERTS: rows past the end
     blocks = tl.where(bin_ < NUM_EXPERTS, (counts + ROWS - 1) // ROWS, 0)
     first_block = tl.sum(tl.where(bin_ < expert, blocks, 0), axis=0)
     my_blocks = tl.sum(tl.where(bin_ == expert, blocks, 0), axis=0)
@@ -84,7 +84,7 @@ def _align_kernel(
         place += tl.sum(mine, axis=0)
         tl.store(
             block_expert_ptr + first_block + row, expert, mask=row < my_blocks
-        )  # no more blocks than rows
+        )  # at most as many blocks as rows
     filler = place + tl.arange(0, ROWS)
     tl.store(sorted_rows_ptr + filler, num_rows, mask=filler < (first_block + my_blocks) * ROWS)
 
@@ -110,7 +110,7 @@ def _product_kernel(
     INPUTS: tl.constexpr,
 ):
     """A block of rows times a tile of its expert's weight [outputs, inputs]; GATED: times two tiles, gate and up."""
-    # Blocks before outputs: neighbours read the same tile of weights, which is what is large.
+    # Blocks vary fastest: neighboring programs read the same tile of weights, which is the larger operand.
     block = tl.program_id(0) % max_blocks
     if block >= tl.load(num_blocks_ptr):
         return
@@ -123,7 +123,7 @@ def _product_kernel(
 
     input_ = tl.arange(0, INPUTS)
     x_at = x_ptr + (row // rows_per_x)[:, None] * x_stride + input_[None, :]
-    outputs = tl.cast(num_outputs, tl.int64)  # 1 is a constant, which has no `to`
+    outputs = tl.cast(num_outputs, tl.int64)  # an argument of value 1 becomes a constant, which has no `to`
     expert_size = (2 if GATED else 1) * outputs * num_inputs
     weight_at = (
         weight_ptr + expert * expert_size + output[None, :].to(tl.int64) * num_inputs + input_[:, None]
@@ -161,14 +161,14 @@ def _combine_kernel(rows_ptr, shares_ptr, out_ptr, width, NUM_ACTIVE: tl.constex
 
 
 class TritonExperts:
-    """`ExpertWeights` that stay as they came: [E, 2N, K] and [E, K, N]."""
+    """`ExpertWeights` in their original layout: [E, 2N, K] and [E, K, N]."""
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         self._gate_up = gate_up.contiguous()
         self._down = down.contiguous()
 
     def warm_up(self) -> None:
-        """Compile for every tile, seconds on a new machine, so that no request waits for that later."""
+        """Compile for every tile size (seconds on a new machine), so that no request waits for it later."""
         x = torch.zeros((1, self._down.shape[1]), dtype=self._down.dtype, device=self._down.device)
         expert_ids = torch.zeros((1, 1), dtype=torch.int64, device=x.device)
         for tile in _tiles(x.dtype.itemsize):
@@ -189,7 +189,7 @@ class TritonExperts:
         return out
 
     def _rows(self, x: Tensor, expert_ids: Tensor, tile: _Tile) -> Tensor:
-        """Each token by each of its experts, [M, K]."""
+        """The output of each token's experts, one row per (token, expert): [M, K]."""
         blocks = _align(expert_ids, len(self._down), tile.rows)
         num_rows = expert_ids.numel()
         hidden = torch.empty((num_rows, self._down.shape[2]), dtype=x.dtype, device=x.device)
@@ -203,10 +203,10 @@ class _Blocks(NamedTuple):
     """Rows in blocks of one expert each.
 
     Attributes:
-        sorted_rows: [max_blocks * rows of a block] int32; M where there is none.
+        sorted_rows: [max_blocks * rows of a block] int32; M marks padding.
         experts: [max_blocks] int32.
-        num: [1] int32, how many there are; what is behind them in the others means nothing.
-        max_blocks: how many there could be, whatever the experts.
+        num: [1] int32, number of blocks; entries past it in the other arrays are undefined.
+        max_blocks: upper bound of the number of blocks for any routing.
         num_rows: M.
     """
 
@@ -219,7 +219,7 @@ class _Blocks(NamedTuple):
 
 def _align(expert_ids: Tensor, num_experts: int, block_rows: int) -> _Blocks:
     num_rows, device = expert_ids.numel(), expert_ids.device
-    # Every expert may have one block that is not full.
+    # Every expert may have one partial block.
     max_blocks = min(num_rows, num_rows // block_rows + num_experts)
     sorted_rows = torch.empty(max_blocks * block_rows, dtype=torch.int32, device=device)
     experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
@@ -248,7 +248,7 @@ def _product(
     rows_per_x: int,
     gated: bool,
 ) -> None:
-    """`rows_per_x`: how many rows, one after the other, read the same row of x."""
+    """`rows_per_x`: number of consecutive rows that read the same row of x."""
     num_outputs = out.shape[1]
     _product_kernel[(blocks.max_blocks * triton.cdiv(num_outputs, tile.outputs),)](
         x,
@@ -270,29 +270,29 @@ def _product(
 
 
 def _tile(rows_each: float, item_bytes: int) -> _Tile:
-    """By the rows of an expert if all had the same number; what they really have the host does not know."""
+    """Chosen by the mean number of rows per expert; the host does not know the actual numbers."""
     low, middle, high = _tiles(item_bytes)
     return low if rows_each <= 16 else middle if rows_each <= 64 else high
 
 
 def _tiles(item_bytes: int) -> tuple[_Tile, _Tile, _Tile]:
-    """For few rows of each expert, for some, for many."""
+    """For few rows per expert, for some, for many."""
     if item_bytes <= 2:
         return _LOW, _MIDDLE, _HIGH
-    # Of wider numbers fewer fit into registers and shared memory.
+    # Wider elements: fewer fit into registers and shared memory.
     low, middle = (tile._replace(inputs=tile.inputs // 2) for tile in (_LOW, _MIDDLE))
     return low, middle, middle
 
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
-    """See `PackExperts`. Layers after the first of its kind find the kernels compiled."""
+    """See `PackExperts`. Later layers of the same shapes find the kernels compiled."""
     packed = TritonExperts(*experts.stacked())
     packed.warm_up()
     return packed
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`. Of Qwen3-30B-A3B: 128 experts, 8 active, 2048 and 768 wide."""
+    """See `compile_report`. Shapes of Qwen3-30B-A3B: 128 experts, 8 active, 2048 and 768 wide."""
     align = {"expert_ids_ptr": "*i64", "sorted_rows_ptr": "*i32", "block_expert_ptr": "*i32"}
     align |= {"num_blocks_ptr": "*i32", "num_rows": "i32"}
     constants: dict[str, Any] = {"NUM_EXPERTS": 128, "BINS": 256, "ROWS": 16, "CHUNK": _CHUNK}

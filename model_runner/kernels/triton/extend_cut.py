@@ -1,7 +1,7 @@
-"""`cut_extends`: which program of a prefill computes what; arithmetic on the host, once per step and window."""
+"""`cut_extends`: divides prefill attention among programs; computed on the host, once per step and window."""
 
 # Shapes: n requests with several new tokens, T new tokens, NB blocks (each some tokens of a request and a part of their
-# keys), P parts of all tokens.
+# keys), P partial results of all tokens.
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .attention_combine import SPAN
 Int64s = npt.NDArray[np.int64]
 
 BLOCK_NUMBERS: Final = 8
-"""Of a block: its first token in the batch, how many, the position of the first, row, first key, behind the last key,
-and where the first token's part goes, or -1 if it is the only one; the rest is unused."""
-_PART_KEYS: Final = 128  # keys are cut at multiples of it: whole tiles, whatever their size
-_MIN_PART: Final = 2  # times `_PART_KEYS`: fewer keys are not worth another part
+"""Integers per block: index of its first token in the batch, number of tokens, position of the first token, row, first
+key, end of the keys (exclusive), index of the first token's partial result (-1 if the block has all keys); rest
+unused."""
+_PART_KEYS: Final = 128  # parts begin at multiples of it: whole tiles for every tile size
+_MIN_PART: Final = 2  # minimum size of a part, in units of `_PART_KEYS`; a smaller part does not pay
 
 
 class ExtendCut(NamedTuple):
-    """What `cut_extends` made: `blocks` and `spans` as in `ExtendPlan`, on the host, and the number of parts P."""
+    """Result of `cut_extends`: `blocks` and `spans` as in `ExtendPlan`, on the host, and the number of parts P."""
 
     blocks: npt.NDArray[np.int32]
     spans: npt.NDArray[np.int32]
@@ -38,13 +39,13 @@ def cut_extends(
     window: int | None,
     num_blocks_wanted: int,
 ) -> ExtendCut:
-    """Cut the requests' tokens into blocks, and where these are fewer than wanted, their keys into parts.
+    """Cut the tokens of the requests into blocks; if the blocks are too few, split their keys into parts.
 
-    Those with the most keys come first: what starts last should be over soon.
+    The blocks with most keys come first, so that the programs that start last are short.
 
     Args:
-        starts, rows, prefix_lens, extend_lens: [n] of the requests with several new tokens.
-        num_blocks_wanted: that fill the GPU.
+        starts, rows, prefix_lens, extend_lens: [n], of the requests with several new tokens.
+        num_blocks_wanted: number of blocks that fills the GPU.
     """
     counts = -(-extend_lens // tokens_per_block)
     request = np.repeat(np.arange(len(rows)), counts)
@@ -55,7 +56,7 @@ def cut_extends(
     end = position + num_tokens
     begin = np.zeros_like(end) if window is None else np.maximum(position - window + 1, 0)
 
-    # Of each block: how many parts, in units that begin at multiples of `_PART_KEYS`.
+    # Number of parts of each block; parts are measured in units that begin at multiples of `_PART_KEYS`.
     first_unit = begin // _PART_KEYS
     units = -(-end // _PART_KEYS) - first_unit
     parts = np.ones_like(units)

@@ -1,12 +1,12 @@
-"""8-bit floats: activations quantised token by token, and products with weights that have a scale per output or block.
+"""FP8: activations are quantized per token; GEMMs with weights that have a scale per output or block.
 
-`quantise_rows` stands before every product, also those of other libraries. `fp8_gemm` is for what they do not take:
-numbers of outputs that are no multiple of 16, and scales per group of 128 inputs, whose partial sums are scaled before
-they are added up. Both need compute capability 8.9. `fp8_weight_gemm` does not: it turns weights into the type of the
-activations in registers, so that older GPUs at least read half as much.
+`quantise_rows` precedes every FP8 GEMM, also those of other libraries. `fp8_gemm` covers what these do not support:
+numbers of outputs that are not multiples of 16, and scales per group of 128 inputs, for which partial accumulators are
+scaled before they are added up. Both need compute capability 8.9. `fp8_weight_gemm` does not: it converts weights to
+the activations' dtype in registers, so older GPUs still read half the bytes.
 
-Rows of 8-bit floats that do not begin at multiples of 16 bytes are read byte by byte: for `fp8_gemm` that takes more
-registers than there are, so it is not chosen for such a number of inputs.
+FP8 rows that are not aligned to 16 bytes are read byte by byte: for `fp8_gemm` that takes more registers than there
+are, so it is not chosen for such a number of inputs.
 """
 
 # Shapes: M rows, K inputs, N outputs, G groups of inputs, S splits.
@@ -27,7 +27,7 @@ from .compile_report import KernelVariant
 from .split_k import TILE_OUTPUTS, SplitProduct
 
 GROUP: Final = 128
-"""Inputs of a group, where there are several: one step of the product."""
+"""Inputs per group, where there are several groups: one K step of the GEMM."""
 
 _MAX_FP8 = tl.constexpr(FP8_MAX)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
@@ -40,7 +40,7 @@ _NUMBERS_AT_A_TIME: Final = 4096
 def _quantise_kernel(
     x_ptr, numbers_ptr, scales_ptr, x_stride, num_inputs, num_groups, group_size, bound, BLOCK: tl.constexpr
 ):
-    """A program quantises one group of one row. NaN stays NaN."""
+    """A program quantizes one group of one row. NaN stays NaN."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     start = group * group_size
@@ -63,7 +63,7 @@ def _quantise_kernel(
         tl.store(numbers_ptr + row * num_inputs + at, scaled.to(tl.float8e4nv), mask=at < end)
 
 
-@triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])  # one compilation serves any number of rows
+@triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])  # one compilation for any number of rows
 def _fp8_gemm_kernel(
     x_ptr,
     x_scales_ptr,
@@ -104,7 +104,7 @@ def _fp8_gemm_kernel(
             weight_scale = tl.load(weight_scales_ptr + block * width + n, mask=inside, other=0.0)
             acc += tl.dot(x, weight) * (x_scale[:, None] * weight_scale[None, :])
         else:
-            # Tensor cores add 8-bit products up in fewer than 32 bits: every 128 the sum goes to a real float32.
+            # Tensor cores accumulate FP8 products in fewer than 32 bits: every 128 inputs the result moves to float32.
             acc = tl.dot(x, weight, acc, max_num_imprecise_acc=128)
     if not GROUPED:
         x_scale = tl.load(x_scales_ptr + m, mask=has_row, other=0.0)
@@ -135,7 +135,7 @@ def _fp8_weight_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr,
 ):
-    """As `_fp8_gemm_kernel`; weights are bytes, and a group is GROUP_BLOCKS blocks of inputs."""
+    """As `_fp8_gemm_kernel`, but weights are bytes, and a group has GROUP_BLOCKS blocks of inputs."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
@@ -154,7 +154,7 @@ def _fp8_weight_gemm_kernel(
         byte = tl.load(weight_columns + k[:, None], mask=inside[None, :] & there[:, None], other=0).to(
             tl.int16
         )
-        # Sign, exponent and mantissa in the places of float16's, whose exponent begins 8 lower: exact, subnormals too.
+        # Shift sign, exponent and mantissa into float16's positions; the bias differs by 8: exact, subnormals too.
         shifted = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
         weight = (shifted.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(x_ptr.dtype.element_ty)
         if GROUPED:
@@ -173,9 +173,9 @@ def _fp8_weight_gemm_kernel(
 
 
 def quantise_rows(x: Tensor, group_size: int, bound: float | None = None) -> tuple[Tensor, Tensor]:
-    """Each row of [M, K], or each group of its numbers, to 8 bits: ([M, K] e4m3, scales [M, G] float32).
+    """Quantize each row of [M, K], or each group of its values, to 8 bits: ([M, K] e4m3, scales [M, G] float32).
 
-    A scale is the largest absolute number / 448, or `bound` / 448 where that is less: larger numbers become the bound.
+    A scale is the largest absolute value / 448, or `bound` / 448 if that is less: larger values are clamped to it.
     """
     num_rows, num_inputs = x.shape
     num_groups = triton.cdiv(num_inputs, group_size)
@@ -207,12 +207,12 @@ def fp8_gemm(
     dtype: torch.dtype,
     num_sms: int,
 ) -> Tensor:
-    """x @ weight.T (+ bias), both quantised: [M, K] -> [M, N] of `dtype`.
+    """x @ weight.T (+ bias), both quantized: [M, K] -> [M, N] of `dtype`.
 
     Args:
-        x: [M, K], contiguous, and its scales [M, G], as `quantise_rows` makes them.
-        weight: [N, K], contiguous; K a multiple of 16, or this is slow.
-        weight_scales: [G, N]; groups are of 128 inputs where there are several.
+        x: [M, K], contiguous, and its scales [M, G], as `quantise_rows` returns them.
+        weight: [N, K], contiguous; slow if K is not a multiple of 16.
+        weight_scales: [G, N]; with several groups each has 128 inputs.
     """
     num_rows, num_inputs = x.shape
     width = weight.shape[0]
@@ -247,13 +247,13 @@ def fp8_gemm(
 def fp8_weight_gemm(
     x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, group_size: int, num_sms: int
 ) -> Tensor:
-    """x @ weight.T (+ bias), only the weight quantised: [M, K] -> [M, N] in x's dtype.
+    """x @ weight.T (+ bias), only the weight quantized: [M, K] -> [M, N] in x's dtype.
 
     Args:
-        x: rows may lie apart by any stride.
+        x: rows of any stride.
         weight: [N, K], contiguous.
         weight_scales: [G, N].
-        group_size: of inputs, where there are several groups: a multiple of 64.
+        group_size: inputs per group, where there are several groups: a multiple of 64.
     """
     num_rows, num_inputs = x.shape
     width, num_groups = weight.shape[0], weight_scales.shape[0]

@@ -1,12 +1,12 @@
-"""Root-mean-square norms in Triton: of rows, and of a residual stream together with the addition before it.
+"""RMS norms in Triton: of rows, and of a residual stream fused with the preceding addition.
 
-One block of threads per row, the whole row in registers: a row is read once and written once, and nothing else moves.
+One program per row, the whole row in registers: each row is read once and written once.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: T rows, K numbers of a row.
+# Shapes: T rows, K values per row.
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _add_rms_norm_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     residual_at = residual_ptr + row * residual_stride + column
     residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-    # What is normalised is the stream as it is kept, rounded, and not a better one that nobody sees again.
+    # Normalize the residual as it is stored, after rounding, as the unfused operations do.
     residual = (residual + x).to(residual_ptr.dtype.element_ty)
     tl.store(residual_at, residual, mask=inside)
     residual = residual.to(tl.float32)
@@ -69,7 +69,7 @@ def _add_rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `RMSNormOp`. Rows may lie apart by any stride; several leading axes that have none in common are copied."""
+    """See `RMSNormOp`. Rows may have any stride; leading axes that cannot be merged into one are copied."""
     size = x.shape[-1]
     rows = _rows(x.reshape(-1, size))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -105,12 +105,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Rows whose numbers lie side by side."""
+    """View x as rows of contiguous values; copies if necessary."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _launch(size: int) -> tuple[int, int]:
-    """Numbers of a row, rounded up to a power of two, and the warps that share it."""
+    """Row size rounded up to a power of two, and the number of warps per row."""
     block: int = triton.next_power_of_2(size)
     return block, min(max(block // (32 * _NUMBERS_PER_THREAD), 1), _MAX_WARPS)
 

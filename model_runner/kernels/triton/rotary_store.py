@@ -1,16 +1,16 @@
-"""All that stands between the projections and attention, in one launch: norms of heads, rotary, and the KV pool.
+"""Everything between the QKV projection and attention in one launch: head norms, rotary, and the store to the KV pool.
 
-A program takes a few neighbouring heads of one token, whether of q, k or v; heads are told apart by their number alone.
-Each head lies in two tiles, the two halves that rotate into each other, and a third of what does not rotate.
+A program takes a few neighboring heads of one token, of q, k or v; the head index alone tells which.
+Each head is loaded as two tiles, the two halves that rotate into each other, and a third tile for the unrotated rest.
 
     head   [ first half | second half | rest ]      q -> a new tensor, k and v -> their slots of the pool
               0 .. R/2     R/2 .. R     R .. D
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: T tokens, Hq query heads, H KV heads, D head dim, R numbers of a head that rotate.
+# Shapes: T tokens, Hq query heads, H KV heads, D head dim, R rotated values of a head.
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from torch import Tensor
 from ...ops import HeadNorms, LayerKV
 from .compile_report import KernelVariant
 
-# Heads of a program and its warps: few while that gives too few programs to fill a GPU.
+# Heads per program and its warps: few heads as long as the programs do not fill a GPU.
 _FEW_HEADS: Final = (2, 1)
 _MANY_HEADS: Final = (8, 4)
-_MANY_PROGRAMS: Final = 1024  # programs of `_MANY_HEADS`; below that latency counts, not throughput
+_MANY_PROGRAMS: Final = 1024  # programs with `_MANY_HEADS` each; below that latency matters, not throughput
 
 
 @triton.jit
 def e4m3_bits(x):
-    """float32 -> the bits of float8_e4m3fn, to the nearest, ties to even; beyond 448 to 448, NaN stays.
+    """float32 -> the bits of float8_e4m3fn, rounded to nearest, ties to even; above 448 saturates, NaN stays NaN.
 
-    In integers, because only sm_89 and later convert to this type themselves.
+    Integer arithmetic, because only sm_89 and later have instructions for this conversion.
     """
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
-    # To three digits behind the leading one, with the carry into the exponent, whose bias goes from 127 to 7.
+    # Round to 3 mantissa bits, with the carry into the exponent; the exponent bias changes from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 the steps are 2^-9 wide, as those of float32 are between 2^14 and 2^15: an addition rounds.
+    # Below 2^-6 the spacing is 2^-9, as for float32 between 2^14 and 2^15: adding 2^14 rounds.
     tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, tiny, normal)
     code = tl.where(x != x, 0x7F, code)
@@ -111,14 +111,14 @@ def _rotate_and_store_kernel(
         squares = tl.sum(first * first + second * second, axis=1)
         if REST_BLOCK > 0:
             squares += tl.sum(rest * rest, axis=1)
-        # Heads of v go through with a factor of one, and weights of one.
+        # Heads of v pass through: scale 1, weight 1.
         scale = tl.where(is_v, 1.0, tl.rsqrt(squares / HEAD_DIM + eps)[:, None])
         first *= scale * _head_weight(q_weight_ptr, k_weight_ptr, number, in_half, is_q, is_v)
         second *= scale * _head_weight(q_weight_ptr, k_weight_ptr, HALF + number, in_half, is_q, is_v)
         if REST_BLOCK > 0:
             rest *= scale * _head_weight(q_weight_ptr, k_weight_ptr, rest_number, in_rest, is_q, is_v)
 
-    # Both halves of cos are alike, and those of sin but for the sign, which the second half has right.
+    # Both halves of cos are equal; those of sin differ in sign, and the second half has the right sign for both.
     cos = tl.load(cos_ptr + token * cos_stride + HALF + number, mask=in_half, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * sin_stride + HALF + number, mask=in_half, other=0.0).to(tl.float32)
     new_first = tl.where(is_v, first, first * cos - second * sin).to(model_dtype)
@@ -155,10 +155,10 @@ def _head_weight(q_weight_ptr, k_weight_ptr, number, inside, is_q, is_v):
 def rotate_and_store(
     qkv: Tensor, norms: HeadNorms | None, cos: Tensor, sin: Tensor, kv: LayerKV, out_cache_loc: Tensor
 ) -> Tensor:
-    """See `RotateAndStore`. `qkv` stays as it is; what comes back is contiguous.
+    """See `RotateAndStore`. `qkv` is not modified; the result is contiguous.
 
     Raises:
-        ValueError: shapes disagree: a wrong one would be written past the end of somebody else's memory.
+        ValueError: shapes disagree, which would cause out-of-bounds writes.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv, rotary_dim = kv.k.shape[1], cos.shape[1]
@@ -221,13 +221,13 @@ def rotate_and_store(
 
 
 def _blocks(head_dim: int, rotary_dim: int) -> tuple[int, int]:
-    """Widths of the tiles of a half and of the rest; a rest of 0: there is none."""
+    """Tile widths of a half and of the rest; 0 if there is no rest."""
     rest = head_dim - rotary_dim
     return triton.next_power_of_2(rotary_dim // 2), triton.next_power_of_2(rest) if rest else 0
 
 
 def _conversion(dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[bool, float]:
-    """How numbers get into the pool: as 8-bit floats, and the largest that it holds where it may hold less (else 0)."""
+    """(store as e4m3 bits, largest value of the pool dtype if values must be clamped to it, else 0)."""
     if pool_dtype == torch.float8_e4m3fn:
         return True, 0.0
     narrower = torch.finfo(pool_dtype).max < torch.finfo(dtype).max
@@ -237,7 +237,7 @@ def _conversion(dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[bool, floa
 def variants() -> list[KernelVariant]:
     """See `compile_report`."""
     cases = (
-        # name, heads of q, of k, head dim, rotary dim, norms' weights, pool
+        # name, heads of q, of k, head dim, rotary dim, dtype of norm weights, pool
         ("Qwen3-8B", 32, 8, 128, 128, "bf16", "bf16"),
         ("Llama-3.1-8B", 32, 8, 128, 128, None, "bf16"),
         ("Llama-3.1-8B fp8 pool", 32, 8, 128, 128, None, "u8"),

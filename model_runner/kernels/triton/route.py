@@ -1,9 +1,9 @@
-"""The router of a mixture of experts in Triton: softmax and the k largest, in one launch."""
+"""The router of a mixture of experts in Triton: softmax and top-k in one launch."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-# Kernels are written in Triton's dialect, whose arguments have no types and whose branches are chosen at compile time.
+# Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: T tokens, E experts, k active ones of a token.
+# Shapes: T tokens, E experts, k active experts of a token.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .compile_report import KernelVariant
 
-_NUM_WARPS: Final = 1  # a few hundred numbers a token: more warps would mostly wait for each other
+_NUM_WARPS: Final = 1  # a few hundred values per token: more warps would mostly wait for each other
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _route_kernel(
     lowest = -float("inf")
     logits = tl.load(logits_ptr + token * logits_stride + expert, mask=expert < num_experts, other=lowest)
     logits = logits.to(tl.float32)
-    # NaN is chosen last, and never an expert that does not exist.
+    # NaN ranks last, and padding is never chosen.
     logits = tl.where(logits != logits, lowest, logits)
     largest = tl.max(logits, axis=0)
     numerators = tl.exp(logits - largest)
@@ -47,7 +47,7 @@ def _route_kernel(
     chosen = tl.zeros([ACTIVE_BLOCK], dtype=tl.float32)
     rest = logits
     for n in tl.static_range(NUM_ACTIVE):
-        best = tl.argmax(rest, axis=0)  # of equals the first
+        best = tl.argmax(rest, axis=0)  # the first one among equals
         ids = tl.where(place == n, best, ids)
         chosen = tl.where(place == n, tl.exp(tl.max(rest, axis=0) - largest), chosen)
         rest = tl.where(expert == best, lowest, rest)
@@ -58,7 +58,7 @@ def _route_kernel(
 
 
 def route(logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """See `Route`. Of equal logits the expert with the smaller number is the larger one."""
+    """See `Route`. Among equal logits the expert with the smaller index comes first."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     shares = torch.empty((num_tokens, num_active), dtype=torch.float32, device=logits.device)

@@ -1,16 +1,16 @@
-"""The choice of tokens: two launches for a whole batch, three if anybody filters; no sort of the vocabulary.
+"""Sampling: two launches for a whole batch, three if any row filters; no sort of the vocabulary.
 
     survey      a program per chunk of a row   penalties, biases, grammar; the chunk's best token (of the logits, or
-                                               with noise); largest, sum of exp and group maxima for the filters
-    shortlist   the same, for filtered rows    a bound that the filters' floor cannot be below, from the figures of all
-                                               chunks; tokens above it go to the row's list
-    choose      a program per row              the best of the chunks; or the filters' exact floor by bisection over the
-                                               list, and the best of what is left
+                                               with noise); max, sum of exp and group maxima for the filters
+    shortlist   the same, for filtered rows    a lower bound of the filters' threshold, from the statistics of all
+                                               chunks; tokens above it are appended to the row's list
+    choose      a program per row              the best of the chunks; or the filters' exact threshold by bisection over
+                                               the list, and the best of the remaining tokens
 
-The last stage is `sampler_choose`, and what the stages share is `sampler_rows`.
+The last stage is `sampler_choose`; `sampler_rows` has what the stages share.
 
-A row never depends on the rest of the batch: chunks have a fixed size, and whatever is added up in no fixed order (the
-list) is added up in integers: masses in units of 2^-40 of the likeliest token's.
+A row never depends on the rest of the batch: chunks have a fixed size. The list has no fixed order, so its masses are
+added up as integers, in units of 2^-40 of the likeliest token's mass.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
@@ -57,7 +57,7 @@ from .sampler_rows import (
 
 SURVEY_WARPS: Final = 4
 
-BOUND_MARGIN: tl.constexpr = tl.constexpr(0.01)  # in nats; keeps rounding from hiding a token of the nucleus
+BOUND_MARGIN: tl.constexpr = tl.constexpr(0.01)  # in nats; rounding must not exclude a token of the nucleus
 BOUND_STEPS: tl.constexpr = tl.constexpr(12)
 
 
@@ -66,10 +66,10 @@ def survey_kernel(
     logits_ptr,  # [S, V] float32
     logits_stride,
     table_ptr,  # [S, WIDTH] int32
-    edited_ptr,  # [rows with edits, V] float32, written here
+    edited_ptr,  # [rows with edits, V] float32, written here: the processed logits
     in_prompt_ptr,  # [N, V] uint8
     in_output_ptr,  # [N, V] int32
-    edit_ids_ptr,  # [m] int32, by rows; no token twice in a row
+    edit_ids_ptr,  # [m] int32, grouped by row; each token at most once per row
     edit_values_ptr,  # [m] float32
     grammar_ptr,  # [rows with a grammar, words] int32
     grammar_stride,
@@ -142,7 +142,7 @@ def survey_kernel(
 def _processed(
     x,
     table_ptr,
-    edited_ptr,  # of this row
+    edited_ptr,  # this row of it
     in_prompt_ptr,
     in_output_ptr,
     edit_ids_ptr,
@@ -154,7 +154,7 @@ def _processed(
     chunk,
     CHUNK: tl.constexpr,
 ):
-    """Penalties, grammar and edits as in `logits.process_logits`, also stored; forbidden tokens cannot be biased."""
+    """Penalties, grammar and edits as in `logits.process_logits`, also stored. A bias cannot allow a masked token."""
     infinity = float("inf")
     start = chunk * CHUNK
     token_ids = start + tl.arange(0, CHUNK)
@@ -176,7 +176,7 @@ def _processed(
     edits_start = integer_of(table_ptr, row, EDITS_START)
     edits_stop = integer_of(table_ptr, row, EDITS_STOP)
     if edits_start < edits_stop:
-        tl.debug_barrier()  # other threads of this program stored what is changed now, and will load what was changed
+        tl.debug_barrier()  # edits change values that other threads of this program stored, and are loaded by others
         first = edits_start
         while first < edits_stop:
             edits = first + tl.arange(0, 128)
@@ -199,15 +199,15 @@ def shortlist_kernel(
     edited_ptr,
     stats_ptr,
     group_max_ptr,
-    list_len_ptr,  # [S] int32: length of the list, also where it is longer than `capacity` and so incomplete
+    list_len_ptr,  # [S] int32: length of the list; larger than `capacity` if the list is incomplete
     list_values_ptr,  # [S, capacity] float32, in any order
     list_ids_ptr,  # [S, capacity] int32
-    bounds_ptr,  # [S] float32, written here: what the list's values are not below
+    bounds_ptr,  # [S] float32, written here: lower bound of the list's values
     capacity,
     vocab_size,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
-    CHUNKS: tl.constexpr,  # C, up to the next power of 2
+    CHUNKS: tl.constexpr,  # C, rounded up to a power of 2
 ):
     """Grid (C, S)."""
     infinity = float("inf")
@@ -227,12 +227,12 @@ def shortlist_kernel(
     largest, total = sum_of_exp(maxima, sums)
     top_k = integer_of(table_ptr, row, TOP_K)
     top_p = number_of(table_ptr, row, TOP_P)
-    # min_p comes last: where top_p needs the mass of all that top_k left, it must not take tokens away before.
+    # min_p applies last: where top_p needs the mass of all tokens that top_k keeps, min_p must not remove any before.
     last = (top_k == 0) | (top_p == 1.0)
     bound = tl.where(last, largest + number_of(table_ptr, row, LOG_MIN_P), -infinity)
     own_max = tl.load(figure_at(stats_ptr, BEST, row, num_rows, num_chunks, chunk))
     if top_k > 0:
-        # A group's maximum stands for one token: if k groups reach a value, so do k tokens.
+        # A group's maximum stands for one token: if the maxima of k groups reach a value, at least k tokens do.
         groups: tl.constexpr = CHUNK // GROUP
         places = tl.arange(0, CHUNKS * groups)
         group_max = tl.load(
@@ -250,7 +250,7 @@ def shortlist_kernel(
             high = tl.where(enough, high, middle)
         bound = tl.maximum(bound, tl.where(found, low, -infinity))
     elif top_p < 1.0:
-        # All tokens below it together have less than the mass that may be missing.
+        # All tokens below the bound together have less than the mass that top_p may drop.
         bound = tl.maximum(bound, largest + tl.log(total * (1.0 - top_p) / vocab_size) - BOUND_MARGIN)
     if chunk == 0:
         tl.store(bounds_ptr + row, bound)

@@ -1,7 +1,7 @@
-"""The last stage of `sampler`: of each row the best of its chunks, or of what its filters leave.
+"""The last stage of `sampler`: for each row the best token of its chunks, or of the tokens that pass its filters.
 
-Filters need a floor: the logit that k tokens, or the mass, are at or above. It is found by bisection over the integers
-that order as the logits do, so it is exact, and equal logits are on the same side of it.
+Filters need a threshold (the *floor*): a logit such that k tokens, or the target mass, are at or above it. It is found
+by bisection over the integers that order as the logits do; it is exact, and equal logits are on the same side of it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
@@ -38,8 +38,8 @@ from .sampler_rows import (
 
 CHOOSE_WARPS: Final = 8
 
-NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)  # a token id behind all others
-ONE: tl.constexpr = tl.constexpr(2.0**40)  # the likeliest token's mass; 2**22 such tokens fit into int64
+NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)  # a token id larger than all others
+ONE: tl.constexpr = tl.constexpr(2.0**40)  # mass of the likeliest token; 2**22 such tokens fit into int64
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def choose_kernel(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (S,). Counts the chosen token for the row's penalties."""
+    """Grid (S,). Increments the count of the sampled token for the row's penalties."""
     infinity = float("inf")
     row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
@@ -94,7 +94,7 @@ def choose_kernel(
             )
             bound = tl.load(bounds_ptr + row)
             token_id = _filtered_draw(source, table_ptr, row, vocab_size, bound, largest, total, BLOCK)
-    token_id = tl.minimum(token_id, vocab_size - 1)  # of a row that is not made of numbers
+    token_id = tl.minimum(token_id, vocab_size - 1)  # rows with NaN have no candidate
     tl.store(token_ids_ptr + row, token_id.to(tl.int64))
     if HAS_TABLE and HAS_EDITED:
         slot = integer_of(table_ptr, row, SLOT).to(tl.int64)
@@ -105,7 +105,7 @@ def choose_kernel(
 
 @triton.jit
 def _candidates(source, table_ptr, row, vocab_size, start, BLOCK: tl.constexpr):
-    """Values and ids of BLOCK candidates: from the list, or of the whole row where the list was too short."""
+    """Values and ids of BLOCK candidates: from the list, or from the whole row if the list overflowed."""
     num_listed, capacity, list_values_ptr, list_ids_ptr, logits_ptr, logits_stride, edited_ptr = source
     places = start + tl.arange(0, BLOCK)
     listed = (places < num_listed) & (num_listed <= capacity)
@@ -134,7 +134,7 @@ def _num_candidates(source, vocab_size):
 
 @triton.jit
 def _mass(x, largest):
-    """Of each token, in units of 2**-40 of the likeliest one's: integers add up to the same in any order."""
+    """Mass of each token, in units of 2**-40 of the likeliest one's: integer sums do not depend on the order."""
     return (tl.exp(x - largest) * ONE).to(tl.int64)
 
 
@@ -151,9 +151,9 @@ def _tally(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How many candidates have this `order_key` or a higher one, or how much mass they have.
+    """Number, or total mass, of the candidates with this `order_key` or a higher one.
 
-    The first block of candidates, which is mostly all, stays in registers.
+    The first block of candidates, usually all of them, stays in registers.
     """
     if BY_MASS:
         found = tl.sum(tl.where(first_key >= at_least, first_mass, 0), axis=0)
@@ -187,15 +187,15 @@ def _floor(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """An `order_key` that separates the smallest set of candidates which reaches the target from the others.
+    """An `order_key` that separates the smallest set of top candidates that reaches the target from the others.
 
     Args:
         low: all candidates are at or above it; returned if all of them together do not reach the target.
-        high: none is at or above it.
+        high: no candidate is at or above it.
     """
     found_low = target + 1
-    # Up to 32 steps. Exactly k tokens are the right ones, wherever between two logits the line is; a mass is narrowed
-    # down to the last bit, as the next token may be just what is missing.
+    # Up to 32 steps. By count the search ends at exactly k tokens: any key between two logits will do. A mass is
+    # narrowed down to the last bit, because the next token may complete it.
     while (high - low > 1) & (BY_MASS | (found_low != target)):
         middle = (low + high) >> 1
         found = _tally(
@@ -209,9 +209,9 @@ def _floor(
 
 @triton.jit
 def _filtered_draw(source, table_ptr, row, vocab_size, bound, largest, total, BLOCK: tl.constexpr):
-    """The filters' floor, exactly, then the best of those above it with their noise.
+    """Find the filters' floor exactly, then the best of the tokens above it with their noise.
 
-    A floor is a number that k tokens, or the mass, are at or above, and fewer are above the next token's logit.
+    k tokens, or the target mass, are at or above the floor; no higher logit has that property.
     """
     top_k = integer_of(table_ptr, row, TOP_K)
     top_p = number_of(table_ptr, row, TOP_P)

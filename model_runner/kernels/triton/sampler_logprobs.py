@@ -1,7 +1,7 @@
-"""Log-probabilities in two launches: normaliser, given tokens and the likeliest ones, without sorting the vocabulary.
+"""Logprobs in two launches: normalizer, given tokens and the likeliest ones, without sorting the vocabulary.
 
-Each chunk of a row hands over its k likeliest tokens as integers that order first by logit, then by token id, the
-smaller first; among those of all chunks the row's k likeliest are found in the same way.
+Each chunk of a row passes on its k likeliest tokens as integers that order first by logit, then by token id, smaller
+ids first; the row's k likeliest tokens are selected from those of all chunks in the same way.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
@@ -16,9 +16,9 @@ from .compile_report import KernelVariant
 from .sampler_math import from_order_key, order_key, sum_of_exp
 
 LAST_ID: tl.constexpr = tl.constexpr(2**31 - 1)
-NONE: tl.constexpr = tl.constexpr(-(2**63))  # below every token
+NONE: tl.constexpr = tl.constexpr(-(2**63))  # ranks below every token
 
-# Planes of the figures [2, n, C].
+# Planes of the statistics [2, n, C].
 BEST: tl.constexpr = tl.constexpr(0)
 SUM: tl.constexpr = tl.constexpr(1)
 
@@ -27,7 +27,7 @@ SUM: tl.constexpr = tl.constexpr(1)
 def survey_logprobs_kernel(
     logits_ptr,  # [S, V] float32
     logits_stride,
-    indices_ptr,  # [n] int64, rows of the logits
+    indices_ptr,  # [n] int64, row indices into the logits
     stats_ptr,  # [2, n, C] float32, written here
     top_ptr,  # [n, C, k] int64, written here
     top_k,
@@ -63,7 +63,7 @@ def collect_logprobs_kernel(
     logits_ptr,
     logits_stride,
     indices_ptr,
-    chosen_ptr,  # [S] int64, given tokens
+    chosen_ptr,  # [S] int64, the given tokens
     stats_ptr,
     top_ptr,
     token_ptr,  # [n] float32, written here
@@ -71,8 +71,8 @@ def collect_logprobs_kernel(
     top_logprobs_ptr,  # [n, k] float32, written here
     top_k,
     num_chunks,
-    CHUNKS: tl.constexpr,  # C, up to the next power of 2
-    CANDIDATES: tl.constexpr,  # C * k at least, a power of 2
+    CHUNKS: tl.constexpr,  # C, rounded up to a power of 2
+    CANDIDATES: tl.constexpr,  # at least C * k, a power of 2
 ):
     """Grid (n,)."""
     line = tl.program_id(0).to(tl.int64)

@@ -1,6 +1,6 @@
-"""The memory that the stages of `sampler` share: a row's line of the table, figures of its chunks, logits as changed.
+"""Memory layout shared by the stages of `sampler`: the parameter table, statistics per chunk, processed logits.
 
-`triton_chooser` writes the table: what each row wants, in 16 words, so that one batch may mix everything.
+`triton_chooser` writes the table: the sampling parameters of each row in 16 words, so one batch may mix all modes.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
@@ -16,20 +16,20 @@ import triton.language as tl
 
 from .compile_report import KernelVariant
 
-# A row of the table: 16 words, float32 unless said. `triton_chooser` writes it.
+# A row of the table: 16 words, float32 unless noted. `triton_chooser` writes it.
 KIND: tl.constexpr = tl.constexpr(0)  # int32, one of the three below
 TEMPERATURE: tl.constexpr = tl.constexpr(1)
-KEY_0: tl.constexpr = tl.constexpr(2)  # int32, of the noise
+KEY_0: tl.constexpr = tl.constexpr(2)  # int32, key of the noise
 KEY_1: tl.constexpr = tl.constexpr(3)
 TOP_K: tl.constexpr = tl.constexpr(4)  # int32, 0 for none
 TOP_P: tl.constexpr = tl.constexpr(5)  # 1 for none
 LOG_MIN_P: tl.constexpr = tl.constexpr(6)  # -inf for none
 EDITED: tl.constexpr = tl.constexpr(7)  # int32, row of `edited`, -1 for none
-SLOT: tl.constexpr = tl.constexpr(8)  # int32, line of the counts, -1 without penalties
+SLOT: tl.constexpr = tl.constexpr(8)  # int32, row of the token counts, -1 without penalties
 REPETITION: tl.constexpr = tl.constexpr(9)
 FREQUENCY: tl.constexpr = tl.constexpr(10)
 PRESENCE: tl.constexpr = tl.constexpr(11)
-EDITS_START: tl.constexpr = tl.constexpr(12)  # int32, the row's part of the edits
+EDITS_START: tl.constexpr = tl.constexpr(12)  # int32, first of the row's edits
 EDITS_STOP: tl.constexpr = tl.constexpr(13)
 GRAMMAR: tl.constexpr = tl.constexpr(14)  # int32, row of the bit masks, -1 for none
 WIDTH: tl.constexpr = tl.constexpr(16)
@@ -38,34 +38,34 @@ GREEDY: tl.constexpr = tl.constexpr(0)
 DRAW: tl.constexpr = tl.constexpr(1)
 FILTERED_DRAW: tl.constexpr = tl.constexpr(2)
 
-# Planes of the figures [4, S, C].
+# Planes of the statistics [4, S, C].
 BEST: tl.constexpr = tl.constexpr(0)
 BEST_ID: tl.constexpr = tl.constexpr(1)  # int32
-SUM: tl.constexpr = tl.constexpr(2)  # of exp(x - best); of filtered rows
-BAD: tl.constexpr = tl.constexpr(3)  # 1.0 if a logit of the model is not a number
+SUM: tl.constexpr = tl.constexpr(2)  # sum of exp(x - best); filtered rows only
+BAD: tl.constexpr = tl.constexpr(3)  # 1.0 if a logit of the model is NaN or infinite
 
 
 @triton.jit
 def integer_of(table_ptr, row, column):
-    """A word of the row's line."""
+    """An int32 word of the row's table entry."""
     return tl.load(table_ptr + row * WIDTH + column)
 
 
 @triton.jit
 def number_of(table_ptr, row, column):
-    """A word of the row's line that is a float32."""
+    """A float32 word of the row's table entry."""
     return tl.load(table_ptr + row * WIDTH + column).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def figure_at(stats_ptr, plane, row, num_rows, num_chunks, chunk):
-    """Address of a figure of one chunk, or of several; `row` is int64, so nothing overflows."""
+    """Address of a statistic of one chunk, or of several; `row` is int64, so the offset does not overflow."""
     return stats_ptr + (row + plane * num_rows) * num_chunks + chunk
 
 
 @triton.jit
 def scaled_logits(logits_ptr, logits_stride, edited_ptr, table_ptr, row, token_ids, inside, vocab_size):
-    """Processed logits over the temperature; -inf outside."""
+    """Processed logits divided by the temperature; -inf outside."""
     infinity = float("inf")
     edited_row = integer_of(table_ptr, row, EDITED)
     own = inside & (edited_row < 0)
@@ -77,7 +77,7 @@ def scaled_logits(logits_ptr, logits_stride, edited_ptr, table_ptr, row, token_i
 
 
 def row_variant(kernel: Any, kind: str, num_warps: int) -> KernelVariant:
-    """For `compile_report`: what is launched for a vocabulary of 152k, for one kind of batch."""
+    """For `compile_report`: the launch for a vocabulary of 152k, for one kind of batch."""
     pointers = {
         "logits_ptr": "*fp32",
         "logits_stride": "i64",

@@ -1,7 +1,7 @@
-"""Products over many inputs and few rows: the inputs are split among programs, whose sums this adds up.
+"""Split-K GEMMs for few rows: the inputs are split among programs, and a second kernel adds up the partial results.
 
-A decode step has so few output tiles that most of a GPU would idle. Partial sums go to memory in float32 and are added
-in a fixed order: atomic additions would save a launch, and give other last bits in every run.
+A decode step has so few output tiles that most of a GPU would idle. Partial results are stored in float32 and added in
+a fixed order: atomic additions would save a launch, but the last bits would differ from run to run.
 """
 
 # Shapes: M rows, N outputs, S splits.
@@ -24,7 +24,7 @@ MAX_TILE_ROWS: Final = 64
 MAX_SPLITS: Final = 16
 _MIN_BLOCKS_PER_SPLIT: Final = 4
 _PROGRAMS_PER_SM: Final = ((32, 4), (64, 2))
-"""(rows of a tile up to, programs to aim at): small tiles wait for memory, of large ones no more fit. Not measured."""
+"""(tile rows up to, programs per SM to aim at): small tiles wait for memory; large tiles fill the SM. Not measured."""
 _BLOCK: Final = 1024
 
 
@@ -50,7 +50,7 @@ def _add_splits_kernel(
 
 
 def num_splits(num_tiles: int, num_blocks: int, tile_rows: int, num_sms: int) -> int:
-    """Into how many parts to split `num_blocks` blocks of inputs when there are `num_tiles` output tiles."""
+    """Number of parts into which to split `num_blocks` blocks of inputs for `num_tiles` output tiles."""
     wanted = num_sms * next(programs for rows, programs in _PROGRAMS_PER_SM if tile_rows <= rows)
     splits = 1
     while (
@@ -63,20 +63,20 @@ def num_splits(num_tiles: int, num_blocks: int, tile_rows: int, num_sms: int) ->
 
 
 class SplitProduct:
-    """How one product [M, K] -> [M, N] is launched: cut into tiles of the output, and these into parts of the inputs.
+    """The launch of one GEMM [M, K] -> [M, N]: cut into tiles of the output, and the inputs of each tile into parts.
 
     Attributes:
         grid: (tiles of outputs, tiles of rows, S).
-        tile_rows: of M, a power of 2.
-        blocks_per_split: of `tile_inputs` inputs.
+        tile_rows: rows of M per tile, a power of 2.
+        blocks_per_split: blocks of `tile_inputs` inputs per split.
         target: where programs store: [M, N] of the result, or with several splits [S, M, N] float32.
-        bias: what they add; None also where `finish` will.
+        bias: added by the programs; None if `finish` adds it.
     """
 
     def __init__(
         self, out: Tensor, bias: Tensor | None, num_inputs: int, tile_inputs: int, num_sms: int
     ) -> None:
-        """`out`: [M, N], M > 0, filled when `finish` returns it."""
+        """`out`: [M, N], M > 0; holds the result after `finish`."""
         num_rows, width = out.shape
         self.tile_rows = min(max(16, triton.next_power_of_2(num_rows)), MAX_TILE_ROWS)
         tiles = (triton.cdiv(width, TILE_OUTPUTS), triton.cdiv(num_rows, self.tile_rows))
@@ -91,14 +91,14 @@ class SplitProduct:
             self.bias = None
 
     def finish(self) -> Tensor:
-        """The product, once its kernel is queued."""
+        """Return the result. Call it after the kernel is launched."""
         if self.target is not self._out:
             _add_splits(self.target, self._bias, self._out)
         return self._out
 
 
 def _add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """[S, M, N] float32 added up, and `bias` [N], to `out` [M, N]."""
+    """Add up [S, M, N] float32 and `bias` [N] into `out` [M, N]."""
     splits, num_rows, width = partial.shape
     grid = (triton.cdiv(num_rows * width, _BLOCK),)
     _add_splits_kernel[grid](
@@ -107,7 +107,7 @@ def _add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def num_sms_of(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere, where kernels are interpreted, those of an H100."""
+    """Multiprocessors of a GPU; on other devices, where kernels are interpreted, those of an H100."""
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
