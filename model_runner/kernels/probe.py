@@ -209,7 +209,7 @@ def _judge_triton(facts: Facts) -> Finding:
         return Finding(
             None,
             f"cannot be imported ({facts.triton_error})" if facts.triton_error else "not installed",
-            "pip install --force-reinstall torch, whose builds with CUDA bring the Triton that fits",
+            "pip install --force-reinstall torch; its CUDA builds ship a matching Triton",
         )
     if facts.interpreted:
         return Finding(

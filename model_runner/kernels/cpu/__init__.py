@@ -1,1 +1,1 @@
-"""Kernels for the CPU, in C++: compiled on first use by `library`; see `kernels/native.py` for who calls them."""
+"""C++ kernels for the CPU: `library` compiles them on first use; `kernels/native.py` and its neighbors call them."""

@@ -1,4 +1,4 @@
-// Activations of gated layers, in float32.
+// Activation functions of gated layers, in float32.
 
 #pragma once
 

@@ -1,30 +1,31 @@
-// Intel's AMX: eight registers of 16 rows of 64 bytes ("tiles") and their product; or the same in plain C++.
+// Intel AMX: eight tile registers of 16 rows of 64 bytes, and their matmul; or an emulation in plain C++.
 //
-// HAS_AMX is set for a level that has the instructions (isa.py); EMULATE_AMX asks for the plain form at any level, so
-// that what is built on tiles is tested on every CPU. TILES says whether there is either.
+// HAS_AMX is set for an ISA target that has the instructions (isa.py). EMULATE_AMX selects the emulation on any target,
+// so that the code built on tiles is tested on every CPU. TILES is 1 if either is available.
 //
 //   amx::Shapes shapes;             rows and bytes of each tile that is used
 //   shapes.set(0, 16, 64);
 //   {
-//       amx::Tiles tiles(shapes);   this thread's tiles, all zero
+//       amx::Tiles tiles(shapes);   configures this thread's tiles, all zero
 //       amx::load<1>(from, stride); ... amx::dot_pairs<0, 1, 2>(); ... amx::store<0>(to, stride);
-//   }                               and nobody's again
+//   }                               releases them
 //
-// Tiles belong to a thread, and other code in it (oneDNN) sets up its own. So every piece of work makes its own `Tiles`,
-// which takes some 50 ns, instead of relying on what an earlier piece has left, and no call leaves any behind: a thread
-// with tiles has 8 KB more to save whenever it loses its core.
+// The tile configuration is per thread, and other code (oneDNN) sets its own. Every piece of work therefore constructs
+// its own `Tiles`, which takes some 50 ns, and releases it before it returns: a thread with configured tiles has 8 KB
+// more state to save on every context switch.
 //
-// The product dst += a . b of bfloat16: a is [rows][pairs of k], b is [pairs of k][columns][2], and for each number
+// The bfloat16 matmul dst += a . b: a is [rows][k-pairs], b is [k-pairs][columns][2]. For each element of dst
 //
-//   even += a[k][0] * b[k][0] and odd += a[k][1] * b[k][1], pair by pair from 0, each one rounding (a fused addition);
+//   even += a[k][0] * b[k][0] and odd += a[k][1] * b[k][1], pair by pair from 0, each one fused multiply-add;
 //   dst += even + odd
 //
-// Denormal numbers count as zero, as inputs and as results. A row's bits depend on that row of `a` and `dst` only; pairs
-// of zeros change nothing behind the last one (but make +0 of -0). The plain form keeps to all of that but the zeros for
+// Denormals are flushed to zero, inputs and results. The bits of a row depend only on that row of `a` and `dst`.
+// Trailing pairs of zeros do not change the result (except that -0 becomes +0). The emulation does the same, but keeps
 // denormals.
 //
-// Instructions are written as assembly: compilers know their intrinsics since later than the rest that a level needs,
-// and GCC 12 moves stores behind the tile loads that should see them (it is not told that they read memory).
+// The instructions are inline assembly: compilers gained the intrinsics later than the rest of what an ISA target
+// needs, and GCC 12 moves stores past the tile loads that must see them (its intrinsics do not declare that they read
+// memory).
 
 #pragma once
 
@@ -47,7 +48,7 @@ constexpr int MAX_ROWS = 16;
 constexpr int ROW_BYTES = 64;
 constexpr int NUM_TILES = 8;
 
-// The operand of the instruction that sets tiles up.
+// Operand of `ldtilecfg`.
 struct alignas(64) Shapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes[16] = {};
@@ -70,7 +71,7 @@ class Tiles {
     Tiles& operator=(const Tiles&) = delete;
 };
 
-// Rows of the tile, `stride` bytes apart.
+// Loads the rows of the tile, `stride` bytes apart.
 template <int TILE>
 inline __attribute__((always_inline)) void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
@@ -93,7 +94,7 @@ inline __attribute__((always_inline)) void dot_pairs() {
 
 #else
 
-// What the instructions refuse ends the process here, too: a tile that is not set up, or shapes that do not fit.
+// Aborts where the instructions would fault, too: an unconfigured tile, or shapes that do not match.
 struct Emulated {
     const Shapes* shapes = nullptr;
     alignas(64) char data[NUM_TILES][MAX_ROWS][ROW_BYTES];
@@ -116,7 +117,7 @@ inline thread_local Emulated emulated;
 class Tiles {
   public:
     explicit Tiles(const Shapes& shapes) : shapes_(shapes) {
-        Emulated::check(emulated.shapes == nullptr);  // the instruction would not mind: two owners are our mistake
+        Emulated::check(emulated.shapes == nullptr);  // the instruction allows it, but two live `Tiles` are our bug
         for (int tile = 0; tile < NUM_TILES; ++tile)
             Emulated::check(shapes_.rows[tile] <= MAX_ROWS && shapes_.bytes[tile] <= ROW_BYTES);
         emulated.shapes = &shapes_;

@@ -1,4 +1,4 @@
-// Attention over the KV pool, read in place through the slot table, as `attention_plan.h` has it planned.
+// Attention over the KV pool, read in place through the slot table, following the plan of `attention_plan.h`.
 
 #include "attention_inputs.h"
 #include "attention_stream.h"
@@ -9,10 +9,10 @@
 namespace engine {
 namespace {
 
-constexpr int64_t STREAM_SHARES = 32;  // of a step's stream items at least, before several are handed out at once
-constexpr int64_t MAX_STREAMS = 8;     // that are
+constexpr int64_t STREAM_SHARES = 32;  // batches of stream items per step, at least, before batches get larger than one
+constexpr int64_t MAX_STREAMS = 8;     // items per batch, at most
 
-// The results of one token's items, in order.
+// Merges the partial results of one token, in order.
 template <class T, class KV>
 void merge(const AttentionInputs<T, KV>& in, int64_t token, int64_t first, int64_t count) {
     int64_t dim = in.step.head_dim;
@@ -22,7 +22,7 @@ void merge(const AttentionInputs<T, KV>& in, int64_t token, int64_t first, int64
         float total = 0.0f;
         for (int64_t n = 0; n < count; ++n) {
             float* part = in.result(first + n, head);
-            part[0] = part[0] == most ? 1.0f : exp2_small(part[0] - most);  // now its factor
+            part[0] = part[0] == most ? 1.0f : exp2_small(part[0] - most);  // from here on its factor
             total += part[0] * part[1];
         }
         T* to = in.out + (token * in.step.num_heads() + head) * dim;
@@ -37,8 +37,8 @@ void merge(const AttentionInputs<T, KV>& in, int64_t token, int64_t first, int64
     }
 }
 
-// What several tiles read is packed first. Streams, which come behind the tiles, are handed out several at a time, so that
-// a thread fetches the first rows of the next one while it is busy with the one before.
+// Blocks that several tile items read are packed first. Stream items follow the tile items and are dispatched several
+// at a time, so that a thread can prefetch the first rows of the next item while it computes the current one.
 template <class T, class KV>
 void attend(const AttentionInputs<T, KV>& in) {
     const Step& step = in.step;
@@ -67,8 +67,9 @@ void attend(const AttentionInputs<T, KV>& in) {
 }  // namespace
 }  // namespace engine
 
-// plan: made by attention_plan.cpp. q and out are bfloat16 where `is_bf16`, else float; so are k and v, or int8 where
-// they have scales.
+// plan: from new_attention_plan. q: [tokens][heads][head_dim], rows `q_stride` elements apart; out:
+// [tokens][heads][head_dim], contiguous; both bfloat16 if `is_bf16`, else float. k, v: [slots][KV heads][head_dim], of
+// the same type, or int8 if k_scale and v_scale ([slots][KV heads] float) are not null.
 EXPORT void attend(const void* plan, const void* q, int64_t q_stride, const void* k, const void* v,
                    const float* k_scale, const float* v_scale, void* out, int is_bf16) {
     using namespace engine;

@@ -1,7 +1,8 @@
-// What stream items fetch from memory before they use it.
+// Prefetch of stream items.
 //
-// Always so many rows ahead (16 are 6 KB for 3 heads of 64 in bfloat16), evenly, in the order of addresses: a core waits
-// for only so many lines of memory at a time, and rows come fastest where neighbours come together.
+// The prefetch distance is a fixed number of rows (16 rows are 6 KB for 3 heads of 64 in bfloat16), spread evenly, in
+// the order of addresses: a core can wait for only a limited number of cache lines, and neighboring lines arrive
+// fastest.
 
 #pragma once
 
@@ -12,21 +13,22 @@
 
 namespace engine {
 
-constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : KEY_BLOCK;  // a second-level cache has room for more
-constexpr int64_t FIRST_LEVEL_BYTES = 32 << 10;                   // of the rows ahead that a first-level cache has room for
+constexpr int64_t ROWS_AHEAD = FETCH_INTO == 3 ? 16 : KEY_BLOCK;  // more when prefetching into L2, which is larger
+constexpr int64_t FIRST_LEVEL_BYTES = 32 << 10;                   // prefetched rows of at most this size go to L1
 
-// Some of the slot table.
+// A range of the slot table.
 struct Rows {
     const int32_t* slots;
     int64_t count;
 };
 
-// Fetches, while the rows of one part are used, those of them that are more than ROWS_AHEAD away, and then so many of the
-// next part. Spread evenly over so many turns, and there must be no more: the next row would be behind the slot table.
+// While the rows of one part are used, prefetches those of them that are more than ROWS_AHEAD away, then ROWS_AHEAD
+// rows of the next part. The prefetches are spread over `turns` calls of turn(). A further call would read past the
+// slot table.
 template <class KV>
 class FetchAhead {
   public:
-    // Rows of one of the pools; `scales` are null where it has none.
+    // Rows of one pool; `scales` is null if the pool has none.
     struct Part {
         const KV* pool;
         const float* scales;

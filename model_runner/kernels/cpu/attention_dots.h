@@ -1,13 +1,13 @@
-// The inner loops of stream items: a query's dot products with keys, and sums of weighted values.
+// The inner loops of stream items: dot products of a query with keys, and sums of weighted values.
 //
-// Three kinds, by what the CPU can multiply. All of them take 32 dimensions of a head at a time, and where a head ends
-// with 16, zeros behind them.
+// Four variants, by the instructions of the CPU. All of them take 32 dimensions of a head at a time; a head that ends
+// with 16 is padded with zeros.
 //
-//   PairDots    bfloat16 keys, values, queries, and weights (AVX-512 BF16); sums in float
-//   WordDots    8-bit keys and values as 16-bit integers; queries are quantised to 16 bits, and weights, too
-//   WideDots    bfloat16, widened to float where there are no fast dot products of it: of pairs, which takes half the
-//               instructions of one by one, so even dimensions lie before odd ones
-//   FloatDots   anything else, converted to float
+//   PairDots    bfloat16 keys, values, queries and weights (AVX-512 BF16); float accumulators
+//   WordDots    8-bit keys and values as 16-bit integers; queries and weights are quantized to 16 bits
+//   WideDots    bfloat16, widened to float where the CPU has no fast bfloat16 dot product. It widens pairs, which takes
+//               half the instructions, so even dimensions are stored before odd ones
+//   FloatDots   all other types, converted to float
 
 #pragma once
 
@@ -49,7 +49,7 @@ ALWAYS_INLINE f32x16 load(const int8_t* p) {
 
 ALWAYS_INLINE f32x16 to_float(f32x16 v) { return v; }
 
-// sum + a * b, rounded once whatever stands beside it, where the CPU has an instruction for it that says so.
+// sum + a * b with a single rounding, if the CPU has FMA; the compiler cannot split or contract it differently.
 ALWAYS_INLINE f32x16 fused(f32x16 sum, f32x16 a, f32x16 b) {
 #if HAS_FUSED && defined(__AVX512F__)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -61,7 +61,7 @@ ALWAYS_INLINE f32x16 fused(f32x16 sum, f32x16 a, f32x16 b) {
 #endif
 }
 
-// Of two rows of 32 numbers of 16 bits: pairs of one of each, the first four of each eight, and the last four.
+// Interleaves two rows of 32 16-bit elements: pairs (a[i], b[i]) of the first four of each eight, or of the last four.
 ALWAYS_INLINE u32x16 low_pairs(u32x16 a, u32x16 b) {
 #if defined(__AVX512BW__)
     return (u32x16)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
@@ -69,7 +69,7 @@ ALWAYS_INLINE u32x16 low_pairs(u32x16 a, u32x16 b) {
     return {(u32x8)_mm256_unpacklo_epi16((__m256i)a.low, (__m256i)b.low),
             (u32x8)_mm256_unpacklo_epi16((__m256i)a.high, (__m256i)b.high)};
 #else
-    return a;  // never used
+    return a;  // not reached
 #endif
 }
 ALWAYS_INLINE u32x16 high_pairs(u32x16 a, u32x16 b) {
@@ -83,7 +83,7 @@ ALWAYS_INLINE u32x16 high_pairs(u32x16 a, u32x16 b) {
 #endif
 }
 
-// From that order to the natural one.
+// From the order of low_pairs and high_pairs to the natural order.
 ALWAYS_INLINE void put_parts_in_order(float* values, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d += CHUNK) {
         f32x16 low = load(values + d), high = load(values + d + LANES);
@@ -98,7 +98,7 @@ struct PairDots {
     typedef f32x16 Sum;
     typedef u32x16 Row;
     typedef bf16 Weight;
-    static constexpr bool MIXES = true;  // passes may mix the heads of tokens: a product is added in one way only
+    static constexpr bool MIXES = true;  // a pass may mix the heads of tokens: results do not depend on the grouping
 
     static ALWAYS_INLINE Row load_row(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
     static ALWAYS_INLINE Row load_query(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
@@ -276,7 +276,7 @@ struct DotsOf<T, int8_t> {
 
 // ---------------------------------------------------------------- 4 sums, and 4 times 4, at once
 
-// In each of four parts of the vector: its sums of a, b, c, and d.
+// In each of the four 128-bit parts of the vector: its sums of a, b, c, and d.
 template <class Vector>
 ALWAYS_INLINE Vector sums_of_parts(Vector a, Vector b, Vector c, Vector d) {
     auto neighbours = [](Vector x, Vector y) -> Vector {  // x0 + x2, y0 + y2, x1 + x3, y1 + y3
@@ -288,7 +288,7 @@ ALWAYS_INLINE Vector sums_of_parts(Vector a, Vector b, Vector c, Vector d) {
            (Vector)SHUFFLE((f32x16)ab, (f32x16)cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }
 
-// The four parts of each added up: the sums of 16 vectors, in their order.
+// Adds up the four parts of each vector: the sums of 16 vectors, in their order.
 template <class Vector>
 ALWAYS_INLINE Vector add_parts(const Vector (&v)[4]) {
     auto halves = [](Vector x, Vector y) -> Vector {

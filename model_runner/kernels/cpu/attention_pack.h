@@ -1,14 +1,14 @@
-// Keys and values of one KV head, packed for the matrix products of tile items: blocks of 64 positions.
+// Keys and values of one KV head, packed for the matmuls of tile items in blocks of 64 positions.
 //
-// A block is what AMX takes as its right side, tile by tile, and what tile.h calls a panel:
+// A block is the right operand of AMX, tile by tile, and a panel of tile.h:
 //
-//   keys     [head_dim / 2][64][2]   pairs of dimensions of all keys. bfloat16; floats are [head_dim][64]
-//   values   [64 / 2][head_dim][2]   pairs of keys, of all dimensions. bfloat16; floats are [64][head_dim]
-//   scales   [64] of keys, [64] of values, where the pool is quantised; packed floats are multiplied by theirs
-//   norm     the length of the longest key
+//   keys     [head_dim / 2][64][2]   pairs of dimensions of all keys. bfloat16; float: [head_dim][64]
+//   values   [64 / 2][head_dim][2]   pairs of keys, of all dimensions. bfloat16; float: [64][head_dim]
+//   scales   [64] of keys, [64] of values, if the pool is quantized; packed floats are already multiplied by theirs
+//   norm     the norm of the longest key
 //
-// A pair of values is that of positions n and n + 16 of 32: so weights, which are computed 16 at a time, become pairs
-// without being shuffled. Dimensions of keys are filled up with zeros to whole steps of the product.
+// A pair of values belongs to positions n and n + 16 of 32: weights are computed 16 at a time and form pairs without a
+// shuffle. Dimensions of keys are padded with zeros to whole k-steps of the matmul.
 
 #pragma once
 
@@ -19,14 +19,14 @@
 
 namespace engine {
 
-// Where the parts of a packed block lie.
+// Addresses of the parts of a packed block.
 template <class Packed>
 struct Block {
     const Packed* keys;
     const Packed* values;
-    const float* key_scales;  // with the scale of all scores
+    const float* key_scales;  // already multiplied by the softmax scale
     const float* value_scales;
-    const float* norm;  // with the key's scale
+    const float* norm;  // includes the key's scale
 };
 
 template <class T, class KV>
@@ -39,7 +39,8 @@ class Packer {
 #endif
     typedef typename Kind::Step Packed;
 
-    // Whether scores and weights are multiplied by scales: numbers of bfloat16 would be rounded with theirs.
+    // Whether scores and weights are multiplied by the scales: bfloat16 values would be rounded if multiplied by
+    // theirs.
     static constexpr bool IS_SCALED_LATER = AttentionInputs<T, KV>::IS_QUANTISED && Kind::NUMBERS == 2;
 
     explicit Packer(const AttentionInputs<T, KV>& inputs) : in_(inputs), dim_(inputs.step.head_dim) {
@@ -62,7 +63,7 @@ class Packer {
         return {keys, values, scales, scales + TILE_KEYS, scales + (IS_QUANTISED ? 2 * TILE_KEYS : 0)};
     }
 
-    // One that is packed for all items: in the plan's memory the KV heads of a block lie side by side.
+    // A block that is packed for all items: in the plan's memory the KV heads of a block are contiguous.
     Block<Packed> packed(int64_t block, int64_t kv_head) const { return at(place(block, kv_head)); }
 
     void pack_for_all(int64_t n) const {
@@ -71,7 +72,7 @@ class Packer {
             pack(in_.step.slots + block.table, block.begin, block.end, kv_head, place(n, kv_head));
     }
 
-    // The positions [begin, end) of the block whose slots these are; the others become zeros: nobody sees them, and their
+    // Packs positions [begin, end) of the block with these slots; the others become zeros: they are masked, and their
     // memory may hold anything.
     void pack(const int32_t* slots, int64_t begin, int64_t end, int64_t kv_head, char* memory) const {
         Block<Packed> block = at(memory);
@@ -100,11 +101,11 @@ class Packer {
         return in_.step.packed + (block * in_.step.num_kv_heads + kv_head) * block_bytes();
     }
 
-    // A vector of the products' numbers; of quantised ones without their scale.
+    // One vector of matmul elements; quantized ones are not multiplied by their scale.
     static Vector load_numbers(const KV* p, int64_t left) {
         if constexpr (!IS_QUANTISED) return Kind::load_numbers(p, left);
 #if HAS_BF16_DOT
-        if constexpr (Kind::NUMBERS == 2) {  // exact: 8 bits are what bfloat16 has
+        if constexpr (Kind::NUMBERS == 2) {  // exact: bfloat16 has 8 significant bits
             f32x16 second = left >= 2 * LANES ? load(p + LANES) : f32x16{};
             return (u32x16)_mm512_cvtne2ps_pbh((__m512)second, (__m512)load(p));
         }
@@ -159,7 +160,7 @@ class Packer {
         }
     }
 
-    // Four rounds of a perfect shuffle.
+    // Four rounds of a perfect shuffle transpose 16 x 16.
     static void transpose(Vector (&rows)[LANES]) {
         Vector other[LANES];
         shuffle(rows, other);

@@ -1,16 +1,20 @@
-// Plans attention: who attends to what, in which pieces. Reads the slot table, and no keys.
+// Plans attention: divides the work of a step into items. Reads the slot table, but no keys.
 //
 //   prompts         blocks of tokens, for each KV head
 //   decodes         pieces of 128 keys, all heads. Several pieces keep all threads busy with one long request
-//   shared prefix   what decodes have in common: the prefix cache gives requests with the same beginning the same pages
+//   shared prefix   keys that decodes have in common: requests with equal beginnings get the same pages from the prefix
+//                   cache
 //
-// A decode has one token, or that and drafts to check: several tokens whose bits are those of as many decodes, one after
-// the other, in the same company. So its pieces are theirs, and it shares what its first token would share.
+// A decode has one token, or one token and drafts to verify. The bits of these tokens are those of as many separate
+// decodes, one after the other, in the same batch: they use the pieces of a single decode, and the shared prefixes of
+// the first token.
 //
-// In fixed order decodes are prompts of one token. Then a token's bits depend on the tokens before it and on nothing
-// else: not on who shares them, nor on where its prompt was cut, cached, or computed once more after a retraction.
+// In fixed order, decodes are planned as prompts of one token. The bits of a token then depend only on the tokens
+// before it: not on other requests that share them, and not on where its prompt was cut, cached, or recomputed after a
+// retraction.
 //
-// Prompts behind the same prefix keep their own items, and so their bits; but what they share is packed once for all.
+// Prompts that follow the same prefix keep their own items, and so their bits; their common blocks are packed only
+// once.
 
 #include "attention_plan.h"
 
@@ -26,16 +30,16 @@ namespace engine {
 namespace {
 
 constexpr int64_t PIECE = 128;         // keys of one item of a decode: 100 KB for 3 heads of 64, some 4 us for one core
-constexpr int64_t TOGETHER = 16;       // tokens of a decode that one item takes: what they need stays in the L2
-constexpr int64_t SHARED_PIECE = 512;  // keys of one item of a shared prefix; each costs its sharers a result to merge
-constexpr int64_t TILE_HEADS = 288;    // query heads of an item's tokens: their values, 74 KB for D = 64, stay in the L2
-constexpr int64_t MOST_PACKED = 64 << 20;  // bytes; what lies behind is packed by each item: a tenth of its work more
+constexpr int64_t TOGETHER = 16;       // tokens of a decode per item: their state stays in L2
+constexpr int64_t SHARED_PIECE = 512;  // keys per item of a shared prefix; each item adds a partial result per request
+constexpr int64_t TILE_HEADS = 288;    // query heads of an item's tokens: their values, 74 KB for D = 64, stay in L2
+constexpr int64_t MOST_PACKED = 64 << 20;  // bytes; each item packs later blocks itself, which adds a tenth to its work
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class Plan {
   public:
-    Step step = {};  // first: a plan's address is its step's
+    Step step = {};  // first member: the address of a plan is that of its step
 
     Plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads, int64_t group, int64_t head_dim,
          int64_t window, bool fixed_order)
@@ -58,7 +62,7 @@ class Plan {
         num_partials_ = 0;
     }
 
-    // The next request of the batch.
+    // Adds the next request of the batch.
     void add(int64_t row, int64_t prefix_len, int64_t extend_len, bool decodes) {
         int64_t first = int64_t(seen_to_.size());
         for (int64_t n = 0; n < extend_len; ++n) {
@@ -75,7 +79,7 @@ class Plan {
     }
 
     void finish() {
-        // Entries of tokens so far: those of the batch themselves. Behind them those with partial results.
+        // Tile entries so far are the tokens of the batch themselves. Entries with partial results follow.
         pack_extends();
         for (const Extend& extend : extends_) add_extend(extend);
         add_decodes();
@@ -96,15 +100,15 @@ class Plan {
     }
 
   private:
-    // What an item is told of packed blocks; by default there are none.
+    // The packed blocks that an item can use; by default none.
     struct Packed {
         int64_t to = 0, at = 0;
     };
 
-    // New tokens of a request that are a part of its prompt: [first, last) of the batch.
+    // New tokens of a request that belong to its prompt: [first, last) of the batch.
     struct Extend {
         int64_t table, first, last;
-        int64_t num_pages; // whole ones before its first token
+        int64_t num_pages; // whole pages before its first token
         Packed packed;
     };
 
@@ -112,18 +116,18 @@ class Plan {
         int64_t row, first, last; // its tokens are [first, last) of the batch
         int64_t prefix_len;
         int64_t own_from;         // the first key that it does not share
-        int64_t num_shared;       // items with its shared keys
+        int64_t num_shared;       // partial results from shared prefixes
     };
 
     int64_t block() const { return std::max<int64_t>(1, TILE_HEADS / step.group); }  // tokens of a tile item
 
-    // Of all KV heads; of floats, which are the largest. Memory that is not written costs nothing.
+    // For all KV heads, in float, the largest type. Memory that is not written costs nothing.
     int64_t block_bytes() const {
         int64_t padded_dim = divide_up(step.head_dim, 32) * 32;
         return step.num_kv_heads * TILE_KEYS * int64_t(sizeof(float)) * (padded_dim + step.head_dim + 3);
     }
 
-    // The beginning of a range of positions, as far as there is memory.
+    // Packs the beginning of a range of positions, up to the memory limit.
     Packed pack(int64_t table, int64_t start, int64_t stop) {
         int64_t first = start / TILE_KEYS, num = int64_t(blocks_.size()), most = MOST_PACKED / block_bytes() - num;
         int64_t last = std::min(divide_up(stop, TILE_KEYS), first + std::max(most, int64_t(0)));
@@ -134,13 +138,13 @@ class Plan {
         return {last * TILE_KEYS, num - first};
     }
 
-    // Items of one KV head lie side by side: what is packed of it stays in the second-level cache from item to item.
+    // Items of one KV head are adjacent: its packed blocks stay in L2 from item to item.
     template <class Items>
     void for_kv_heads(const Items& items) {
         for (int64_t head = 0; head < step.num_kv_heads; ++head) items(head);
     }
 
-    // The late blocks of tokens, which see most, come first.
+    // The last blocks of tokens see most keys; they come first.
     void add_extend(const Extend& extend) {
         for_kv_heads([&](int64_t head) {
             for (int64_t n = divide_up(extend.last - extend.first, block()); n-- > 0;) {
@@ -151,8 +155,8 @@ class Plan {
         });
     }
 
-    // What several items of one extend read, and what several extends have in common at their beginnings: who shares most
-    // stands side by side in the order of their slots.
+    // Packs what several items of one extend read, and the common beginnings of several extends. Extends are sorted by
+    // their slots, so that those with the longest common prefix are adjacent.
     void pack_extends() {
         std::vector<Extend*> sorted;
         for (Extend& extend : extends_) sorted.push_back(&extend);
@@ -183,14 +187,14 @@ class Plan {
         return page;
     }
 
-    // Positions at the beginning of both that lie in the same slots, in whole blocks.
+    // Positions, in whole blocks, from the beginning on, that both have in the same slots.
     int64_t in_common(const Extend& one, const Extend& other) const {
         return window_ ? 0 : first_difference(one, other) * page_size_ / TILE_KEYS * TILE_KEYS;
     }
 
-    // Their shared prefixes, then what is their own in pieces.
+    // Adds the shared prefixes of the decodes, then the rest of each one's keys in pieces.
     //
-    // A token's partial results lie side by side: those of its shared parts in their order, then its own pieces.
+    // A token's partial results are contiguous: those of its shared prefixes in order, then those of its own pieces.
     void add_decodes() {
         std::vector<SharedPrefix> shared;
         if (window_ == 0 && decodes_.size() > 1) shared = find_shared_prefixes();
@@ -237,7 +241,7 @@ class Plan {
         }
     }
 
-    // Tokens share an item of a piece if the first key that they see of it is the same: blocks of keys begin there.
+    // Tokens share an item of a piece if they see the same first key of it: blocks of keys begin there.
     void add_pieces(const Decode& decode) {
         int64_t len = seen_to_[decode.last - 1];
         for (int64_t piece = own_from(decode, decode.first) / PIECE * PIECE; piece < len; piece += PIECE) {
@@ -266,7 +270,7 @@ class Plan {
     std::vector<Item> items_;
     std::vector<PackedBlock> blocks_;
     std::vector<int64_t> tokens_, partials_, seen_from_, seen_to_, merges_;
-    std::vector<int64_t> next_partial_;  // of each token of the batch
+    std::vector<int64_t> next_partial_;  // per token of the batch
     std::vector<Extend> extends_;
     std::vector<Decode> decodes_;
     int64_t num_partials_ = 0;
@@ -276,8 +280,8 @@ class Plan {
 }  // namespace
 }  // namespace engine
 
-// A plan for the layers of one window (0: none) over a slot table of `width` positions a row; it begins with a `Step`.
-// fixed_order: see above; decodes take longer.
+// Creates a plan for the layers of one window (0: none) over a slot table of `width` positions per row; it begins with
+// a `Step`. fixed_order: see the top of this file; decodes take longer.
 EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads,
                                 int64_t group, int64_t head_dim, int64_t window, int fixed_order) {
     return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, fixed_order);
@@ -285,12 +289,12 @@ EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t pag
 
 EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(plan); }
 
-// Plans a step, in place of the one before; requests without new tokens are none.
+// Plans a step and replaces the previous one; requests without new tokens are skipped.
 //
-// decodes: of each request, whether it decodes: its new tokens are the last one that was sampled, and drafts. Null: all do.
+// decodes: for each request, whether it decodes: its new tokens are the last sampled one and drafts. Null: all decode.
 EXPORT void plan_attention(void* plan_, const int64_t* rows, const int64_t* prefix_lens, const int64_t* extend_lens,
                            const int64_t* decodes, int64_t num_requests) {
-    engine::hand_out(1, [&](int64_t) {  // one thread of a team
+    engine::hand_out(1, [&](int64_t) {  // on one thread of a team
         engine::Plan& plan = *static_cast<engine::Plan*>(plan_);
         plan.begin();
         for (int64_t n = 0; n < num_requests; ++n)

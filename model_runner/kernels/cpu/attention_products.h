@@ -1,9 +1,9 @@
-// The matrix products of tile items: scores of some rows of queries with a block of keys, and their weighted values.
+// The matmuls of tile items: scores of some query rows with a block of keys, and their weighted values.
 //
-// Two kinds, each with the rows that it takes at once. A row's sums do not depend on the rows beside it.
+// Two kinds, with different numbers of rows. The accumulators of a row do not depend on the other rows.
 //
-//   VectorProducts   sums in vector registers (tile.h): bfloat16 pairs, or floats
-//   TileProducts     bfloat16 on AMX's tiles
+//   VectorProducts   accumulators in vector registers (tile.h): bfloat16 pairs, or float
+//   TileProducts     bfloat16 on AMX tiles
 
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace engine {
 
-// Numbers of the queries lie `padded_dim` apart, scores and weights TILE_KEYS, values head_dim. `num_keys` of a block,
-// a multiple of KEYS, are multiplied: the others are seen by none of the rows.
+// Row strides: queries `padded_dim`, scores and weights TILE_KEYS, values head_dim. `num_keys` keys of a block, a
+// multiple of KEYS, are multiplied; all rows mask the remaining keys.
 template <class Kind>
 class VectorProducts {
   public:
@@ -56,7 +56,7 @@ class VectorProducts {
     }
 
   private:
-    static constexpr int64_t USUAL_DIM = 64;  // products of a size that the compiler knows take 4 % less time
+    static constexpr int64_t USUAL_DIM = 64;  // matmuls with this size known at compile time take 4 % less time
 
     template <int VECTORS>
     static inline __attribute__((always_inline)) void score_columns(const Number* queries, int64_t padded_dim,
@@ -81,7 +81,7 @@ class VectorProducts {
 
 #if TILES
 
-// Two tiles of rows times two of columns: 0 and 1, 2 and 3 are sums, 4 and 5 rows, 6 and 7 columns.
+// Two row tiles times two column tiles: tiles 0 to 3 are accumulators, 4 and 5 rows, 6 and 7 columns.
 class TileProducts {
   public:
     typedef bf16 Number;
@@ -100,9 +100,9 @@ class TileProducts {
     }
 
   private:
-    static constexpr int64_t PAIRS = 16;  // of numbers in a tile's row
+    static constexpr int64_t PAIRS = 16;  // k-pairs in a row of a tile
 
-    // Few rows are multiplied in less time than 16.
+    // A tile with fewer than 16 rows takes less time.
     static amx::Shapes shapes(int64_t num_rows) {
         amx::Shapes shapes;
         int rows = int(std::min<int64_t>(num_rows, amx::MAX_ROWS));
@@ -142,7 +142,7 @@ class TileProducts {
         store<ROW_TILES, COLUMN_TILES>(sums, sum_bytes);
     }
 
-    // One step of k of all tiles.
+    // One k-step of all tiles.
     template <int ROW_TILES, int COLUMN_TILES>
     static inline __attribute__((always_inline)) void multiply(const Number* rows, int64_t row_bytes,
                                                                const Packed* columns, int64_t column_bytes) {
@@ -184,7 +184,7 @@ class TileProducts {
         if constexpr (ROW_TILES == 2 && COLUMN_TILES == 2) amx::store<3>(below(to, stride) + LANES, stride);
     }
 
-    // The second tile of rows.
+    // The second row tile.
     template <class Number_>
     static Number_* below(Number_* first, int64_t stride) {
         return first + amx::MAX_ROWS * (stride / int64_t(sizeof(Number_)));

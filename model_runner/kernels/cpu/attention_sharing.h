@@ -1,5 +1,5 @@
-// Which decodes of a batch have a beginning in common, read off the slot table: the prefix cache gives requests with the
-// same beginning the same pages.
+// Finds the common prefixes of a batch's decodes from the slot table: the prefix cache gives requests with equal
+// beginnings the same pages.
 
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace engine {
 
-constexpr int64_t MIN_SHARED = 64;  // tokens from which a shared prefix is worth its own items: one block of keys
+constexpr int64_t MIN_SHARED = 64;  // tokens; a shorter shared prefix gets no items of its own: one block of keys
 
-// Positions [start, stop) that lie in the same slots for all members: indices of requests, at least 2, ascending.
+// Positions [start, stop) that are in the same slots for all members: indices of requests, at least 2, ascending.
 struct SharedPrefix {
     std::vector<int64_t> members;
     int64_t start, stop;
@@ -21,15 +21,15 @@ struct SharedPrefix {
 class PrefixFinder {
   public:
     struct Request {
-        int64_t row, num_pages;  // whole ones before its first new token
+        int64_t row, num_pages;  // whole pages before its first new token
     };
 
     PrefixFinder(const int32_t* slots, int64_t width, int64_t page_size, std::vector<Request> requests)
         : slots_(slots), width_(width), page_size_(page_size), requests_(std::move(requests)) {}
 
-    // A request may be in several, one behind the other, ascending and without gaps from 0.
+    // A request may be in several, one after the other, ascending and without gaps from 0.
     //
-    // A stack and not recursion: as many groups lie within each other as there are requests of different lengths.
+    // A stack instead of recursion: groups nest as deeply as there are requests of different lengths.
     std::vector<SharedPrefix> find() const {
         int64_t least = (MIN_SHARED + page_size_ - 1) / page_size_;  // pages that are worth it
         std::vector<SharedPrefix> found;
@@ -46,7 +46,7 @@ class PrefixFinder {
                 found.push_back({group.members, start * page_size_, stop * page_size_});
                 start = stop;
             }
-            // Who ends before the next prefix could be worth it would cut it short for the others.
+            // A request that ends before the next prefix is long enough would cut it short for the others.
             members.clear();
             for (int64_t member : group.members)
                 if (num_pages(member) >= std::max(start + least, stop + 1)) members.push_back(member);
@@ -56,7 +56,7 @@ class PrefixFinder {
     }
 
   private:
-    // Who shares the pages up to `known` and the next one, and from where on that is not yet found.
+    // Members share the pages up to `known` and the next one; the end of their prefix is not known yet.
     struct Group {
         std::vector<int64_t> members;
         int64_t start, known;  // pages
@@ -68,7 +68,7 @@ class PrefixFinder {
 
     int64_t num_pages(int64_t request) const { return requests_[request].num_pages; }
 
-    // The first page that not all members have in common.
+    // The first page that differs between members.
     int64_t first_difference(const Group& group) const {
         int64_t stop = num_pages(group.members[0]);
         for (int64_t member : group.members) stop = std::min(stop, num_pages(member));
@@ -78,12 +78,12 @@ class PrefixFinder {
         return stop;
     }
 
-    // Those of `members` that have page `known` in common with another one.
+    // Adds groups of those `members` that share page `known` with another member.
     void add_groups(const std::vector<int64_t>& members, int64_t start, int64_t known, std::vector<Group>& groups) const {
         std::vector<std::pair<int32_t, int64_t>> by_slot;
         for (int64_t member : members) by_slot.push_back({slot_of(member, known), member});
         std::sort(by_slot.begin(), by_slot.end());
-        for (size_t last = by_slot.size(); last > 0;) {  // the last group first: they are taken from the end
+        for (size_t last = by_slot.size(); last > 0;) {  // from the last group on: the stack reverses the order
             size_t first = last - 1;
             while (first > 0 && by_slot[first - 1].first == by_slot[last - 1].first) --first;
             if (last - first > 1) {

@@ -1,11 +1,12 @@
-// Stream items: a piece of a request's keys, and the tokens that it decodes. One token is limited by the speed of memory.
+// Stream items: a piece of a request's keys and the tokens that it decodes. With one token, memory bandwidth is the
+// limit.
 //
-// Blocks of 64 keys: scores of all heads, weights of all heads, sums of weighted values of all heads. What comes next
-// is fetched meanwhile (attention_ahead.h).
+// The loop works on blocks of 64 keys: scores of all heads, weights of all heads, weighted values of all heads. The
+// next rows are prefetched meanwhile (attention_ahead.h).
 //
-// Where drafts are checked the heads of all tokens use a row while it is in the registers. A token's bits are those that
-// it has alone: for a key behind it the weight is 0, which leaves sums as they are. (A value behind it that is no number
-// would not; but then the drafts' own tokens are none, and something is wrong with the model.)
+// When drafts are verified, the heads of all tokens use a row while it is in registers. The bits of a token are those
+// of a separate decode: a later key has weight 0, which leaves accumulators unchanged. (A NaN value at a later key
+// would not; but then the draft's own tokens are NaN, and the model is broken.)
 
 #pragma once
 
@@ -16,8 +17,8 @@
 #include "attention_words.h"
 #include "parallel.h"
 
-// GCC 12 stops inlining add_chunks, and with it whatever it is called through, as soon as something is added elsewhere in
-// the class: one thread then takes 37 instead of 28 ns for a key and its value, from a cache (Zen 4, 3 heads of 64).
+// GCC 12 stops inlining add_chunks and its callers as soon as code is added elsewhere in the class: one thread then
+// takes 37 instead of 28 ns for a key and its value from a cache (Zen 4, 3 heads of 64).
 #define INNER_LOOP __attribute__((always_inline))
 
 namespace engine {
@@ -31,7 +32,7 @@ class Stream {
           padded_dim_((step_.head_dim + CHUNK - 1) / CHUNK * CHUNK),
           score_scale_(inputs.score_scale()) {}
 
-    // `next`: the item that this thread will do next, or null.
+    // `next`: the item that this thread computes next, or null.
     void run(const Item& item, const Item* next) {
         heads_per_kv_ = (item.last - item.first) * step_.group;
         make_room();
@@ -56,19 +57,19 @@ class Stream {
     static constexpr bool KV_IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
     static constexpr bool IS_WORDS = std::is_same<Dots, WordDots>::value;
     static constexpr bool IS_WIDE = std::is_same<Dots, WideDots>::value;
-    static constexpr int MAX_GROUP = 4;  // query heads that are handled at once; more make another pass over cached rows
-    static constexpr int QUARTER = 4;    // keys whose sums are added up together
+    static constexpr int MAX_GROUP = 4;  // query heads per pass; larger groups make another pass over cached rows
+    static constexpr int QUARTER = 4;    // keys reduced together
 #if defined(__AVX512F__)
-    static constexpr int KEYS_AT_ONCE = QUARTER, CHUNKS_AT_ONCE = 2;  // whose sums are held in registers
+    static constexpr int KEYS_AT_ONCE = QUARTER, CHUNKS_AT_ONCE = 2;  // with accumulators in registers
 #else
     static constexpr int KEYS_AT_ONCE = 2, CHUNKS_AT_ONCE = 1;
 #endif
-    // Keys whose values one pass adds: more have fewer sums to load and store, fewer use rows in the order of their arrival.
+    // Keys per pass over the values: more keys load and store accumulators less often; fewer use rows as they arrive.
     static constexpr int64_t VALUES_AT_ONCE = IS_WORDS ? KEY_BLOCK : LANES;
-    static constexpr int TURNS_OF_WEIGHTS = IS_WORDS ? 2 : 4;  // of FetchAhead, for one head's
+    static constexpr int TURNS_OF_WEIGHTS = IS_WORDS ? 2 : 4;  // FetchAhead turns per head while computing weights
 
-    // What the compiler knows of a head's dimensions: nothing, that they are whole chunks, or how many they are. The more
-    // it knows, the fewer questions are left in the innermost loops.
+    // Compile-time knowledge of a head's dimensions: none, a multiple of the chunk size, or the exact number. The more
+    // is known, the fewer branches remain in the innermost loops.
     static constexpr int ANY = 0, WHOLE = 1;
 
     template <int DIM>
@@ -78,18 +79,18 @@ class Stream {
 
     static Rows rows_at(const int32_t* slots, int64_t count) { return {slots, std::min(count, KEY_BLOCK)}; }
 
-    // A query head of one of the tokens.
+    // One query head of one of the tokens.
     struct Head {
         const Query* query;
-        float* state;     // its result: the largest score, the sum of the weights, the weighted values
-        int64_t seen_to;  // behind the last key that it sees
-        float query_scale, value_scale;  // where queries and weights are integers, ...
-        float kept;                      // ... and what the values so far are to be multiplied with
+        float* state;     // its partial result: the maximum score, the sum of the weights, the weighted values
+        int64_t seen_to;  // end of the keys that it sees, exclusive
+        float query_scale, value_scale;  // if queries and weights are integers
+        float kept;                      // likewise: factor for the values accumulated so far
 
         float* values() const { return state + LANES; }
     };
 
-    // ------------------------------------------------------------ an item
+    // ------------------------------------------------------------ items
 
     int64_t num_heads() const { return step_.num_kv_heads * heads_per_kv_; }
 
@@ -108,7 +109,7 @@ class Stream {
         token_value_scales_ = reinterpret_cast<float*>(at += scales);
     }
 
-    // Those that read one KV head lie side by side: a token's, then the next one's.
+    // Heads that read the same KV head are contiguous: those of the first token, then those of the next.
     void begin(const Item& item) {
         int64_t group = step_.group, num_tokens = item.last - item.first;
         for (int64_t n = 0; n < num_tokens; ++n) {
@@ -142,10 +143,10 @@ class Stream {
         }
     }
 
-    // ------------------------------------------------------------ a block
+    // ------------------------------------------------------------ blocks
 
     void block(int64_t key, Rows rows, Rows after) {
-        // The usual ones, where it is worth the compiler's time: other kinds wait for memory as long.
+        // Common sizes only: specializing the other kinds saves no time, because they wait for memory.
         if constexpr (IS_WORDS && sizeof(T) == 2) {
             if (step_.head_dim == 64) return block<64>(key, rows, after);
             if (step_.head_dim == 128) return block<128>(key, rows, after);
@@ -184,13 +185,13 @@ class Stream {
         }
     }
 
-    // Heads of a KV head that passes may mix. Those of one token where the compiler decides how a product is added: it
-    // does so for each GROUP, and a head must have the one that it has in a decode.
+    // Heads of a KV head that a pass may mix. Only those of one token if the compiler chooses how to contract a * b +
+    // c: it does so for each GROUP, and a head must use the GROUP that it has in a decode.
     int64_t unit() const { return Dots::MIXES ? heads_per_kv_ : step_.group; }
 
     int64_t num_passes() const { return num_heads() / unit() * ((unit() + MAX_GROUP - 1) / MAX_GROUP); }
 
-    // body<GROUP>(kv_head, first of so many heads) for all heads.
+    // Calls body<GROUP>(kv_head, index of the first of GROUP heads) for all heads.
     template <class Body>
     INNER_LOOP inline void for_heads(const Body& body) {
         for (int64_t first = 0; first < num_heads(); first += unit())
@@ -205,13 +206,13 @@ class Stream {
             }
     }
 
-    // The first `num` rows of the block. Missing ones repeat the last one: the request's own numbers, with weight 0.
+    // The first `num` rows of the block. Missing rows repeat the last one, the request's own values, with weight 0.
     void find_rows(const KV* pool, Rows rows, int64_t num) {
         for (int64_t n = 0; n < rows.count; ++n) rows_[n] = pool + rows.slots[n] * in_.kv_stride();
         for (int64_t n = rows.count; n < num; ++n) rows_[n] = rows_[rows.count - 1];
     }
 
-    // Scores of 16 keys, without the keys' scales.
+    // Scores of 16 keys, not multiplied by the keys' scales.
     template <int GROUP, int DIM>
     INNER_LOOP inline void score(int64_t kv_head, int64_t head, int64_t from, Ahead& ahead) {
         const Query* queries[GROUP];
@@ -229,7 +230,7 @@ class Stream {
         }
     }
 
-    // Of 4 keys, whose heads begin at `at` in their rows.
+    // The same for 4 keys; `at` is the offset of the head in their rows.
     template <int GROUP, int DIM>
     INNER_LOOP inline void score_quarter(const KV* const* rows, int64_t at, const Query* const (&queries)[GROUP],
                                          int quarter, Sum (&parts)[GROUP][LANES / QUARTER]) {
@@ -250,7 +251,7 @@ class Stream {
             parts[g][quarter] = sums_of_parts(sums_of[g][0], sums_of[g][1], sums_of[g][2], sums_of[g][3]);
     }
 
-    // Of each KV head, those of the block's tokens side by side, and zeros.
+    // For each KV head, the scales of the block's tokens, contiguous and padded with zeros.
     void find_scales(const int32_t* slots, int64_t count) const {
         int64_t heads = step_.num_kv_heads, padded = (count + LANES - 1) / LANES * LANES;
         int32_t offsets[KEY_BLOCK];
@@ -268,8 +269,8 @@ class Stream {
         }
     }
 
-    // Scores of one head to weights, of which it sees the first `seen`; what it has so far is scaled to the new largest
-    // score, or is going to be (`kept`).
+    // Turns scores of one head, which sees the first `seen` keys, into weights. What the head has accumulated is
+    // rescaled to the new maximum score, at once or later (`kept`).
     void weigh(int64_t head, int64_t count, int64_t seen) {
         constexpr int VECTORS = KEY_BLOCK / LANES;
         int vectors = int((count + LANES - 1) / LANES);
@@ -372,8 +373,8 @@ class Stream {
     int64_t padded_dim_, heads_per_kv_ = 0;
     float score_scale_;
     Head* heads_ = nullptr;
-    Query* queries_ = nullptr;  // where they are not read in place
-    float *scores_ = nullptr, *key_scales_ = nullptr, *token_value_scales_ = nullptr;  // of the block's keys
+    Query* queries_ = nullptr;  // unless they are read in place
+    float *scores_ = nullptr, *key_scales_ = nullptr, *token_value_scales_ = nullptr;  // for the block's keys
     Weight* weights_ = nullptr;
     const KV* rows_[KEY_BLOCK];
 };

@@ -1,12 +1,11 @@
-// Tile items: tokens and keys that they have in common, one KV head, by matrix products.
+// Tile items: tokens and keys that they have in common, one KV head, computed by matmuls.
 //
-// Block by block of keys, and of each strip by strip of rows: scores, weights, weighted values. A row's weights are
-// relative to one of its scores, until another one is larger by far: what it has so far is rarely scaled anew. Mostly
-// the lengths of queries and keys alone say that none is.
+// The loop goes block by block of keys and, for each block, by row tiles: scores, weights, weighted values. The weights
+// of a row are relative to one of its scores (the reference) until a much larger score appears, so accumulators are
+// rarely rescaled. Usually the norms of queries and keys alone prove that no such score exists.
 //
-// Weights of bfloat16 are cut, not rounded, and it is cut weights that are added up, too: what a cut takes from a
-// weighted value it takes from the sum by which that is divided. (Weights of quantised values are rounded: their sums
-// know nothing of the scales.)
+// bfloat16 weights are truncated, not rounded, and the truncated weights are summed: numerator and denominator lose the
+// same. (Weights of quantized values are rounded, because the denominator does not include the value scales.)
 
 #pragma once
 
@@ -40,7 +39,7 @@ class Tile {
 
   private:
     static constexpr bool IS_QUANTISED = AttentionInputs<T, KV>::IS_QUANTISED;
-    static constexpr float HEADROOM = 64.0f;  // a power of 2: how much larger than 1 a weight may become
+    static constexpr float HEADROOM = 64.0f;  // log2 of the largest weight: scores exceed the reference by at most this
     typedef typename Packer<T, KV>::Kind Kind;
     typedef typename Kind::Number Number;
     typedef engine::Block<typename Kind::Step> Block;
@@ -52,27 +51,27 @@ class Tile {
 #endif
     static constexpr int64_t ROWS = Products::ROWS, KEYS = Products::KEYS;
 
-    // Rows that are multiplied at once.
+    // Rows that are multiplied together: a row tile.
     struct Strip {
         int64_t first, end;
         int64_t least_from, most_from, least_to, most_to;  // keys that its rows see
-        float norm;            // the length of the longest query
-        float least_relative;  // what its rows are relative to
+        float norm;            // the norm of the longest query
+        float least_relative;  // the smallest reference of its rows
     };
 
-    // What a thread works with; rows are the query heads of all tokens, a token's heads side by side.
+    // Workspace of one thread; rows are the query heads of all tokens, those of a token contiguous.
     struct Room {
         int64_t num_rows, padded_rows;
         Number* queries;     // [padded_rows][padded_dim]
         float* values;       // [padded_rows][head_dim]
-        float* relative_to;  // [padded_rows]: the score whose weight is 1
-        float* sums_of;      // [padded_rows][LANES]: added up in the end
+        float* relative_to;  // [padded_rows]: the reference, the score with weight 1
+        float* sums_of;      // [padded_rows][LANES]: sums of weights, reduced at the end
         int64_t *from, *to;  // [padded_rows], keys that a row sees
         Strip* strips;       // [num_strips]
         int64_t num_strips;
         float* scores;       // [ROWS][TILE_KEYS]
         Number* weights;     // [ROWS][TILE_KEYS]
-        char* packed;        // a block
+        char* packed;        // one block
     };
 
     Room make_room(int64_t num_tokens) const {
@@ -127,7 +126,7 @@ class Tile {
                 convert(from + d, room.queries + row * padded_dim + d);
                 squares += load(from + d) * load(from + d);
             }
-            room.sums_of[row * LANES] = sum(squares);  // until the strips are made
+            room.sums_of[row * LANES] = sum(squares);  // used by make_strip, then cleared
         }
         for (int64_t n = 0; n < room.num_strips; ++n) room.strips[n] = make_strip(n * ROWS, room);
     }
@@ -153,7 +152,7 @@ class Tile {
         store(to, load(from));
     }
 
-    // The one that begins at `key`: packed for all items, or here; of it [first, last) is seen.
+    // The block that begins at `key`: packed for all items, or packed here; its positions [first, last) are seen.
     Block find_block(const Item& item, int64_t key, int64_t first, int64_t last, Room& room) const {
         if (key < item.packed_to) return packer_.packed(item.packed + key / TILE_KEYS, item.kv_head);
         packer_.pack(step_.slots + item.table + key, std::max(first - key, int64_t(0)), std::min(last - key, TILE_KEYS),
@@ -161,7 +160,7 @@ class Tile {
         return packer_.at(room.packed);
     }
 
-    // One strip of rows with the block of keys that begins at `key`.
+    // Multiplies one row tile with the block of keys that begins at `key`.
     void add(const Products& products, Strip& strip, int64_t key, const Block& block, Room& room) const {
         if (strip.most_to <= key || strip.least_from >= key + TILE_KEYS) return;
         int64_t num_keys = std::min((strip.most_to - key + KEYS - 1) / KEYS * KEYS, TILE_KEYS);
@@ -174,20 +173,20 @@ class Tile {
             }
         for (int64_t row = strip.first; !all_seen && row < strip.end; ++row)
             hide(room.from[row] - key, room.to[row] - key, num_keys, room.scores + (row - strip.first) * TILE_KEYS);
-        // No product is larger than that of the lengths.
+        // Cauchy-Schwarz: no score exceeds the product of the norms.
         bool fits = strip.norm * *block.norm * scale_ * 1.01f <= strip.least_relative + HEADROOM;
         if (!fits) raise(strip, num_keys, room);
         num_keys == TILE_KEYS ? weigh(strip, TILE_KEYS, block, room) : weigh(strip, num_keys, block, room);
         products.add_values(room.weights, block.values, num_keys, room.values + strip.first * step_.head_dim);
     }
 
-    // A row sees the keys [from, to) of the block.
+    // Masks the block's keys outside [from, to) for one row.
     static void hide(int64_t from, int64_t to, int64_t num_keys, float* scores) {
         for (int64_t n = 0; n < num_keys; n += LANES)
             if (n < from || n + LANES > to) store(scores + n, only_between(load(scores + n), from - n, to - n));
     }
 
-    // Scores to weights.
+    // Turns scores into weights.
     inline __attribute__((always_inline)) void weigh(const Strip& strip, int64_t num_keys, const Block& block,
                                                      Room& room) const {
         const float* scores = room.scores;
@@ -223,7 +222,7 @@ class Tile {
 
     static f32x16 power(f32x16 x) { return sizeof(T) == 2 ? exp2_rough(x) : exp2_small(x); }
 
-    // Rows whose scores might be too large for what they are relative to.
+    // Checks the rows for scores that are too large for their reference.
     __attribute__((noinline)) void raise(Strip& strip, int64_t num_keys, Room& room) const {
         strip.least_relative = -NOTHING;
         for (int64_t row = strip.first; row < strip.end; ++row) {
@@ -236,7 +235,7 @@ class Tile {
         }
     }
 
-    // A score of the row is larger by far than the one whose weight is 1, or no number.
+    // A score of the row exceeds the reference by far, or is NaN.
     void raise(int64_t row, float top, Room& room) const {
         float before = room.relative_to[row];
         if (!(top > before)) return;
@@ -268,7 +267,7 @@ class Tile {
     const AttentionInputs<T, KV>& in_;
     const Step& step_;
     Packer<T, KV> packer_;
-    float scale_;  // of the products
+    float scale_;  // softmax scale of the scores
 };
 
 }  // namespace engine

@@ -1,4 +1,4 @@
-// Queries and weights as whole numbers of 16 bits, which stream items multiply 8-bit keys and values with (WordDots).
+// Queries and weights as 16-bit integers, with which stream items multiply 8-bit keys and values (WordDots).
 
 #pragma once
 
@@ -7,29 +7,29 @@
 
 namespace engine {
 
-constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit 32 bits
+constexpr float MOST_WORD = 16383.0f;  // 127 * 16383 * 1024 dimensions fit into 32 bits
 
-// What a number is divided by to become a whole one: its inverse is 0 where all numbers are, or one is not finite. Then the
-// scale is not either, and so nothing that is multiplied with it.
+// Scale of quantization. Its inverse is 0 if all values are 0 or one is not finite. In the second case the scale is not
+// finite either, and neither is anything multiplied by it.
 struct WordScale {
     float scale, inverse;
 
     explicit WordScale(float most)
-        : scale(most * (1.0f / MOST_WORD) + (most - most)),  // infinity less itself is NaN
+        : scale(most * (1.0f / MOST_WORD) + (most - most)),  // infinity - infinity is NaN
           inverse(scale > 0.0f ? MOST_WORD / most : 0.0f) {}
 };
 
 inline void store_words([[maybe_unused]] int16_t* out, [[maybe_unused]] f32x16 numbers) {
 #if HAS_WORD_DOT && !defined(__AVX512F__)
     i32x16 whole = round_to_int(numbers);
-    __m256i words = _mm256_packs_epi32((__m256i)whole.low, (__m256i)whole.high);  // four of one, four of the other
+    __m256i words = _mm256_packs_epi32((__m256i)whole.low, (__m256i)whole.high);  // alternates 4 of low, 4 of high
     _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(words, 0xd8));
 #elif HAS_WORD_DOT
     _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)numbers)));
 #endif
 }
 
-// A query of `size` numbers, zeros behind them up to `padded_size`; returns its scale.
+// Quantizes a query of `size` values, padded with zeros to `padded_size`; returns its scale.
 template <class T>
 float quantise_query(const T* q, int64_t size, int64_t padded_size, int16_t* out) {
     LargestMagnitude most;

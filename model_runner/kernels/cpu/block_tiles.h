@@ -1,8 +1,8 @@
-// The product of blocks.cpp for many tokens, from tiles: a panel of the weight is unpacked to bfloat16, once for each block
-// of tokens, as the tiles that the loop of linear_tiles.h multiplies with. x stays as it is.
+// The matmul of blocks.cpp for many tokens, on tiles: a panel of the weight is dequantized to bfloat16, once per block
+// of tokens, into the tile layout of the loop in linear_tiles.h. x keeps its dtype.
 //
-// Unpacking keeps the vector units busy and the product the tiles: so a panel is unpacked while its first strip of tokens
-// is multiplied, a few steps ahead, and is then in the second-level cache for the others.
+// Dequantization keeps the vector units busy and the matmul the tile unit: a panel is therefore dequantized a few
+// k-steps ahead while its first row tile is multiplied. It is in L2 for the other row tiles.
 
 #pragma once
 
@@ -20,14 +20,14 @@
 namespace engine {
 
 struct BlockTiles : BlockCall {
-    static constexpr int64_t AHEAD = 4096;         // bytes of the packed weight that are fetched in advance
-    static constexpr int64_t MIN_BYTES = 1 << 15;  // of the packed weight for each thread: less is not worth waking it
-    static constexpr int64_t LEAD = 2;             // steps between unpacking a block and loading its tiles
-    static constexpr int64_t STEP_WORDS = STEP_PAIRS * PANEL;  // of a block that is unpacked
+    static constexpr int64_t AHEAD = 4096;         // prefetch distance in bytes of the packed weight
+    static constexpr int64_t MIN_BYTES = 1 << 15;  // weight per thread, at least: less does not pay for waking it
+    static constexpr int64_t LEAD = 2;             // k-steps between dequantizing a block and loading its tiles
+    static constexpr int64_t STEP_WORDS = STEP_PAIRS * PANEL;  // size of a dequantized block
     static_assert(PANEL == engine::PANEL && BLOCK == TileLinear::INPUTS, "a block is a step of a panel");
 
-    // [4 inputs][4 bytes a lane] to two pairs of bfloat16 a lane. A number is put behind the ones of a float, 2^BITS, which
-    // makes number + 2^BITS of it without a conversion; `start` is the minimum without that.
+    // [4 inputs][4 bytes per lane] to two bfloat16 pairs per lane. An integer is placed in the mantissa of the float
+    // 2^BITS, which gives integer + 2^BITS without a conversion; `start` is the minimum with that offset removed.
     template <int BITS>
     static inline __attribute__((always_inline)) void unpack_group(u32x16 numbers, bool high, f32x16 scale, f32x16 start, uint32_t* to) {
         constexpr uint32_t ONES = uint32_t(127 + BITS) << 23, MASK = ((1u << BITS) - 1) << (23 - BITS);
@@ -57,7 +57,7 @@ struct BlockTiles : BlockCall {
         }
     }
 
-    // Unpacks block after block, LEAD steps before the tiles are loaded: loads would wait for what was stored just before.
+    // Dequantizes block by block, LEAD k-steps before the tiles are loaded: a load right after the stores would stall.
     template <int BITS, bool MINIMA>
     struct Unpack {
         static constexpr int64_t BYTES = block_bytes(BITS, MINIMA);
@@ -72,7 +72,7 @@ struct BlockTiles : BlockCall {
             if (block < blocks) unpack(block);
         }
 
-        // Before the first step.
+        // Call before the first k-step.
         void begin() const {
             for (int64_t block = 0; block < std::min(LEAD, blocks); ++block) unpack(block);
         }

@@ -1,4 +1,4 @@
-// Tokens for the products of blocks.cpp: whole numbers of 8 bits and scales of their own.
+// Quantized activations for the matmuls of blocks.cpp: 8-bit integers and their scales.
 
 #pragma once
 
@@ -8,18 +8,18 @@
 
 namespace engine {
 
-constexpr float TINY = 1e-30f;  // a block of smaller numbers counts as zeros: their inverse might be infinite
+constexpr float TINY = 1e-30f;  // blocks of smaller values become zeros: the inverse of their scale might be infinite
 
-// One block of one token.
+// Scale data of one block of one token.
 struct BlockScale {
     float scale;
     union {
-        float sum;      // of the block's numbers, times `scale`
-        int32_t start;  // of the dot product: -zero * sum of the block's numbers
+        float sum;      // sum of the block's integers, times `scale`
+        int32_t start;  // initial value of the dot product: -zero * sum of the block's integers
     };
 };
 
-// Quantised tokens: [tokens][inputs] bytes, then [tokens][inputs / 32] scales.
+// Quantized tokens: [tokens][inputs] bytes, then [tokens][inputs / 32] `BlockScale`s.
 struct Quantised {
     int8_t* numbers;
     BlockScale* scales;
@@ -28,7 +28,7 @@ struct Quantised {
         : numbers(static_cast<int8_t*>(memory)),
           scales(reinterpret_cast<BlockScale*>(numbers + tokens * inputs)) {}
 
-    // Those from one token on.
+    // The tokens from `token` on.
     Quantised from(int64_t token, int64_t inputs) const {
         Quantised rest = *this;
         rest.numbers += token * inputs;
@@ -41,7 +41,7 @@ struct Quantised {
     }
 };
 
-// SPAN: blocks with one scale, that of the first.
+// SPAN: number of blocks that share one scale, that of the first.
 template <int SPAN>
 void quantise(const BlockCall& call, int64_t token, const Quantised& to) {
     const int64_t inputs = call.inputs;

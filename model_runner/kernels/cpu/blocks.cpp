@@ -1,19 +1,21 @@
-// x @ weight.T + bias from whole numbers of 4 or 8 bits, which have a scale, and maybe a minimum, for each output and
-// block of 32 inputs: weight = number * scale + minimum.
+// x @ weight.T + bias with a weight of 4- or 8-bit integers, which have a scale, and optionally a minimum, per output
+// and block of 32 inputs: weight = integer * scale + minimum.
 //
-// x is quantised, too: each token's block to whole numbers in -127..127 with one scale, once per call. So a block is a
-// dot product of bytes, exact in 32 bits, and
+// x is quantized, too, once per call: each block of a token becomes integers in -127..127 with one scale. A block is
+// then a dot product of bytes, exact in 32 bits, and
 //
-//   out += x's scale * (scale * dot + minimum * sum of x's numbers)
+//   out += x's scale * (scale * dot + minimum * sum of x's integers)
 //
-// in float, in the order of the blocks, whatever the number of tokens: a token's bits do not depend on its batch. Where
-// there are no minima but one zero for all, -zero * sum is what the dot product begins with.
+// in float, in the order of the blocks, for any number of tokens: the bits of a token do not depend on its batch. Where
+// a single zero point replaces the minima, the dot product is initialized with -zero * sum.
 //
-// Scales cost as much as a quarter of the dot products. Where those of 8-bit blocks are equal in pairs, a pair is one dot
-// product and gets one scale of x: that takes 9 % less time (64 and 512 tokens, Zen 4; of one token up to 10 % more).
+// Scales cost as much as a quarter of the dot products. Where the scales of 8-bit blocks are equal in pairs, a pair is
+// one dot product and x gets one scale for it: 9 % less time (64 and 512 tokens, Zen 4; with one token up to 10 %
+// more).
 //
-// Where there are tiles, `tiles_from` and more tokens are multiplied with a weight that becomes bfloat16 instead, and x
-// stays as it is (block_tiles.h). So a token's bits depend on whether its call has so many, and on nothing else.
+// On an ISA target with tiles, calls of `tiles_from` and more tokens dequantize the weight to bfloat16 instead, and x
+// is not quantized (block_tiles.h). The bits of a token then depend on whether its call has that many, and on nothing
+// else.
 
 #include <algorithm>
 
@@ -32,24 +34,23 @@ namespace engine {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int STRIP_ROWS = 6;  // 12 dot products, 12 sums, 2 vectors of numbers, 1 splat, and what unpacks: 31 registers
-constexpr int AT_ONCE = BlockCall::VECTORS;  // of a panel's vectors
+constexpr int STRIP_ROWS = 6;  // 12 dot products, 12 accumulators, 2 weight vectors, 1 splat, unpacking: 31 registers
+constexpr int AT_ONCE = BlockCall::VECTORS;  // vectors of a panel
 #elif defined(__AVX2__)
-constexpr int STRIP_ROWS = 4;  // 8 registers of dot products; sums wait in memory
+constexpr int STRIP_ROWS = 4;  // 8 registers of dot products; accumulators are in memory
 constexpr int AT_ONCE = 1;
 #else
 constexpr int STRIP_ROWS = 1;
 constexpr int AT_ONCE = 1;
 #endif
-constexpr int64_t SHARED_TOKENS = 60;  // more are cut into blocks of rows
-constexpr int64_t BLOCK_STRIPS = 42;   // whose x stays in the second-level cache beside a panel
-const int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // bytes that a single strip fetches in advance
-constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
-constexpr int64_t MIN_NUMBERS = 1 << 13;  // of x for each thread that quantises
+constexpr int64_t SHARED_TOKENS = 60;  // more tokens are cut into blocks
+constexpr int64_t BLOCK_STRIPS = 42;   // row tiles per block of tokens: their x stays in L2 beside a panel
+const int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // prefetch distance in bytes of a single row tile
+constexpr int64_t MIN_BYTES = 1 << 16;  // weight per thread, at least: less does not pay for waking it
+constexpr int64_t MIN_NUMBERS = 1 << 13;  // values of x per thread that quantizes, at least
 
 struct Blocks : BlockCall {
-    // What a strip fetches while it adds: so many cache lines at each block, into the first-level cache (3) or the
-    // second (2).
+    // Prefetch of a row tile: `lines` cache lines at each block, into L1 (CACHE 3) or L2 (CACHE 2).
     template <int CACHE>
     struct Fetch {
         const uint8_t* from;
@@ -98,7 +99,7 @@ struct Blocks : BlockCall {
     }
 
     template <int BITS>
-    static constexpr bool IN_WORDS = BITS == 4 && HAS_WORD_SUMS;  // sums are added to `start` in the end
+    static constexpr bool IN_WORDS = BITS == 4 && HAS_WORD_SUMS;  // `start` is added at the end, not at the beginning
 
     template <int BITS, bool MINIMA, int ROWS>
     static inline __attribute__((always_inline)) void begin_dots(const BlockScale* scales, int64_t blocks,
@@ -124,7 +125,7 @@ struct Blocks : BlockCall {
         }
     }
 
-    // One block of some vectors.
+    // One block of AT_ONCE vectors.
     template <int BITS, int ROWS>
     static inline __attribute__((always_inline)) void multiply_block(const uint8_t* weights, const int8_t* numbers,
                                                                      int64_t stride, i32x16 (&dots)[ROWS][AT_ONCE]) {
@@ -193,7 +194,7 @@ struct Blocks : BlockCall {
         }
     }
 
-    // Tokens [first, last) times one panel; `next` is fetched meanwhile, or what a single strip reads a little later.
+    // Tokens [first, last) times one panel. Prefetches panel `next`; a single row tile prefetches its own panel.
     void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantised& from) const {
         int64_t strips = strips_of(last - first), lines = block_bytes(bits, has_minima) / LINE;
         if (strips == 1)
@@ -231,7 +232,7 @@ struct Blocks : BlockCall {
             return;
         }
         int64_t strips = strips_of(num_tokens), blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
-        int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
+        int64_t ahead = max_threads();  // a thread gets every ahead-th panel, if all threads are equally fast
         hand_out(blocks * panels(), [&](int64_t n) {
             int64_t block = n / panels(), panel = n % panels();
             int64_t first = num_tokens * (strips * block / blocks) / strips;
@@ -252,23 +253,24 @@ void engine::multiply_blocks_part(const BlockCall& call, const Quantised& tokens
     Blocks{call}.multiply_part(tokens, begin, end);
 }
 
-// Whether this CPU's level has an instruction for it; without one it is exact, and slow.
+// Whether the ISA target has byte dot products; without them the matmul is exact, but slow.
 EXPORT int blocks_are_fast() { return HAS_BYTE_DOT || HAS_WORD_SUMS; }
 
-// Bytes of the packed form of [outputs, inputs]; inputs must be a multiple of 32, bits 4 or 8.
+// Bytes of the packed form of [outputs, inputs]; inputs is a multiple of 32, bits 4 or 8.
 EXPORT int64_t packed_blocks_bytes(int64_t outputs, int64_t inputs, int bits, int has_minima) {
     using namespace engine;
     return (outputs + Blocks::PANEL - 1) / Blocks::PANEL * (inputs / BLOCK) * Blocks::block_bytes(bits, has_minima != 0);
 }
 
-// Bytes that `blocks` needs for quantised tokens.
+// Bytes of the workspace of `blocks`, for quantized tokens; 0 if the call uses tiles.
 EXPORT int64_t blocks_workspace_bytes(int64_t num_tokens, int64_t inputs, int64_t tiles_from) {
     using namespace engine;
     if (TILES && num_tokens >= tiles_from) return 0;
     return Quantised::bytes(num_tokens, inputs);
 }
 
-// numbers: [outputs, inputs] bytes, of 4 bits less than 16; scales and minima (or null): [outputs, inputs / 32] half precision.
+// numbers: [outputs][inputs] uint8, below 16 for 4 bits; scales, minima (or null): [outputs][inputs / 32] float16;
+// packed: packed_blocks_bytes bytes.
 EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const uint16_t* minima, int64_t outputs,
                         int64_t inputs, int bits, uint8_t* packed) {
     using namespace engine;
@@ -294,7 +296,7 @@ EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const ui
     });
 }
 
-// Makes the weight of a gated product (output.h) of a packed one, in place.
+// Rearranges a packed weight for a gated matmul (output.h), in place.
 EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bits, int has_minima) {
     using namespace engine;
     Output output = {nullptr, nullptr, GATED, outputs};
@@ -311,7 +313,7 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
                 int64_t old = output.first_of(v) / LANES;
                 const uint8_t* from = before + old / 2 * bytes;
                 uint8_t* to = first + v / 2 * blocks * bytes;
-                // [group or kind of scale][vector of the panel]
+                // [input group, or scales, or minima][vector of the panel]
                 auto copy = [&](int64_t at, int64_t size) {
                     std::memcpy(to + at + v % 2 * size, from + at + old % 2 * size, size);
                 };
@@ -323,8 +325,9 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
     });
 }
 
-// `workspace`: of blocks_workspace_bytes for the same `tiles_from`, which is at least 1; `form`: see output.h;
-// `has_paired_scales`: of 8 bits without minima only.
+// x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; bias: [outputs] bfloat16 or null; out: contiguous,
+// see output.h for `form`; workspace: blocks_workspace_bytes for the same `tiles_from`, which is at least 1;
+// has_paired_scales: only with 8 bits and without minima.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
                    int zero, float factor, int form, int has_paired_scales, int64_t tiles_from) {
@@ -346,7 +349,7 @@ EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const
     Blocks{call}.run(workspace);
 }
 
-// Rows of the weight: out[n] = weight[ids[n]], rounded to bfloat16; ids in [0, outputs).
+// out[n] = weight[ids[n]], rounded to bfloat16; ids: [num_rows] in [0, outputs); out: [num_rows][inputs] bfloat16.
 EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, int64_t num_rows, int64_t inputs, int bits,
                         int has_minima, int zero, float factor) {
     using namespace engine;

@@ -1,12 +1,12 @@
-// What a product of blocks.cpp is given, and how its weight is packed: in panels of 32 outputs (the last one filled up
-// with zeros), and a panel's blocks one after the other:
+// The arguments of a matmul of blocks.cpp, and the packed layout of its weight: panels of 32 outputs (the last one
+// padded with zeros), and in a panel its blocks one after the other:
 //
-//   numbers: [inputs / 4][output of the panel][4] bytes; of 4 bits, groups k and k + 4 share bytes, k in the low halves
+//   integers: [inputs / 4][output of the panel][4] bytes; 4 bits: groups k and k + 4 share bytes, k in the low half
 //   scales: [32] half precision
-//   minima: [32] half precision, where there are any
+//   minima: [32] half precision, if there are any
 //
-// All scales and minima of a weight are multiplied by a power of two that makes the best of half precision's range;
-// `factor` takes that back.
+// All scales and minima of a weight are multiplied by a power of two that makes best use of half precision's range;
+// `factor` is its inverse.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 namespace engine {
 
 constexpr int64_t BLOCK = 32;      // inputs
-constexpr int GROUPS = BLOCK / 4;  // of four inputs: what one instruction adds up
+constexpr int GROUPS = BLOCK / 4;  // groups of four inputs, which one instruction reduces
 
 struct BlockCall : Output {
     static constexpr int64_t PANEL = 32;  // outputs
@@ -29,7 +29,7 @@ struct BlockCall : Output {
     int64_t num_tokens, inputs;
     int bits, zero;
     bool has_minima;
-    bool has_paired_scales;  // of blocks 2k and 2k + 1; there are no minima then
+    bool has_paired_scales;  // blocks 2k and 2k + 1 share a scale; there are no minima then
     float factor;
 
     static constexpr int64_t block_bytes(int bits, bool has_minima) {

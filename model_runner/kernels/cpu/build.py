@@ -1,12 +1,12 @@
-"""`build`: the kernels as a file, compiled where it is missing, and kept in the user's cache folder.
+"""`build`: the kernels as a shared library, compiled if it is missing, and kept in the user's cache folder.
 
-A file is named by its level, its sources and flags, and its compiler: whoever changes one of them gets another file.
-Where there is no compiler any file of the same sources and flags is taken, so that a container image may bring it
-along. A file carries its own hash at its end and is renamed into place, so a half-written or damaged one is noticed and
-made again; processes that start at the same time wait for the first of them.
+A file is named by its ISA target, its sources and flags, and its compiler; a change of any of them gives another file.
+Without a compiler, any file with the same target, sources and flags is used, so a container image can ship one. A file
+ends with its own hash and is renamed into place, so an incomplete or damaged file is detected and compiled again.
+Processes that start at the same time wait for the first of them.
 
-What is loaded runs with the rights of this process. So the folder and the file must belong to its user or to root, and
-nobody else may be able to write them.
+The library runs with the rights of this process. The folder and the file must therefore belong to its user or to root,
+and no other user may have write access.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _OPTIONS: Final = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-w")
 _SOURCES: Final = Path(__file__).parent
 _HASH_BYTES: Final = 32
 _TIME_LIMIT_S: Final = 300
-"""For all of it: waiting for another process, and all compilers; one that works needs 20 s at most."""
+"""For everything: waiting for another process, and all compilers. A working compiler needs 20 s at most."""
 _POLL_S: Final = 0.05
-_UNUSED_S: Final = 60 * 86_400  # after which a file is removed
+_UNUSED_S: Final = 60 * 86_400  # a file unused for this long is removed
 _OTHERS_MAY_WRITE: Final = 0o022
 
 
 def build(isa: Isa, folder: Path | None = None, *, options: tuple[str, ...] = ()) -> Path:
-    """The library's file, compiled if it is not there.
+    """Path of the library, compiled if it does not exist.
 
     Args:
-        folder: where compiled libraries lie; None: below the user's cache folder.
-        options: more for the compiler, also at linking.
+        folder: folder of compiled libraries; None: in the user's cache folder.
+        options: further options for the compiler, also when linking.
 
     Raises:
-        NoLibraryError: no compiler, all of them fail, it takes too long, or others can write to the folder.
+        NoLibraryError: no compiler, all compilers fail, a time limit is exceeded, or others can write to the folder.
     """
     deadline_s = time.monotonic() + _TIME_LIMIT_S
     folder = _cache_folder() if folder is None else folder
@@ -74,7 +74,7 @@ def build(isa: Isa, folder: Path | None = None, *, options: tuple[str, ...] = ()
                 return path
         if failures:
             raise NoLibraryError("; ".join(dict.fromkeys(failures)))
-        for path in sorted(folder.glob(f"{stem}-*.so")):  # there is no compiler
+        for path in sorted(folder.glob(f"{stem}-*.so")):  # without a compiler
             if _is_usable(path):
                 return path
     except OSError as error:
@@ -87,7 +87,7 @@ def build(isa: Isa, folder: Path | None = None, *, options: tuple[str, ...] = ()
 def _cache_folder() -> Path:
     try:
         return cache_dir() / "kernels"
-    except ConfigError as error:  # no reason not to serve
+    except ConfigError as error:  # serving is possible without the library
         raise NoLibraryError(f"no place for the CPU kernels: {error}") from error
 
 
@@ -107,11 +107,11 @@ def _source_files() -> list[Path]:
     return sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")])
 
 
-# ---------------------------------------------------------------- a file that is there
+# ---------------------------------------------------------------- existing files
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file is there as it was compiled."""
+    """Whether the file exists and its hash is correct."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -123,20 +123,20 @@ def _is_usable(path: Path) -> bool:
     if not is_whole(path):
         return False
     _check_owner(path)
-    with suppress(OSError):  # it may be another user's
-        os.utime(path)  # so that it is not swept away
+    with suppress(OSError):  # the file may belong to another user
+        os.utime(path)  # marks it as used for `_sweep`
     return True
 
 
 def _check_owner(path: Path) -> None:
-    """Raises `NoLibraryError` if somebody else could have written what is there."""
+    """Raises `NoLibraryError` if another user could have written the file or folder."""
     try:
         status = path.stat()
     except FileNotFoundError:
         return
     if status.st_uid not in (0, os.geteuid()):
         raise NoLibraryError(
-            f"{path} belongs to user {status.st_uid}, whose code would run here; remove it, or set ENGINE_CACHE_DIR "
+            f"{path} belongs to user {status.st_uid}, and its code would run here; remove it, or set ENGINE_CACHE_DIR "
             "to a folder of your own"
         )
     if status.st_mode & _OTHERS_MAY_WRITE:
@@ -146,7 +146,7 @@ def _check_owner(path: Path) -> None:
         )
 
 
-# ---------------------------------------------------------------- making one
+# ---------------------------------------------------------------- compiling
 
 
 def _make(
@@ -156,7 +156,7 @@ def _make(
     folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     _check_owner(folder)
     with _locked(folder, deadline_s):
-        if _is_usable(path):  # somebody else has made it meanwhile
+        if _is_usable(path):  # another process has compiled it meanwhile
             return
         _sweep(folder)
         logger.info("cpu_kernels compiling, once, with %s; this takes some 20 s", compiler.path)
@@ -168,7 +168,7 @@ def _make(
 
 @contextmanager
 def _locked(folder: Path, deadline_s: float) -> Iterator[None]:
-    """While nobody else compiles; the system releases the lock of a process that dies."""
+    """Exclusive right to compile; the operating system releases the lock when a process dies."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         has_told = False
@@ -193,8 +193,8 @@ def _try_lock(lock: int) -> bool:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes left that died while they compiled, and files that nobody has used for long."""
-    for partial in folder.glob("partial-*"):  # nobody else compiles now
+    """Remove partial files of processes that died while compiling, and files that have not been used for long."""
+    for partial in folder.glob("partial-*"):  # the lock excludes other compilations
         shutil.rmtree(partial, ignore_errors=True)
     oldest_s = time.time() - _UNUSED_S
     for path in folder.glob("cpu-*.so"):
@@ -214,9 +214,9 @@ def _compile(command: list[str], options: tuple[str, ...], path: Path, deadline_
         ]
         run_all(commands, folder, deadline_s)
         linked = folder / path.name
-        # Without -fopenmp: that would name a runtime to load.
+        # Without -fopenmp: linking with it would name an OpenMP runtime to load.
         run_all([[command[0], "-shared", *options, *objects, "-o", str(linked)]], folder, deadline_s)
         content = linked.read_bytes()
         linked.write_bytes(content + hashlib.sha256(content).digest())
-        linked.chmod(0o644)  # whatever the umask: what others can write is not loaded
+        linked.chmod(0o644)  # for any umask: a file that others can write to is not loaded
         linked.replace(path)

@@ -1,4 +1,4 @@
-// What weights, keys and values of few bits need beside simd.h: dot products of bytes, whole numbers, half precision.
+// Additions to simd.h for weights, keys and values of few bits: dot products of bytes, integers, half precision.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 #define HAS_BYTE_DOT 0
 #endif
 
-// Products of small bytes are added up in 16 bits first.
+// Accumulate products of small bytes in 16 bits first.
 #if defined(__AVX2__) && !HAS_BYTE_DOT
 #define HAS_WORD_SUMS 1
 #else
@@ -27,7 +27,7 @@ ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
 #elif HAS_BYTE_DOT
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #elif HAS_WORD_SUMS && defined(__AVX512F__)
-    // As numbers of 16 bits, of which two products fit into 32.
+    // As 16-bit integers; the sum of two products fits into 32 bits.
     __m512i even = _mm512_madd_epi16(_mm512_and_si512((__m512i)a, _mm512_set1_epi16(0xff)),
                                      _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8));
     __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)a, 8), _mm512_srai_epi16((__m512i)b, 8));
@@ -47,8 +47,8 @@ ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
 #endif
 }
 
-// acc is 32 sums of 16 bits: acc[2i + j] += a[4i + 2j] * b[4i + 2j] + a[4i + 2j + 1] * b[4i + 2j + 1]; a is 64 bytes below
-// 16, b 64 signed bytes of magnitude 127 at most. 8 times fit: 16 * 15 * 127 = 30480.
+// acc is 32 16-bit accumulators: acc[2i + j] += a[4i + 2j] * b[4i + 2j] + a[4i + 2j + 1] * b[4i + 2j + 1]; a is 64
+// bytes below 16, b 64 signed bytes of magnitude at most 127. 8 calls cannot overflow: 8 * 2 * 15 * 127 = 30480.
 ALWAYS_INLINE i32x16 dot_nibbles(i32x16 acc, u32x16 a, u32x16 b) {
 #if HAS_WORD_SUMS && defined(__AVX512F__)
     return (i32x16)_mm512_add_epi16((__m512i)acc, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
@@ -62,7 +62,7 @@ ALWAYS_INLINE i32x16 dot_nibbles(i32x16 acc, u32x16 a, u32x16 b) {
 #endif
 }
 
-// What dot_nibbles has added up, four bytes of each to one sum.
+// Reduces the accumulators of dot_nibbles to one sum per four bytes.
 ALWAYS_INLINE i32x16 sum_words(i32x16 words) {
 #if HAS_WORD_SUMS && defined(__AVX512F__)
     return (i32x16)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(1));
@@ -74,14 +74,14 @@ ALWAYS_INLINE i32x16 sum_words(i32x16 words) {
 #endif
 }
 
-// To the nearest whole number, ties to even; |v| < 2^22.
+// To the nearest integer, ties to even; |v| < 2^22.
 ALWAYS_INLINE i32x16 round_to_int(f32x16 v) {
 #if defined(__AVX512F__)
     return (i32x16)_mm512_cvtps_epi32((__m512)v);
 #elif defined(__AVX2__)
     return {(i32x8)_mm256_cvtps_epi32((__m256)v.low), (i32x8)_mm256_cvtps_epi32((__m256)v.high)};
 #else
-    // Not by adding 1.5 * 2^23: a product before it would become part of a fused addition, and not be rounded itself.
+    // Not by adding 1.5 * 2^23: the compiler would fuse that addition with a preceding multiplication.
     float numbers[LANES];
     int32_t whole[LANES];
     put(numbers, v);
@@ -92,7 +92,7 @@ ALWAYS_INLINE i32x16 round_to_int(f32x16 v) {
 #endif
 }
 
-// The low byte of each.
+// Stores the low byte of each lane.
 ALWAYS_INLINE void store_bytes(int8_t* p, i32x16 v) {
 #if defined(__AVX512F__)
     __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
@@ -112,7 +112,7 @@ ALWAYS_INLINE int32_t sum(i32x16 v) {
 #endif
 }
 
-// 16 finite numbers of half precision.
+// 16 finite half-precision values.
 ALWAYS_INLINE f32x16 load_halves(const uint16_t* p) {
     u16x16 v;
     get(v, p);
@@ -120,7 +120,7 @@ ALWAYS_INLINE f32x16 load_halves(const uint16_t* p) {
     return (f32x16)_mm512_cvtph_ps((__m256i)v);
 #else
     u32x16 bits = widened(v);
-    f32x16 magnitude = (f32x16)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent's other bias
+    f32x16 magnitude = (f32x16)((bits & 0x7fffu) << 13) * 0x1p112f;  // corrects the exponent bias
     return (f32x16)((u32x16)magnitude | ((bits & 0x8000u) << 16));
 #endif
 }

@@ -1,4 +1,4 @@
-"""`Compiler`: the C++ compilers of this system, whether their threads can be torch's, and running them."""
+"""`Compiler`: finds the C++ compilers, checks that their OpenMP code works with torch's threads, and runs them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ....runtime.resolve.host_facts import COMPILERS
 
 _GCC_PARALLEL: Final = "GOMP_parallel"
 _CLANG_PARALLEL: Final = "__kmpc_fork_call"
-_QUOTED_CHARS: Final = 1000  # of what a compiler that fails has said
+_QUOTED_CHARS: Final = 1000  # of the output of a failing compiler
 
 
 class NoLibraryError(Exception):
-    """The library cannot be had here; the message says why."""
+    """The library cannot be built or loaded; the message says why."""
 
 
 class Compiler(NamedTuple):
-    """What compiles, and what its result is filed under.
+    """A compiler and the key under which its result is stored.
 
     Attributes:
         identity: changes when the compiler does.
-        openmp: whether torch's OpenMP runtime has what its code calls; if not, kernels run on one thread.
+        openmp: torch's OpenMP runtime has the functions that its code calls; if not, kernels run on one thread.
     """
 
     path: str
@@ -41,14 +41,14 @@ class Compiler(NamedTuple):
 
 @functools.cache
 def find_compilers() -> tuple[Compiler, ...]:
-    """Those on the path, in the order in which they are tried."""
+    """The compilers on the path, in the order in which they are tried."""
     found: dict[Path, Compiler] = {}
     for name in COMPILERS:
         command = shutil.which(name)
         if command is None:
             continue
         path = Path(command).resolve()
-        status = path.stat()  # instead of asking it for its version, which would cost each start a process
+        status = path.stat()  # asking the compiler for its version would cost a process at every start
         wanted = _CLANG_PARALLEL if "clang" in path.name else _GCC_PARALLEL
         identity = f"{path} {status.st_size} {status.st_mtime_ns}"
         found.setdefault(path, Compiler(command, identity, wanted in torch_openmp()))
@@ -57,7 +57,7 @@ def find_compilers() -> tuple[Compiler, ...]:
 
 @functools.cache
 def torch_openmp() -> frozenset[str]:
-    """What torch's OpenMP runtime has of the compilers' entry points, which are visible to libraries from now on."""
+    """The compilers' OpenMP entry points that torch's runtime has; makes them visible to libraries loaded later."""
     return frozenset(symbol for symbol in (_GCC_PARALLEL, _CLANG_PARALLEL) if _expose(symbol))
 
 
@@ -69,17 +69,17 @@ def _expose(symbol: str) -> bool:
 
 
 def run_all(commands: Sequence[Sequence[str]], folder: Path, deadline_s: float) -> None:
-    """Run commands side by side.
+    """Run commands in parallel.
 
-    A compiler is a driver with children: all of them end with the deadline, or when this call ends otherwise. What they
-    say goes to files: a pipe would be held open by a child that outlives its driver.
+    A compiler is a driver with child processes: all of them are terminated at the deadline, or when this call fails.
+    Their output goes to files: a child that outlives its driver would keep a pipe open.
 
     Args:
-        folder: for those files.
-        deadline_s: by `time.monotonic`.
+        folder: for the output files.
+        deadline_s: in the time of `time.monotonic`.
 
     Raises:
-        NoLibraryError: one failed, or ran too long.
+        NoLibraryError: a command failed or exceeded the deadline.
     """
     running: list[tuple[Sequence[str], Path, subprocess.Popen[bytes]]] = []
     try:

@@ -1,4 +1,4 @@
-// Weights of 12 bits a number (compressed.h): what makes them of packed ones, and back, and what multiplies with them.
+// Weights of 12 bits per value (compressed.h): compresses packed weights, decompresses them, multiplies with them.
 
 #include "compressed.h"
 
@@ -19,18 +19,18 @@
 namespace engine {
 namespace {
 
-constexpr int64_t VALUES = 256;  // that an exponent may have
+constexpr int64_t VALUES = 256;  // possible exponents
 constexpr uint8_t NO_CODE = 255;
-static_assert(PER_PANEL * 4 == 16, "a number has four bits of each vector");
+static_assert(PER_PANEL * 4 == 16, "a 16-bit word holds the four bits of each vector");
 
 uint32_t exponent_of(uint32_t number) { return number >> 7 & 0xff; }
 
-// What one vector's signs and mantissas are beside those of the vector before, and back.
+// Places the signs and mantissas of one vector beside those of the previous vector; self-inverse.
 uint32_t placed(uint32_t rest, int64_t vector) {
     return vector % 2 == 0 ? rest : (rest & 0x00ff00ff) << 8 | (rest >> 8 & 0x00ff00ff);
 }
 
-// A packed weight (linear.h), panel by panel.
+// Access to a packed weight (linear.h), panel by panel.
 struct PackedWeight {
     const uint32_t* packed;
     int64_t outputs, inputs;
@@ -40,7 +40,7 @@ struct PackedWeight {
     int64_t width(int64_t panel) const { return std::min(PANEL, padded(outputs) - panel * PANEL); }
     int64_t start(int64_t panel) const { return panel * PANEL * steps(); }
 
-    // All pairs of one step; zeros behind them.
+    // Copies the pairs of one k-step, padded with zeros.
     void copy_step(int64_t panel, int64_t step, uint32_t* to) const {
         int64_t words = width(panel);
         std::memcpy(to, packed + start(panel) + step * words, words * sizeof(uint32_t));
@@ -48,7 +48,7 @@ struct PackedWeight {
     }
 };
 
-// How a panel is to be written.
+// The encoding of a panel.
 class PanelPlan {
   public:
     PanelPlan() = default;
@@ -98,18 +98,18 @@ class PanelPlan {
     }
 
   private:
-    // Four counters for each value: neighbours are often equal, and an addition would wait for the one before.
+    // Four histograms: neighboring exponents are often equal, and an increment would wait for the previous one.
     static void count(const PackedWeight& weight, int64_t panel, int64_t* counts) {
         uint32_t some[4][VALUES] = {};
         const uint32_t* from = weight.packed + weight.start(panel);
-        int64_t words = weight.width(panel) * weight.steps();  // a multiple of 16
+        int64_t words = weight.width(panel) * weight.steps();  // is a multiple of 16
         for (int64_t n = 0; n < words; n += 2)
             for (int half = 0; half < 2; ++half) {
                 ++some[half][exponent_of(from[n + half])];
                 ++some[2 + half][exponent_of(from[n + half] >> 16)];
             }
         for (int64_t n = 0; n < VALUES; ++n) counts[n] = int64_t(some[0][n]) + some[1][n] + some[2][n] + some[3][n];
-        counts[0] += (PANEL - weight.width(panel)) * weight.inputs;  // what fills up
+        counts[0] += (PANEL - weight.width(panel)) * weight.inputs;  // padding
     }
 
     void find_whole_steps(const PackedWeight& weight, int64_t panel) {
@@ -134,12 +134,12 @@ class PanelPlan {
             }
     }
 
-    uint8_t codes_[VALUES];  // of each exponent
+    uint8_t codes_[VALUES];  // per exponent
     uint16_t exponents_[2 * EXPONENTS];
     std::vector<uint32_t> whole_;
 };
 
-// A pair of one output in a short step.
+// The pair of one output in a compressed k-step.
 uint32_t pair_of(const uint32_t* step, int64_t output, const uint16_t* exponents) {
     int64_t vector = output / LANES, lane = output % LANES;
     uint32_t rest = placed(step[vector / 2 * LANES + lane], vector) & REST;
@@ -147,7 +147,7 @@ uint32_t pair_of(const uint32_t* step, int64_t output, const uint16_t* exponents
     return rest | exponents[codes & 0xf] | uint32_t(exponents[codes >> 16 & 0xf]) << 16;
 }
 
-// The starts of panels, as many as fill cache lines.
+// Size of the table of panel starts, in words, rounded up to cache lines.
 int64_t start_words(int64_t panels) { return (2 * panels + LINE - 1) / LINE * LINE; }
 
 const uint32_t* panel_at(const void* compressed, int64_t panel) {
@@ -176,7 +176,7 @@ std::vector<PanelPlan> plan_panels(const PackedWeight& weight) {
 }  // namespace
 }  // namespace engine
 
-// Bytes of the compressed form of a packed weight; 0 at a level that has none.
+// Bytes of the compressed form of a packed weight; 0 if the ISA target has no kernel for it.
 EXPORT int64_t compressed_linear_bytes(const void* packed, int64_t outputs, int64_t inputs) {
     using namespace engine;
     PackedWeight weight = {static_cast<const uint32_t*>(packed), outputs, inputs};
@@ -201,7 +201,7 @@ EXPORT void compress_linear(const void* packed, int64_t outputs, int64_t inputs,
     });
 }
 
-// The packed weight (linear.h) that it was made of.
+// Restores the packed weight (linear.h) from its compressed form.
 EXPORT void decompress_linear(const void* compressed, int64_t outputs, int64_t inputs, void* packed_) {
     using namespace engine;
     uint32_t* packed = static_cast<uint32_t*>(packed_);
@@ -215,7 +215,7 @@ EXPORT void decompress_linear(const void* compressed, int64_t outputs, int64_t i
     });
 }
 
-// As linear_to, to the same bits.
+// As linear_to, with the same bits.
 EXPORT void compressed_linear_to(const void* x, int64_t x_stride, const void* compressed, const void* bias, void* out,
                                  int64_t num_tokens, int64_t inputs, int64_t outputs, int form) {
     using namespace engine;

@@ -1,21 +1,23 @@
-// A weight of linear.h in 12 bits a number instead of 16, without loss. Of the 256 exponents that bfloat16 has, 16 are
-// all that nearly every number of 64 neighbouring outputs has (their entropy is some 2.6 bits; T. Zhang et al.: "70% Size,
-// 100% Accuracy", arXiv:2504.11651), so four bits say which one it is. A step with any other exponent stays as it was.
+// A weight of linear.h in 12 bits per value instead of 16, lossless. bfloat16 has 256 exponents; nearly all values of
+// 64 neighboring outputs use only 16 of them (their entropy is some 2.6 bits; T. Zhang et al.: "70% Size, 100%
+// Accuracy", arXiv:2504.11651), so four bits encode the exponent. A k-step with any other exponent is stored
+// uncompressed.
 //
-//   [panels] int64      where each panel begins, in words (uint32); filled up to 64 bytes
+//   [panels] int64      start of each panel, in words (uint32); padded to 64 bytes
 //   each panel:
-//     [32] uint16       its exponents, at their place in a bfloat16; twice, as the instruction looks at five bits
-//     uint32            where its first step begins, in words
-//     [...] uint32      steps that are as they were, in ascending order; then the number of steps; filled up to 64 bytes
-//     each step:
-//       [two vectors of the panel][32] uint16    signs and mantissas: of the first one where its numbers have them, of the
-//                                                other one where they have them with their bytes swapped
-//       [32] uint16                              four bits of each vector, those of the first one lowest
-//     or, as it was:
+//     [32] uint16       its 16 exponents, shifted into place; twice: the lookup instruction reads five index bits
+//     uint32            start of its first k-step, in words
+//     [...] uint32      uncompressed k-steps, in ascending order; then the number of k-steps; padded to 64 bytes
+//     each k-step:
+//       [two vectors of the panel][32] uint16    signs and mantissas: those of the first vector at their place in a
+//                                                bfloat16, those of the second one there after swapping bytes
+//       [32] uint16                              four bits per vector, those of the first one lowest
+//     or, uncompressed:
 //       [vector of the panel][32] uint16
 //
-// All panels have 64 outputs, the last one is filled up with zeros. Who waits for memory reads three quarters of it: few
-// tokens unpack in registers what they multiply, of many the first strip leaves it in a cache for the others.
+// All panels have 64 outputs; the last one is padded with zeros. Calls that wait for memory read three quarters of the
+// bytes. With few tokens the weight is unpacked in registers; with many, the first row tile stores it in a cache for
+// the others.
 
 #pragma once
 
@@ -25,7 +27,7 @@
 #include "simd.h"
 #include "tile.h"
 
-// Where it exists: unpacking is made of AVX-512's words, and tiles would need it in another form.
+// Requires the 16-bit instructions of AVX-512BW for unpacking; AMX tiles would need another layout.
 #if defined(__AVX512BW__) && !TILES
 #define COMPRESSES 1
 #else
@@ -34,18 +36,18 @@
 
 namespace engine {
 
-constexpr int64_t EXPONENTS = 16;                           // of a panel
-constexpr int64_t EXPONENT_WORDS = EXPONENTS;               // each twice, two in a word
-constexpr int64_t REST_WORDS = PANEL / 2;                   // of a step: signs and mantissas, ...
-constexpr int64_t SHORT_STEP = REST_WORDS + PANEL / 4;      // ... and all of it
+constexpr int64_t EXPONENTS = 16;                           // per panel
+constexpr int64_t EXPONENT_WORDS = EXPONENTS;               // each twice, two per word
+constexpr int64_t REST_WORDS = PANEL / 2;                   // signs and mantissas of a k-step
+constexpr int64_t SHORT_STEP = REST_WORDS + PANEL / 4;      // a whole compressed k-step
 constexpr int64_t WHOLE_STEP = PANEL;
-constexpr uint32_t REST = 0x807f807f;                       // of a pair: signs and mantissas
+constexpr uint32_t REST = 0x807f807f;                       // signs and mantissas of a pair
 
 inline int64_t head_words(int64_t whole_steps) {
     return (EXPONENT_WORDS + 2 + whole_steps + LINE - 1) / LINE * LINE;
 }
 
-// Where in a panel one is that reads it from the first step to the last.
+// Position of a reader that goes through the k-steps of a panel in order.
 class PanelReader {
   public:
     explicit PanelReader(const uint32_t* panel)
@@ -54,7 +56,7 @@ class PanelReader {
     const uint16_t* exponents() const { return reinterpret_cast<const uint16_t*>(panel_); }
     const uint32_t* at() const { return at_; }
 
-    // Behind this step; returns whether it was whole.
+    // Moves past this k-step; returns whether it was uncompressed.
     ALWAYS_INLINE bool advance() {
         bool is_whole = step_++ == *whole_;
         at_ += is_whole ? WHOLE_STEP : SHORT_STEP;
@@ -62,7 +64,7 @@ class PanelReader {
         return is_whole;
     }
 
-    // Behind that many steps.
+    // Moves past `steps` k-steps.
     void advance(int64_t steps) {
         const uint32_t* before = whole_;
         for (step_ += steps; *whole_ < step_;) ++whole_;
@@ -78,7 +80,7 @@ class PanelReader {
 
 #if COMPRESSES
 
-// A panel's exponents, and what else takes steps of it apart.
+// Unpacks k-steps of a panel; holds its exponents and constants in registers.
 struct Unpacker {
     __m512i exponents, kept, swapped;
 
@@ -87,10 +89,10 @@ struct Unpacker {
           kept(_mm512_set1_epi32(int(REST))),
           swapped(_mm512_set4_epi32(0x0e0f0c0d, 0x0a0b0809, 0x06070405, 0x02030001)) {}
 
-    // The vectors from `first` on, an even one, of the reader's step, which is behind it then.
+    // Unpacks VECTORS vectors of the reader's k-step from `first` (even) on, and moves the reader past it.
     //
-    // (Turned by 8 bits instead of swapped they would be as short, and products of 6 rows 7 % slower on Zen 4: that takes
-    // the multipliers' time.)
+    // (Rotating by 8 bits instead of swapping bytes has the same size, but makes matmuls of 6 rows 7 % slower on Zen 4:
+    // it competes for the ports of the multipliers.)
     template <int VECTORS>
     inline __attribute__((always_inline)) void next(PanelReader& from, int64_t first, u32x16 (&to)[VECTORS]) const {
         const uint32_t* at = from.at();
@@ -112,8 +114,8 @@ struct Unpacker {
     }
 };
 
-// As multiply_tile, with the vectors from `first` on: sums[r][v] += rows[r] . columns[v]. What was unpacked is left at
-// `unpacked`, if that is not null.
+// As multiply_tile, with the vectors from `first` on: sums[r][v] += rows[r] . columns[v]. Stores the unpacked vectors
+// at `unpacked` unless that is null.
 template <int ROWS, int VECTORS, class AtStep>
 inline __attribute__((always_inline)) void multiply_compressed(const bf16* rows, int64_t row_stride, PanelReader from,
                                                                int64_t first, int64_t steps, f32x16 (&sums)[ROWS][VECTORS],

@@ -1,7 +1,7 @@
-// What stands between the matrix products: norms, gated activations, rotary with the store into the KV pool, rows of
-// tables, sums, conversions.
+// The operations between the matmuls: norms, gated activations, rotary with the store into the KV pool, table rows,
+// additions, conversions.
 //
-// All of them are computed in float32 and rounded once. Each row is one thread's: nothing depends on the batch.
+// All of them compute in float32 and round once. One thread computes each row: results do not depend on the batch.
 
 #include "activations.h"
 #include "parallel.h"
@@ -11,7 +11,7 @@
 namespace engine {
 namespace {
 
-constexpr int64_t MIN_NUMBERS = 1 << 14;  // for each thread: below, waking it costs more than it saves
+constexpr int64_t MIN_NUMBERS = 1 << 14;  // elements per thread, at least: fewer do not pay for waking it
 
 int64_t rows_per_thread(int64_t numbers) { return (MIN_NUMBERS + numbers - 1) / (numbers > 0 ? numbers : 1); }
 
@@ -50,7 +50,7 @@ void add_row(const T* x, T* residual, int64_t size) {
     for (; n < size; ++n) from_float(to_float(residual[n]) + to_float(x[n]), residual + n);
 }
 
-// x is null: norm of `residual` alone.
+// `x` null: norm of `residual` alone.
 template <class T, class W>
 void norms(const void* x_, void* residual_, const void* weight_, void* out_, int64_t rows, int64_t size, float eps) {
     const T* x = static_cast<const T*>(x_);
@@ -86,7 +86,7 @@ void gated(const void* gate_up_, void* out_, int64_t rows, int64_t size) {
 
 // ---------------------------------------------------------------- rotary
 
-// One head in place; `row` is room for head_dim floats.
+// One head, in place; `row` is a buffer of head_dim floats.
 template <class T, class A>
 void rotate_head(T* head, const A* cos, const A* sin, int64_t rotary_dim, float* row) {
     int64_t half = rotary_dim / 2;
@@ -108,9 +108,9 @@ void rotate_head(T* head, const A* cos, const A* sin, int64_t rotary_dim, float*
     }
 }
 
-constexpr float MOST_INT8 = 127.0f, LEAST_TOP = 1e-35f;  // smaller numbers are stored as 0
+constexpr float MOST_INT8 = 127.0f, LEAST_TOP = 1e-35f;  // smaller values are stored as 0
 
-// One head as int8; the scale is NaN where a number is not finite, so that it stays visible.
+// Quantizes one head to int8; the scale is NaN if a value is not finite, so that NaN propagates.
 template <class T>
 float quantise_head(const T* head, int64_t head_dim, int8_t* out) {
     LargestMagnitude most;
@@ -119,9 +119,9 @@ float quantise_head(const T* head, int64_t head_dim, int8_t* out) {
     float top = most.get();
     for (int64_t i = n; i < head_dim; ++i) {
         float magnitude = __builtin_fabsf(to_float(head[i]));
-        if (!(magnitude <= top) && top == top) top = magnitude;  // NaN, too, and it stays
+        if (!(magnitude <= top) && top == top) top = magnitude;  // true for NaN, which then stays
     }
-    float not_finite = top - top;  // NaN, or 0
+    float not_finite = top - top;  // NaN if top is not finite, else 0
     if (!(top >= LEAST_TOP && not_finite == 0.0f)) {
         std::memset(out, 0, head_dim);
         return not_finite;
@@ -135,7 +135,7 @@ struct Rotation {
     void* qkv;
     const void *q_norm, *k_norm, *cos, *sin;
     void *k_pool, *v_pool;
-    float *k_scale, *v_scale;  // null: the pool's numbers are those of the activations
+    float *k_scale, *v_scale;  // null: the pool has the type of the activations
     const int64_t* loc;
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
     float eps;
@@ -149,7 +149,7 @@ void store_quantised(const Rotation& r, const T* heads, int64_t token, void* poo
     }
 }
 
-// T: of activations and pool, A: of the angles, W: of the norms' weights.
+// T: type of activations and pool, A: of the angles, W: of the norm weights.
 template <class T, class A, class W>
 void rotate_and_store(const Rotation& r) {
     int64_t kv_size = r.num_kv_heads * r.head_dim;
@@ -179,9 +179,9 @@ void rotate_and_store(const Rotation& r) {
     });
 }
 
-// ---------------------------------------------------------------- rows of tables, sums, conversions
+// ---------------------------------------------------------------- table rows, additions, conversions
 
-// `to` may be `from`.
+// `to` may equal `from`.
 template <class T>
 void scale_row(const T* from, T* to, int64_t size, float factor) {
     int64_t n = 0;
@@ -212,7 +212,8 @@ void add(const T* x, T* sum, int64_t size) {
 }  // namespace
 }  // namespace engine
 
-// Numbers are bfloat16 where `is_bf16`, else float32; weights and angles may be float32 beside bfloat16 activations.
+// Types of the functions below: bfloat16 if `is_bf16`, else float32; weights and angles may be float32 with bfloat16
+// activations. All arrays are contiguous; no alignment beyond that of the type is required.
 
 EXPORT void add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t size,
                          float eps, int is_bf16, int weight_is_bf16) {
@@ -259,7 +260,7 @@ EXPORT void take_rows(const void* table_, const int64_t* indices, void* out_, in
         take_rows(static_cast<const float*>(table_), indices, static_cast<float*>(out_), rows, size, scale);
 }
 
-// The same product as that of `take_rows`, in place.
+// x: [size] bfloat16, multiplied in place as by `take_rows`.
 EXPORT void scale(void* x_, int64_t size, float factor) {
     using namespace engine;
     bf16* x = static_cast<bf16*>(x_);
@@ -293,5 +294,5 @@ RECORDABLE(scale)
 RECORDABLE(add)
 RECORDABLE(widen)
 
-// Threads that work of this library runs on, as of now.
+// Current number of threads that run this library's kernels.
 EXPORT int num_threads() { return engine::max_threads(); }

@@ -1,14 +1,15 @@
 // A mixture of experts: a router sends each token to a few of a layer's many small MLPs ("experts").
 //
-//   route             the experts of a token and their shares
-//   group_tokens      a row for each token and each of its experts, the rows of an expert side by side
+//   route             the experts of a token and their weights ("shares")
+//   group_tokens      one row per token and expert; the rows of an expert are contiguous
 //   take_tokens       x, row by row
 //   multiply_experts  each row times a weight of its expert
 //   add_shares        each token's rows, weighted and added up
 //
-// The products of all experts are shared out as one: few tokens go to few experts each, whose weights are read once, in
-// one stretch by each thread. Every row is multiplied as in a product of its own, so a token's bits do not depend on
-// where the others go. (With tiles, rows of 4- and 8-bit weights do on whether an expert has `tiles_from` of them.)
+// The work of all experts is divided as that of one matmul: few tokens go to few experts each, and each thread reads
+// one contiguous range of their weights, once. Every row is multiplied as in a matmul of its own, so the bits of a
+// token do not depend on the routing of others. (Exception, with tiles: rows of 4- and 8-bit weights depend on whether
+// their expert has `tiles_from` rows.)
 
 #include <algorithm>
 #include <cstddef>
@@ -25,31 +26,31 @@
 namespace engine {
 namespace {
 
-constexpr int64_t MIN_NUMBERS = 1 << 14;  // for each thread that copies, quantises or adds
-constexpr int64_t MIN_LOGITS = 1 << 11;   // for each thread that routes
-constexpr int64_t MIN_BYTES = 1 << 16;    // of weights for each thread: less is not worth waking it
-constexpr int64_t STRIP_ROWS = 6;         // that take about as long as one
+constexpr int64_t MIN_NUMBERS = 1 << 14;  // elements per thread that copies, quantizes or adds, at least
+constexpr int64_t MIN_LOGITS = 1 << 11;   // logits per thread that routes, at least
+constexpr int64_t MIN_BYTES = 1 << 16;    // weight per thread, at least: less does not pay for waking it
+constexpr int64_t STRIP_ROWS = 6;         // rows that take about as long as one
 constexpr int64_t PART_OUTPUTS = PART_VECTORS * LANES;
 
 int64_t divided_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
-// One expert's weight, as Python describes it (native_experts.py).
+// One expert's weight; Python fills it in (native_experts.py).
 struct ExpertWeight {
     enum Kind : int32_t { PACKED, COMPRESSED, BLOCKS };
 
     const void* packed;
     Kind kind;
-    int32_t bits, zero, has_minima, has_paired_scales;  // of blocks
+    int32_t bits, zero, has_minima, has_paired_scales;  // BLOCKS only
     float factor;
 };
 static_assert(sizeof(ExpertWeight) == 32 && offsetof(ExpertWeight, bits) == 12 && offsetof(ExpertWeight, factor) == 28);
 
-// Which rows there are: one for each token and each of its experts, in the order of the experts, then of the tokens.
+// The rows, one per token and expert, sorted by expert, then by token.
 struct Groups {
-    int32_t* starts;  // [experts + 1]: rows
-    int32_t* costs;   // [experts + 1]: of the experts before, in strips of rows
-    int32_t* slots;   // [rows]: the token and its expert, token * active + n
-    int32_t* rows;    // [slots]
+    int32_t* starts;  // [experts + 1]: first row of each expert
+    int32_t* costs;   // [experts + 1]: row tiles of the experts before
+    int32_t* slots;   // [rows]: the token and its n-th expert, token * active + n
+    int32_t* rows;    // [slots]: the row of a slot
 
     Groups(void* memory, int64_t num_experts, int64_t num_rows)
         : starts(static_cast<int32_t*>(memory)),
@@ -66,12 +67,12 @@ struct Groups {
 
 // ---------------------------------------------------------------- routing
 
-// The experts of one token, the largest logit first and of equal ones the first.
+// The experts of one token, largest logit first; among equals the first expert.
 struct Router {
     int64_t num_experts, num_active;
     bool normalise;
 
-    // NaN and plus infinity make shares that are no numbers, and still experts that exist.
+    // NaN and plus infinity give shares that are NaN, but always valid experts.
     template <class T>
     void route(const T* logits, float* memory, int64_t* ids, float* shares) const {
         int64_t all = padded(num_experts);
@@ -97,7 +98,7 @@ struct Router {
     }
 
   private:
-    // Among the `count` that are there, sorted; `logits` are theirs.
+    // Inserts into the sorted list of `count` experts; `logits` are their logits.
     void insert(float logit, int64_t expert, int64_t count, int64_t* ids, float* logits) const {
         int64_t at = count;
         while (at > 0 && logit > logits[at - 1]) --at;
@@ -108,15 +109,15 @@ struct Router {
     }
 };
 
-// ---------------------------------------------------------------- products
+// ---------------------------------------------------------------- matmuls
 
-// Rows times the weights of their experts.
+// Multiplies rows with the weights of their experts.
 struct ExpertProducts {
     const ExpertWeight* weights;
     Groups groups;
     const bf16* x;  // [rows][inputs]
     char* out;
-    void* workspace;  // null: no weight has blocks
+    void* workspace;  // null: no weight is in blocks
     int64_t num_rows, num_experts, inputs, outputs;
     Form form;
     int64_t tiles_from;
@@ -169,7 +170,7 @@ struct ExpertProducts {
         }
     }
 
-    // Pieces [begin, end) of all parts that have any rows, cut where about equally much is to be done.
+    // Pieces [begin, end) of the parts of all experts with rows, cut into about equal amounts of work.
     void multiply_pieces(int64_t begin, int64_t end, int64_t pieces) const {
         int64_t all = groups.costs[num_experts] * parts(), from = all * begin / pieces, to = all * end / pieces;
         const int32_t* found = std::upper_bound(groups.costs, groups.costs + num_experts, int32_t(from / parts()));
@@ -195,7 +196,7 @@ struct ExpertProducts {
 }  // namespace
 }  // namespace engine
 
-// ids, shares: [tokens][active]. Logits are bfloat16 where `is_bf16`, else float32.
+// logits: [tokens][experts] bfloat16 if `is_bf16`, else float32; ids (int64), shares (float32): [tokens][active].
 EXPORT void route(const void* logits, int64_t* ids, float* shares, int64_t num_tokens, int64_t num_experts,
                   int64_t num_active, int normalise, int is_bf16) {
     using namespace engine;
@@ -214,7 +215,7 @@ EXPORT void route(const void* logits, int64_t* ids, float* shares, int64_t num_t
     });
 }
 
-// Bytes of what group_tokens makes; rows are tokens times active experts.
+// Bytes of the result of group_tokens; num_rows = tokens * active experts.
 EXPORT int64_t token_groups_bytes(int64_t num_rows, int64_t num_experts) {
     return engine::Groups::bytes(num_experts, num_rows);
 }
@@ -230,7 +231,7 @@ EXPORT void group_tokens(const int64_t* ids, void* groups_, int64_t num_rows, in
             groups.costs[expert + 1] = groups.costs[expert] + int32_t(divided_up(groups.starts[expert + 1], STRIP_ROWS));
             groups.starts[expert + 1] += groups.starts[expert];
         }
-        for (int64_t slot = num_rows - 1; slot >= 0; --slot) {  // from the ends of the groups, which become starts
+        for (int64_t slot = num_rows - 1; slot >= 0; --slot) {  // turns the ends of the groups into their starts
             int32_t row = --groups.starts[ids[slot] + 1];
             groups.slots[row] = int32_t(slot);
             groups.rows[slot] = row;
@@ -240,7 +241,7 @@ EXPORT void group_tokens(const int64_t* ids, void* groups_, int64_t num_rows, in
     });
 }
 
-// out: [rows][inputs].
+// x: [tokens][inputs] bfloat16, rows `x_stride` elements apart; out: [rows][inputs] bfloat16, contiguous.
 EXPORT void take_tokens(const void* x_, int64_t x_stride, void* groups_, void* out_, int64_t num_rows,
                         int64_t num_experts, int64_t num_active, int64_t inputs) {
     using namespace engine;
@@ -253,8 +254,9 @@ EXPORT void take_tokens(const void* x_, int64_t x_stride, void* groups_, void* o
     });
 }
 
-// table: [experts] weights [outputs, inputs]; x: [rows][inputs]; `workspace`: of blocks_workspace_bytes for so many rows
-// and no tiles, or null where no weight has blocks; `form`: see output.h, not FLOAT.
+// table: [experts] ExpertWeight, of weights [outputs, inputs]; x: [rows][inputs] bfloat16, contiguous; workspace:
+// blocks_workspace_bytes for this number of rows without tiles, or null if no weight is in blocks; form: see output.h,
+// not FLOAT.
 EXPORT void multiply_experts(const void* table, void* groups, const void* x, void* out, void* workspace,
                              int64_t num_rows, int64_t num_experts, int64_t inputs, int64_t outputs, int form,
                              int64_t tiles_from) {
@@ -265,7 +267,7 @@ EXPORT void multiply_experts(const void* table, void* groups, const void* x, voi
         .run();
 }
 
-// out[token] = the sum of its rows, each times its share, in float32; rows: [rows][size].
+// out[token] = sum of its rows times their shares, in float32; rows: [rows][size], out: [tokens][size], both bfloat16.
 EXPORT void add_shares(const void* rows_, const float* shares, void* groups_, void* out_, int64_t num_tokens,
                        int64_t num_experts, int64_t num_active, int64_t size) {
     using namespace engine;

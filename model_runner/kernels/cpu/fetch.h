@@ -1,10 +1,10 @@
-// What is asked of memory before it is used.
+// Software prefetch.
 //
-// The level avx512_bf16 is AMD's (isa.py; and Cooper Lake's), and these CPUs differ. Zen 4's own prefetchers do better alone
-// where something is read from one end to the other (one thread reads 27 GB/s, 22 if asked), and what is read elsewhere comes
-// faster by way of the second-level cache, as its first level has few lines on their way (64 decodes of 512 tokens: 18 GB/s,
-// 13 without). Zen 5's first level is larger, and is to be asked: products of one token take 0.90 of the time, of six
-// 0.86, decode attention 0.96 (bfloat16) and 0.93 (int8).
+// The ISA target avx512_bf16 covers AMD CPUs (isa.py; and Cooper Lake), which differ. On Zen 4 the hardware prefetchers
+// are faster alone for sequential reads (one thread reads 27 GB/s, 22 with software prefetch). Other reads are faster
+// through L2, because its L1 has few lines in flight (64 decodes of 512 tokens: 18 GB/s, 13 without). Zen 5 has a
+// larger L1, and prefetching into it pays: matmuls of one token take 0.90 of the time, of six 0.86, decode attention
+// 0.96 (bfloat16) and 0.93 (int8).
 
 #pragma once
 
@@ -18,8 +18,8 @@
 
 namespace engine {
 
-// FETCH_INTO: the cache into which is fetched what several strips of tokens are going to read.
-// READS_AHEAD: whether what is read once is fetched, too, into the first-level cache.
+// FETCH_INTO: the cache (3: L1, 2: L2) for data that several row tiles read.
+// READS_AHEAD: whether data that is read once is prefetched, too, into L1.
 #if HAS_BF16_DOT && !defined(HAS_AMX)
 constexpr int FETCH_INTO = 2;
 
@@ -36,8 +36,8 @@ constexpr int FETCH_INTO = 3;
 constexpr bool READS_AHEAD = true;
 #endif
 
-// Asks for the cache line at p. GCC 12 left out some of its own __builtin_prefetch, in loops with nothing else in them
-// (linear_short.h, linear_vectors.h).
+// Prefetches the cache line at p. Inline assembly, because GCC 12 drops some __builtin_prefetch in loops that contain
+// nothing else (linear_short.h, linear_vectors.h).
 template <int CACHE = FETCH_INTO>
 ALWAYS_INLINE void fetch(const void* p) {
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-"""`NativeFunction`: a function of the compiled library as Python calls it, and as whoever records calls sees it."""
+"""`NativeFunction`: a callable function of the compiled library; its calls can be recorded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ OnCall = Callable[["NativeFunction", tuple[Any, ...]], None]
 
 
 class Tap(threading.local):
-    """Who is told of each call of a library's functions by this thread; usually nobody.
+    """The callback that receives the calls of a library's functions made by this thread; usually None.
 
     Attributes:
-        only_told: calls are told and not made, but for questions; for whoever wants to know what would be called.
+        only_told: calls are reported but not made, except functions that return a value (a dry run).
     """
 
     on_call: OnCall | None = None
@@ -27,11 +27,11 @@ class NativeFunction:
     """Calls the library.
 
     Attributes:
-        name: in the library.
-        arguments: a letter for each, see `library`.
-        recorded_form: address of the function that makes a recorded call of it; None for functions that may not be
-            part of a program.
-        returns: whether it answers something: such functions are questions and change nothing.
+        name: name in the library.
+        arguments: one letter per argument, see `library`.
+        recorded_form: address of the function that makes a recorded call; None for functions that cannot be part of a
+            program.
+        returns: it returns a value; such functions have no side effects.
     """
 
     __slots__ = ("_function", "_tap", "arguments", "name", "recorded_form", "returns")
@@ -47,7 +47,7 @@ class NativeFunction:
         self._tap = tap
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it, then tell."""
+        """Call the function, then report the call."""
         if self._tap.on_call is None:
             return self._function(*arguments)
         result = None if self._tap.only_told and not self.returns else self._function(*arguments)

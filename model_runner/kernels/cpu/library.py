@@ -1,11 +1,11 @@
 """`load_library`: the C++ kernels as a shared library, compiled on first use by the system's compiler.
 
-A plain C interface on raw pointers, without torch's headers, so that compiling takes seconds. The library is compiled
-for one level of instructions (`isa`): the best one of this CPU for which there is a file, or a compiler that can make
-it; `build` says where it is kept.
+It has a plain C interface on raw pointers, without torch's headers, so compiling takes seconds. It is compiled for one
+ISA target (`isa`): the best one of this CPU for which there is a file or a capable compiler. `build` decides where it
+is stored.
 
-Its threads are torch's: the calls to OpenMP are left unresolved, and the loader binds them to the runtime that torch
-has brought along. A second runtime would have its own threads, which would fight with torch's for the cores.
+Its thread pool is torch's: the calls to OpenMP are left unresolved, and the loader binds them to the runtime that torch
+ships. A second runtime would have its own threads, which would compete with torch's for the cores.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from .isa import ISAS, Isa, best_isa, runnable_isas
 logger = logging.getLogger(__name__)
 
 _FASTER_THAN_TORCH: Final[tuple[Isa, ...]] = tuple(isa for isa in ISAS if isa != "portable")
-"""Only there anything is written for the instructions of the level."""
+"""The only architectures with kernels for particular instructions."""
 
 _PATIENCE_S: Final = 60.0
-"""After a level has failed for longer than that, no other one is tried: compilers fail at once, or are stuck."""
+"""If compiling for a target fails after more than this time, no other target is tried: compilers that work fail at
+once."""
 
 _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "num_threads": ("i", ""),
@@ -74,10 +75,10 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "widen": ("", "ppn"),
     "run_program": ("", "pn"),
 }
-"""Of each function: what it returns and takes; p is a pointer, n an int64, f a float, i an int."""
+"""Return and argument types of each function: p is a pointer, n an int64, f a float, i an int."""
 
 _HOUSEKEEPING: Final = frozenset({"free_attention_plan"})
-"""Functions whose calls have nothing to do with the step in which they happen to be made."""
+"""Functions that are never part of a step: their calls are not recorded."""
 
 _C_TYPES: Final = {
     "p": ctypes.c_void_p,
@@ -89,9 +90,9 @@ _C_TYPES: Final = {
 
 
 def reasons_against_library() -> list[str]:
-    """Why our kernels should not be used here: none if they should. Compiles them if nobody has yet.
+    """Why the C++ kernels should not be used here; empty: they should. Compiles them if necessary.
 
-    So a call of it is also what prepares the first start: `make` and container images do that.
+    Calling it also prepares the first start: `make` and container images do that.
     """
     if best_isa() not in _FASTER_THAN_TORCH:
         return [
@@ -110,16 +111,16 @@ def reasons_against_library() -> list[str]:
 
 
 def load_library(isa: Isa | None = None) -> ctypes.CDLL:
-    """The library, with its functions' types declared; the same object for the same level.
+    """The library, with its functions' types declared; the same object for the same ISA target.
 
     Args:
-        isa: the level to compile for; None: the best that this process can run and that can be had.
+        isa: the target to compile for; None: the best target that this process can run and that can be built or loaded.
 
     Raises:
-        NoLibraryError: there is none and it cannot be made, or this process cannot run it; says why. The first
-            time that the best one is asked for, a warning says what that costs.
+        NoLibraryError: there is none and it cannot be built, or this process cannot run it; the message says why. If
+            the best target fails, a warning states the cost, once.
     """
-    # Asks for AMX's registers, too, without which its instructions end the process.
+    # Also requests AMX registers, without which AMX instructions end the process.
     if isa is not None and isa not in runnable_isas():
         raise NoLibraryError(f"this process cannot run {isa}, only {', '.join(runnable_isas())}")
     loaded = _load_best(best_isa()) if isa is None else _load(isa)
@@ -129,7 +130,7 @@ def load_library(isa: Isa | None = None) -> ctypes.CDLL:
 
 
 def loaded_isa() -> Isa:
-    """The level of the library that `load_library()` returns.
+    """The ISA target of the library that `load_library()` returns.
 
     Raises:
         NoLibraryError: see `load_library`.
@@ -140,10 +141,10 @@ def loaded_isa() -> Isa:
 
 @functools.cache
 def _load_best(best: Isa) -> ctypes.CDLL | str:
-    """The library of the best level, or of the next one that is worth having; or why there is none.
+    """The library of the best ISA target, or of the next one that is useful; or why there is none.
 
-    Assemblers know AMX since binutils 2.36, compilers bfloat16 since GCC 10; and an image without a compiler may bring
-    along what was compiled on a lesser CPU. A failure is remembered, too, so that it costs and warns once.
+    Assemblers support AMX since binutils 2.36, compilers bfloat16 since GCC 10; and an image without a compiler may
+    ship a library for an older CPU. A failure is cached, too, so that it costs time and warns only once.
     """
     started_s = time.monotonic()
     failures: list[str] = []
@@ -167,7 +168,7 @@ def _load_best(best: Isa) -> ctypes.CDLL | str:
 
 @functools.cache
 def _load(isa: Isa) -> ctypes.CDLL | str:
-    """The library of a level, or why there is none."""
+    """The library of an ISA target, or why there is none."""
     try:
         return open_library(build(isa))
     except NoLibraryError as error:
@@ -180,7 +181,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     Raises:
         NoLibraryError: the system's loader refuses it.
     """
-    torch_openmp()  # the library's open ends are bound to it
+    torch_openmp()  # makes torch's OpenMP functions visible, to which the library's calls are bound
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -197,7 +198,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def _recorded_form(library: ctypes.CDLL, name: str) -> int | None:
-    """Where the function begins that makes a recorded call (`program.h`); None if there is none."""
+    """Address of the function that makes a recorded call (`program.h`); None if there is none."""
     try:
         function = getattr(library, f"recorded_{name}")
     except AttributeError:

@@ -22,7 +22,7 @@ void engine::multiply_part(const LinearCall& call, int64_t begin, int64_t end) {
 #endif
 }
 
-// Bytes of the packed form of [outputs, inputs]; inputs must be even.
+// Bytes of the packed form of [outputs, inputs] bfloat16; inputs must be even.
 EXPORT int64_t packed_linear_bytes(int64_t outputs, int64_t inputs) {
     return engine::padded(outputs) * engine::steps_of(inputs) * engine::STEP_PAIRS * 4;
 }
@@ -45,10 +45,10 @@ EXPORT void pack_linear(const void* weight_, int64_t outputs, int64_t inputs, vo
     });
 }
 
-// Makes the weight of a gated product (output.h) of a packed one, in place.
+// Rearranges a packed weight for a gated matmul (output.h), in place.
 EXPORT void pair_linear(void* packed_, int64_t outputs, int64_t inputs) {
     using namespace engine;
-    constexpr int64_t UNIT = STEP_PAIRS * LANES, MIN_STEPS = 16;  // neighbours in memory, which one thread should move
+    constexpr int64_t UNIT = STEP_PAIRS * LANES, MIN_STEPS = 16;  // k-steps per thread: neighbors in memory
     uint32_t* packed = static_cast<uint32_t*>(packed_);
     LinearCall call = {{nullptr, nullptr, GATED, outputs}, nullptr, 0, packed, 0, inputs};
     int64_t vectors = call.num_vectors();
@@ -66,7 +66,8 @@ EXPORT void pair_linear(void* packed_, int64_t outputs, int64_t inputs) {
     });
 }
 
-// `form`: see output.h.
+// x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; packed: by pack_linear; bias: [outputs] bfloat16 or
+// null; out: contiguous, see output.h for `form`.
 EXPORT void linear_to(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out,
                       int64_t num_tokens, int64_t inputs, int64_t outputs, int form) {
     using namespace engine;
@@ -86,7 +87,8 @@ EXPORT void linear_to(const void* x, int64_t x_stride, const void* packed, const
 #endif
 }
 
-// Rows of the weight as it was before it was packed: out[n] = weight[ids[n]]; ids in [0, outputs).
+// Rows of the weight, unpacked: out[n] = weight[ids[n]]; ids: [num_rows] in [0, outputs); out: [num_rows][inputs]
+// bfloat16.
 EXPORT void linear_rows(const void* packed_, const int64_t* ids, void* out_, int64_t num_rows, int64_t inputs,
                         int64_t outputs) {
     using namespace engine;

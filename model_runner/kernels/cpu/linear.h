@@ -1,9 +1,9 @@
-// What a product of linear.cpp or compressed.cpp is given, and how its weight is packed.
+// The arguments of a matmul of linear.cpp or compressed.cpp, and the packed layout of its weight.
 //
-//   [panel][step][vector of the panel][pair of k of the step][output of the vector][2]
+//   [panel][k-step][vector of the panel][k-pair of the k-step][output of the vector][2]
 //
-// A step is one pair of k, and a panel has 64 outputs; where products are made of tiles (amx.h), a step is the 16 pairs of
-// a tile, and a panel has 32 outputs. The last panel may be narrower, in vectors of 16. What is filled up has zeros.
+// A k-step is one k-pair (two neighboring inputs), and a panel has 64 outputs. With tiles (amx.h) a k-step has the 16
+// k-pairs of a tile, and a panel has 32 outputs. The last panel may be narrower, in vectors of 16. Padding is zero.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 namespace engine {
 
 constexpr int64_t PANEL = TILES ? 32 : 64;      // outputs
-constexpr int64_t STEP_PAIRS = TILES ? 16 : 1;  // of k
+constexpr int64_t STEP_PAIRS = TILES ? 16 : 1;  // k-pairs
 constexpr int64_t PER_PANEL = PANEL / LANES;
 constexpr int64_t LINE = 64 / sizeof(uint32_t);
 
@@ -24,16 +24,16 @@ inline int64_t padded(int64_t outputs) { return (outputs + LANES - 1) / LANES * 
 
 inline int64_t steps_of(int64_t inputs) { return (inputs / 2 + STEP_PAIRS - 1) / STEP_PAIRS; }
 
-// Rows of a table that are worth waking a thread for.
+// Rows of a table per thread, at least: fewer do not pay for waking it.
 inline int64_t min_rows(int64_t inputs) { return (1 << 16) / (inputs * 2) + 1; }
 
-// Where in a panel of `width` outputs a pair of one of them is.
+// Offset of a pair of one output in a panel of `width` outputs.
 inline int64_t pair_at(int64_t output, int64_t pair, int64_t width) {
     return pair / STEP_PAIRS * STEP_PAIRS * width + output / LANES * STEP_PAIRS * LANES + pair % STEP_PAIRS * LANES +
            output % LANES;
 }
 
-// Some vectors of one panel.
+// Neighboring vectors of one panel.
 struct Columns {
     int64_t column, vectors;
     const uint32_t* weights;
@@ -45,25 +45,25 @@ struct LinearCall : Output {
     int64_t x_stride;
     const uint32_t* packed;
     int64_t num_tokens, inputs;
-    const int64_t* panel_starts = nullptr;  // of a compressed weight (compressed.h)
+    const int64_t* panel_starts = nullptr;  // compressed weights only (compressed.h)
 
     int64_t num_vectors() const { return padded(outputs) / LANES; }
     int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
     int64_t panel_width(int64_t panel) const { return std::min(PANEL, padded(outputs) - panel * PANEL); }
 
-    // The first step of a vector, which begins at `column`; of a compressed weight its panel.
+    // Address of the first k-step of the vector that begins at `column`; for a compressed weight, of its panel.
     const uint32_t* at(int64_t column) const {
         if (panel_starts != nullptr) return packed + panel_starts[column / PANEL];
         return packed + column / PANEL * PANEL * steps_of(inputs) * STEP_PAIRS + column % PANEL * STEP_PAIRS;
     }
 
-    // A number of vectors that have so many bytes at least, and end where they may.
+    // Number of vectors, a multiple of `unit`, that have at least `bytes` bytes.
     int64_t vectors_of(int64_t bytes, int64_t vector_bytes, int64_t unit) const {
         unit = std::max(unit, this->unit());
         return (bytes + unit * vector_bytes - 1) / (unit * vector_bytes) * unit;
     }
 
-    // Calls body(columns, what is read after them or null) for the vectors [begin, end), cut at panels and at `most`.
+    // Calls body(columns, data read after them or null) for the vectors [begin, end), cut at panels and at `most`.
     template <class Body>
     void for_columns(int64_t begin, int64_t end, int64_t most, const uint32_t* next, const Body& body) const {
         for (int64_t v = begin; v < end;) {

@@ -1,12 +1,12 @@
-// The product of linear.cpp in float, for more tokens than a tile of tile.h has rows, where the CPU has no fast bfloat16
+// The matmul of linear.cpp in float, for more tokens than a tile of tile.h has rows, on CPUs without a fast bfloat16
 // dot product.
 //
-// Widening a number costs an instruction, as a multiplication does. So each is widened once for many products: x once for
-// a group of panels, part by part of k, and a part of a panel by the first strip of tokens, which leaves it in the
-// first-level cache for all other strips.
+// Widening a value costs an instruction, as a multiplication does. Each value is therefore widened once for many
+// multiplications: x once per group of panels, one part of k at a time, and a part of a panel by the first row tile,
+// which leaves it in L1 for all other row tiles.
 //
-// Each sum is one chain of fused multiplications and additions in the order of k, as in tile.h: a token's bits are the same
-// in both. Sums wait in memory between two parts, as they are.
+// Each accumulator is one chain of fused multiply-adds in the order of k, as in tile.h: both give a token the same
+// bits. Between two parts accumulators are stored in memory unrounded.
 
 #pragma once
 
@@ -29,7 +29,7 @@
 
 namespace engine {
 
-// Pairs of VECTORS vectors, step by step: as they were packed, ...
+// Source of the pairs of VECTORS vectors, k-step by k-step: a packed panel ...
 struct PackedPairs {
     const uint32_t* at;
     int64_t width;
@@ -42,11 +42,11 @@ struct PackedPairs {
     }
 };
 
-// ... or from a compressed panel.
+// ... or a compressed panel.
 struct CompressedPairs {
     PanelReader from;
     Unpacker unpacker;
-    int64_t first;  // vector of the panel
+    int64_t first;  // first vector in the panel
 
     template <int VECTORS>
     inline __attribute__((always_inline)) void next(u32x16 (&to)[VECTORS]) {
@@ -56,25 +56,25 @@ struct CompressedPairs {
 
 template <bool COMPRESSED>
 struct FloatLinear : LinearCall {
-    static constexpr int64_t ROWS = 12;     // tokens of a strip
-    static constexpr int64_t VECTORS = 2;   // of outputs: 24 sums, 2 columns, 1 splat, 1 mask: 28 of 32 registers, and 5 to unpack
+    static constexpr int64_t ROWS = 12;     // tokens of a row tile
+    static constexpr int64_t VECTORS = 2;   // 24 accumulators, 2 columns, 1 splat, 1 mask: 28 registers; 5 to unpack
     static constexpr int64_t WIDTH = VECTORS * LANES;
-    static constexpr int64_t PART = 96;      // pairs of k: 24 KB of widened columns
-    static constexpr int64_t FEW_STRIPS = 2;  // wait for memory and not for sums, and ...
-    static constexpr int64_t FEW_PART = 64;   // ... what they have fetched is still in the first-level cache
-    static constexpr int64_t ROW = 2 * PART + LANES;  // floats between two tokens: not a power of two, whose lines collide
-    static constexpr int64_t GROUP = 4 * PER_PANEL;   // vectors that a part of x is widened for: takes 14 % of one panel's time
-    static constexpr int64_t BLOCK_STRIPS = 5;        // of tokens, whose part of x stays in the second-level cache
-    static constexpr int64_t SHARED_TOKENS = BLOCK_STRIPS * ROWS;  // more are cut into such blocks
-    static constexpr int64_t PIECES = 4;              // for each thread at least, if that is possible: they end together then
+    static constexpr int64_t PART = 96;      // k-pairs of a part: 24 KB of widened columns
+    static constexpr int64_t FEW_STRIPS = 2;  // up to so many row tiles wait for memory, not for FMAs; ...
+    static constexpr int64_t FEW_PART = 64;   // ... with this part, what they prefetch is still in L1
+    static constexpr int64_t ROW = 2 * PART + LANES;  // floats per token; a power of two causes cache conflicts
+    static constexpr int64_t GROUP = 4 * PER_PANEL;   // vectors per widening of x, which takes 14 % of one panel's time
+    static constexpr int64_t BLOCK_STRIPS = 5;        // row tiles per block of tokens: their part of x stays in L2
+    static constexpr int64_t SHARED_TOKENS = BLOCK_STRIPS * ROWS;  // more tokens are cut into such blocks
+    static constexpr int64_t PIECES = 4;              // per thread, at least, if possible: threads then end together
     static constexpr int64_t STEP_LINES = COMPRESSED ? SHORT_STEP / LINE : PER_PANEL;
-    static constexpr int64_t MIN_BYTES = 1 << 16;     // of weights for each thread: less is not worth waking it
+    static constexpr int64_t MIN_BYTES = 1 << 16;     // weight per thread, at least: less does not pay for waking it
 
-    // Memory of one thread.
+    // Workspace of one thread.
     struct Workspace {
-        float* x;        // [tokens][ROW]: a part of k, first the low numbers of all pairs, from PART on the high ones
-        float* columns;  // [pairs of a part][2][WIDTH]: low and high numbers
-        float* waiting;  // [columns of the group][tokens][WIDTH]: sums between two parts
+        float* x;        // [tokens][ROW]: a part of k; first the low values of all pairs, from PART on the high ones
+        float* columns;  // [pairs of a part][2][WIDTH]: low and high values
+        float* waiting;  // [columns of the group][tokens][WIDTH]: accumulators between two parts
     };
 
     Workspace workspace(int64_t tokens) const {
@@ -84,8 +84,8 @@ struct FloatLinear : LinearCall {
         return {memory + columns, memory, memory + columns + x};
     }
 
-    // What a strip fetches while it adds: two cache lines at each pair, one (twice), or always the same. Without a loop or
-    // a branch, beside which the compiler would not keep the sums in registers.
+    // Prefetch of a row tile: two cache lines per pair, or one (twice), or always the same. It has no loop and no
+    // branch: with either, the compiler would not keep the accumulators in registers.
     struct Fetch {
         const uint32_t* from;
         int64_t pair, second;
@@ -96,7 +96,7 @@ struct FloatLinear : LinearCall {
         }
     };
 
-    // One strip of tokens, and of k the pairs [begin, end).
+    // One row tile of tokens, and the k-pairs [begin, end).
     struct Strip {
         int64_t row, begin, end;
         const float* x;
@@ -105,7 +105,7 @@ struct FloatLinear : LinearCall {
 
     static int64_t strips_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
 
-    // A vector's pairs from one on.
+    // A vector's pairs from `pair` on.
     auto pairs_at(int64_t vector, int64_t pair) const {
         if constexpr (COMPRESSED) {
             PanelReader from(at(vector * LANES));
@@ -117,7 +117,7 @@ struct FloatLinear : LinearCall {
         }
     }
 
-    // Where they are, or in a compressed panel their whole step.
+    // Address of these pairs; in a compressed panel, of the whole k-step.
     const uint32_t* address_of(int64_t vector, int64_t pair) const {
         if constexpr (COMPRESSED)
             return pairs_at(vector, pair).from.at();
@@ -145,8 +145,8 @@ struct FloatLinear : LinearCall {
     static f32x16 low_of(u32x16 pairs) { return (f32x16)(pairs << 16); }
     static f32x16 high_of(u32x16 pairs) { return (f32x16)(pairs & 0xffff0000u); }
 
-    // sum += a * b, in the register where the sum is: GCC likes to put it where the splat was, and to move it back at the
-    // end of each step.
+    // sum += a * b, in the accumulator's register: GCC tends to compute it in the register of the splat and move it
+    // back at the end of each k-step.
     static inline __attribute__((always_inline)) f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) {
         asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
         return sum;
@@ -163,7 +163,7 @@ struct FloatLinear : LinearCall {
         }
     }
 
-    // The first strip widens the columns, and leaves them at `widened`, `stride` floats a pair (0: nobody needs them).
+    // The first row tile widens the columns and stores them at `widened`, `stride` floats per pair (0: not needed).
     template <int ROWS_, int VECTORS_, class Pairs>
     static inline __attribute__((always_inline)) void multiply_first(const Strip& strip, Pairs from, float* widened,
                                                                      int64_t stride, const Fetch& fetch,
@@ -223,7 +223,7 @@ struct FloatLinear : LinearCall {
             finish(strip.row, vector * LANES, sums);
     }
 
-    // Calls body<ROWS, VECTORS>() with numbers that are known only now.
+    // Calls body<ROWS, VECTORS>() for run-time numbers of rows and vectors.
     template <int MOST, class Body>
     static void with_rows(int64_t rows, int64_t vectors, const Body& body) {
         if constexpr (MOST > 1)
@@ -231,7 +231,8 @@ struct FloatLinear : LinearCall {
         vectors == 1 ? body.template operator()<MOST, 1>() : body.template operator()<MOST, VECTORS>();
     }
 
-    // Tokens [first, last) times the vectors [begin, end), a group at most; then those from `next` on are read, if any.
+    // Tokens [first, last) times the vectors [begin, end), at most a group; prefetches the vectors from `next` on, if
+    // any.
     void multiply(int64_t first, int64_t last, int64_t begin, int64_t end, int64_t next) const {
         int64_t tokens = last - first, strips = strips_of(tokens), pairs = inputs / 2;
         int64_t most = strips <= FEW_STRIPS ? FEW_PART : PART, parts = (pairs + most - 1) / most;
@@ -241,7 +242,7 @@ struct FloatLinear : LinearCall {
             widen_x(first, last, from, to, memory.x);
             float* waiting = memory.waiting;
             for (int64_t vector = begin; vector < end;) {
-                int64_t stop = std::min(end, (vector / PER_PANEL + 1) * PER_PANEL);  // of the panel
+                int64_t stop = std::min(end, (vector / PER_PANEL + 1) * PER_PANEL);  // end of the panel
                 const uint32_t* after = stop < end             ? address_of(stop, from)
                                         : part + 1 < parts     ? address_of(begin, to)
                                         : next < num_vectors() ? address_of(next, 0)
@@ -285,7 +286,7 @@ struct FloatLinear : LinearCall {
             return;
         }
         int64_t strips = strips_of(num_tokens), blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
-        int64_t ahead = max_threads();  // groups: one is mine after so many, if all threads are equally fast
+        int64_t ahead = max_threads();  // a thread gets every ahead-th group, if all threads are equally fast
         int64_t panels = std::clamp<int64_t>(blocks * num_panels() / (PIECES * ahead), 1, GROUP / PER_PANEL);
         int64_t group = panels * PER_PANEL, groups = (vectors + group - 1) / group;
         hand_out(blocks * groups, [&](int64_t n) {

@@ -1,11 +1,11 @@
-// What linear.cpp multiplies with where registers are shorter than a vector (AVX2 and less): the same panels, in float32.
+// The matmul of linear.cpp where registers are shorter than a vector (AVX2 and less): the same panels, in float32.
 //
-// x becomes floats once for all panels that a thread multiplies it with. Of few tokens, which wait for memory, each number of the weight is widened where
-// it is multiplied. Of many, 16 outputs of a part are widened once, for all strips of tokens, and stay in the first-level
-// cache: the loop alone does 92 instead of 73 GFLOP/s (AVX2).
+// x is converted to float once for all panels that a thread multiplies it with. With few tokens, which wait for memory,
+// each value of the weight is widened where it is multiplied. With many, 16 outputs of a part are widened once for all
+// row tiles and stay in L1: the loop alone reaches 92 instead of 73 GFLOP/s (AVX2).
 //
-// A sum is one chain of fused additions in the order of k either way, and waits in memory as it is: a token's bits do not
-// depend on the tokens beside it.
+// In both cases an accumulator is one chain of fused multiply-adds in the order of k, stored unrounded between parts:
+// the bits of a token do not depend on the other tokens.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace engine {
 
 class ShortLinear : LinearCall {
   public:
-    // For some tokens. Their floats are this thread's memory: one at a time.
+    // Converts the tokens [first, last). The floats are in thread-local memory: one object per thread at a time.
     ShortLinear(const LinearCall& call, int64_t first, int64_t last)
         : LinearCall(call), first_(first), tokens_(last - first) {
         int64_t most = tokens_ == 1 ? steps() : tokens_ < MANY ? FEW_STEPS : MANY_STEPS;
@@ -34,9 +34,9 @@ class ShortLinear : LinearCall {
         }
     }
 
-    // Times some columns of one panel; `next` is what is read after them, or null.
+    // Multiplies with some columns of one panel; `next` is the data read after them, or null.
     //
-    // Memory is kept busy meanwhile: a single token fetches what it reads a little later, several fetch the next part.
+    // Prefetch: a single token prefetches its own data a little ahead; several tokens prefetch the next part.
     void multiply(const Columns& columns, const uint32_t* next) const {
         if (tokens_ == 1) {
             FetchSteps fetch = {columns.weights + AHEAD * columns.width, columns.vectors};
@@ -55,10 +55,10 @@ class ShortLinear : LinearCall {
 
   private:
     static constexpr int64_t MANY = 12;           // tokens
-    static constexpr int64_t FEW_ROWS = 4;        // of a strip of few
-    static constexpr int64_t FEW_STEPS = 64;      // of a part: 16 KB of a panel
-    static constexpr int64_t MANY_STEPS = 128; // 16 KB of floats of 16 outputs
-    static constexpr int64_t AHEAD = 16;          // steps that a single token fetches in advance: 4 KB
+    static constexpr int64_t FEW_ROWS = 4;        // rows of a row tile with few tokens
+    static constexpr int64_t FEW_STEPS = 64;      // k-steps of a part: 16 KB of a panel
+    static constexpr int64_t MANY_STEPS = 128; // 16 KB of floats for 16 outputs
+    static constexpr int64_t AHEAD = 16;          // prefetch distance of a single token in k-steps: 4 KB
     static constexpr int64_t STRIDE = 2 * MANY_STEPS + LANES;  // floats of a token's part
 
     int64_t steps() const { return inputs / 2; }
@@ -71,12 +71,12 @@ class ShortLinear : LinearCall {
         for (; n < count; ++n) to[n] = to_float(from[n]);
     }
 
-    // Some tokens and steps [begin, end) of k.
+    // Some tokens and the k-steps [begin, end).
     struct Strip {
         int64_t row, rows, begin, end;
     };
 
-    // So many cache lines at each step.
+    // Prefetches `lines` cache lines at each k-step.
     struct FetchSteps {
         const uint32_t* from;
         int64_t lines;
@@ -86,7 +86,7 @@ class ShortLinear : LinearCall {
         }
     };
 
-    // One cache line at every 2^shift-th step.
+    // Prefetches one cache line at every 2^shift-th k-step.
     struct FetchSome {
         static constexpr int NEVER = 62;
 
@@ -102,7 +102,7 @@ class ShortLinear : LinearCall {
     void multiply_few(int64_t begin, int64_t end, const Columns& columns, const float* numbers, float* waiting, const uint32_t* after) const {
         int64_t strips = (tokens_ + FEW_ROWS - 1) / FEW_ROWS;
         int64_t lines = (columns.vectors + strips - 1) / strips;
-        for (int64_t strip = 0; strip < strips; ++strip) {  // of equal height
+        for (int64_t strip = 0; strip < strips; ++strip) {  // of about equal height
             int64_t row = tokens_ * strip / strips, rows = tokens_ * (strip + 1) / strips - row;
             FetchSteps fetch = {after + strip * lines * (end - begin) * LINE, lines};
             if (after == nullptr || strip * lines >= columns.vectors) fetch.lines = 0;
@@ -147,7 +147,7 @@ class ShortLinear : LinearCall {
         }
     }
 
-    // 16 columns: of each pair its first number, then its second one.
+    // Widens 16 columns: the first value of each pair, then its second one.
     static void widen_columns(const uint32_t* from, int64_t width, int64_t steps, float* to) {
         for (int64_t n = 0; n < steps; ++n, from += width, to += 2 * LANES)
             for (int part = 0; part < 2; ++part) store(to + part * LANES, WidePairs::load_step(from, part));
@@ -171,7 +171,7 @@ class ShortLinear : LinearCall {
             finish_half(strip.row, column, waiting, sums);
     }
 
-    // One vector of a gated product: gates wait for their ups, which come next.
+    // Stores one vector of a gated matmul: the gates are kept until their ups, which come next.
     template <int ROWS>
     void finish_half(int64_t row, int64_t column, float* waiting, const f32x16 (&sums)[ROWS][1]) const {
         store_tile(waiting, PANEL, sums);

@@ -1,12 +1,12 @@
-// The product of linear.cpp from tiles (amx.h): strips of up to 32 tokens by 32 outputs, two tiles by two, so that each
-// tile that is loaded is used twice.
+// The matmul of linear.cpp on tiles (amx.h): row tiles of up to 32 tokens by 32 outputs, two AMX tiles by two, so that
+// each loaded AMX tile is used twice.
 //
-// Each sum is one chain of tile products in the order of k, in steps of 32 inputs, for any number of tokens, and where it
-// has to wait in memory it waits as it is: a token's bits do not depend on the tokens beside it.
+// Each accumulator is one chain of tile multiplications in the order of k, 32 inputs per k-step, for any number of
+// tokens. Between parts it is stored unrounded: the bits of a token do not depend on the other tokens.
 //
-// A panel is read once for all strips of a block of tokens, whose x stays in the second-level cache for all panels. Very
-// long panels are cut along k, so that a part of them stays there, too. (Parts that stay in the first-level cache gain
-// less than it costs to let sums wait: 1.30 instead of 1.58 TFLOP/s with 1536 inputs.)
+// A panel is read once for all row tiles of a block of tokens; the block's x stays in L2 for all panels. Very long
+// panels are cut along k, so that one part of them stays in L2, too. (Parts that fit into L1 gain less than storing
+// accumulators costs: 1.30 instead of 1.58 TFLOP/s with 1536 inputs.)
 
 #pragma once
 
@@ -30,19 +30,19 @@ inline __attribute__((always_inline)) void each(const Body& body) {
     }(std::make_integer_sequence<int, COUNT>());
 }
 
-// Without a packed weight (`packed` is null) it multiplies columns that its caller has unpacked (block_tiles.h).
+// Without a packed weight (`packed` is null) it multiplies columns that the caller has dequantized (block_tiles.h).
 struct TileLinear : LinearCall {
-    static constexpr int64_t TILE = amx::MAX_ROWS;     // tokens
+    static constexpr int64_t TILE = amx::MAX_ROWS;     // tokens of an AMX tile
     static constexpr int64_t STRIP = 2 * TILE;
-    static constexpr int64_t INPUTS = 2 * STEP_PAIRS;  // of a step
-    static constexpr int64_t PART = 128;               // steps: 256 KB of a panel
-    static constexpr int64_t BLOCK_BYTES = 1 << 20;    // of x
-    static constexpr int64_t AHEAD = 8192 / sizeof(uint32_t);  // what a single strip fetches in advance
-    static constexpr int64_t SHARED_TOKENS = 64;               // more may be cut into blocks
-    static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
+    static constexpr int64_t INPUTS = 2 * STEP_PAIRS;  // inputs of a k-step
+    static constexpr int64_t PART = 128;               // k-steps of a part: 256 KB of a panel
+    static constexpr int64_t BLOCK_BYTES = 1 << 20;    // x of a block of tokens
+    static constexpr int64_t AHEAD = 8192 / sizeof(uint32_t);  // prefetch distance of a single row tile
+    static constexpr int64_t SHARED_TOKENS = 64;               // more tokens may be cut into blocks
+    static constexpr int64_t MIN_BYTES = 1 << 16;  // weight per thread, at least: less does not pay for waking it
 
-    // What a strip fetches while it multiplies: so many cache lines at each step. Into the second-level cache: the first
-    // one has its hands full with what is multiplied.
+    // Prefetch of a row tile: `lines` cache lines at each k-step, into L2: L1 is fully used by the data that is
+    // multiplied.
     struct Fetch {
         const uint32_t* from;
         int64_t lines;
@@ -52,7 +52,7 @@ struct TileLinear : LinearCall {
         }
     };
 
-    // What else a strip does at each step, before that step's tiles are loaded: `next(step)`, and it fetches.
+    // Work of a row tile at each k-step, before the AMX tiles of that k-step are loaded: prefetch, and `next(step)`.
     template <class Next>
     struct FetchAnd {
         Fetch fetch;
@@ -65,15 +65,15 @@ struct TileLinear : LinearCall {
         }
     };
 
-    // One strip: tokens [row, row + rows), and of k the steps [begin, end).
+    // One row tile: tokens [row, row + rows), and the k-steps [begin, end).
     struct Strip {
         int64_t row, rows, begin, end;
-        float* waiting;    // its own
-        const bf16* tail;  // its own; null where k needs no filling up
+        float* waiting;    // of this row tile
+        const bf16* tail;  // of this row tile; null if k needs no padding
     };
 
-    // Sums of one strip that have left their tiles, on their way to the result. They go a few rows at a time, while tiles
-    // multiply the next strip: done at once that would take a fifth of the time.
+    // Stores finished accumulators of a row tile to the output, a few rows at a time, while the AMX tiles multiply the
+    // next row tile: all at once it would take a fifth of the time.
     class Finish {
       public:
         Finish(const TileLinear& call, const Columns& columns, float* added, float* sums)
@@ -89,10 +89,10 @@ struct TileLinear : LinearCall {
             if (call.bias != nullptr) call.copy_bias(columns.column, columns.vectors, added);
         }
 
-        // Where the next strip may put its sums: [STRIP][PANEL].
+        // Buffer for the accumulators of the next row tile: [STRIP][PANEL].
         float* free_sums() { return next_; }
 
-        // They are there.
+        // Call when the accumulators of `strip` are in that buffer.
         void take(const Strip& strip) {
             advance(left_);
             from_ = next_;
@@ -125,23 +125,23 @@ struct TileLinear : LinearCall {
         }
 
         void store_some() const {
-            float all[PANEL];  // or as many of bfloat16
+            float all[PANEL];  // or PANEL bfloat16
             number_bytes_ == sizeof(bf16) ? store_row(reinterpret_cast<bf16*>(all)) : store_row(all);
             std::memcpy(to_, all, width_ * number_bytes_);
         }
 
         bool gated_;
         const float* added_;  // [PANEL]: the bias of these columns, or zeros
-        float *next_, *other_;  // one is written while the other one leaves
+        float *next_, *other_;  // double buffer: one is filled while the other is stored
         int64_t width_, number_bytes_, row_bytes_, left_ = 0;
         char *out_, *to_ = nullptr;
         const float* from_ = nullptr;
     };
 
-    // Memory of one thread.
+    // Workspace of one thread.
     struct Workspace {
-        float* waiting;  // [tokens][PANEL]: sums between two parts
-        bf16* tails;     // [tokens][INPUTS]: the last inputs of x, filled up with zeros
+        float* waiting;  // [tokens][PANEL]: accumulators between two parts
+        bf16* tails;     // [tokens][INPUTS]: the last inputs of x, padded with zeros
         float *added, *sums;  // see `Finish`
     };
 
@@ -153,7 +153,7 @@ struct TileLinear : LinearCall {
         return {memory, reinterpret_cast<bf16*>(memory + waiting), added, added + PANEL};
     }
 
-    // Tiles: sums are 0 and 1, and those of the second 16 tokens 2 and 3.
+    // AMX tiles: accumulators of the first 16 tokens are 0 and 1, of the second 16 tokens 2 and 3.
     static constexpr int ROWS = 4, WEIGHTS = 6;
 
     static amx::Shapes shapes(int64_t rows) {
@@ -180,7 +180,7 @@ struct TileLinear : LinearCall {
             });
         });
         const uint32_t* weights = columns.weights + strip.begin * STEP_PAIRS * columns.width;
-        const int64_t width = columns.width, stride = x_stride;  // a tile load may change all that is in memory
+        const int64_t width = columns.width, stride = x_stride;  // locals: tile loads clobber memory
         auto step = [](const bf16* rows, int64_t stride, const uint32_t* weights)
             __attribute__((always_inline)) {
             each<ROW_TILES>([=]<int R>() { amx::load<ROWS + R>(rows + R * TILE * stride, stride * sizeof(bf16)); });
@@ -222,11 +222,11 @@ struct TileLinear : LinearCall {
         multiply(first, last, columns, next, nullptr);
     }
 
-    // Tokens [first, last) times some columns of one panel; `next` is what is read after them, if anything. `unpack`, or
-    // null, is called with each step of the columns once, in order, before that step is read.
+    // Tokens [first, last) times some columns of one panel; `next` is the data read after them, or null. `unpack`, or
+    // null, is called once with each k-step of the columns, in order, before that k-step is read.
     //
-    // Memory is kept busy meanwhile: a single strip fetches what it reads a little later; several, which find all but the
-    // first in a cache, fetch the next part, and with the last part what is at `next`.
+    // Prefetch: a single row tile prefetches its own data a little ahead. With several, all but the first find the data
+    // in a cache; they prefetch the next part, and during the last part the data at `next`.
     template <class Unpack>
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next, const Unpack& unpack) const {
         int64_t tokens = last - first, steps = steps_of(inputs);
@@ -307,18 +307,18 @@ struct TileLinear : LinearCall {
         });
     }
 
-    // Of which x stays in a cache.
+    // Row tiles per block of tokens: their x stays in L2.
     int64_t strips_of_block() const {
         return std::max<int64_t>(BLOCK_BYTES / (inputs * int64_t(sizeof(bf16)) * STRIP), 2);
     }
 
-    // body(first, last, panel, after) for blocks of tokens [first, last) and panels; `after` is the panel that this thread
-    // is likely to get next, or num_panels().
+    // body(first, last, panel, after) for blocks of tokens [first, last) and panels; `after` is the panel that this
+    // thread probably gets next, or num_panels().
     template <class Body>
     void hand_out_panels(const Body& body) const {
         int64_t panels = num_panels(), strips = (num_tokens + STRIP - 1) / STRIP;
         int64_t most = strips_of_block(), blocks = (strips + most - 1) / most;
-        int64_t ahead = max_threads();  // panels: one is mine after so many, if all threads are equally fast
+        int64_t ahead = max_threads();  // a thread gets every ahead-th panel, if all threads are equally fast
         hand_out(blocks * panels, [&](int64_t n) {
             int64_t block = n / panels;
             int64_t first = strips * block / blocks * STRIP;

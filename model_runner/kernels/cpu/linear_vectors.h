@@ -1,9 +1,10 @@
-// x @ weight.T + bias in bfloat16, for any number of tokens, by vectors.
+// x @ weight.T + bias in bfloat16, for any number of tokens, with vector registers.
 //
-// One vector of the panel is multiplied with a pair of x, which needs no shuffling and no sums across a vector. A thread
-// reads its panels from the first byte to the last, which is what memory is fastest at. With more tokens than a tile has
-// rows a panel is cut along k: a part of it stays in a cache for all strips of tokens, while their sums wait in memory,
-// as they are. So a sum is the same chain of additions, cut or not, of a compressed weight or of one that is not.
+// One vector of a panel is multiplied with a k-pair of x, which needs no shuffles and no reductions across a vector. A
+// thread reads its panels sequentially, which is fastest for memory. With more tokens than a tile has rows, a panel is
+// cut along k: one part stays in a cache for all row tiles, while their accumulators are stored in memory, unrounded.
+// An accumulator is therefore the same chain of additions, whether cut or not, and whether the weight is compressed or
+// not.
 
 #pragma once
 
@@ -20,7 +21,7 @@
 
 namespace engine {
 
-// Where a strip finds columns, from some step on: as they were packed, ...
+// Source of a row tile's columns, from some k-step on: a packed panel ...
 struct PackedColumns {
     const uint32_t* weights;
     int64_t width;
@@ -36,11 +37,11 @@ struct PackedColumns {
 };
 
 #if COMPRESSES
-// ... or in a compressed panel.
+// ... or a compressed panel.
 struct CompressedColumns {
     PanelReader from;
-    int64_t first;       // vector of the panel
-    uint32_t* unpacked;  // where they are left; null: nobody needs them
+    int64_t first;       // first vector in the panel
+    uint32_t* unpacked;  // where to store the unpacked columns; null: not needed
 
     const uint32_t* at() const { return from.at(); }
     void advance(int64_t steps) { from.advance(steps); }
@@ -53,28 +54,28 @@ struct CompressedColumns {
 };
 #endif
 
-// COMPRESSED: see compressed.h; pieces begin with an even vector of a panel then.
+// COMPRESSED: see compressed.h; pieces then begin with an even vector of a panel.
 template <bool COMPRESSED>
 struct VectorLinear : LinearCall {
     static_assert(!COMPRESSED || COMPRESSES);
-    static_assert(PER_PANEL <= 4 && SHORT_STEP / LINE <= 4, "two strips fetch two lines each");
+    static_assert(PER_PANEL <= 4 && SHORT_STEP / LINE <= 4, "two row tiles prefetch two lines each");
 
 #if defined(__AVX512F__)
     static constexpr bool IS_SHORT = false;
 #else
     static constexpr bool IS_SHORT = true;
 #endif
-    static constexpr int64_t BLOCK_STRIPS = 21;    // of tokens, whose x stays in the second-level cache beside a panel
-    static constexpr int64_t SHARED_TOKENS = 60;   // more are cut into such blocks
-    static constexpr int64_t MOST_PANELS = 4;      // that are handed out at once, for one conversion of their tokens, ...
-    static constexpr int64_t SHARES = 4;           // ... as long as each thread gets so many pieces
-    static constexpr int64_t PART_STEPS = 384;     // of k: 96 KB of a panel
-    static constexpr int64_t FEW_STRIPS = 3;       // unpack for themselves: that takes less than what one leaves for the others
-    static constexpr int64_t GATED_PANELS = 16;    // of a single strip whose gates are finished together
-    static constexpr int64_t AHEAD = 16;           // steps that a single strip fetches in advance: 3 or 4 KB
-    static constexpr int64_t MIN_BYTES = 1 << 16;  // of weights for each thread: less is not worth waking it
+    static constexpr int64_t BLOCK_STRIPS = 21;    // row tiles per block of tokens: their x stays in L2 beside a panel
+    static constexpr int64_t SHARED_TOKENS = 60;   // more tokens are cut into such blocks
+    static constexpr int64_t MOST_PANELS = 4;      // panels of a piece, so that tokens are converted once for them, ...
+    static constexpr int64_t SHARES = 4;           // ... as long as each thread gets this many pieces
+    static constexpr int64_t PART_STEPS = 384;     // k-steps of a part: 96 KB of a panel
+    static constexpr int64_t FEW_STRIPS = 3;       // so few row tiles unpack on their own, which is faster than sharing
+    static constexpr int64_t GATED_PANELS = 16;    // panels of a single row tile whose gates are computed together
+    static constexpr int64_t AHEAD = 16;           // prefetch distance of a single row tile in k-steps: 3 or 4 KB
+    static constexpr int64_t MIN_BYTES = 1 << 16;  // weight per thread, at least: less does not pay for waking it
 
-    // What one of several strips fetches while it adds: a cache line at each of so many steps, or two.
+    // Prefetch of one of several row tiles: one or two cache lines at each of the first `steps` k-steps.
     struct Fetch {
         const uint32_t* from;
         int64_t steps, lines;
@@ -86,7 +87,7 @@ struct VectorLinear : LinearCall {
         }
     };
 
-    // What a single strip fetches while it adds: a whole step of a panel, which comes later.
+    // Prefetch of a single row tile: at each k-step, a whole k-step further on.
     struct FetchLater {
         static constexpr int64_t LINES = COMPRESSED ? SHORT_STEP / LINE : PER_PANEL;
 
@@ -98,7 +99,7 @@ struct VectorLinear : LinearCall {
         }
     };
 
-    // Where sums of a strip wait, for other steps or to be finished with others.
+    // Where the accumulators of a row tile are stored, between parts or until they are finished together.
     struct Waiting {
         float* sums = nullptr;
         int64_t stride = 0;
@@ -107,7 +108,7 @@ struct VectorLinear : LinearCall {
 
     static int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
 
-    // The columns at their first step; see `CompressedColumns` for `unpacked`.
+    // The columns at their first k-step; see `CompressedColumns` for `unpacked`.
     static auto begin_of(const Columns& columns, [[maybe_unused]] uint32_t* unpacked) {
 #if COMPRESSES
         if constexpr (COMPRESSED)
@@ -119,14 +120,14 @@ struct VectorLinear : LinearCall {
 
     // Tokens [first, last) times some columns.
     //
-    // Memory is kept busy meanwhile: a single strip fetches what it reads a little later; several, which find all but
-    // the first in the cache, fetch the next part, and with the last part what is at `next`, if anything. That takes
-    // few of them; the others fetch nothing.
+    // Prefetch: a single row tile prefetches its own data a little ahead. With several, all but the first find the data
+    // in the cache; the first few of them prefetch the next part, and during the last part the data at `next`, if any.
+    // The others do not prefetch.
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
         int64_t steps = inputs / 2, strips = strips_of(last - first);
         if (strips <= 1) return multiply_single(first, last, columns, {});
         thread_local Scratch scratch;
-        bool is_left = COMPRESSED && strips > FEW_STRIPS;  // what the first strip unpacks
+        bool is_left = COMPRESSED && strips > FEW_STRIPS;  // the first row tile stores what it unpacks
         int64_t num_sums = (last - first) * PANEL, num_left = is_left ? PART_STEPS * PANEL : 0;
         float* waiting = reinterpret_cast<float*>(scratch.get((num_sums + num_left) * sizeof(float)));
         uint32_t* unpacked = is_left ? reinterpret_cast<uint32_t*>(waiting + num_sums) : nullptr;
@@ -138,7 +139,7 @@ struct VectorLinear : LinearCall {
             auto following = from;
             following.advance(end - begin);
             const uint32_t* after = part + 1 < parts ? following.at() : next;
-            for (int64_t strip = 0; strip < strips; ++strip) {  // of equal height: 4 + 4 rows beat 6 + 2
+            for (int64_t strip = 0; strip < strips; ++strip) {  // of equal height: 4 + 4 rows are faster than 6 + 2
                 int64_t row = first + (last - first) * strip / strips;
                 int rows = int(first + (last - first) * (strip + 1) / strips - row);
                 Fetch fetch = after != nullptr && strip * lines < all_lines
@@ -165,10 +166,10 @@ struct VectorLinear : LinearCall {
             multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Nothing{});
     }
 
-    // A single strip of a gated product. Activations of one panel at a time would interrupt the stream of weights too
-    // often: that made it 4 to 5 % slower than two operations are, for 4 and 6 tokens.
+    // A single row tile of a gated matmul. Computing activations panel by panel would interrupt the stream of weights
+    // too often: it was 4 to 5 % slower than two operations, for 4 and 6 tokens.
     void multiply_single_gated(int64_t first, int64_t last, int64_t begin, int64_t end) const {
-        constexpr int64_t STRIDE = GATED_PANELS * PANEL + LANES;  // not a power of two, whose lines collide
+        constexpr int64_t STRIDE = GATED_PANELS * PANEL + LANES;  // a power of two would cause cache conflicts
         alignas(64) float sums[TILE_ROWS * STRIDE];
         for (int64_t stop; begin < end; begin = stop) {
             stop = std::min(end, (begin / PER_PANEL + GATED_PANELS) * PER_PANEL);
@@ -179,7 +180,8 @@ struct VectorLinear : LinearCall {
         }
     }
 
-    // The steps [begin, end) of one strip. Where they are not all, its sums come from `waiting` and go there.
+    // The k-steps [begin, end) of one row tile. If these are not all, accumulators are loaded from and stored to
+    // `waiting`.
     template <class From, class AtStep>
     void multiply_strip(int64_t row, int rows, const Columns& columns, int64_t begin, int64_t end, const From& from,
                         const Waiting& waiting, const AtStep& at_step) const {
@@ -188,8 +190,9 @@ struct VectorLinear : LinearCall {
         });
     }
 
-    // A function of its own: among others GCC 12 stores all sums at each step. By reference: copies on the stack are read
-    // sixteen bytes at once, which waits until all that the strip before has stored is in the cache (3 % of 512 tokens).
+    // A function of its own: inlined, GCC 12 stores all accumulators at each k-step. Arguments by reference: stack
+    // copies are read in 16-byte loads that wait for the previous row tile's stores to reach the cache (3 % of 512
+    // tokens).
     template <int ROWS, int VECTORS, class From, class AtStep>
     __attribute__((noinline)) void multiply_rows(int64_t row, int64_t column, int64_t begin, int64_t end, const From& from,
                                                  const Waiting& waiting, const AtStep& at_step) const {
@@ -232,7 +235,7 @@ struct VectorLinear : LinearCall {
     }
 
   private:
-    // Whole panels, as long as all threads get some: one that two threads read comes from memory twice.
+    // Whole panels if all threads get some: a panel that two threads read comes from memory twice.
     void run_few() const {
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         int64_t least = COMPRESSED ? 2 : 1, unit = num_panels() >= SHARES * max_threads() ? PER_PANEL : least;
@@ -242,8 +245,8 @@ struct VectorLinear : LinearCall {
         });
     }
 
-    // Pieces are some panels with a block of tokens. The last ones, if at most half of the threads would get one of them, are
-    // cut into parts.
+    // A piece is some panels with a block of tokens. The remainder of pieces, if at most half of the threads would get
+    // one, is cut into parts.
     void run_many() const {
         int64_t panels = num_panels(), strips = strips_of(num_tokens), ahead = max_threads();
         int64_t blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
@@ -258,7 +261,7 @@ struct VectorLinear : LinearCall {
             int64_t first_strip = strips * block / blocks, num_strips = strips * (block + 1) / blocks - first_strip;
             int64_t first = num_tokens * (first_strip + num_strips * part / num_parts) / strips;
             int64_t last = num_tokens * (first_strip + num_strips * (part + 1) / num_parts) / strips;
-            int64_t after = piece_of(n + ahead);  // is mine then, if all threads are equally fast
+            int64_t after = piece_of(n + ahead);  // probably this thread's next piece
             const uint32_t* next = after < pieces ? at(after % groups * together * PANEL) : nullptr;
             multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + together) * PER_PANEL, num_vectors()), next);
         });

@@ -1,8 +1,8 @@
-// What a product is to write, and how sums in registers (tile.h) get there: the bias is added, and they are rounded.
+// The output of a matmul: adds the bias to the accumulators in registers (tile.h), rounds, and stores.
 //
-// A gated product's outputs are gates and, behind them, as many ups; it writes silu(gate) * up. The gates of a vector and
-// their ups are side by side in its packed weight (pair_linear, pair_blocks), so they meet in registers. Both are rounded
-// to bfloat16 first: the bits are those of a plain product and of silu_and_mul behind it.
+// The outputs of a gated matmul are gates, followed by as many ups; it writes silu(gate) * up. In the packed weight the
+// gates of a vector and their ups are adjacent (pair_linear, pair_blocks), so they meet in registers. Both are rounded
+// to bfloat16 first: the bits are those of a plain matmul followed by silu_and_mul.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace engine {
 
-enum Form { BF16, FLOAT, GATED };  // GATED: bfloat16, half as many as there are outputs, which are a multiple of 32
+enum Form { BF16, FLOAT, GATED };  // GATED: [tokens][outputs / 2] bfloat16; outputs is a multiple of 32
 
 struct Output {
     const bf16* bias;
@@ -22,15 +22,15 @@ struct Output {
     Form form;
     int64_t outputs;
 
-    // Neighbours that are to be finished together.
+    // Number of neighboring vectors that are finished together.
     int64_t unit() const { return form == GATED ? 2 : 1; }
 
-    // Of the outputs before they were packed, where 16 begin that a vector of the packed weight has.
+    // Index, before packing, of the first of the 16 outputs of a vector of the packed weight.
     int64_t first_of(int64_t vector) const {
         return form == GATED ? vector / 2 * LANES + vector % 2 * (outputs / 2) : vector * LANES;
     }
 
-    // The bias of some vectors, zeros behind the last output.
+    // The bias of some vectors, padded with zeros.
     void copy_bias(int64_t column, int64_t vectors, float* to) const {
         for (int64_t v = 0; v < vectors; ++v, to += LANES) {
             int64_t first = first_of(column / LANES + v);
@@ -40,10 +40,10 @@ struct Output {
 
     static ALWAYS_INLINE f32x16 gated(f32x16 gate, f32x16 up) { return Silu{}(rounded(gate)) * rounded(up); }
 
-    // Inlined: sums whose address another function knows would be stored at each step of the loop before.
+    // Inlined: accumulators passed by address would be stored at each k-step of the preceding loop.
     template <int ROWS, int VECTORS>
     inline __attribute__((always_inline)) void finish(int64_t row, int64_t column, f32x16 (&sums)[ROWS][VECTORS]) const {
-        if (form == GATED) {  // on its own, with registers of its own
+        if (form == GATED) {  // a separate function with its own register allocation
             alignas(64) float all[ROWS * VECTORS * LANES];
             store_tile(all, VECTORS * LANES, sums);
             return finish_gated(row, ROWS, column, VECTORS, all, VECTORS * LANES);
@@ -59,7 +59,7 @@ struct Output {
             write(row, column, sums, static_cast<float*>(out));
     }
 
-    // An even number of vectors; `stride` floats from one row of sums to the next.
+    // `vectors` is even; rows of sums are `stride` floats apart.
     __attribute__((noinline)) void finish_gated(int64_t row, int64_t rows, int64_t column, int64_t vectors,
                                                 const float* sums, int64_t stride) const {
         for (int64_t v = 0; v < vectors; v += 2, column += 2 * LANES, sums += 2 * LANES) {

@@ -1,16 +1,17 @@
-// Work shared out among torch's OpenMP threads. Without OpenMP (-fopenmp not given) everything runs on the caller.
+// Divides work among torch's OpenMP threads. Without OpenMP (no -fopenmp) everything runs on the calling thread.
 //
-// A kernel is called in one of two ways, and shares its work out in the same words in both:
+// A kernel is called in one of two ways; its code is the same for both:
 //
 //   alone       by one thread: each share_out or hand_out opens a parallel region
 //   in a team   by all threads of one region, with the same arguments (program.cpp): share_out and hand_out give the
-//               calling thread its pieces, and return when all pieces are done, whoever did them
+//               calling thread its pieces, and return when all pieces are done, by any thread
 //
-// So what a kernel does outside of the bodies it shares out may be done by several threads, and late, when later calls
-// are already at work: it must have no effect, read nothing but arguments and what no later call of a program changes
-// (as attention's plan), and how many share_outs and hand_outs a call makes must follow from its arguments alone.
+// In a team, the code of a kernel outside of these bodies may run on several threads, and late, when later calls have
+// already begun. It must have no side effects, and may read only its arguments and data that no later call of a program
+// changes (such as attention's plan). The number of share_outs and hand_outs of a call must depend on its arguments
+// alone.
 //
-// Which thread does which piece is decided by who is free: results must not depend on it.
+// Any free thread takes the next piece: results must not depend on which thread computes a piece.
 
 #pragma once
 
@@ -27,7 +28,7 @@
 
 namespace engine {
 
-// What torch.set_num_threads has set for the calling thread; in a team its size.
+// The value of torch.set_num_threads for the calling thread; in a team, its size.
 inline int max_threads() {
     if (membership.team != nullptr) return membership.team->size();
 #ifdef _OPENMP
@@ -37,7 +38,7 @@ inline int max_threads() {
 #endif
 }
 
-// Leaves the team for as long as it exists: what a body calls, it calls alone.
+// Leaves the team while it exists: nested calls in a body run on the calling thread.
 class Alone {
   public:
     Alone() : before_(membership) { membership.team = nullptr; }
@@ -60,7 +61,8 @@ inline void run_phase(int64_t count, int64_t grain, bool one_by_one, const Work&
         team->wait(phase);
         return;
     }
-    // All threads or one: for a region of fewer the runtime ends the others, and starts them anew for the next one.
+    // All threads or one: for a smaller region the runtime ends the other threads, and starts new ones for the next
+    // region.
     int num_threads = max_threads();
     if (num_threads == 1 || count / grain <= 1) {
         if (count > 0) work(int64_t(0), count);
@@ -73,14 +75,15 @@ inline void run_phase(int64_t count, int64_t grain, bool one_by_one, const Work&
 #endif
 }
 
-// body(begin, end) for pieces of [0, count), which end at multiples of `grain` and are at least as long, but for the last
-// one. A grain should be worth some microseconds: more than it takes to claim it, less than anybody would like to wait for.
+// body(begin, end) for pieces of [0, count). Pieces end at multiples of `grain` and have at least that length, except
+// the last one. A grain should take some microseconds: more than claiming a piece costs, but less than an acceptable
+// wait.
 template <class Body>
 inline void share_out(int64_t count, int64_t grain, const Body& body) {
     run_phase(count, std::max<int64_t>(grain, 1), false, body);
 }
 
-// body(n) for n in [0, count), handed out one by one: for pieces of unequal cost.
+// body(n) for n in [0, count), dispatched one by one: for pieces of unequal cost.
 template <class Body>
 inline void hand_out(int64_t count, const Body& body) {
     run_phase(count, 1, true, [&](int64_t begin, int64_t end) {
@@ -88,7 +91,7 @@ inline void hand_out(int64_t count, const Body& body) {
     });
 }
 
-// Memory of one thread that is used again by its next call; grows, and is freed with the thread.
+// Reusable memory of one thread, 64-byte aligned; grows, and is freed with the thread.
 class Scratch {
   public:
     ~Scratch() { std::free(memory_); }

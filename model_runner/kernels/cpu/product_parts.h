@@ -1,6 +1,6 @@
-// Parts of the products of linear.cpp, compressed.cpp and blocks.cpp, for whoever shares out the work of several products
-// at once (experts.cpp): all tokens of a call times the vectors [begin, end) of its outputs, by the calling thread alone.
-// `begin` is a multiple of PART_VECTORS; the bits are those of the whole product.
+// Parts of the matmuls of linear.cpp, compressed.cpp and blocks.cpp, for callers that divide the work of several
+// matmuls at once (experts.cpp): all tokens of a call times the vectors [begin, end) of its outputs, on the calling
+// thread. `begin` is a multiple of PART_VECTORS; the bits are those of the whole matmul.
 
 #pragma once
 
@@ -12,20 +12,20 @@
 
 namespace engine {
 
-constexpr int64_t PART_VECTORS = 4;  // whole panels of every kind of weight
+constexpr int64_t PART_VECTORS = 4;  // whole panels for every kind of weight
 
 void multiply_part(const LinearCall& call, int64_t begin, int64_t end);
 
 void multiply_compressed_part(const LinearCall& call, int64_t begin, int64_t end);
 
-// `tokens`: those of the call, quantised; not looked at where `part_takes_tiles`.
+// `tokens`: those of the call, quantized; not read if `part_takes_tiles`.
 void multiply_blocks_part(const BlockCall& call, const Quantised& tokens, int64_t begin, int64_t end, int64_t tiles_from);
 
-// Whether tokens are multiplied as they are (block_tiles.h).
+// Whether tokens are multiplied without quantization (block_tiles.h).
 inline bool part_takes_tiles(int64_t num_tokens, int64_t tiles_from) { return TILES && num_tokens >= tiles_from; }
 
-// body(first, last) for blocks of tokens, of about equally many strips each and `most` of them at most: their x stays in
-// the second-level cache for all vectors of the part.
+// body(first, last) for blocks of tokens, of about equally many row tiles each and at most `most`: their x stays in L2
+// for all vectors of the part.
 template <class Body>
 inline void for_token_blocks(int64_t num_tokens, int64_t strip, int64_t most, const Body& body) {
     int64_t strips = (num_tokens + strip - 1) / strip, blocks = (strips + most - 1) / most;

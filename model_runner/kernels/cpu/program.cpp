@@ -1,8 +1,7 @@
-// A program: the calls of a whole decode step, run by all threads in one parallel region.
+// A program: the kernel calls of a whole decode step, run by all threads in one parallel region.
 //
-// Called one by one, the kernels of a step wake and await the threads a hundred times over, and cost their Python
-// callers some ten microseconds each. Here every thread of a team walks the same list, and only pieces of work are
-// waited for (team.h).
+// Called one by one, the kernels of a step wake and join the threads a hundred times, and each call costs Python some
+// ten microseconds. In a program every thread walks the same list, and waits only for pieces of work (team.h).
 
 #include "program.h"
 
@@ -11,7 +10,7 @@ namespace {
 
 struct Call {
     void (*function)(const Word*);
-    const Word* words;  // its arguments
+    const Word* words;  // the arguments of the call
 };
 
 void walk(const Call* calls, int64_t num_calls) {

@@ -1,4 +1,4 @@
-// What makes a kernel part of a program: a recorded list of calls, see program.cpp.
+// Makes a kernel recordable as part of a program: a list of recorded calls, see program.cpp.
 
 #pragma once
 
@@ -37,7 +37,7 @@ struct Recorded<KERNEL> {
 
 }  // namespace engine
 
-// Behind an exported function that keeps the rules of parallel.h: it may be called in a team. What has no such line
-// cannot be recorded, and steps that call it are computed call by call.
+// Follows an exported function that obeys the rules of parallel.h, so that it may be called in a team. A function
+// without this line cannot be recorded; steps that call it run call by call.
 #define RECORDABLE(kernel) \
     EXPORT void recorded_##kernel(const engine::Word* words) { engine::Recorded<&kernel>::call(words); }

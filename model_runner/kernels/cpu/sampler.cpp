@@ -1,13 +1,13 @@
-// From logits to tokens and their log-probabilities, without sorting the vocabulary. Rows are independent: each is one
-// thread's, and its result does not depend on the others. A row of 49k logits is 200 KB and stays in the second-level
-// cache; a pass over it takes a few us, so a single row is not worth waking another thread.
+// From logits to tokens and their logprobs, without sorting the vocabulary. Rows are independent: one thread computes
+// each row, and its result does not depend on the others. A row of 49k logits is 200 KB and stays in L2; a pass over it
+// takes a few us, so one row is not divided among threads.
 //
-//   greedy      one pass: the largest logit, and whether all are numbers; then the first of its block that reaches it
-//   draw        the largest sum of logit and noise (model_runner/sampling/noise.py). The logarithms of the noise are computed
-//               only where a cheap bound does not rule the token out: for some dozens of 49k
-//   filters     of a few hundred candidates (sampler_filters.h)
+//   greedy      one pass: the largest logit, and whether all are finite; then the first of its block that equals it
+//   draw        the largest sum of logit and noise (model_runner/sampling/noise.py). Its logarithms are computed
+//               only where a cheap bound does not exclude the token: for some dozens of 49k
+//   filters     on a few hundred candidates (sampler_filters.h)
 //
-// The order of the filters, and what they mean, is that of model_runner/sampling/torch_backend.py.
+// The filters and their order are those of model_runner/sampling/torch_backend.py.
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@ namespace {
 
 // ---------------------------------------------------------------- drawing
 
-// Of model_runner/sampling/noise.py: 31 bits for each token.
+// The bits of model_runner/sampling/noise.py: 31 per token.
 inline u32x16 noise_bits(u32x16 tokens, const uint32_t* keys) {
     u32x16 x = tokens * 0x9e3779b1u ^ keys[0];
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -39,14 +39,14 @@ inline float gumbel(uint32_t bits) {
     return float(-std::log(-std::log1p(-double(u))));
 }
 
-// The id with the largest sum of value and noise among values from `floor` on, the first of equals.
+// The id with the largest sum of value and noise among values >= `floor`, the first one among equals.
 //
-// ids: of the values; null if the n-th is n. Values go on to a multiple of 16, with minus infinity.
+// ids: ids of the values; null if the n-th id is n. `values` is padded to a multiple of 16 with minus infinity.
 int64_t draw(const float* values, const int32_t* ids, int64_t count, float floor, const uint32_t* keys) {
     float best = -INFINITE;
     int64_t best_id = ids == nullptr ? 0 : ids[0];
-    // Noise is -log(-log1p(-u)), and -log1p(-u) is at least u: only where u is at most exp(value - best) can a sum reach
-    // the best one. `reach` is minus that best one, and more than rounding can take away.
+    // Noise is -log(-log1p(-u)), and -log1p(-u) is at least u: only where u is at most exp(value - best) can a sum
+    // reach the best one. `reach` is -best plus a margin larger than the rounding error.
     float reach = INFINITE;
     for (int64_t n = 0; n < count; n += LANES) {
         f32x16 v = load(values + n);
@@ -106,8 +106,8 @@ Peak choose_row(const Batch& batch, int64_t index) {
     } else {
         Survey seen = survey(x, batch.size, row.temperature, work.scaled(), work.groups());
         peak.finite = seen.finite;
-        bool numbers = row.edited ? finite : seen.finite;  // a mask's minus infinities are none of the model's
-        if (!numbers || !std::isfinite(seen.largest)) {  // nothing to draw from: not numbers, or all forbidden
+        bool numbers = row.edited ? finite : seen.finite;  // a mask's minus infinities do not count as model errors
+        if (!numbers || !std::isfinite(seen.largest)) {  // NaN or infinite logits, or all tokens forbidden
             peak.token = find_peak(work.scaled(), batch.size).token;
         } else if (row.top_k > 0 || row.top_p < 1.0f || row.log_min_p > -INFINITE) {
             Candidates c = work.candidates();
@@ -122,22 +122,22 @@ Peak choose_row(const Batch& batch, int64_t index) {
     return peak;
 }
 
-// ---------------------------------------------------------------- log-probabilities
+// ---------------------------------------------------------------- logprobs
 
-// A number that orders candidates by value, then by id, the other way round.
+// An integer that orders candidates by value, then by descending id.
 inline uint64_t rank(float value, int32_t id) {
     return uint64_t(uint32_t(order_key(value)) ^ 0x80000000u) << 32 | uint32_t(~id);
 }
 
-// In float64: nothing is lost where the likeliest token has nearly all of the mass.
+// In float64: float32 would lose precision where the likeliest token has nearly all of the mass.
 double normaliser(const float* x, int64_t size, float largest) {
     return largest + std::log(weigh<false>(x, size, largest).total);
 }
 
 void top_tokens(const float* x, int64_t size, double normaliser, int64_t k, float* groups, Candidates& c, int32_t* ids,
                 float* logprobs) {
-    if (!std::isnan(normaliser)) collect(x, size, bound_of_top_k(groups, size, k), c);  // else there is no order
-    uint64_t* ranks = reinterpret_cast<uint64_t*>(c.keys);  // and the weights behind them
+    if (!std::isnan(normaliser)) collect(x, size, bound_of_top_k(groups, size, k), c);  // NaN has no order
+    uint64_t* ranks = reinterpret_cast<uint64_t*>(c.keys);  // overlays the keys and the weights after them
     for (int64_t n = 0; n < c.count; ++n) ranks[n] = rank(c.values[n], c.ids[n]);
     int64_t found = std::min(k, c.count);
     std::partial_sort(ranks, ranks + found, ranks + c.count, std::greater<uint64_t>());
@@ -145,7 +145,7 @@ void top_tokens(const float* x, int64_t size, double normaliser, int64_t k, floa
         ids[n] = int32_t(~uint32_t(ranks[n]));
         logprobs[n] = float(x[ids[n]] - normaliser);
     }
-    for (int64_t n = found; n < k; ++n) {  // the row is not made of numbers
+    for (int64_t n = found; n < k; ++n) {  // the row contains NaN
         ids[n] = 0;
         logprobs[n] = std::numeric_limits<float>::quiet_NaN();
     }
@@ -154,7 +154,9 @@ void top_tokens(const float* x, int64_t size, double normaliser, int64_t k, floa
 }  // namespace
 }  // namespace engine::sampling
 
-// `rows`: null if all take the argmax of the model's logits; then what follows up to `mask_stride` is not read.
+// Samples one token per row. logits: [num_rows][size] float32, rows `stride` elements apart; token_ids: [num_rows]
+// int64; finite: [num_rows], whether all logits of the model are finite. rows: [num_rows] Row, or null if all rows take
+// the argmax of the model's logits; in_prompt to mask_stride are then not read.
 EXPORT void choose_tokens(const float* logits, int64_t stride, const void* rows, const uint8_t* in_prompt,
                           int32_t* in_output, const int32_t* edit_ids, const float* edit_values, const void* masks,
                           int64_t mask_stride, int64_t* token_ids, uint8_t* finite, int64_t num_rows, int64_t size) {
@@ -169,7 +171,7 @@ EXPORT void choose_tokens(const float* logits, int64_t stride, const void* rows,
     });
 }
 
-// Row indices[n] of the logits, and its token token_ids[indices[n]], for each n.
+// Logprobs of row indices[n] of the logits, and of its token token_ids[indices[n]], for each n in [0, count).
 EXPORT void token_logprobs(const float* logits, int64_t stride, const int64_t* indices, const int64_t* token_ids,
                            float* token, int32_t* top_ids, float* top, int64_t count, int64_t size, int64_t top_k) {
     using namespace engine;

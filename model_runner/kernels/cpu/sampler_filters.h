@@ -1,7 +1,7 @@
-// top-k, top-p and min-p without sorting: the tokens that may be drawn, and the lowest logit among them.
+// top-k, top-p and min-p without sorting: the tokens that may be drawn, and the lowest logit among them (the floor).
 //
-// A bound that the floor cannot be below leaves a few hundred candidates; the floor among them is found by bisection over
-// the integers that order as floats do: exactly, and equal logits are on one side of it.
+// A lower bound of the floor leaves a few hundred candidates; the floor among them is found by bisection over the
+// integers that order as floats do. It is exact, and equal logits are on the same side of it.
 
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace engine::sampling {
 
-// ---------------------------------------------------------------- one pass for the filters
+// ---------------------------------------------------------------- one pass over the row
 
 struct Survey {
     float largest;
     bool finite;
 };
 
-// Writes x over the temperature, unless `scaled` is null, padded with minus infinity; and the largest of each group.
+// Writes x / temperature, padded with minus infinity, unless `scaled` is null; and the maximum of each group.
 inline Survey survey(const float* x, int64_t size, float temperature, float* scaled, float* groups) {
     LargestMagnitude magnitude;
     f32x16 top = splat(-INFINITE);
@@ -42,7 +42,7 @@ inline Survey survey(const float* x, int64_t size, float temperature, float* sca
     return Survey{largest(top), magnitude.is_finite()};
 }
 
-// Where k groups reach a number, so do k tokens. Changes the order of the groups.
+// If the maxima of k groups reach a value, at least k tokens do. Reorders the groups.
 inline float bound_of_top_k(float* groups, int64_t size, int64_t k) {
     int64_t count = num_groups(size);
     if (count < k) return -INFINITE;
@@ -61,11 +61,11 @@ inline double sum_in_double(f32x16 v) {
 }
 
 constexpr int NUM_LEVELS = 4;
-constexpr float LEVELS[NUM_LEVELS] = {3.0f, 6.0f, 9.0f, 13.0f};  // nats below the largest
+constexpr float LEVELS[NUM_LEVELS] = {3.0f, 6.0f, 9.0f, 13.0f};  // nats below the maximum
 
 struct Mass {
-    double total = 0;              // of exp(x - largest)
-    double above[NUM_LEVELS] = {};  // of the tokens above each level
+    double total = 0;              // sum of exp(x - largest)
+    double above[NUM_LEVELS] = {};  // the same for tokens above each threshold
 };
 
 template <bool BY_LEVEL>
@@ -89,17 +89,17 @@ inline Mass weigh(const float* x, int64_t size, float largest) {
     return found;
 }
 
-// A number that the floor of top_p is not below. The margins are for rounding, which must not hide a token.
+// A lower bound of the floor of top_p. The margins cover rounding, which must not exclude a token.
 inline float bound_of_top_p(const Mass& mass, float largest, float top_p, int64_t size) {
     for (int level = 0; level < NUM_LEVELS; ++level)
         if (mass.above[level] >= 1.0001 * top_p * mass.total) return largest - LEVELS[level];
-    // All tokens below it together have less than the mass that may be missing.
+    // All tokens below the bound together have less than the mass that top_p may drop.
     return largest + float(std::log(mass.total * (1.0 - top_p) / double(size))) - 0.01f;
 }
 
 // ---------------------------------------------------------------- candidates
 
-// Integers in the order of the floats; both zeros are one.
+// Integers in the order of the floats; both zeros map to one key.
 inline i32x16 order_key(f32x16 x) {
     i32x16 bits = (i32x16)x & ~(i32x16)(x == 0.0f);
     return bits ^ ((bits >> 31) & 0x7fffffff);
@@ -114,12 +114,12 @@ inline float from_order_key(int64_t key) {
     return x;
 }
 
-// Writes the lanes whose bit is set, one behind the other; 16 numbers may be written. Returns how many they are.
+// Writes the lanes with their bit set, contiguously; may write up to 16 elements. Returns their number.
 template <class Vector, class Number>
 inline int64_t compress(Vector v, uint32_t bits, Number* to) {
     static_assert(sizeof(Vector) == 64 && sizeof(Number) == 4);
 #if defined(__AVX512F__)
-    __m512i packed = _mm512_maskz_compress_epi32(bits, (__m512i)v);  // to memory it would take 10 times as long
+    __m512i packed = _mm512_maskz_compress_epi32(bits, (__m512i)v);  // compressing to memory takes 10 times as long
     std::memcpy(to, &packed, sizeof packed);
     return __builtin_popcount(bits);
 #else
@@ -131,17 +131,17 @@ inline int64_t compress(Vector v, uint32_t bits, Number* to) {
 #endif
 }
 
-// The arrays go on to a multiple of 16: values with minus infinity, weights with 0.
+// The arrays are padded to a multiple of 16: values with minus infinity, weights with 0.
 struct Candidates {
     int64_t count;
     float* values;
     int32_t* ids;
-    int32_t* keys;   // of those that `find_floor` still looks at
-    float* weights;  // theirs
+    int32_t* keys;   // keys of the candidates that `find_floor` still searches
+    float* weights;  // their weights
 };
 
 inline void collect(const float* x, int64_t size, float bound, Candidates& c) {
-    constexpr int UNROLL = 4;  // most are below the bound: one branch for 64 tokens
+    constexpr int UNROLL = 4;  // most tokens are below the bound: one branch for 64 tokens
     f32x16 bounds = splat(bound);
     int64_t count = 0, n = 0;
     const auto take = [&](f32x16 v, int64_t first, uint32_t bits) {
@@ -168,8 +168,8 @@ inline void collect(const float* x, int64_t size, float bound, Candidates& c) {
 
 // ---------------------------------------------------------------- the floor
 
-// The candidates under search: how much those weigh that have this key or a higher one. Never more for a higher key:
-// rounding a sum keeps the order of its terms.
+// Total weight of the candidates under search with this key or a higher one. Monotonic in the key: rounding a sum keeps
+// the order of its terms.
 inline double weight_from(const int32_t* keys, const float* weights, int64_t count, int64_t key) {
     double total = 0;
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
@@ -190,19 +190,19 @@ inline int64_t narrow(int32_t* keys, float* weights, int64_t count, int64_t low,
         f32x16 weight = load(weights + n);
         uint32_t bits = bits_of((key >= int32_t(low)) & (key < int32_t(high)));
         if (count - n < LANES) bits &= (1u << (count - n)) - 1;
-        compress(weight, bits, weights + left);  // never behind what was read
+        compress(weight, bits, weights + left);  // never past what was read
         left += compress(key, bits, keys + left);
     }
     for (int64_t n = left; n < padded(left); ++n) weights[n] = 0.0f;
     return left;
 }
 
-// The highest key from which on the candidates weigh as much as the target; `low` if all of them do not.
+// The highest key such that the candidates at or above it reach the target weight; `low` if all of them do not.
 //
-// low: candidates below it do not count. high: none is at or above it.
+// low: candidates below it are ignored. high: no candidate is at or above it.
 template <class Weigh>
 inline int64_t find_floor(Candidates& c, int64_t low, int64_t high, double target, const Weigh& weigh) {
-    constexpr int NARROW_EVERY = 3;  // steps, each of which leaves some half of the candidates
+    constexpr int NARROW_EVERY = 3;  // steps; each halves the candidates, roughly
     for (int64_t n = 0; n < c.count; n += LANES) {
         f32x16 v = load(c.values + n);
         i32x16 keys = order_key(v);
@@ -211,7 +211,7 @@ inline int64_t find_floor(Candidates& c, int64_t low, int64_t high, double targe
     }
     for (int64_t n = c.count; n < padded(c.count); ++n) c.weights[n] = 0.0f;
     int64_t count = c.count;
-    double above = 0;  // what those weigh that are at or above `high`
+    double above = 0;  // weight of the candidates at or above `high`
     for (int step = 1; high - low > 1; ++step) {
         int64_t middle = low + (high - low) / 2;
         (above + weight_from(c.keys, c.weights, count, middle) >= target ? low : high) = middle;
@@ -223,7 +223,7 @@ inline int64_t find_floor(Candidates& c, int64_t low, int64_t high, double targe
     return low;
 }
 
-// Collects what may be drawn, and perhaps more; returns the lowest logit that may be. `x` is padded.
+// Collects the tokens that may be drawn, possibly with others; returns the lowest logit that may be. `x` is padded.
 inline float filter(const Row& row, const float* x, int64_t size, float largest, float* groups, Candidates& c) {
     float min_p_floor = largest + row.log_min_p, bound = -INFINITE;
     double total = 0;
@@ -234,7 +234,7 @@ inline float filter(const Row& row, const float* x, int64_t size, float largest,
         total = mass.total;
         bound = bound_of_top_p(mass, largest, row.top_p, size);
     }
-    // With both, top_p needs the mass of all that top_k leaves.
+    // With both filters, top_p needs the mass of all tokens that top_k keeps.
     if (!(row.top_k > 0 && row.top_p < 1.0f)) bound = std::max(bound, min_p_floor);
     collect(x, size, bound, c);
     int64_t floor = order_key(bound), ceiling = order_key(largest) + 1;

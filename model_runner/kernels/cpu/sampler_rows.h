@@ -1,4 +1,4 @@
-// The rows that the sampler reads: what a request asks for, its logits as that changes them, and their largest.
+// The rows of the sampler: the sampling parameters of a request, its processed logits, and their maximum.
 
 #pragma once
 
@@ -11,22 +11,22 @@ namespace engine::sampling {
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504f;
-constexpr int64_t BLOCK = 1024;  // tokens: each lane of a block is a group, of which only the largest counts
+constexpr int64_t BLOCK = 1024;  // tokens; each lane of a block is a group, of which only the maximum is kept
 constexpr int64_t WORD_BITS = 32;
 
-// One row of the batch; written by model_runner/sampling/native_backend.py.
+// Sampling parameters of one row; written by model_runner/sampling/native_backend.py.
 struct Row {
-    int32_t draws;      // 0: takes the argmax
+    int32_t draws;      // 0: argmax
     float temperature;
-    uint32_t keys[2];   // of the noise
-    int32_t top_k;      // 0 for all
-    float top_p;        // 1 for all
-    float log_min_p;    // minus infinity for all
-    int32_t edited;     // whether anything below is asked for
-    int32_t slot;       // of the counts; -1 without penalties
+    uint32_t keys[2];   // keys of the noise
+    int32_t top_k;      // 0: no filter
+    float top_p;        // 1: no filter
+    float log_min_p;    // minus infinity: no filter
+    int32_t edited;     // whether any field below is used
+    int32_t slot;       // row of the token counts; -1 without penalties
     float repetition, frequency, presence;
     int32_t edits_start, edits_stop;
-    int32_t grammar;    // row of the masks; -1 for none
+    int32_t grammar;    // row of the masks; -1: none
     int32_t unused;
 };
 static_assert(sizeof(Row) == 64);
@@ -34,7 +34,7 @@ static_assert(sizeof(Row) == 64);
 struct Batch {
     const float* logits;
     int64_t stride;
-    const Row* rows;  // null: all take the argmax of the model's logits
+    const Row* rows;  // null: all rows take the argmax of the model's logits
     const uint8_t* in_prompt;
     int32_t* in_output;
     const int32_t* edit_ids;
@@ -43,14 +43,14 @@ struct Batch {
     int64_t mask_stride;
     int64_t* token_ids;
     uint8_t* finite;
-    int64_t size;  // of the vocabulary
+    int64_t size;  // size of the vocabulary
 };
 
 inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 inline int64_t num_groups(int64_t size) { return (size + BLOCK - 1) / BLOCK * LANES; }
 
-// 16 numbers, of which only `count` exist; the others are `fill`.
+// 16 values, of which only the first `count` exist; the others are `fill`.
 inline f32x16 load_part(const float* p, int64_t count, float fill) {
     if (count >= LANES) return load(p);
     float part[LANES];
@@ -60,7 +60,7 @@ inline f32x16 load_part(const float* p, int64_t count, float fill) {
 
 inline u32x16 lanes() { return u32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-// A bit for each lane that is true.
+// One bit per lane that is true.
 inline uint32_t bits_of(i32x16 lanes) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
@@ -76,7 +76,7 @@ inline uint32_t bits_of(i32x16 lanes) {
 #endif
 }
 
-// A bit for each lane where a >= b; none where either is NaN.
+// One bit per lane where a >= b; 0 where either is NaN.
 inline uint32_t bits_at_least(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
@@ -91,10 +91,10 @@ inline i32x16 load_keys(const int32_t* p) {
     return v;
 }
 
-// ---------------------------------------------------------------- whether all are numbers, and the largest
+// ---------------------------------------------------------------- finiteness and the maximum
 
 struct Peak {
-    int64_t token;  // the first of the largest; any one where not all are numbers
+    int64_t token;  // the first maximum; unspecified unless all values are finite
     bool finite;
 };
 
@@ -131,9 +131,9 @@ inline Peak find_peak(const float* x, int64_t size) {
     return peak;
 }
 
-// ---------------------------------------------------------------- the model's logits as a request changes them
+// ---------------------------------------------------------------- processed logits
 
-// A product that is rounded before it is added to, as torch's is.
+// A multiplication that is rounded before a following addition, as in torch.
 inline float rounded_product(float a, float b) {
     volatile float product = a * b;
     return product;
@@ -165,14 +165,14 @@ inline void forbid(const uint32_t* allowed, float* x, int64_t size) {
     }
 }
 
-// Writes the changed row; returns whether the model's logits are all numbers.
+// Writes the processed row; returns whether all logits of the model are finite.
 inline bool edit(const Row& row, const Batch& batch, const float* logits, float* x) {
     LargestMagnitude magnitude;
     int64_t n = 0;
     for (; n < batch.size; n += LANES) {
         f32x16 v = load_part(logits + n, batch.size - n, logits[n]);
         magnitude.see(v);
-        store(x + n, v);  // there is room behind the last one
+        store(x + n, v);  // x has padding for a whole vector
     }
     if (row.slot >= 0) penalise(row, batch, x);
     for (int32_t e = row.edits_start; e < row.edits_stop; ++e)

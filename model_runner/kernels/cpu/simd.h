@@ -1,5 +1,5 @@
-// Vectors of 16 floats for every CPU: the compiler's vector extension, in one register of AVX-512, two of AVX2, four of
-// SSE2 or NEON (vector_pair.h). Only what that extension cannot say (dot products, conversions) is written per CPU.
+// Vectors of 16 floats for every CPU, by the compiler's vector extension: one register of AVX-512, two of AVX2, four of
+// SSE2 or NEON (vector_pair.h). Only what the extension lacks (dot products, conversions) is written per CPU.
 
 #pragma once
 
@@ -19,7 +19,7 @@
 #define HAS_BF16_DOT 0
 #endif
 
-// GCC has the second form since version 12 only, Clang never had the first.
+// GCC has the second form only since version 12; Clang never had the first.
 #if !defined(__AVX512F__)
 #define SHUFFLE(a, b, ...) engine::shuffle<__VA_ARGS__>(a, b)
 #elif defined(__clang__)
@@ -61,7 +61,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-// ---------------------------------------------------------------- numbers
+// ---------------------------------------------------------------- scalars
 
 ALWAYS_INLINE float to_float(float x) { return x; }
 
@@ -74,7 +74,7 @@ ALWAYS_INLINE float to_float(bf16 x) {
 
 ALWAYS_INLINE void from_float(float x, float* out) { *out = x; }
 
-// Rounds to the nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 ALWAYS_INLINE void from_float(float x, bf16* out) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -110,14 +110,14 @@ ALWAYS_INLINE f32x16 to_float(i32x16 v) {
 #endif
 }
 
-// Numbers of 16 bits in 32, zeros above them.
+// Zero-extends 16-bit elements to 32 bits.
 ALWAYS_INLINE u32x16 widened(u16x16 v) {
 #if defined(__AVX512F__)
     return (u32x16)_mm512_cvtepu16_epi32((__m256i)v);
 #elif defined(__AVX2__)
     return {(u32x8)_mm256_cvtepu16_epi32((__m128i)v.low), (u32x8)_mm256_cvtepu16_epi32((__m128i)v.high)};
 #else
-    auto part = [](u16x8 x) {  // zeros behind each, of which the number is the first half on little-endian CPUs
+    auto part = [](u16x8 x) {  // interleaved with zeros; on little-endian CPUs the element is the low half
         u16x8 zeros = {};
         return u32x8{(u32x4)shuffle<0, 8, 1, 9, 2, 10, 3, 11>(x, zeros), (u32x4)shuffle<4, 12, 5, 13, 6, 14, 7, 15>(x, zeros)};
     };
@@ -125,7 +125,7 @@ ALWAYS_INLINE u32x16 widened(u16x16 v) {
 #endif
 }
 
-// The low half of each.
+// The low half of each lane.
 ALWAYS_INLINE u16x16 narrowed(u32x16 v) {
 #if defined(__AVX512F__)
     return __builtin_convertvector(v, u16x16);
@@ -166,12 +166,12 @@ ALWAYS_INLINE void store(bf16* p, f32x16 v) {
     put(p, round_to_bf16(v));
 }
 
-// As it would come back from a store as bfloat16.
+// Rounded to bfloat16 and widened again.
 ALWAYS_INLINE f32x16 rounded(f32x16 v) { return (f32x16)(widened(round_to_bf16(v)) << 16); }
 
 // ---------------------------------------------------------------- arithmetic
 
-// Lane by lane a pair of bfloat16, (a, b), of finite numbers. Halves are rounded away from zero, which is cheaper.
+// Stores lane by lane the bfloat16 pair (a, b), finite values. Ties round away from zero, which is cheaper.
 ALWAYS_INLINE void store_pairs(f32x16 a, f32x16 b, uint32_t* p) {
     u32x16 low = ((u32x16)a + 0x8000u) >> 16, high = ((u32x16)b + 0x8000u) & 0xffff0000u;
     put(p, low | high);
@@ -194,7 +194,7 @@ ALWAYS_INLINE f32x16 minimum(f32x16 a, f32x16 b) {
 }
 
 #if !defined(__AVX512F__)
-// What `combine` makes of all lanes: of both halves, then of the halves of that.
+// Reduces all lanes with `combine`: both halves, then the halves of the result.
 template <class Vector, class Combine>
 ALWAYS_INLINE auto reduce(const Vector& v, const Combine& combine) {
     auto half = combine(v.low, v.high);
@@ -228,7 +228,7 @@ ALWAYS_INLINE float largest(f32x16 v) {
 #endif
 }
 
-// The largest magnitude of some numbers; NaN where one of them is NaN.
+// The largest magnitude of some values; NaN if any of them is NaN.
 class LargestMagnitude {
   public:
     ALWAYS_INLINE void see(f32x16 numbers) {
@@ -254,15 +254,15 @@ class LargestMagnitude {
     ALWAYS_INLINE bool is_finite() const { return get() <= std::numeric_limits<float>::max(); }
 
   private:
-    i32x16 bits_ = {};  // as whole numbers: NaN is larger than infinity then
+    i32x16 bits_ = {};  // as integers: NaN is then larger than infinity
 };
 
-// 2^x for x < 128; 0 below -126, and for minus infinity. NaN stays NaN. Relative error below 3e-7.
+// 2^x for x < 128; 0 below -126 and for minus infinity. NaN stays NaN. Relative error below 3e-7.
 //
-// x = n + f with n whole and |f| <= 1/2; 2^f by its Taylor series in f ln 2, 2^n by adding n to the exponent.
+// x = n + f with n an integer and |f| <= 1/2; 2^f by its Taylor series in f ln 2, 2^n by adding n to the exponent.
 ALWAYS_INLINE f32x16 exp2_small(f32x16 x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
-    f32x16 clamped = maximum(splat(-127.0f), x);  // the second argument wins where one is NaN
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    f32x16 clamped = maximum(splat(-127.0f), x);  // NaN in either argument returns the second one
     f32x16 shifted = clamped + ROUND;
     f32x16 f = clamped - (shifted - ROUND);
     f32x16 p = splat(1.5403530e-4f);
@@ -284,7 +284,7 @@ ALWAYS_INLINE float exp2_small(float x) { return exp2_small(splat(x))[0]; }
 
 // ---------------------------------------------------------------- bfloat16 pairs
 
-// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]; a and b are 32 numbers of bfloat16.
+// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]; a and b are 32 bfloat16 values.
 ALWAYS_INLINE f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
 #if HAS_BF16_DOT
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
@@ -309,7 +309,7 @@ ALWAYS_INLINE uint32_t load_pair(const void* p) {
 
 // ---------------------------------------------------------------- 16 sums at once
 
-// One level of the tree below: adds neighbours of a into the first half of each block, those of b into the second.
+// One level of the reduction tree: adds neighbors of a into the first half of each block, those of b into the second.
 ALWAYS_INLINE f32x16 add_neighbours_1(f32x16 a, f32x16 b) {
     return SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);

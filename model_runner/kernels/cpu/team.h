@@ -1,19 +1,18 @@
-// A team: threads that do the same sequence of phases together, each phase a range of pieces.
+// A team: threads that execute the same sequence of phases together; each phase is a range of pieces.
 //
-// Nobody waits for a thread, only for pieces: who comes first takes the next ones, and a phase is over as soon as its
-// last piece is done. So a thread that has no core at the moment, because a third process wants one or because it is
-// still being woken, holds nobody up unless it is in the middle of a piece. When it is back, it finds the phases over
-// that it has missed, and passes through them.
+// A phase ends when its last piece is done; it does not wait for every thread. A free thread takes the next piece. A
+// thread without a core (another process runs there, or it is still being woken) delays the others only if it is in the
+// middle of a piece. When it runs again, it passes through the phases that have ended meanwhile.
 //
-//   ranges     [phase | next index]    one word: a late thread cannot take a piece of a phase that is not its own
-//   done       indices of this phase that are finished; who finishes the last one begins the next phase
+//   ranges     [phase | next index]    one word: a late thread cannot take a piece of another phase
+//   done       finished indices of this phase; the thread that finishes the last one begins the next phase
 //
-// A phase has a range of indices for each member, equally long. A member begins with its own, from the first index to
-// the last, and helps with the others' when nothing of it is left. So a thread reads one long stretch of a weight: two
-// cores that read 64 KB each in turn fetch 28 GB/s from memory, of a half each 46 (Zen 4).
+// A phase has a range of indices for each member, of equal length. A member begins with its own, from the first index
+// to the last, and helps with the others' afterwards. Each thread thus reads one contiguous range of a weight: two
+// cores that alternate in blocks of 64 KB read 28 GB/s from memory; with one half each they read 46 (Zen 4).
 //
-// Who waits spins for some microseconds, longer than a small operation takes, and then sleeps: a spinning thread takes
-// the core from whoever could use it, and that may be the other thread of its team.
+// A waiting thread spins for some microseconds, longer than a small operation takes, and then sleeps: a spinning thread
+// occupies a core that another thread, possibly of its own team, could use.
 
 #pragma once
 
@@ -48,12 +47,12 @@ class Team {
 
     int size() const { return size_; }
 
-    // This member's part of a phase: work(begin, end) for pieces of [0, count), whose ends are multiples of `grain`,
-    // until there are none left. Others may still be busy with theirs.
+    // This member's part of a phase: work(begin, end) for pieces of [0, count), with ends at multiples of `grain`,
+    // until there are none left. Other members may still be computing theirs.
     //
-    // A range's first pieces are long and its last ones short: there is little to claim, and at the end little to wait
-    // for. Who helps takes less at a time: all may come to the same range. Where all are to be handed out one by one,
-    // there is one range for all.
+    // The first pieces of a range are long and the last ones short: few claims, and little waiting at the end. A
+    // helping member takes shorter pieces, because all members may come to the same range. With `one_by_one` there is a
+    // single range for all members.
     template <class Work>
     void take_part(uint32_t phase, int member, int64_t count, int64_t grain, bool one_by_one, const Work& work) {
         if (count <= 0) return skip(phase);
@@ -67,7 +66,7 @@ class Team {
             std::atomic<uint64_t>& claimed = ranges_[range].claimed;
             uint64_t seen = claimed.load(std::memory_order_acquire);
             for (;;) {
-                if (uint32_t(seen >> 32) != phase) return;  // over
+                if (uint32_t(seen >> 32) != phase) return;  // the phase has ended
                 int64_t begin = first + int64_t(uint32_t(seen)), left = last - begin;
                 if (left <= 0) break;
                 int64_t pieces = n == 0 ? 2 : 2 * size_;
@@ -81,7 +80,7 @@ class Team {
         }
     }
 
-    // Until the phase is over.
+    // Returns when the phase has ended.
     void wait(uint32_t phase) {
         for (int n = 0; n < SPINS; ++n) {
             if (phase_.load(std::memory_order_acquire) != phase) return;
@@ -93,19 +92,19 @@ class Team {
     }
 
   private:
-    static constexpr int SPINS = 1500;  // some 25 us
+    static constexpr int SPINS = 1500;  // about 25 us
 
     struct alignas(64) Range {
         std::atomic<uint64_t> claimed{0};
     };
 
-    // A phase without pieces is over when somebody says so.
+    // Ends a phase without pieces.
     void skip(uint32_t phase) {
         uint64_t seen = uint64_t(phase) << 32;
         if (ranges_[0].claimed.compare_exchange_strong(seen, uint64_t(phase + 1) << 32)) begin_phase(phase + 1);
     }
 
-    // Nobody takes pieces of it before `phase_` says so.
+    // Pieces of the new phase are taken only after `phase_` is set.
     void begin_phase(uint32_t phase) {
         done_.store(0, std::memory_order_relaxed);
         for (Range& range : ranges_) range.claimed.store(uint64_t(phase) << 32, std::memory_order_release);
@@ -128,7 +127,7 @@ class Team {
     std::atomic<int32_t> sleepers_{0};
 };
 
-// Where the calling thread stands: in no team, or in which phase of which, as which member in [0, size).
+// The calling thread's team (or null), its index in [0, size) there, and its current phase.
 struct Membership {
     Team* team = nullptr;
     int member = 0;

@@ -1,7 +1,7 @@
-// The inner loop of every matrix product here: a few rows times a panel of columns, all sums in registers.
+// The inner loop of every matmul here: a few rows times a panel of columns, with all accumulators in registers.
 //
-// Each sum is one chain of additions in the order of k, whatever the number of rows: a row's result does not depend on
-// which rows stand beside it, to the last bit.
+// Each accumulator is one chain of additions in the order of k, for any number of rows: the result of a row does not
+// depend on the other rows, to the last bit.
 
 #pragma once
 
@@ -10,14 +10,14 @@
 namespace engine {
 
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // 24 sums, 4 columns, 1 splat: 29 of 32 registers
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // 24 accumulators, 4 columns, 1 splat: 29 of 32 registers
 #elif defined(__AVX2__)
-constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // in pairs of registers: 12 sums, 2 columns, 1 splat, 1 mask
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // in register pairs: 12 accumulators, 2 columns, 1 splat, 1 mask
 #else
 constexpr int TILE_ROWS = 2, TILE_VECTORS = 1;
 #endif
 
-// Vectors that so many rows may be multiplied with at once: fewer rows leave registers for more of them.
+// Vectors that can be multiplied at once with this number of rows: fewer rows leave registers for more vectors.
 constexpr int most_vectors(int rows) {
 #if defined(__AVX512F__)
     return TILE_VECTORS;
@@ -26,17 +26,17 @@ constexpr int most_vectors(int rows) {
 #endif
 }
 
-// What is multiplied: pairs of bfloat16 (two steps of k at once), float with such pairs (one after the other), or float.
+// Element kinds: bfloat16 pairs (two inputs at once), float with such pairs (one after the other), or float.
 struct Pairs {
     typedef bf16 Number;
-    typedef uint32_t Step;  // of k: one element of the panel
+    typedef uint32_t Step;  // one element of the panel per k-step
     static constexpr int NUMBERS = 2, PARTS = 1;
     typedef u32x16 Vector;
 
     static ALWAYS_INLINE Vector load_step(const Step* p, int /*part*/) { return load_pairs(p); }
     static ALWAYS_INLINE Vector splat_step(const Number* p, int /*part*/) { return splat_bits(load_pair(p)); }
 
-    // The next 32 numbers; where only 16 are left, zeros behind them.
+    // The next 32 values; if only 16 are left, padded with zeros.
     static ALWAYS_INLINE Vector load_numbers(const Number* p, int64_t left) {
         if (left >= 2 * LANES) return load_pairs(p);
         Vector half = {};
@@ -81,7 +81,7 @@ struct Nothing {
     void operator()(int64_t /*step*/) const {}
 };
 
-// One step, or a part of it: sums[r][v] += rows[r] * columns[v].
+// One k-step, or a part of it: sums[r][v] += rows[r] * columns[v].
 template <class Kind, int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void add_products(const typename Kind::Vector (&columns)[VECTORS],
                                                         const typename Kind::Number* rows, int64_t row_stride, int part,
@@ -96,9 +96,9 @@ inline __attribute__((always_inline)) void add_products(const typename Kind::Vec
 
 // sums[r][v] = rows[r] . columns[v]
 //
-//   rows: `row_stride` numbers apart; steps * NUMBERS numbers are read of each.
-//   panel: [steps][panel_width], of which 16 * VECTORS are read at each step.
-//   at_step: called with each step, to fetch memory that will be read later.
+//   rows: `row_stride` elements apart; steps * NUMBERS elements of each are read.
+//   panel: [steps][panel_width], of which 16 * VECTORS are read at each k-step.
+//   at_step: called with each k-step, to prefetch.
 template <class Kind, int ROWS, int VECTORS, class AtStep = Nothing>
 inline __attribute__((always_inline)) void multiply_tile(
     const typename Kind::Number* rows, int64_t row_stride, const typename Kind::Step* panel, int64_t panel_width,
@@ -115,7 +115,7 @@ inline __attribute__((always_inline)) void multiply_tile(
     }
 }
 
-// What comes before and after: unrolled, or the sums would go through memory.
+// Before and after the loop: unrolled, so that accumulators do not go through memory.
 template <int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void zero_tile(f32x16 (&sums)[ROWS][VECTORS]) {
 #pragma GCC unroll 12
@@ -149,7 +149,7 @@ inline __attribute__((always_inline)) void store_tile(T* to, int64_t stride, con
         for (int v = 0; v < VECTORS; ++v) store(to + r * stride + v * LANES, sums[r][v]);
 }
 
-// Calls body<ROWS, VECTORS>() with numbers that are known only now.
+// Calls body<ROWS, VECTORS>() for a run-time number of vectors.
 template <int ROWS, int VECTORS = most_vectors(ROWS), class Body>
 inline void with_vectors(int vectors, const Body& body) {
     if (vectors == VECTORS)

@@ -1,7 +1,7 @@
-// A vector that two registers hold, or four: what simd.h makes its vectors of where a CPU has shorter registers.
+// A vector that takes two registers, or four: simd.h builds its vectors from it where registers are shorter.
 //
-// The compiler has vectors of any length, too, but keeps those that no register holds in memory. Here each half is a
-// vector of its own, which it keeps in a register; halves may be pairs themselves.
+// The compiler supports vectors of any length, but keeps those that exceed a register in memory. Here each half is a
+// vector of its own, which stays in a register; halves may be pairs themselves.
 
 #pragma once
 
@@ -10,9 +10,9 @@
 #include <type_traits>
 #include <utility>
 
-// Functions of vectors that are no register's would be called with them in memory.
-// Pairs of registers must not go through memory between functions. Where a vector is one register the compiler knows better:
-// forced, the products of up to 6 tokens took a quarter longer with AVX-512.
+// Functions pass vectors that exceed a register in memory, so functions of register pairs are always inlined. Where a
+// vector is one register the compiler decides better: with forced inlining, matmuls of up to 6 tokens took a quarter
+// longer with AVX-512.
 #if defined(__AVX512F__)
 #define ALWAYS_INLINE inline
 #else
@@ -39,7 +39,7 @@ struct VectorPair {
         std::memcpy(&high, all + COUNT / 2, sizeof high);
     }
 
-    // The same bits.
+    // Bit cast.
     template <class Other>
     ALWAYS_INLINE explicit VectorPair(VectorPair<Other> v) : low((Half)v.low), high((Half)v.high) {
         static_assert(sizeof(Half) == sizeof(Other));
@@ -59,7 +59,7 @@ struct VectorPair {
 template <class Number>
 concept Scalar = std::is_arithmetic_v<Number>;
 
-// Lane by lane, with a vector or one number on either side; comparisons give integers, 0 or -1.
+// Lane by lane, with a vector or a scalar on either side; comparisons give integers, 0 or -1.
 #define LANE_BY_LANE(op)                                                                              \
     template <class Half>                                                                             \
     ALWAYS_INLINE auto operator op(VectorPair<Half> a, VectorPair<Half> b) {                                 \
@@ -132,7 +132,7 @@ ALWAYS_INLINE void put(void* p, const VectorPair<Half>& v) {
 
 // ---------------------------------------------------------------- shuffles
 
-// Lanes N of a, and behind them of b.
+// Lanes N of the concatenation of a and b.
 template <int... N, class Vector>
 ALWAYS_INLINE Vector shuffle(Vector a, Vector b) {
 #if defined(__clang__)
@@ -147,7 +147,7 @@ ALWAYS_INLINE Vector shuffle(Vector a, Vector b) {
 
 template <int... N, class Half>
 ALWAYS_INLINE VectorPair<Half> shuffle(VectorPair<Half> a, VectorPair<Half> b) {
-    // Half of the result from the halves that it is made of, which are two at most.
+    // One half of the result, from the at most two halves that it is made of.
     auto half = [&]<int BEGIN, int... I>(std::integer_sequence<int, BEGIN>, std::integer_sequence<int, I...>)
         __attribute__((always_inline)) {
         constexpr int LANES_OF = sizeof...(I), ALL[] = {N...};
