@@ -113,8 +113,8 @@ def make_weights(library: ctypes.CDLL, num_layers: int) -> list[Weight]:
         if compressed is None:
             raise ComparisonError("this level of instructions has no products with compressed weights")
         if outputs == 2 * INNER:
-            plain.end_with_silu()
-            compressed.end_with_silu()
+            plain.fuse_silu_and_mul()
+            compressed.fuse_silu_and_mul()
         weights.append(Weight(inputs, plain, compressed))
     return weights
 

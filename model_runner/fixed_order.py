@@ -13,7 +13,7 @@ from ..runtime.errors import ConfigError
 from .attention.cpu_native import CpuNativeAttention
 from .kernels import native
 from .kernels.native_experts import NativeExperts
-from .kernels.native_product import NativeProduct
+from .kernels.native_product import NativeMatmul
 from .op_selection import MAKERS, Maker, Target
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def pack_linear(weight: Tensor) -> LinearWeight:
         ConfigError: it cannot have this weight.
     """
     packed = native.native_ops().pack_linear(weight)
-    if not isinstance(packed, NativeProduct):
+    if not isinstance(packed, NativeMatmul):
         outputs, inputs = weight.shape
         raise ConfigError(
             f"deterministic is on, but a weight of {outputs} x {inputs} in {weight.dtype} is not multiplied by the "

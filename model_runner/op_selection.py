@@ -141,7 +141,9 @@ def _sgl_gate(operator: str) -> Maker:
         width = sgl.reasons_against_width(target.spec.intermediate_size, target.dtype)
         return sgl.reasons_against_dtype(target.dtype) + width
 
-    return _sgl(reasons_against, lambda _target: sgl.Gate(getattr(sgl.operators(), operator).default))
+    return _sgl(
+        reasons_against, lambda _target: sgl.SglGatedActivation(getattr(sgl.operators(), operator).default)
+    )
 
 
 MAKERS: Final[Mapping[str, Sequence[Maker]]] = {

@@ -46,7 +46,7 @@ class LinearToFloat32(LinearWeight, Protocol):
 class GateableWeight(LinearWeight, Protocol):
     """A `LinearWeight` that may compute a gated layer's activation with its product, before anything is written."""
 
-    def end_with_silu(self) -> bool:
+    def fuse_silu_and_mul(self) -> bool:
         """From now on, if the answer is yes, a call gives silu(gate) * up: [T, K] -> [T, N / 2].
 
         To be asked once, by the only one who uses the weight. The gates are the first N / 2 outputs. Bit for bit what

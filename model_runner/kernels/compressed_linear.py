@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 import torch
 from torch import Tensor
 
-from .native_product import NativeProduct
+from .native_product import NativeMatmul
 
 if TYPE_CHECKING:
     from .cpu.isa import Isa
@@ -38,10 +38,10 @@ def reasons_against_compression(isa: Isa) -> list[str]:
             assert_never(isa)
 
 
-class CompressedLinear(NativeProduct):
+class CompressedLinear(NativeMatmul):
     """The same results as `NativeLinear`, bit for bit, with three quarters of its bytes."""
 
-    kind = NativeProduct.COMPRESSED
+    kind = NativeMatmul.COMPRESSED
 
     def __init__(
         self, library: ctypes.CDLL, packed: Tensor, outputs: int, inputs: int, num_bytes: int

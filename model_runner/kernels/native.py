@@ -20,7 +20,7 @@ from .compressed_linear import reasons_against_compression
 from .cpu.library import load_library, loaded_isa, reasons_against_library
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
-from .native_product import NativeProduct
+from .native_product import NativeMatmul
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class NativeOps:
     def pack_experts(self, experts: ExpertSource) -> ExpertWeights:
         """See `PackExperts`. Weights that the C++ kernels cannot take are computed expert by expert."""
         gate_up, down = experts.linears()
-        ours = [one for one in (*gate_up, *down) if isinstance(one, NativeProduct)]
+        ours = [one for one in (*gate_up, *down) if isinstance(one, NativeMatmul)]
         if len(ours) == 2 * len(gate_up):
             return NativeExperts(self._library, ours[: len(gate_up)], ours[len(gate_up) :])
         if not self._has_warned_of_loops:

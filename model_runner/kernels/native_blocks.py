@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .cpu.library import load_library, reasons_against_library
-from .native_product import NativeProduct
+from .native_product import NativeMatmul
 from .quantized_weights import BLOCK_SIZE, BlockWeight
 
 _HALF_EXPONENT: Final = 15
@@ -47,14 +47,14 @@ def reasons_against_native_blocks(
     return reasons + against_library
 
 
-class NativeBlockLinear(NativeProduct):
+class NativeBlockLinear(NativeMatmul):
     """A `BlockWeight` [N, K].
 
     Scales and minima are rounded to half precision, in which most formats store them; where they differ by more than
     2^29 within one weight, the smallest lose bits. `rows` rounds once, to bfloat16.
     """
 
-    kind = NativeProduct.BLOCKS
+    kind = NativeMatmul.BLOCKS
 
     def __init__(self, library: ctypes.CDLL, weight: BlockWeight, tiles_from: int = TILES_FROM) -> None:
         """`tiles_from`: number of tokens, at least 1, from which AMX tiles are used if the CPU has them."""
@@ -109,7 +109,7 @@ class NativeBlockLinear(NativeProduct):
         )
 
     def as_expert(self) -> tuple[int, int, int, int, int, int, float]:
-        """See `NativeProduct`."""
+        """See `NativeMatmul`."""
         scales = self._has_minima, self._has_paired_scales
         return self._address, self.kind, self._bits, self._zero, *scales, self._factor
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .native_blocks import NO_TILES, NativeBlockLinear
-from .native_product import NativeProduct
+from .native_product import NativeMatmul
 
 _WEIGHT: Final = np.dtype(
     [
@@ -58,13 +58,13 @@ class NativeExperts:
     """`ExpertWeights`. The bits of a token's result depend on the form of its weights, not on the other tokens."""
 
     def __init__(
-        self, library: ctypes.CDLL, gate_up: Sequence[NativeProduct], down: Sequence[NativeProduct]
+        self, library: ctypes.CDLL, gate_up: Sequence[NativeMatmul], down: Sequence[NativeMatmul]
     ) -> None:
         """Take the packed weights of each expert, [2N, K] and [K, N]. `gate_up` must not be shared: it is modified."""
         self._library = library
         for one in gate_up:
-            one.end_with_silu()
-        self._is_gated = gate_up[0].ends_with_silu  # the same for all experts: their shapes are equal
+            one.fuse_silu_and_mul()
+        self._is_gated = gate_up[0].fuses_silu_and_mul  # the same for all experts: their shapes are equal
         self._gate_up = _Weights(library, gate_up)
         self._down = _Weights(library, down)
         self._num_experts = len(gate_up)
@@ -116,7 +116,7 @@ class NativeExperts:
 class _Weights:
     """One weight [N, K] of each expert, and its matmul with rows [R, K]."""
 
-    def __init__(self, library: ctypes.CDLL, weights: Sequence[NativeProduct]) -> None:
+    def __init__(self, library: ctypes.CDLL, weights: Sequence[NativeMatmul]) -> None:
         self._library = library
         self._weights = list(weights)  # keeps the memory alive to which the table points
         self._table = np.array([one.as_expert() for one in weights], dtype=_WEIGHT)

@@ -14,7 +14,7 @@ from ..ops import LinearWeight
 from . import plain
 from .compressed_linear import CompressedLinear
 from .cpu.library import reasons_against_library
-from .native_product import NativeProduct
+from .native_product import NativeMatmul
 
 CPU = torch.device("cpu")
 _WORTH_COMPRESSING: Final = 0.8
@@ -44,10 +44,10 @@ def pack_native_linear(library: ctypes.CDLL, weight: Tensor, *, compress: bool) 
     return plain.pack_linear_onednn(weight)
 
 
-class NativeLinear(NativeProduct):
+class NativeLinear(NativeMatmul):
     """A bfloat16 weight [N, K]; K must be even."""
 
-    kind = NativeProduct.PACKED
+    kind = NativeMatmul.PACKED
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         assert weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0, (weight.dtype, weight.shape)
@@ -59,7 +59,7 @@ class NativeLinear(NativeProduct):
 
     def compressed(self) -> CompressedLinear | None:
         """The same weight in fewer bytes; None if it saves too little or this ISA target has no kernel for it."""
-        assert not self.ends_with_silu, "pairing has moved outputs to other panels"
+        assert not self.fuses_silu_and_mul, "pairing has moved outputs to other panels"
         shape = self._outputs, self._inputs
         num_bytes = self._library.compressed_linear_bytes(self._address, *shape)
         if not 0 < num_bytes <= _WORTH_COMPRESSING * self.num_bytes:

@@ -1,4 +1,4 @@
-"""`NativeProduct`: the common part of the matmuls with packed weights (`native_linear`, `native_blocks`).
+"""`NativeMatmul`: the common part of the matmuls with packed weights (`native_linear`, `native_blocks`).
 
 Arguments are checked here, once, so that no kernel accesses memory out of bounds. Packing and the choice of the kernel
 belong to the subclass.
@@ -23,7 +23,7 @@ _LANES: Final = 16
 """Number of gate rows that are stored before their up rows in the weight of a gated matmul."""
 
 
-class NativeProduct(ABC):
+class NativeMatmul(ABC):
     """A weight [N, K] in the packed layout of one kernel, its only copy in memory; a `LinearWeight`."""
 
     PACKED: ClassVar = 0
@@ -44,7 +44,7 @@ class NativeProduct(ABC):
         """See `LinearWeight`."""
         return self._checked(x, bias, torch.bfloat16)
 
-    def end_with_silu(self) -> bool:
+    def fuse_silu_and_mul(self) -> bool:
         """See `GateableWeight`. Needs N in whole vectors of gates; otherwise the weight stays unchanged."""
         if self._form != _BF16:
             raise RuntimeError("the weight already fuses its activation; two layers must not share it")
@@ -80,8 +80,8 @@ class NativeProduct(ABC):
         return out
 
     @property
-    def ends_with_silu(self) -> bool:
-        """Whether `end_with_silu` was called and succeeded."""
+    def fuses_silu_and_mul(self) -> bool:
+        """Whether `fuse_silu_and_mul` was called and succeeded."""
         return self._form == _GATED
 
     @property
@@ -91,7 +91,7 @@ class NativeProduct(ABC):
 
     @property
     def width(self) -> int:
-        """Outputs of a call: N, or N / 2 after `end_with_silu`."""
+        """Outputs of a call: N, or N / 2 after `fuse_silu_and_mul`."""
         return self._width
 
     @property
@@ -148,7 +148,7 @@ class NativeProduct(ABC):
         Args:
             x: [T, K] bfloat16; the values of a row are contiguous.
             bias: [N] bfloat16, contiguous.
-            out: [T, N] contiguous, bfloat16 or float32; [T, N / 2] bfloat16 after `end_with_silu`.
+            out: [T, N] contiguous, bfloat16 or float32; [T, N / 2] bfloat16 after `fuse_silu_and_mul`.
         """
 
     @abstractmethod

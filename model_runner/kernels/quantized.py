@@ -19,7 +19,7 @@ from torch import Tensor
 from ..ops import LinearWeight, PackLinear
 from .cpu.library import load_library
 from .native_blocks import TILES_FROM, NativeBlockLinear, reasons_against_native_blocks
-from .quantized_linear import Fp8Linear, Fp8WeightLinear, Int4Linear, SglProduct, SideBySide, torch_product
+from .quantized_linear import Fp8Linear, Fp8WeightLinear, Int4Linear, SglMatmul, SideBySide, torch_matmul
 from .quantized_weights import (
     BLOCK_SIZE,
     BlockWeight,
@@ -62,7 +62,7 @@ class QuantTarget:
     tiles_from: int = TILES_FROM
 
 
-class Maker(NamedTuple):
+class LinearProvider(NamedTuple):
     """One way to multiply with a weight: the reasons against it, and the function that makes the `LinearWeight`."""
 
     name: str
@@ -94,7 +94,7 @@ def _make_fp8_triton(target: QuantTarget, weight: Fp8Weight) -> LinearWeight:
 
 
 def _make_fp8_sgl(_target: QuantTarget, weight: Fp8Weight) -> LinearWeight:
-    return Fp8Linear(weight, SglProduct(operators()))
+    return Fp8Linear(weight, SglMatmul(operators()))
 
 
 def _against_fp8(target: QuantTarget, weight: Fp8Weight) -> list[str]:
@@ -179,41 +179,45 @@ def _make_blocks_native(target: QuantTarget, weight: BlockWeight) -> LinearWeigh
 
 # ---------------------------------------------------------------- choice
 
-FP8_MAKERS: Final[Sequence[Maker]] = (
-    Maker("sgl_kernel", _against_fp8_sgl, _make_fp8_sgl),
-    Maker(
-        "torch._scaled_mm", _against_row_products, lambda _target, weight: Fp8Linear(weight, torch_product)
+FP8_PROVIDERS: Final[Sequence[LinearProvider]] = (
+    LinearProvider("sgl_kernel", _against_fp8_sgl, _make_fp8_sgl),
+    LinearProvider(
+        "torch._scaled_mm", _against_row_products, lambda _target, weight: Fp8Linear(weight, torch_matmul)
     ),
-    Maker("triton", _against_fp8_triton, _make_fp8_triton),
-    Maker("triton, weights only", _against_fp8_weight, _make_fp8_weight),
+    LinearProvider("triton", _against_fp8_triton, _make_fp8_triton),
+    LinearProvider("triton, weights only", _against_fp8_weight, _make_fp8_weight),
 )
-INT4_MAKERS: Final[Sequence[Maker]] = (Maker("triton", _against_int4_triton, _make_int4_triton),)
-BLOCK_MAKERS: Final[Sequence[Maker]] = (Maker("native", _against_blocks_native, _make_blocks_native),)
+INT4_PROVIDERS: Final[Sequence[LinearProvider]] = (
+    LinearProvider("triton", _against_int4_triton, _make_int4_triton),
+)
+BLOCK_PROVIDERS: Final[Sequence[LinearProvider]] = (
+    LinearProvider("native", _against_blocks_native, _make_blocks_native),
+)
 
 
 class _Kind(NamedTuple):
     """One format of weights: its name in the log, its candidate kernels, and how several weights are stacked."""
 
     name: str
-    makers: Sequence[Maker]
+    providers: Sequence[LinearProvider]
     stack: Callable[[Sequence[Any]], QuantisedWeight]
 
 
 _KINDS: Final[Mapping[type[QuantisedWeight], _Kind]] = {
-    Fp8Weight: _Kind("fp8", FP8_MAKERS, stack_fp8),
-    Int4Weight: _Kind("int4", INT4_MAKERS, stack_int4),
-    BlockWeight: _Kind("blocks", BLOCK_MAKERS, stack_blocks),
+    Fp8Weight: _Kind("fp8", FP8_PROVIDERS, stack_fp8),
+    Int4Weight: _Kind("int4", INT4_PROVIDERS, stack_int4),
+    BlockWeight: _Kind("blocks", BLOCK_PROVIDERS, stack_blocks),
 }
 
 
-def choose_maker(target: QuantTarget, weight: QuantisedWeight) -> tuple[Maker | None, str]:
+def choose_provider(target: QuantTarget, weight: QuantisedWeight) -> tuple[LinearProvider | None, str]:
     """The first candidate that can take this weight, and the reasons against the earlier ones; None: no candidate."""
     passed_over: list[str] = []
-    for maker in _KINDS[type(weight)].makers:
-        reasons = maker.reasons_against(target, weight)
+    for provider in _KINDS[type(weight)].providers:
+        reasons = provider.reasons_against(target, weight)
         if not reasons:
-            return maker, "; ".join(passed_over)
-        passed_over.append(f"{maker.name}: {', '.join(reasons)}")
+            return provider, "; ".join(passed_over)
+        passed_over.append(f"{provider.name}: {', '.join(reasons)}")
     return None, "; ".join(passed_over)
 
 
@@ -254,18 +258,18 @@ class QuantisedLinears:
             return part.as_blocks() or self._dequantised(part)
         return self._dequantised(part)
 
-    def _choose(self, weight: QuantisedWeight) -> tuple[Maker | None, str]:
-        return choose_maker(self._target, weight) if self._keep else (None, "quantization is none")
+    def _choose(self, weight: QuantisedWeight) -> tuple[LinearProvider | None, str]:
+        return choose_provider(self._target, weight) if self._keep else (None, "quantization is none")
 
     def _pack_run(self, run: Sequence[Part]) -> LinearWeight:
         weight = stacked(run)
         if isinstance(weight, Tensor):
             return self._pack_plain(weight)
-        maker, why = self._choose(weight)
-        if maker is None:
+        provider, why = self._choose(weight)
+        if provider is None:
             return self._pack_plain(self._dequantised(weight))
-        self._log(weight, maker.name, why)
-        return maker.make(self._target, weight)
+        self._log(weight, provider.name, why)
+        return provider.make(self._target, weight)
 
     def _dequantised(self, weight: QuantisedWeight) -> Tensor:
         plain = weight.dequantised(self._target.dtype)
@@ -275,12 +279,12 @@ class QuantisedLinears:
         self._log(weight, cost, self._choose(weight)[1], level)
         return plain
 
-    def _log(self, weight: QuantisedWeight, maker: str, why: str, level: int = logging.INFO) -> None:
+    def _log(self, weight: QuantisedWeight, provider: str, why: str, level: int = logging.INFO) -> None:
         kind = _KINDS[type(weight)].name
-        if (kind, maker, why) in self._logged:
+        if (kind, provider, why) in self._logged:
             return
-        self._logged.add((kind, maker, why))
-        logger.log(level, "op=linear_%s maker=%s%s", kind, maker, f" passed over: {why}" if why else "")
+        self._logged.add((kind, provider, why))
+        logger.log(level, "op=linear_%s maker=%s%s", kind, provider, f" passed over: {why}" if why else "")
 
 
 def stacked(parts: Sequence[Part]) -> Part:

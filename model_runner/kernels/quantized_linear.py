@@ -46,7 +46,7 @@ class Fp8Linear:
         return self._product(numbers, scales, self._weight, self._scales, bias, x.dtype)
 
 
-class SglProduct:
+class SglMatmul:
     """sgl_kernel's matmul: a weight [K, N] with contiguous columns, scales [T, 1] and [N, 1]."""
 
     def __init__(self, operators: Any) -> None:
@@ -67,7 +67,7 @@ class SglProduct:
         return out
 
 
-def torch_product(
+def torch_matmul(
     x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """torch's matmul: scales [T, 1] and [1, N], float32 accumulation. What reduced precision saves is not measured."""

@@ -74,7 +74,7 @@ class Norms:
         return x, residual
 
 
-class Gate:
+class SglGatedActivation:
     """`GatedActivation`."""
 
     def __init__(self, operator: Any) -> None:

@@ -50,7 +50,7 @@ class GatedMLP:
         self.down = RowLinear(context, f"{name}.down_proj", inner, size, bias=bias)
         self.activation = activation or context.ops.silu_and_mul
         weight = self.gate_up.weight
-        if activation is None and isinstance(weight, GateableWeight) and weight.end_with_silu():
+        if activation is None and isinstance(weight, GateableWeight) and weight.fuse_silu_and_mul():
             self.activation = _done
             logger.debug("%s: the product of gate and up ends with the activation", name)
 

@@ -196,7 +196,7 @@ class _Tracer:
             NoProgramError: some of them are no calls of the library, or need memory beside the blocks.
         """
         row, none, tokens = (np.array([number], dtype=np.int64) for number in (0, 0, size.tokens))
-        with told_of_calls(self._library, lambda function, arguments: None, only_told=True):
+        with told_of_calls(self._library, lambda function, arguments: None, dry_run=True):
             attention = self._attention.plan_step(BatchLayout(row, none, tokens, 1))
         if isinstance(attention, PlannedAttention):
             self.plan_addresses = attention.plan_addresses

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from ..kernels.cpu.function import NativeFunction, OnCall, Tap
+    from ..kernels.cpu.function import CallHook, NativeFunction, OnCall
     from .arena import Arena
 
 _ALLOCATIONS: Final = frozenset(
@@ -117,24 +117,24 @@ class Traced(NamedTuple):
 
 def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Tensor]) -> Recorded:
     """Compute once, and record it; everything that `compute` allocates comes from the arena."""
-    result, calls, reasons = trace(library, arena, compute, only_told=False)
+    result, calls, reasons = trace(library, arena, compute, dry_run=False)
     if reasons:
         return Recorded(result, None, ", ".join(dict.fromkeys(reasons)))
     return Recorded(arena.borrowed(result), NativeProgram(library, calls))
 
 
 def trace(
-    library: ctypes.CDLL, memory: Memory, compute: Callable[[], Tensor], *, only_told: bool = True
+    library: ctypes.CDLL, memory: Memory, compute: Callable[[], Tensor], *, dry_run: bool = True
 ) -> Traced:
     """Note what a computation calls.
 
     Args:
         memory: where all that it allocates comes from.
-        only_told: the calls are not made, so the result's numbers are arbitrary. Operations of torch are, so the first
+        dry_run: the calls are not made, so the result's numbers are arbitrary. Operations of torch are, so the first
             one that cannot be recorded ends the computation: the others would be computed for nothing.
     """
     calls: list[Call] = []
-    watch = _Watch(memory, ends=only_told)
+    watch = _Watch(memory, ends=dry_run)
 
     def on_call(function: NativeFunction, arguments: tuple[Any, ...]) -> None:
         if function.returns:  # a question, which is answered now
@@ -146,21 +146,21 @@ def trace(
         calls.append(Call(function, function.recorded_form, words))
 
     result = torch.empty(0)
-    with suppress(_NotRecordableError), told_of_calls(library, on_call, only_told=only_told), watch:
+    with suppress(_NotRecordableError), told_of_calls(library, on_call, dry_run=dry_run), watch:
         result = compute()
     return Traced(result, calls, watch.reasons)
 
 
 @contextmanager
-def told_of_calls(library: ctypes.CDLL, on_call: OnCall, *, only_told: bool) -> Iterator[None]:
-    """This thread's calls of the library are told, or `only_told`."""
-    tap: Tap = vars(library)["tap"]
-    assert tap.on_call is None, "recordings do not nest"
-    tap.on_call, tap.only_told = on_call, only_told
+def told_of_calls(library: ctypes.CDLL, on_call: OnCall, *, dry_run: bool) -> Iterator[None]:
+    """This thread's calls of the library are told, or `dry_run`."""
+    call_hook: CallHook = vars(library)["call_hook"]
+    assert call_hook.on_call is None, "recordings do not nest"
+    call_hook.on_call, call_hook.dry_run = on_call, dry_run
     try:
         yield
     finally:
-        tap.on_call, tap.only_told = None, False
+        call_hook.on_call, call_hook.dry_run = None, False
 
 
 class _NotRecordableError(Exception):

@@ -71,7 +71,7 @@ class NativeChooser:
         """`library`: another than that of this CPU."""
         library = load_library() if library is None else library
         self._counts = counts
-        self._choose = library.choose_tokens
+        self._choose = library.sample_tokens
         self._logprobs = library.token_logprobs
         self._known_logits: Callable[[], Tensor | None] = lambda: None
         self._layout = _Layout(0, 0, 0, 0)

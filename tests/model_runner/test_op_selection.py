@@ -69,7 +69,7 @@ def test_sgl_kernel_is_preferred_where_it_covers_the_case():
     assert chosen["rotate_and_store"] == "triton"
     assert chosen["pack_linear"] == "torch"
     ops = select_ops(Target(SPEC, GPU, torch.bfloat16, BOTH))
-    assert isinstance(ops.silu_and_mul, sgl.Gate)
+    assert isinstance(ops.silu_and_mul, sgl.SglGatedActivation)
     assert ops.gelu_and_mul._operator == "gelu_tanh_and_mul"  # type: ignore[attr-defined]
 
 

@@ -42,10 +42,10 @@ void merge(const AttentionInputs<T, KV>& in, int64_t token, int64_t first, int64
 template <class T, class KV>
 void attend(const AttentionInputs<T, KV>& in) {
     const Step& step = in.step;
-    hand_out(step.num_blocks, [&](int64_t n) { Packer<T, KV>(in).pack_for_all(n); });
+    parallel_for_dynamic(step.num_blocks, [&](int64_t n) { Packer<T, KV>(in).pack_for_all(n); });
     int64_t num_tiles = step.num_tiles, num_streams = step.num_items - num_tiles;
     int64_t together = std::clamp<int64_t>(num_streams / STREAM_SHARES, 1, MAX_STREAMS);
-    hand_out(num_tiles + (num_streams + together - 1) / together, [&](int64_t n) {
+    parallel_for_dynamic(num_tiles + (num_streams + together - 1) / together, [&](int64_t n) {
         FlushDenormals flush;
         if (n < num_tiles) {
             Tile<T, KV>(in).run(step.items[n]);
@@ -56,7 +56,7 @@ void attend(const AttentionInputs<T, KV>& in) {
         Stream<T, KV> stream(in);
         for (const Item* item = first; item < last; ++item) stream.run(*item, item + 1 < last ? item + 1 : nullptr);
     });
-    share_out(step.num_merges, 16, [&](int64_t begin, int64_t end) {
+    parallel_for(step.num_merges, 16, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
             const int64_t* mine = step.merges + 3 * n;
             merge(in, mine[0], mine[1], mine[2]);

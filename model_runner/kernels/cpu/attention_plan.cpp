@@ -294,7 +294,7 @@ EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(
 // decodes: for each request, whether it decodes: its new tokens are the last sampled one and drafts. Null: all decode.
 EXPORT void plan_attention(void* plan_, const int64_t* rows, const int64_t* prefix_lens, const int64_t* extend_lens,
                            const int64_t* decodes, int64_t num_requests) {
-    engine::hand_out(1, [&](int64_t) {  // on one thread of a team
+    engine::parallel_for_dynamic(1, [&](int64_t) {  // on one thread of a team
         engine::Plan& plan = *static_cast<engine::Plan*>(plan_);
         plan.begin();
         for (int64_t n = 0; n < num_requests; ++n)

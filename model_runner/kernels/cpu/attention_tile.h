@@ -32,7 +32,7 @@ class Tile {
         int64_t last = *std::max_element(room.to, room.to + room.num_rows);
         for (int64_t key = first / TILE_KEYS * TILE_KEYS; key < last; key += TILE_KEYS) {
             Block block = find_block(item, key, first, last, room);
-            for (int64_t n = 0; n < room.num_strips; ++n) add(products, room.strips[n], key, block, room);
+            for (int64_t n = 0; n < room.num_row_tiles; ++n) add(products, room.row_tiles[n], key, block, room);
         }
         write_results(item, room);
     }
@@ -52,7 +52,7 @@ class Tile {
     static constexpr int64_t ROWS = Products::ROWS, KEYS = Products::KEYS;
 
     // Rows that are multiplied together: a row tile.
-    struct Strip {
+    struct RowTile {
         int64_t first, end;
         int64_t least_from, most_from, least_to, most_to;  // keys that its rows see
         float norm;            // the norm of the longest query
@@ -67,8 +67,8 @@ class Tile {
         float* relative_to;  // [padded_rows]: the reference, the score with weight 1
         float* sums_of;      // [padded_rows][LANES]: sums of weights, reduced at the end
         int64_t *from, *to;  // [padded_rows], keys that a row sees
-        Strip* strips;       // [num_strips]
-        int64_t num_strips;
+        RowTile* row_tiles;  // [num_row_tiles]
+        int64_t num_row_tiles;
         float* scores;       // [ROWS][TILE_KEYS]
         Number* weights;     // [ROWS][TILE_KEYS]
         char* packed;        // one block
@@ -79,8 +79,8 @@ class Tile {
         Room room;
         int64_t dim = step_.head_dim;
         room.num_rows = num_tokens * step_.group;
-        room.num_strips = (room.num_rows + ROWS - 1) / ROWS;
-        room.padded_rows = room.num_strips * ROWS;
+        room.num_row_tiles = (room.num_rows + ROWS - 1) / ROWS;
+        room.padded_rows = room.num_row_tiles * ROWS;
         size_t rows = size_t(room.padded_rows), all = 0;
         auto place = [&](size_t bytes) {
             size_t at = all;
@@ -90,7 +90,7 @@ class Tile {
         size_t queries = place(sizeof(Number) * rows * packer_.padded_dim()), values = place(sizeof(float) * rows * dim),
                relative_to = place(sizeof(float) * rows), sums_of = place(sizeof(float) * rows * LANES),
                from = place(sizeof(int64_t) * rows), to = place(sizeof(int64_t) * rows),
-               strips = place(sizeof(Strip) * room.num_strips), scores = place(sizeof(float) * ROWS * TILE_KEYS), weights = place(sizeof(Number) * ROWS * TILE_KEYS),
+               row_tiles = place(sizeof(RowTile) * room.num_row_tiles), scores = place(sizeof(float) * ROWS * TILE_KEYS), weights = place(sizeof(Number) * ROWS * TILE_KEYS),
                packed = place(size_t(packer_.block_bytes()));
         char* memory = scratch.get(all);
         room.queries = reinterpret_cast<Number*>(memory + queries);
@@ -99,7 +99,7 @@ class Tile {
         room.sums_of = reinterpret_cast<float*>(memory + sums_of);
         room.from = reinterpret_cast<int64_t*>(memory + from);
         room.to = reinterpret_cast<int64_t*>(memory + to);
-        room.strips = reinterpret_cast<Strip*>(memory + strips);
+        room.row_tiles = reinterpret_cast<RowTile*>(memory + row_tiles);
         room.scores = reinterpret_cast<float*>(memory + scores);
         room.weights = reinterpret_cast<Number*>(memory + weights);
         room.packed = memory + packed;
@@ -126,24 +126,24 @@ class Tile {
                 convert(from + d, room.queries + row * padded_dim + d);
                 squares += load(from + d) * load(from + d);
             }
-            room.sums_of[row * LANES] = sum(squares);  // used by make_strip, then cleared
+            room.sums_of[row * LANES] = sum(squares);  // used by make_row_tile, then cleared
         }
-        for (int64_t n = 0; n < room.num_strips; ++n) room.strips[n] = make_strip(n * ROWS, room);
+        for (int64_t n = 0; n < room.num_row_tiles; ++n) room.row_tiles[n] = make_row_tile(n * ROWS, room);
     }
 
-    Strip make_strip(int64_t first, Room& room) const {
-        Strip strip{first, std::min(first + ROWS, room.num_rows), room.from[first], 0, room.to[first], 0, 0.0f, NOTHING};
+    RowTile make_row_tile(int64_t first, Room& room) const {
+        RowTile row_tile{first, std::min(first + ROWS, room.num_rows), room.from[first], 0, room.to[first], 0, 0.0f, NOTHING};
         float longest = 0.0f;
-        for (int64_t row = first; row < strip.end; ++row) {
-            strip.least_from = std::min(strip.least_from, room.from[row]);
-            strip.most_from = std::max(strip.most_from, room.from[row]);
-            strip.least_to = std::min(strip.least_to, room.to[row]);
-            strip.most_to = std::max(strip.most_to, room.to[row]);
+        for (int64_t row = first; row < row_tile.end; ++row) {
+            row_tile.least_from = std::min(row_tile.least_from, room.from[row]);
+            row_tile.most_from = std::max(row_tile.most_from, room.from[row]);
+            row_tile.least_to = std::min(row_tile.least_to, room.to[row]);
+            row_tile.most_to = std::max(row_tile.most_to, room.to[row]);
             longest = std::max(longest, room.sums_of[row * LANES]);
             room.sums_of[row * LANES] = 0.0f;
         }
-        strip.norm = __builtin_sqrtf(longest);
-        return strip;
+        row_tile.norm = __builtin_sqrtf(longest);
+        return row_tile;
     }
 
     static void convert(const T* from, T* to) { std::memcpy(to, from, sizeof(T) * LANES); }
@@ -161,23 +161,23 @@ class Tile {
     }
 
     // Multiplies one row tile with the block of keys that begins at `key`.
-    void add(const Products& products, Strip& strip, int64_t key, const Block& block, Room& room) const {
-        if (strip.most_to <= key || strip.least_from >= key + TILE_KEYS) return;
-        int64_t num_keys = std::min((strip.most_to - key + KEYS - 1) / KEYS * KEYS, TILE_KEYS);
-        bool all_seen = strip.most_from <= key && strip.least_to >= key + num_keys;
-        products.score(room.queries + strip.first * packer_.padded_dim(), block.keys, num_keys, room.scores);
-        for (int64_t row = strip.first; IS_SCALED_LATER && row < strip.end; ++row)
+    void add(const Products& products, RowTile& row_tile, int64_t key, const Block& block, Room& room) const {
+        if (row_tile.most_to <= key || row_tile.least_from >= key + TILE_KEYS) return;
+        int64_t num_keys = std::min((row_tile.most_to - key + KEYS - 1) / KEYS * KEYS, TILE_KEYS);
+        bool all_seen = row_tile.most_from <= key && row_tile.least_to >= key + num_keys;
+        products.score(room.queries + row_tile.first * packer_.padded_dim(), block.keys, num_keys, room.scores);
+        for (int64_t row = row_tile.first; IS_SCALED_LATER && row < row_tile.end; ++row)
             for (int64_t n = 0; n < num_keys; n += LANES) {
-                float* at = room.scores + (row - strip.first) * TILE_KEYS + n;
+                float* at = room.scores + (row - row_tile.first) * TILE_KEYS + n;
                 store(at, load(at) * load(block.key_scales + n));
             }
-        for (int64_t row = strip.first; !all_seen && row < strip.end; ++row)
-            hide(room.from[row] - key, room.to[row] - key, num_keys, room.scores + (row - strip.first) * TILE_KEYS);
+        for (int64_t row = row_tile.first; !all_seen && row < row_tile.end; ++row)
+            hide(room.from[row] - key, room.to[row] - key, num_keys, room.scores + (row - row_tile.first) * TILE_KEYS);
         // Cauchy-Schwarz: no score exceeds the product of the norms.
-        bool fits = strip.norm * *block.norm * scale_ * 1.01f <= strip.least_relative + HEADROOM;
-        if (!fits) raise(strip, num_keys, room);
-        num_keys == TILE_KEYS ? weigh(strip, TILE_KEYS, block, room) : weigh(strip, num_keys, block, room);
-        products.add_values(room.weights, block.values, num_keys, room.values + strip.first * step_.head_dim);
+        bool fits = row_tile.norm * *block.norm * scale_ * 1.01f <= row_tile.least_relative + HEADROOM;
+        if (!fits) raise(row_tile, num_keys, room);
+        num_keys == TILE_KEYS ? weigh(row_tile, TILE_KEYS, block, room) : weigh(row_tile, num_keys, block, room);
+        products.add_values(room.weights, block.values, num_keys, room.values + row_tile.first * step_.head_dim);
     }
 
     // Masks the block's keys outside [from, to) for one row.
@@ -187,11 +187,11 @@ class Tile {
     }
 
     // Turns scores into weights.
-    inline __attribute__((always_inline)) void weigh(const Strip& strip, int64_t num_keys, const Block& block,
+    inline __attribute__((always_inline)) void weigh(const RowTile& row_tile, int64_t num_keys, const Block& block,
                                                      Room& room) const {
         const float* scores = room.scores;
         Number* weights = room.weights;
-        for (int64_t row = strip.first; row < strip.end; ++row, scores += TILE_KEYS, weights += TILE_KEYS) {
+        for (int64_t row = row_tile.first; row < row_tile.end; ++row, scores += TILE_KEYS, weights += TILE_KEYS) {
             float shift = room.relative_to[row] == NOTHING ? 0.0f : room.relative_to[row];
             f32x16 total = load(room.sums_of + row * LANES), other_total = {};
             auto weight = [&](int64_t n) { return power(load(scores + n) * scale_ - shift); };
@@ -223,15 +223,15 @@ class Tile {
     static f32x16 power(f32x16 x) { return sizeof(T) == 2 ? exp2_rough(x) : exp2_small(x); }
 
     // Checks the rows for scores that are too large for their reference.
-    __attribute__((noinline)) void raise(Strip& strip, int64_t num_keys, Room& room) const {
-        strip.least_relative = -NOTHING;
-        for (int64_t row = strip.first; row < strip.end; ++row) {
-            const float* scores = room.scores + (row - strip.first) * TILE_KEYS;
+    __attribute__((noinline)) void raise(RowTile& row_tile, int64_t num_keys, Room& room) const {
+        row_tile.least_relative = -NOTHING;
+        for (int64_t row = row_tile.first; row < row_tile.end; ++row) {
+            const float* scores = room.scores + (row - row_tile.first) * TILE_KEYS;
             f32x16 tops = splat(NOTHING);
             for (int64_t n = 0; n < num_keys; n += LANES) tops = maximum(tops, load(scores + n));
             tops *= scale_;
             if (any_above(tops, room.relative_to[row] + HEADROOM)) raise(row, largest(tops), room);
-            strip.least_relative = std::min(strip.least_relative, room.relative_to[row]);
+            row_tile.least_relative = std::min(row_tile.least_relative, room.relative_to[row]);
         }
     }
 

@@ -110,19 +110,22 @@ struct BlockTiles : BlockCall {
     }
 
     void multiply_part(int64_t begin, int64_t end) const {
-        for_token_blocks(num_tokens, TileLinear::STRIP, product().strips_of_block(), [&](int64_t first, int64_t last) {
+        int64_t most = product().row_tiles_of_block();
+        for_token_blocks(num_tokens, TileLinear::ROW_TILE_ROWS, most, [&](int64_t first, int64_t last) {
             for (int64_t panel = begin / VECTORS; panel * VECTORS < end; ++panel) multiply(first, last, panel);
         });
     }
 
     void run() const {
         if (num_tokens <= TileLinear::SHARED_TOKENS) {
-            share_out(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {
+            parallel_for(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {
                 for (int64_t panel = begin; panel < end; ++panel) multiply(0, num_tokens, panel);
             });
             return;
         }
-        product().hand_out_panels([&](int64_t first, int64_t last, int64_t panel, int64_t) { multiply(first, last, panel); });
+        product().parallel_for_panels([&](int64_t first, int64_t last, int64_t panel, int64_t) {
+            multiply(first, last, panel);
+        });
     }
 };
 

@@ -34,17 +34,17 @@ namespace engine {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int STRIP_ROWS = 6;  // 12 dot products, 12 accumulators, 2 weight vectors, 1 splat, unpacking: 31 registers
+constexpr int ROW_TILE_ROWS = 6;  // 12 dot products, 12 accumulators, 2 vectors of weights, 1 splat, unpacking
 constexpr int AT_ONCE = BlockCall::VECTORS;  // vectors of a panel
 #elif defined(__AVX2__)
-constexpr int STRIP_ROWS = 4;  // 8 registers of dot products; accumulators are in memory
+constexpr int ROW_TILE_ROWS = 4;  // 8 registers of dot products; accumulators are in memory
 constexpr int AT_ONCE = 1;
 #else
-constexpr int STRIP_ROWS = 1;
+constexpr int ROW_TILE_ROWS = 1;
 constexpr int AT_ONCE = 1;
 #endif
 constexpr int64_t SHARED_TOKENS = 60;  // more tokens are cut into blocks
-constexpr int64_t BLOCK_STRIPS = 42;   // row tiles per block of tokens: their x stays in L2 beside a panel
+constexpr int64_t BLOCK_ROW_TILES = 42;   // row tiles per block of tokens: their x stays in L2 beside a panel
 const int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // prefetch distance in bytes of a single row tile
 constexpr int64_t MIN_BYTES = 1 << 16;  // weight per thread, at least: less does not pay for waking it
 constexpr int64_t MIN_NUMBERS = 1 << 13;  // values of x per thread that quantizes, at least
@@ -62,7 +62,7 @@ struct Blocks : BlockCall {
     };
 
     template <int BITS, bool MINIMA, int SPAN, int ROWS, class AtBlock>
-    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
+    void multiply_row_tile(int64_t row, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
         constexpr int64_t BYTES = PANEL * (BLOCK * BITS / 8 + (MINIMA ? 4 : 2));
         const int64_t blocks = inputs / BLOCK, stride = inputs;
         const int8_t* numbers = from.numbers + row * inputs;
@@ -167,53 +167,54 @@ struct Blocks : BlockCall {
     }
 
     template <int ROWS, class AtBlock>
-    void multiply_strip(int64_t row, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
+    void multiply_row_tile(int64_t row, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
         if (bits == 4)
-            has_minima ? multiply_strip<4, true, 1, ROWS>(row, panel, from, at_block)
-                       : multiply_strip<4, false, 1, ROWS>(row, panel, from, at_block);
+            has_minima ? multiply_row_tile<4, true, 1, ROWS>(row, panel, from, at_block)
+                       : multiply_row_tile<4, false, 1, ROWS>(row, panel, from, at_block);
         else if (has_paired_scales)
-            multiply_strip<8, false, 2, ROWS>(row, panel, from, at_block);
+            multiply_row_tile<8, false, 2, ROWS>(row, panel, from, at_block);
         else
-            has_minima ? multiply_strip<8, true, 1, ROWS>(row, panel, from, at_block)
-                       : multiply_strip<8, false, 1, ROWS>(row, panel, from, at_block);
+            has_minima ? multiply_row_tile<8, true, 1, ROWS>(row, panel, from, at_block)
+                       : multiply_row_tile<8, false, 1, ROWS>(row, panel, from, at_block);
     }
 
     template <class AtBlock>
     void multiply_rows(int64_t row, int rows, int64_t panel, const Quantised& from, const AtBlock& at_block) const {
         switch (rows) {
-            case 1: return multiply_strip<1>(row, panel, from, at_block);
+            case 1: return multiply_row_tile<1>(row, panel, from, at_block);
 #if defined(__AVX2__)
-            case 2: return multiply_strip<2>(row, panel, from, at_block);
-            case 3: return multiply_strip<3>(row, panel, from, at_block);
-            case 4: return multiply_strip<4>(row, panel, from, at_block);
+            case 2: return multiply_row_tile<2>(row, panel, from, at_block);
+            case 3: return multiply_row_tile<3>(row, panel, from, at_block);
+            case 4: return multiply_row_tile<4>(row, panel, from, at_block);
 #endif
 #if defined(__AVX512F__)
-            case 5: return multiply_strip<5>(row, panel, from, at_block);
-            case 6: return multiply_strip<6>(row, panel, from, at_block);
+            case 5: return multiply_row_tile<5>(row, panel, from, at_block);
+            case 6: return multiply_row_tile<6>(row, panel, from, at_block);
 #endif
         }
     }
 
     // Tokens [first, last) times one panel. Prefetches panel `next`; a single row tile prefetches its own panel.
     void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantised& from) const {
-        int64_t strips = strips_of(last - first), lines = block_bytes(bits, has_minima) / LINE;
-        if (strips == 1)
+        int64_t row_tiles = row_tiles_of(last - first), lines = block_bytes(bits, has_minima) / LINE;
+        if (row_tiles == 1)
             return multiply_rows(first, int(last - first), panel, from,
                                  Fetch<3>{packed + panel * panel_bytes() + AHEAD, lines});
-        int64_t share = (lines + strips - 1) / strips;
-        for (int64_t strip = 0; strip < strips; ++strip) {
-            int64_t row = first + (last - first) * strip / strips;
-            int rows = int(first + (last - first) * (strip + 1) / strips - row);
-            Fetch<FETCH_INTO> fetch = {packed + next * panel_bytes() + strip * share * (inputs / BLOCK) * LINE, share};
-            if (next >= panels() || strip * share >= lines) fetch.lines = 0;
+        int64_t share = (lines + row_tiles - 1) / row_tiles;
+        for (int64_t row_tile = 0; row_tile < row_tiles; ++row_tile) {
+            int64_t row = first + (last - first) * row_tile / row_tiles;
+            int rows = int(first + (last - first) * (row_tile + 1) / row_tiles - row);
+            const uint8_t* from_next = packed + next * panel_bytes();
+            Fetch<FETCH_INTO> fetch = {from_next + row_tile * share * (inputs / BLOCK) * LINE, share};
+            if (next >= panels() || row_tile * share >= lines) fetch.lines = 0;
             multiply_rows(row, rows, panel, from, fetch);
         }
     }
 
-    static int64_t strips_of(int64_t tokens) { return (tokens + STRIP_ROWS - 1) / STRIP_ROWS; }
+    static int64_t row_tiles_of(int64_t tokens) { return (tokens + ROW_TILE_ROWS - 1) / ROW_TILE_ROWS; }
 
     void multiply_part(const Quantised& tokens, int64_t begin, int64_t end) const {
-        for_token_blocks(num_tokens, STRIP_ROWS, BLOCK_STRIPS, [&](int64_t first, int64_t last) {
+        for_token_blocks(num_tokens, ROW_TILE_ROWS, BLOCK_ROW_TILES, [&](int64_t first, int64_t last) {
             for (int64_t panel = begin / VECTORS; panel * VECTORS < end; ++panel)
                 multiply(first, last, panel, (panel + 1) * VECTORS < end ? panel + 1 : panels(), tokens);
         });
@@ -222,21 +223,21 @@ struct Blocks : BlockCall {
     void run(void* workspace) const {
         if (num_tokens == 0) return;
         Quantised all(workspace, num_tokens, inputs);
-        share_out(num_tokens, (MIN_NUMBERS + inputs - 1) / inputs, [&](int64_t begin, int64_t end) {
+        parallel_for(num_tokens, (MIN_NUMBERS + inputs - 1) / inputs, [&](int64_t begin, int64_t end) {
             for (int64_t token = begin; token < end; ++token) quantise(*this, token, all);
         });
         if (num_tokens <= SHARED_TOKENS) {
-            share_out(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {
+            parallel_for(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {
                 for (int64_t panel = begin; panel < end; ++panel) multiply(0, num_tokens, panel, panel + 1, all);
             });
             return;
         }
-        int64_t strips = strips_of(num_tokens), blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+        int64_t row_tiles = row_tiles_of(num_tokens), blocks = (row_tiles + BLOCK_ROW_TILES - 1) / BLOCK_ROW_TILES;
         int64_t ahead = max_threads();  // a thread gets every ahead-th panel, if all threads are equally fast
-        hand_out(blocks * panels(), [&](int64_t n) {
+        parallel_for_dynamic(blocks * panels(), [&](int64_t n) {
             int64_t block = n / panels(), panel = n % panels();
-            int64_t first = num_tokens * (strips * block / blocks) / strips;
-            int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
+            int64_t first = num_tokens * (row_tiles * block / blocks) / row_tiles;
+            int64_t last = num_tokens * (row_tiles * (block + 1) / blocks) / row_tiles;
             multiply(first, last, panel, (n + ahead) % panels(), all);
         });
     }
@@ -275,7 +276,7 @@ EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const ui
                         int64_t inputs, int bits, uint8_t* packed) {
     using namespace engine;
     int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, minima != nullptr);
-    share_out((outputs + Blocks::PANEL - 1) / Blocks::PANEL, 1, [&](int64_t begin, int64_t end) {
+    parallel_for((outputs + Blocks::PANEL - 1) / Blocks::PANEL, 1, [&](int64_t begin, int64_t end) {
         if (end * Blocks::PANEL > outputs) std::memset(packed + (end - 1) * blocks * bytes, 0, blocks * bytes);
         for (int64_t output = begin * Blocks::PANEL; output < std::min(end * Blocks::PANEL, outputs); ++output) {
             uint8_t* to = packed + output / Blocks::PANEL * blocks * bytes;
@@ -302,7 +303,7 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
     Output output = {nullptr, nullptr, GATED, outputs};
     const int64_t bytes = Blocks::block_bytes(bits, has_minima != 0), blocks = inputs / BLOCK;
     const int64_t panels = outputs / Blocks::PANEL, lines = GROUPS * bits / 8;
-    share_out(blocks, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
         thread_local Scratch scratch;
         uint8_t* before = reinterpret_cast<uint8_t*>(scratch.get(panels * bytes));
         for (int64_t block = begin; block < end; ++block) {
@@ -355,7 +356,7 @@ EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, i
     using namespace engine;
     bf16* out = static_cast<bf16*>(out_);
     int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, has_minima != 0);
-    share_out(num_rows, MIN_NUMBERS / inputs + 1, [&](int64_t begin, int64_t end) {
+    parallel_for(num_rows, MIN_NUMBERS / inputs + 1, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
             const uint8_t* from = packed + ids[n] / Blocks::PANEL * blocks * bytes;
             int64_t column = ids[n] % Blocks::PANEL;

@@ -171,11 +171,11 @@ def _locked(folder: Path, deadline_s: float) -> Iterator[None]:
     """Exclusive right to compile; the operating system releases the lock when a process dies."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        has_told = False
+        has_logged = False
         while not _try_lock(lock):
-            if not has_told:
+            if not has_logged:
                 logger.info("cpu_kernels waiting for another process that compiles them in %s", folder)
-                has_told = True
+                has_logged = True
             if time.monotonic() >= deadline_s:
                 raise NoLibraryError(f"another process has had {folder / 'lock'} for {_TIME_LIMIT_S} s")
             time.sleep(_POLL_S)

@@ -167,7 +167,7 @@ void for_pairs(const void* compressed, int64_t output, int64_t inputs, const Bod
 
 std::vector<PanelPlan> plan_panels(const PackedWeight& weight) {
     std::vector<PanelPlan> plans(weight.panels());
-    share_out(weight.panels(), 1, [&](int64_t begin, int64_t end) {
+    parallel_for(weight.panels(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) plans[panel] = PanelPlan(weight, panel);
     });
     return plans;
@@ -195,7 +195,7 @@ EXPORT void compress_linear(const void* packed, int64_t outputs, int64_t inputs,
         starts[panel] = start;
         start += plans[panel].words(weight.steps());
     }
-    share_out(weight.panels(), 1, [&](int64_t begin, int64_t end) {
+    parallel_for(weight.panels(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel)
             plans[panel].write(weight, panel, static_cast<uint32_t*>(compressed) + starts[panel]);
     });
@@ -206,7 +206,7 @@ EXPORT void decompress_linear(const void* compressed, int64_t outputs, int64_t i
     using namespace engine;
     uint32_t* packed = static_cast<uint32_t*>(packed_);
     PackedWeight weight = {packed, outputs, inputs};
-    share_out(weight.panels(), 1, [&](int64_t begin, int64_t end) {
+    parallel_for(weight.panels(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel)
             for (int64_t n = 0, width = weight.width(panel); n < width; ++n)
                 for_pairs(compressed, panel * PANEL + n, inputs, [&](int64_t step, uint32_t pair) {
@@ -244,7 +244,7 @@ EXPORT void compressed_linear_rows(const void* compressed, const int64_t* ids, v
                                    int64_t inputs, int64_t /*outputs*/) {
     using namespace engine;
     uint32_t* out = static_cast<uint32_t*>(out_);
-    share_out(num_rows, min_rows(inputs), [&](int64_t begin, int64_t end) {
+    parallel_for(num_rows, min_rows(inputs), [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n)
             for_pairs(compressed, ids[n], inputs, [&](int64_t step, uint32_t pair) { out[n * (inputs / 2) + step] = pair; });
     });

@@ -57,7 +57,7 @@ void norms(const void* x_, void* residual_, const void* weight_, void* out_, int
     T* residual = static_cast<T*>(residual_);
     const W* weight = static_cast<const W*>(weight_);
     T* out = static_cast<T*>(out_);
-    share_out(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+    parallel_for(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             T* mine = residual + row * size;
             if (x != nullptr) add_row(x + row * size, mine, size);
@@ -73,7 +73,7 @@ void gated(const void* gate_up_, void* out_, int64_t rows, int64_t size) {
     const T* gate_up = static_cast<const T*>(gate_up_);
     T* out = static_cast<T*>(out_);
     Act act;
-    share_out(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+    parallel_for(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const T *gate = gate_up + row * 2 * size, *up = gate + size;
             T* to = out + row * size;
@@ -154,7 +154,7 @@ template <class T, class A, class W>
 void rotate_and_store(const Rotation& r) {
     int64_t kv_size = r.num_kv_heads * r.head_dim;
     int64_t size = (r.num_heads + 2 * r.num_kv_heads) * r.head_dim;
-    share_out(r.num_tokens, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+    parallel_for(r.num_tokens, rows_per_thread(size), [&](int64_t begin, int64_t end) {
         static thread_local Scratch scratch;
         float* row = reinterpret_cast<float*>(scratch.get(sizeof(float) * r.head_dim));
         for (int64_t token = begin; token < end; ++token) {
@@ -191,7 +191,7 @@ void scale_row(const T* from, T* to, int64_t size, float factor) {
 
 template <class T>
 void take_rows(const T* table, const int64_t* indices, T* out, int64_t rows, int64_t size, float scale) {
-    share_out(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+    parallel_for(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const T* from = table + indices[row] * size;
             T* to = out + row * size;
@@ -206,7 +206,7 @@ void take_rows(const T* table, const int64_t* indices, T* out, int64_t rows, int
 
 template <class T>
 void add(const T* x, T* sum, int64_t size) {
-    share_out(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { add_row(x + begin, sum + begin, end - begin); });
+    parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { add_row(x + begin, sum + begin, end - begin); });
 }
 
 }  // namespace
@@ -264,7 +264,7 @@ EXPORT void take_rows(const void* table_, const int64_t* indices, void* out_, in
 EXPORT void scale(void* x_, int64_t size, float factor) {
     using namespace engine;
     bf16* x = static_cast<bf16*>(x_);
-    share_out(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { scale_row(x + begin, x + begin, end - begin, factor); });
+    parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { scale_row(x + begin, x + begin, end - begin, factor); });
 }
 
 EXPORT void add(const void* x, void* sum, int64_t size, int is_bf16) {
@@ -278,7 +278,7 @@ EXPORT void add(const void* x, void* sum, int64_t size, int is_bf16) {
 EXPORT void widen(const void* x_, float* out, int64_t size) {
     using namespace engine;
     const bf16* x = static_cast<const bf16*>(x_);
-    share_out(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) {
+    parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) {
         int64_t n = begin;
         for (; n + LANES <= end; n += LANES) store(out + n, load(x + n));
         for (; n < end; ++n) out[n] = to_float(x[n]);

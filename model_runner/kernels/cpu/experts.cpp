@@ -29,7 +29,7 @@ namespace {
 constexpr int64_t MIN_NUMBERS = 1 << 14;  // elements per thread that copies, quantizes or adds, at least
 constexpr int64_t MIN_LOGITS = 1 << 11;   // logits per thread that routes, at least
 constexpr int64_t MIN_BYTES = 1 << 16;    // weight per thread, at least: less does not pay for waking it
-constexpr int64_t STRIP_ROWS = 6;         // rows that take about as long as one
+constexpr int64_t ROW_TILE_ROWS = 6;         // rows that take about as long as one
 constexpr int64_t PART_OUTPUTS = PART_VECTORS * LANES;
 
 int64_t divided_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
@@ -186,9 +186,9 @@ struct ExpertProducts {
     void run() const {
         if (num_rows == 0) return;
         if (workspace != nullptr)
-            share_out(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) { quantise_rows(begin, end); });
+            parallel_for(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) { quantise_rows(begin, end); });
         int64_t pieces = std::min(num_rows, num_experts) * parts(), least_bytes = PART_OUTPUTS * inputs / 2;
-        share_out(pieces, divided_up(MIN_BYTES, least_bytes),
+        parallel_for(pieces, divided_up(MIN_BYTES, least_bytes),
                   [&](int64_t begin, int64_t end) { multiply_pieces(begin, end, pieces); });
     }
 };
@@ -201,7 +201,7 @@ EXPORT void route(const void* logits, int64_t* ids, float* shares, int64_t num_t
                   int64_t num_active, int normalise, int is_bf16) {
     using namespace engine;
     Router router = {num_experts, num_active, normalise != 0};
-    share_out(num_tokens, divided_up(MIN_LOGITS, num_experts), [&](int64_t begin, int64_t end) {
+    parallel_for(num_tokens, divided_up(MIN_LOGITS, num_experts), [&](int64_t begin, int64_t end) {
         thread_local Scratch scratch;
         float* memory = reinterpret_cast<float*>(scratch.get((num_experts + LANES) * sizeof(float)));
         for (int64_t token = begin; token < end; ++token) {
@@ -222,13 +222,13 @@ EXPORT int64_t token_groups_bytes(int64_t num_rows, int64_t num_experts) {
 
 EXPORT void group_tokens(const int64_t* ids, void* groups_, int64_t num_rows, int64_t num_experts) {
     using namespace engine;
-    hand_out(1, [&](int64_t) {
+    parallel_for_dynamic(1, [&](int64_t) {
         Groups groups(groups_, num_experts, num_rows);
         std::memset(groups.starts, 0, (num_experts + 1) * sizeof(int32_t));
         for (int64_t slot = 0; slot < num_rows; ++slot) ++groups.starts[ids[slot] + 1];
         groups.costs[0] = 0;
         for (int64_t expert = 0; expert < num_experts; ++expert) {
-            groups.costs[expert + 1] = groups.costs[expert] + int32_t(divided_up(groups.starts[expert + 1], STRIP_ROWS));
+            groups.costs[expert + 1] = groups.costs[expert] + int32_t(divided_up(groups.starts[expert + 1], ROW_TILE_ROWS));
             groups.starts[expert + 1] += groups.starts[expert];
         }
         for (int64_t slot = num_rows - 1; slot >= 0; --slot) {  // turns the ends of the groups into their starts
@@ -248,7 +248,7 @@ EXPORT void take_tokens(const void* x_, int64_t x_stride, void* groups_, void* o
     Groups groups(groups_, num_experts, num_rows);
     const bf16* x = static_cast<const bf16*>(x_);
     bf16* out = static_cast<bf16*>(out_);
-    share_out(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) {
+    parallel_for(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row)
             std::memcpy(out + row * inputs, x + groups.slots[row] / num_active * x_stride, inputs * sizeof(bf16));
     });
@@ -274,7 +274,7 @@ EXPORT void add_shares(const void* rows_, const float* shares, void* groups_, vo
     Groups groups(groups_, num_experts, num_tokens * num_active);
     const bf16* rows = static_cast<const bf16*>(rows_);
     bf16* out = static_cast<bf16*>(out_);
-    share_out(num_tokens, divided_up(MIN_NUMBERS, size * num_active), [&](int64_t begin, int64_t end) {
+    parallel_for(num_tokens, divided_up(MIN_NUMBERS, size * num_active), [&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
             const int32_t* mine = groups.rows + token * num_active;
             const float* parts = shares + token * num_active;

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 OnCall = Callable[["NativeFunction", tuple[Any, ...]], None]
 
 
-class Tap(threading.local):
+class CallHook(threading.local):
     """The callback that receives the calls of a library's functions made by this thread; usually None.
 
     Attributes:
-        only_told: calls are reported but not made, except functions that return a value (a dry run).
+        dry_run: calls are reported but not made, except those of functions that return a value.
     """
 
     on_call: OnCall | None = None
-    only_told: bool = False
+    dry_run: bool = False
 
 
 class NativeFunction:
@@ -34,22 +34,26 @@ class NativeFunction:
         returns: it returns a value; such functions have no side effects.
     """
 
-    __slots__ = ("_function", "_tap", "arguments", "name", "recorded_form", "returns")
+    __slots__ = ("_call_hook", "_function", "arguments", "name", "recorded_form", "returns")
 
     def __init__(
-        self, function: ctypes._NamedFuncPointer, arguments: str, recorded_form: int | None, tap: Tap
+        self,
+        function: ctypes._NamedFuncPointer,
+        arguments: str,
+        recorded_form: int | None,
+        call_hook: CallHook,
     ) -> None:
         self.name = function.__name__
         self.arguments = arguments
         self.recorded_form = recorded_form
         self.returns = function.restype is not None
         self._function = function
-        self._tap = tap
+        self._call_hook = call_hook
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, then report the call."""
-        if self._tap.on_call is None:
+        if self._call_hook.on_call is None:
             return self._function(*arguments)
-        result = None if self._tap.only_told and not self.returns else self._function(*arguments)
-        self._tap.on_call(self, arguments)
+        result = None if self._call_hook.dry_run and not self.returns else self._function(*arguments)
+        self._call_hook.on_call(self, arguments)
         return result

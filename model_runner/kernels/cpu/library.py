@@ -22,7 +22,7 @@ import torch
 
 from .build import build
 from .compiler import NoLibraryError, torch_openmp
-from .function import NativeFunction, Tap
+from .function import CallHook, NativeFunction
 from .isa import ISAS, Isa, best_isa, runnable_isas
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "free_attention_plan": ("", "p"),
     "plan_attention": ("", "pppppn"),
     "attend": ("", "ppnpppppi"),
-    "choose_tokens": ("", "pnppppppnppnn"),
+    "sample_tokens": ("", "pnppppppnppnn"),
     "token_logprobs": ("", "pnpppppnnn"),
     "take_rows": ("", "pppnnfi"),
     "scale": ("", "pnf"),
@@ -186,14 +186,14 @@ def open_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NoLibraryError(f"cannot load the CPU kernels from {path}: {error}") from error
-    tap = Tap()
+    call_hook = CallHook()
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype = _C_TYPES[result]
         function.argtypes = [_C_TYPES[argument] for argument in arguments]
-        told = NativeFunction(function, arguments, _recorded_form(library, name), tap)
+        told = NativeFunction(function, arguments, _recorded_form(library, name), call_hook)
         setattr(library, name, function if name in _HOUSEKEEPING else told)
-    vars(library)["tap"] = tap
+    vars(library)["call_hook"] = call_hook
     return library
 
 

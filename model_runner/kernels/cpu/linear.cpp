@@ -32,7 +32,7 @@ EXPORT void pack_linear(const void* weight_, int64_t outputs, int64_t inputs, vo
     const uint16_t* weight = static_cast<const uint16_t*>(weight_);
     uint32_t* packed = static_cast<uint32_t*>(packed_);
     int64_t all = padded(outputs), panels = (all + PANEL - 1) / PANEL, pairs = steps_of(inputs) * STEP_PAIRS;
-    share_out(panels, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) {
             int64_t width = std::min(PANEL, all - panel * PANEL);
             uint32_t* to = packed + panel * PANEL * pairs;
@@ -55,7 +55,7 @@ EXPORT void pair_linear(void* packed_, int64_t outputs, int64_t inputs) {
     auto place_of = [&](int64_t vector, int64_t step) {
         return packed + (call.at(vector * LANES) - packed) + step * STEP_PAIRS * call.panel_width(vector / PER_PANEL);
     };
-    share_out(steps_of(inputs), MIN_STEPS, [&](int64_t begin, int64_t end) {
+    parallel_for(steps_of(inputs), MIN_STEPS, [&](int64_t begin, int64_t end) {
         thread_local Scratch scratch;
         uint32_t* before = reinterpret_cast<uint32_t*>(scratch.get(vectors * UNIT * sizeof(uint32_t)));
         for (int64_t step = begin; step < end; ++step) {
@@ -94,7 +94,7 @@ EXPORT void linear_rows(const void* packed_, const int64_t* ids, void* out_, int
     using namespace engine;
     const uint32_t* packed = static_cast<const uint32_t*>(packed_);
     uint32_t* out = static_cast<uint32_t*>(out_);
-    share_out(num_rows, min_rows(inputs), [&](int64_t begin, int64_t end) {
+    parallel_for(num_rows, min_rows(inputs), [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
             int64_t panel = ids[n] / PANEL, width = std::min(PANEL, padded(outputs) - panel * PANEL);
             const uint32_t* from = packed + panel * PANEL * steps_of(inputs) * STEP_PAIRS;

@@ -60,12 +60,12 @@ struct FloatLinear : LinearCall {
     static constexpr int64_t VECTORS = 2;   // 24 accumulators, 2 columns, 1 splat, 1 mask: 28 registers; 5 to unpack
     static constexpr int64_t WIDTH = VECTORS * LANES;
     static constexpr int64_t PART = 96;      // k-pairs of a part: 24 KB of widened columns
-    static constexpr int64_t FEW_STRIPS = 2;  // up to so many row tiles wait for memory, not for FMAs; ...
+    static constexpr int64_t FEW_ROW_TILES = 2;  // up to so many row tiles wait for memory, not for FMAs; ...
     static constexpr int64_t FEW_PART = 64;   // ... with this part, what they prefetch is still in L1
     static constexpr int64_t ROW = 2 * PART + LANES;  // floats per token; a power of two causes cache conflicts
     static constexpr int64_t GROUP = 4 * PER_PANEL;   // vectors per widening of x, which takes 14 % of one panel's time
-    static constexpr int64_t BLOCK_STRIPS = 5;        // row tiles per block of tokens: their part of x stays in L2
-    static constexpr int64_t SHARED_TOKENS = BLOCK_STRIPS * ROWS;  // more tokens are cut into such blocks
+    static constexpr int64_t BLOCK_ROW_TILES = 5;        // row tiles per block of tokens: their part of x stays in L2
+    static constexpr int64_t SHARED_TOKENS = BLOCK_ROW_TILES * ROWS;  // more tokens are cut into such blocks
     static constexpr int64_t PIECES = 4;              // per thread, at least, if possible: threads then end together
     static constexpr int64_t STEP_LINES = COMPRESSED ? SHORT_STEP / LINE : PER_PANEL;
     static constexpr int64_t MIN_BYTES = 1 << 16;     // weight per thread, at least: less does not pay for waking it
@@ -97,13 +97,13 @@ struct FloatLinear : LinearCall {
     };
 
     // One row tile of tokens, and the k-pairs [begin, end).
-    struct Strip {
+    struct RowTile {
         int64_t row, begin, end;
         const float* x;
         float* waiting;
     };
 
-    static int64_t strips_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
+    static int64_t row_tiles_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
 
     // A vector's pairs from `pair` on.
     auto pairs_at(int64_t vector, int64_t pair) const {
@@ -165,11 +165,11 @@ struct FloatLinear : LinearCall {
 
     // The first row tile widens the columns and stores them at `widened`, `stride` floats per pair (0: not needed).
     template <int ROWS_, int VECTORS_, class Pairs>
-    static inline __attribute__((always_inline)) void multiply_first(const Strip& strip, Pairs from, float* widened,
-                                                                     int64_t stride, const Fetch& fetch,
+    static inline __attribute__((always_inline)) void multiply_first(const RowTile& row_tile, Pairs from,
+                                                                     float* widened, int64_t stride, const Fetch& fetch,
                                                                      f32x16 (&sums)[ROWS_][VECTORS_]) {
-        const float* x = strip.x;
-        for (int64_t k = 0; k < strip.end - strip.begin; ++k, ++x, widened += stride) {
+        const float* x = row_tile.x;
+        for (int64_t k = 0; k < row_tile.end - row_tile.begin; ++k, ++x, widened += stride) {
             fetch(k);
             u32x16 pairs[VECTORS_];
             from.next(pairs);
@@ -190,10 +190,10 @@ struct FloatLinear : LinearCall {
     }
 
     template <int ROWS_, int VECTORS_>
-    static inline __attribute__((always_inline)) void multiply_next(const Strip& strip, const float* widened,
+    static inline __attribute__((always_inline)) void multiply_next(const RowTile& row_tile, const float* widened,
                                                                     const Fetch& fetch, f32x16 (&sums)[ROWS_][VECTORS_]) {
-        const float* x = strip.x;
-        for (int64_t k = 0; k < strip.end - strip.begin; ++k, ++x, widened += 2 * WIDTH) {
+        const float* x = row_tile.x;
+        for (int64_t k = 0; k < row_tile.end - row_tile.begin; ++k, ++x, widened += 2 * WIDTH) {
             fetch(k);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
@@ -206,21 +206,21 @@ struct FloatLinear : LinearCall {
     }
 
     template <int ROWS_, int VECTORS_>
-    void multiply_strip(const Strip& strip, int64_t vector, float* widened, bool is_first, int64_t stride,
+    void multiply_row_tile(const RowTile& row_tile, int64_t vector, float* widened, bool is_first, int64_t stride,
                         const Fetch& fetch) const {
         f32x16 sums[ROWS_][VECTORS_];
-        if (strip.begin == 0)
+        if (row_tile.begin == 0)
             zero_tile(sums);
         else
-            load_tile(strip.waiting, WIDTH, sums);
+            load_tile(row_tile.waiting, WIDTH, sums);
         if (is_first)
-            multiply_first(strip, pairs_at(vector, strip.begin), widened, stride, fetch, sums);
+            multiply_first(row_tile, pairs_at(vector, row_tile.begin), widened, stride, fetch, sums);
         else
-            multiply_next(strip, widened, fetch, sums);
-        if (strip.end < inputs / 2)
-            store_tile(strip.waiting, WIDTH, sums);
+            multiply_next(row_tile, widened, fetch, sums);
+        if (row_tile.end < inputs / 2)
+            store_tile(row_tile.waiting, WIDTH, sums);
         else
-            finish(strip.row, vector * LANES, sums);
+            finish(row_tile.row, vector * LANES, sums);
     }
 
     // Calls body<ROWS, VECTORS>() for run-time numbers of rows and vectors.
@@ -234,8 +234,8 @@ struct FloatLinear : LinearCall {
     // Tokens [first, last) times the vectors [begin, end), at most a group; prefetches the vectors from `next` on, if
     // any.
     void multiply(int64_t first, int64_t last, int64_t begin, int64_t end, int64_t next) const {
-        int64_t tokens = last - first, strips = strips_of(tokens), pairs = inputs / 2;
-        int64_t most = strips <= FEW_STRIPS ? FEW_PART : PART, parts = (pairs + most - 1) / most;
+        int64_t tokens = last - first, row_tiles = row_tiles_of(tokens), pairs = inputs / 2;
+        int64_t most = row_tiles <= FEW_ROW_TILES ? FEW_PART : PART, parts = (pairs + most - 1) / most;
         Workspace memory = workspace(tokens);
         for (int64_t part = 0; part < parts; ++part) {
             int64_t from = pairs * part / parts, to = pairs * (part + 1) / parts;
@@ -247,16 +247,17 @@ struct FloatLinear : LinearCall {
                                         : part + 1 < parts     ? address_of(begin, to)
                                         : next < num_vectors() ? address_of(next, 0)
                                                                : nullptr;
-                int64_t all = strips * ((stop - vector + VECTORS - 1) / VECTORS), lines = all < STEP_LINES ? 2 : 1, n = 0;
+                int64_t all = row_tiles * ((stop - vector + VECTORS - 1) / VECTORS);
+                int64_t lines = all < STEP_LINES ? 2 : 1, n = 0;
                 for (; vector < stop; vector += VECTORS, waiting += tokens * WIDTH) {
-                    for (int64_t strip = 0; strip < strips; ++strip, ++n) {
-                        int64_t row = tokens * strip / strips, rows = tokens * (strip + 1) / strips - row;
+                    for (int64_t row_tile = 0; row_tile < row_tiles; ++row_tile, ++n) {
+                        int64_t row = tokens * row_tile / row_tiles, rows = tokens * (row_tile + 1) / row_tiles - row;
                         Fetch fetch = {after + n * lines * (to - from) * LINE, lines * LINE, (lines - 1) * LINE};
                         if (after == nullptr || n * lines >= STEP_LINES) fetch = {packed, 0, 0};
-                        Strip work = {first + row, from, to, memory.x + row * ROW, waiting + row * WIDTH};
+                        RowTile work = {first + row, from, to, memory.x + row * ROW, waiting + row * WIDTH};
                         with_rows<ROWS>(rows, std::min(stop - vector, VECTORS), [&]<int ROWS_, int VECTORS_>() {
-                            multiply_strip<ROWS_, VECTORS_>(work, vector, memory.columns, strip == 0,
-                                                            strips > 1 ? 2 * WIDTH : 0, fetch);
+                            multiply_row_tile<ROWS_, VECTORS_>(work, vector, memory.columns, row_tile == 0,
+                                                            row_tiles > 1 ? 2 * WIDTH : 0, fetch);
                         });
                     }
                 }
@@ -274,25 +275,25 @@ struct FloatLinear : LinearCall {
     }
 
     void multiply_part(int64_t begin, int64_t end) const {
-        for_token_blocks(num_tokens, ROWS, BLOCK_STRIPS,
+        for_token_blocks(num_tokens, ROWS, BLOCK_ROW_TILES,
                          [&](int64_t first, int64_t last) { multiply_all(first, last, begin, end, num_vectors()); });
     }
 
     void run() const {
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         if (num_tokens <= SHARED_TOKENS) {
-            share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, COMPRESSED ? VECTORS : 1),
+            parallel_for(vectors, vectors_of(MIN_BYTES, vector_bytes, COMPRESSED ? VECTORS : 1),
                       [&](int64_t begin, int64_t end) { multiply_all(0, num_tokens, begin, end, end); });
             return;
         }
-        int64_t strips = strips_of(num_tokens), blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+        int64_t row_tiles = row_tiles_of(num_tokens), blocks = (row_tiles + BLOCK_ROW_TILES - 1) / BLOCK_ROW_TILES;
         int64_t ahead = max_threads();  // a thread gets every ahead-th group, if all threads are equally fast
         int64_t panels = std::clamp<int64_t>(blocks * num_panels() / (PIECES * ahead), 1, GROUP / PER_PANEL);
         int64_t group = panels * PER_PANEL, groups = (vectors + group - 1) / group;
-        hand_out(blocks * groups, [&](int64_t n) {
+        parallel_for_dynamic(blocks * groups, [&](int64_t n) {
             int64_t block = n / groups, begin = n % groups * group;
-            int64_t first = num_tokens * (strips * block / blocks) / strips;
-            int64_t last = num_tokens * (strips * (block + 1) / blocks) / strips;
+            int64_t first = num_tokens * (row_tiles * block / blocks) / row_tiles;
+            int64_t last = num_tokens * (row_tiles * (block + 1) / blocks) / row_tiles;
             int64_t next = n + ahead < blocks * groups ? (n + ahead) % groups * group : vectors;
             multiply(first, last, begin, std::min(begin + group, vectors), next);
         });

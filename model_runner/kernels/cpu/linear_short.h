@@ -18,10 +18,10 @@
 
 namespace engine {
 
-class ShortLinear : LinearCall {
+class Linear256 : LinearCall {
   public:
     // Converts the tokens [first, last). The floats are in thread-local memory: one object per thread at a time.
-    ShortLinear(const LinearCall& call, int64_t first, int64_t last)
+    Linear256(const LinearCall& call, int64_t first, int64_t last)
         : LinearCall(call), first_(first), tokens_(last - first) {
         int64_t most = tokens_ == 1 ? steps() : tokens_ < MANY ? FEW_STEPS : MANY_STEPS;
         parts_ = (steps() + most - 1) / most;
@@ -40,7 +40,7 @@ class ShortLinear : LinearCall {
     void multiply(const Columns& columns, const uint32_t* next) const {
         if (tokens_ == 1) {
             FetchSteps fetch = {columns.weights + AHEAD * columns.width, columns.vectors};
-            multiply_strip({first_, 1, 0, steps()}, columns, numbers_, nullptr, fetch);
+            multiply_row_tile({first_, 1, 0, steps()}, columns, numbers_, nullptr, fetch);
             return;
         }
         thread_local Scratch scratch;
@@ -72,7 +72,7 @@ class ShortLinear : LinearCall {
     }
 
     // Some tokens and the k-steps [begin, end).
-    struct Strip {
+    struct RowTile {
         int64_t row, rows, begin, end;
     };
 
@@ -100,25 +100,26 @@ class ShortLinear : LinearCall {
     };
 
     void multiply_few(int64_t begin, int64_t end, const Columns& columns, const float* numbers, float* waiting, const uint32_t* after) const {
-        int64_t strips = (tokens_ + FEW_ROWS - 1) / FEW_ROWS;
-        int64_t lines = (columns.vectors + strips - 1) / strips;
-        for (int64_t strip = 0; strip < strips; ++strip) {  // of about equal height
-            int64_t row = tokens_ * strip / strips, rows = tokens_ * (strip + 1) / strips - row;
-            FetchSteps fetch = {after + strip * lines * (end - begin) * LINE, lines};
-            if (after == nullptr || strip * lines >= columns.vectors) fetch.lines = 0;
-            multiply_strip({first_ + row, rows, begin, end}, columns, numbers + row * STRIDE, waiting + row * PANEL, fetch);
+        int64_t row_tiles = (tokens_ + FEW_ROWS - 1) / FEW_ROWS;
+        int64_t lines = (columns.vectors + row_tiles - 1) / row_tiles;
+        for (int64_t row_tile = 0; row_tile < row_tiles; ++row_tile) {  // of about equal height
+            int64_t row = tokens_ * row_tile / row_tiles, rows = tokens_ * (row_tile + 1) / row_tiles - row;
+            FetchSteps fetch = {after + row_tile * lines * (end - begin) * LINE, lines};
+            if (after == nullptr || row_tile * lines >= columns.vectors) fetch.lines = 0;
+            multiply_row_tile({first_ + row, rows, begin, end}, columns, numbers + row * STRIDE, waiting + row * PANEL,
+                              fetch);
         }
     }
 
     // Up to FEW_ROWS rows times all columns.
-    void multiply_strip(const Strip& strip, const Columns& columns, const float* numbers, float* waiting,
+    void multiply_row_tile(const RowTile& row_tile, const Columns& columns, const float* numbers, float* waiting,
                         FetchSteps fetch) const {
         for (int64_t v = 0; v < columns.vectors; fetch.lines = 0) {
-            int vectors = int(std::min<int64_t>(columns.vectors - v, most_vectors(int(strip.rows))));
-            const uint32_t* weights = columns.weights + strip.begin * columns.width + v * LANES;
-            with_tile<FEW_ROWS>(int(strip.rows), vectors, [&]<int ROWS, int VECTORS>() {
-                multiply_tile_of<WidePairs, ROWS, VECTORS>(strip, columns.column + v * LANES, numbers, weights,
-                                                           columns.width, strip.end - strip.begin, waiting + v * LANES,
+            int vectors = int(std::min<int64_t>(columns.vectors - v, most_vectors(int(row_tile.rows))));
+            const uint32_t* weights = columns.weights + row_tile.begin * columns.width + v * LANES;
+            with_tile<FEW_ROWS>(int(row_tile.rows), vectors, [&]<int ROWS, int VECTORS>() {
+                multiply_tile_of<WidePairs, ROWS, VECTORS>(row_tile, columns.column + v * LANES, numbers, weights,
+                                                           columns.width, row_tile.end - row_tile.begin, waiting + v * LANES,
                                                            fetch);
             });
             v += vectors;
@@ -127,14 +128,14 @@ class ShortLinear : LinearCall {
 
     void multiply_many(int64_t begin, int64_t end, const Columns& columns, const float* numbers, float* waiting, const uint32_t* after) const {
         alignas(64) float weights[2 * MANY_STEPS * LANES];
-        int64_t strips = (tokens_ + TILE_ROWS - 1) / TILE_ROWS, numbers_of_k = 2 * (end - begin);
+        int64_t row_tiles = (tokens_ + TILE_ROWS - 1) / TILE_ROWS, numbers_of_k = 2 * (end - begin);
         int64_t lines = columns.vectors * (end - begin), fetched = 0;
         int shift = 0;
-        while ((numbers_of_k * strips * columns.vectors) >> (shift + 1) >= lines) ++shift;
+        while ((numbers_of_k * row_tiles * columns.vectors) >> (shift + 1) >= lines) ++shift;
         for (int64_t v = 0; v < columns.vectors; ++v) {
             widen_columns(columns.weights + begin * columns.width + v * LANES, columns.width, end - begin, weights);
-            for (int64_t n = 0; n < strips; ++n) {
-                int64_t row = tokens_ * n / strips, rows = tokens_ * (n + 1) / strips - row;
+            for (int64_t n = 0; n < row_tiles; ++n) {
+                int64_t row = tokens_ * n / row_tiles, rows = tokens_ * (n + 1) / row_tiles - row;
                 FetchSome fetch = {after + fetched * LINE, shift};
                 if (after == nullptr || fetched >= lines) fetch = {columns.weights, FetchSome::NEVER};
                 fetched += numbers_of_k >> shift;
@@ -154,21 +155,22 @@ class ShortLinear : LinearCall {
     }
 
     template <class Kind, int ROWS, int VECTORS, class Fetch>
-    inline __attribute__((always_inline)) void multiply_tile_of(const Strip& strip, int64_t column, const float* numbers,
+    inline __attribute__((always_inline)) void multiply_tile_of(const RowTile& row_tile, int64_t column,
+                                                                const float* numbers,
                                                                 const typename Kind::Step* weights, int64_t width,
                                                                 int64_t steps, float* waiting, const Fetch& fetch) const {
         f32x16 sums[ROWS][VECTORS];
-        if (strip.begin == 0)
+        if (row_tile.begin == 0)
             zero_tile(sums);
         else
             load_tile(waiting, PANEL, sums);
         multiply_tile<Kind, ROWS, VECTORS>(numbers, STRIDE, weights, width, steps, sums, fetch);
-        if (strip.end < inputs / 2)
+        if (row_tile.end < inputs / 2)
             store_tile(waiting, PANEL, sums);
         else if (VECTORS > 1 || form != GATED)
-            finish(strip.row, column, sums);
+            finish(row_tile.row, column, sums);
         else if constexpr (VECTORS == 1)
-            finish_half(strip.row, column, waiting, sums);
+            finish_half(row_tile.row, column, waiting, sums);
     }
 
     // Stores one vector of a gated matmul: the gates are kept until their ups, which come next.

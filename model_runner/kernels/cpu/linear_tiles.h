@@ -33,7 +33,7 @@ inline __attribute__((always_inline)) void each(const Body& body) {
 // Without a packed weight (`packed` is null) it multiplies columns that the caller has dequantized (block_tiles.h).
 struct TileLinear : LinearCall {
     static constexpr int64_t TILE = amx::MAX_ROWS;     // tokens of an AMX tile
-    static constexpr int64_t STRIP = 2 * TILE;
+    static constexpr int64_t ROW_TILE_ROWS = 2 * TILE;
     static constexpr int64_t INPUTS = 2 * STEP_PAIRS;  // inputs of a k-step
     static constexpr int64_t PART = 128;               // k-steps of a part: 256 KB of a panel
     static constexpr int64_t BLOCK_BYTES = 1 << 20;    // x of a block of tokens
@@ -66,7 +66,7 @@ struct TileLinear : LinearCall {
     };
 
     // One row tile: tokens [row, row + rows), and the k-steps [begin, end).
-    struct Strip {
+    struct RowTile {
         int64_t row, rows, begin, end;
         float* waiting;    // of this row tile
         const bf16* tail;  // of this row tile; null if k needs no padding
@@ -80,7 +80,7 @@ struct TileLinear : LinearCall {
             : gated_(call.form == GATED),
               added_(added),
               next_(sums),
-              other_(sums + STRIP * PANEL),
+              other_(sums + ROW_TILE_ROWS * PANEL),
               width_(std::min(columns.vectors * LANES, call.outputs - columns.column)),
               number_bytes_(call.form == FLOAT ? sizeof(float) : sizeof(bf16)),
               row_bytes_(call.outputs / call.unit() * number_bytes_),
@@ -89,16 +89,16 @@ struct TileLinear : LinearCall {
             if (call.bias != nullptr) call.copy_bias(columns.column, columns.vectors, added);
         }
 
-        // Buffer for the accumulators of the next row tile: [STRIP][PANEL].
+        // Buffer for the accumulators of the next row tile: [ROW_TILE_ROWS][PANEL].
         float* free_sums() { return next_; }
 
-        // Call when the accumulators of `strip` are in that buffer.
-        void take(const Strip& strip) {
+        // Call when the accumulators of `row_tile` are in that buffer.
+        void take(const RowTile& row_tile) {
             advance(left_);
             from_ = next_;
             std::swap(next_, other_);
-            to_ = out_ + strip.row * row_bytes_;
-            left_ = strip.rows;
+            to_ = out_ + row_tile.row * row_bytes_;
+            left_ = row_tile.rows;
         }
 
         int64_t left() const { return left_; }
@@ -147,7 +147,7 @@ struct TileLinear : LinearCall {
 
     Workspace workspace(int64_t tokens) const {
         thread_local Scratch scratch;
-        int64_t waiting = tokens * PANEL, tails = tokens * INPUTS / 2, sums = 2 * STRIP * PANEL;
+        int64_t waiting = tokens * PANEL, tails = tokens * INPUTS / 2, sums = 2 * ROW_TILE_ROWS * PANEL;
         float* memory = reinterpret_cast<float*>(scratch.get((waiting + tails + PANEL + sums) * sizeof(float)));
         float* added = memory + waiting + tails;
         return {memory, reinterpret_cast<bf16*>(memory + waiting), added, added + PANEL};
@@ -170,16 +170,16 @@ struct TileLinear : LinearCall {
     }
 
     template <int ROW_TILES, int VECTORS, class Ahead>
-    void multiply_strip(const Strip& strip, const Columns& columns, const Ahead& ahead, Finish& finish) const {
+    void multiply_row_tile(const RowTile& row_tile, const Columns& columns, const Ahead& ahead, Finish& finish) const {
         each<ROW_TILES>([&]<int R>() {
             each<VECTORS>([&]<int V>() {
-                if (strip.begin == 0)
+                if (row_tile.begin == 0)
                     amx::zero<R * PER_PANEL + V>();
                 else
-                    amx::load<R * PER_PANEL + V>(strip.waiting + R * TILE * PANEL + V * LANES, PANEL * sizeof(float));
+                    amx::load<R * PER_PANEL + V>(row_tile.waiting + R * TILE * PANEL + V * LANES, PANEL * sizeof(float));
             });
         });
-        const uint32_t* weights = columns.weights + strip.begin * STEP_PAIRS * columns.width;
+        const uint32_t* weights = columns.weights + row_tile.begin * STEP_PAIRS * columns.width;
         const int64_t width = columns.width, stride = x_stride;  // locals: tile loads clobber memory
         auto step = [](const bf16* rows, int64_t stride, const uint32_t* weights)
             __attribute__((always_inline)) {
@@ -189,33 +189,33 @@ struct TileLinear : LinearCall {
                 each<ROW_TILES>([]<int R>() { amx::dot_pairs<R * PER_PANEL + V, ROWS + R, WEIGHTS + V>(); });
             });
         };
-        const bf16* rows = x + strip.row * x_stride + strip.begin * INPUTS;
-        bool is_last = strip.end == steps_of(inputs), has_tail = is_last && strip.tail != nullptr;
-        int64_t to_finish = (finish.left() + strip.end - strip.begin - 1) / (strip.end - strip.begin);
-        const int64_t whole = strip.end - has_tail;
-        for (int64_t n = strip.begin; n < whole; ++n, rows += INPUTS, weights += STEP_PAIRS * width) {
-            ahead(n - strip.begin);
+        const bf16* rows = x + row_tile.row * x_stride + row_tile.begin * INPUTS;
+        bool is_last = row_tile.end == steps_of(inputs), has_tail = is_last && row_tile.tail != nullptr;
+        int64_t to_finish = (finish.left() + row_tile.end - row_tile.begin - 1) / (row_tile.end - row_tile.begin);
+        const int64_t whole = row_tile.end - has_tail;
+        for (int64_t n = row_tile.begin; n < whole; ++n, rows += INPUTS, weights += STEP_PAIRS * width) {
+            ahead(n - row_tile.begin);
             step(rows, stride, weights);
             finish.advance(to_finish);
         }
-        if (has_tail) step(strip.tail, INPUTS, weights);
-        float* to = is_last ? finish.free_sums() : strip.waiting;
+        if (has_tail) step(row_tile.tail, INPUTS, weights);
+        float* to = is_last ? finish.free_sums() : row_tile.waiting;
         each<ROW_TILES>([&]<int R>() {
             each<VECTORS>([&]<int V>() {
                 amx::store<R * PER_PANEL + V>(to + R * TILE * PANEL + V * LANES, PANEL * sizeof(float));
             });
         });
-        if (is_last) finish.take(strip);
+        if (is_last) finish.take(row_tile);
     }
 
     template <class Ahead>
-    void multiply_strip(const Strip& strip, const Columns& columns, const Ahead& ahead, Finish& finish) const {
-        if (strip.rows > TILE)
-            columns.vectors == 1 ? multiply_strip<2, 1>(strip, columns, ahead, finish)
-                                 : multiply_strip<2, 2>(strip, columns, ahead, finish);
+    void multiply_row_tile(const RowTile& row_tile, const Columns& columns, const Ahead& ahead, Finish& finish) const {
+        if (row_tile.rows > TILE)
+            columns.vectors == 1 ? multiply_row_tile<2, 1>(row_tile, columns, ahead, finish)
+                                 : multiply_row_tile<2, 2>(row_tile, columns, ahead, finish);
         else
-            columns.vectors == 1 ? multiply_strip<1, 1>(strip, columns, ahead, finish)
-                                 : multiply_strip<1, 2>(strip, columns, ahead, finish);
+            columns.vectors == 1 ? multiply_row_tile<1, 1>(row_tile, columns, ahead, finish)
+                                 : multiply_row_tile<1, 2>(row_tile, columns, ahead, finish);
     }
 
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
@@ -234,43 +234,44 @@ struct TileLinear : LinearCall {
         Finish finish(*this, columns, memory.added, memory.sums);
         bool has_tail = inputs % INPUTS != 0;
         if (has_tail) copy_tails(first, last, memory.tails);
-        auto strip_at = [&](int64_t row, int64_t rows, int64_t begin, int64_t end) {
-            return Strip{row, rows, begin, end, memory.waiting + (row - first) * PANEL,
+        auto row_tile_at = [&](int64_t row, int64_t rows, int64_t begin, int64_t end) {
+            return RowTile{row, rows, begin, end, memory.waiting + (row - first) * PANEL,
                          has_tail ? memory.tails + (row - first) * INPUTS : nullptr};
         };
-        auto multiply_first = [&](const Strip& strip, const Fetch& fetch) {
+        auto multiply_first = [&](const RowTile& row_tile, const Fetch& fetch) {
             if constexpr (std::is_null_pointer_v<Unpack>)
-                multiply_strip(strip, columns, fetch, finish);
+                multiply_row_tile(row_tile, columns, fetch, finish);
             else
-                multiply_strip(strip, columns, FetchAnd<Unpack>{fetch, unpack, strip.begin}, finish);
+                multiply_row_tile(row_tile, columns, FetchAnd<Unpack>{fetch, unpack, row_tile.begin}, finish);
         };
-        int64_t strips = (tokens + STRIP - 1) / STRIP, rest = tokens - (strips - 1) * STRIP;
-        if (strips == 1) {
+        int64_t row_tiles = (tokens + ROW_TILE_ROWS - 1) / ROW_TILE_ROWS, rest = tokens - (row_tiles - 1) * ROW_TILE_ROWS;
+        if (row_tiles == 1) {
             amx::Tiles tiles(shapes(tokens));
             Fetch fetch = {columns.weights + AHEAD, packed != nullptr ? columns.vectors * STEP_PAIRS : 0};
-            multiply_first(strip_at(first, tokens, 0, steps), fetch);
+            multiply_first(row_tile_at(first, tokens, 0, steps), fetch);
             finish.advance(tokens);
             return;
         }
         int64_t parts = (steps + PART - 1) / PART;
-        int64_t all_lines = columns.vectors * STEP_PAIRS, lines = (all_lines + strips - 1) / strips;
+        int64_t all_lines = columns.vectors * STEP_PAIRS, lines = (all_lines + row_tiles - 1) / row_tiles;
         for (int64_t part = 0; part < parts; ++part) {
             int64_t begin = steps * part / parts, end = steps * (part + 1) / parts;
             const uint32_t* after = part + 1 < parts ? columns.weights + end * STEP_PAIRS * columns.width : next;
-            auto fetch = [&](int64_t strip) {
-                bool is_idle = after == nullptr || strip * lines >= all_lines;
-                return Fetch{after + strip * lines * (end - begin) * LINE, is_idle ? 0 : lines};
+            auto fetch = [&](int64_t row_tile) {
+                bool is_idle = after == nullptr || row_tile * lines >= all_lines;
+                return Fetch{after + row_tile * lines * (end - begin) * LINE, is_idle ? 0 : lines};
             };
             {
-                amx::Tiles tiles(shapes(STRIP));
-                multiply_first(strip_at(first, STRIP, begin, end), fetch(0));
-                for (int64_t strip = 1; strip < strips - 1; ++strip)
-                    multiply_strip(strip_at(first + strip * STRIP, STRIP, begin, end), columns, fetch(strip), finish);
+                amx::Tiles tiles(shapes(ROW_TILE_ROWS));
+                multiply_first(row_tile_at(first, ROW_TILE_ROWS, begin, end), fetch(0));
+                for (int64_t row_tile = 1; row_tile < row_tiles - 1; ++row_tile)
+                    multiply_row_tile(row_tile_at(first + row_tile * ROW_TILE_ROWS, ROW_TILE_ROWS, begin, end), columns,
+                                      fetch(row_tile), finish);
             }
             amx::Tiles tiles(shapes(rest));
-            multiply_strip(strip_at(last - rest, rest, begin, end), columns, fetch(strips - 1), finish);
+            multiply_row_tile(row_tile_at(last - rest, rest, begin, end), columns, fetch(row_tiles - 1), finish);
         }
-        finish.advance(STRIP);
+        finish.advance(ROW_TILE_ROWS);
     }
 
     void copy_tails(int64_t first, int64_t last, bf16* to) const {
@@ -281,7 +282,7 @@ struct TileLinear : LinearCall {
     }
 
     void multiply_part(int64_t begin, int64_t end) const {
-        for_token_blocks(num_tokens, STRIP, strips_of_block(), [&](int64_t first, int64_t last) {
+        for_token_blocks(num_tokens, ROW_TILE_ROWS, row_tiles_of_block(), [&](int64_t first, int64_t last) {
             for_columns(begin, end, PER_PANEL, nullptr, [&](const Columns& columns, const uint32_t* after) {
                 multiply(first, last, columns, after);
             });
@@ -292,7 +293,7 @@ struct TileLinear : LinearCall {
         if (num_tokens == 0) return;
         if (num_tokens <= SHARED_TOKENS) {
             int64_t vector_bytes = steps_of(inputs) * STEP_PAIRS * LANES * 4;
-            share_out(num_vectors(), vectors_of(MIN_BYTES, vector_bytes, 1), [&](int64_t begin, int64_t end) {
+            parallel_for(num_vectors(), vectors_of(MIN_BYTES, vector_bytes, 1), [&](int64_t begin, int64_t end) {
                 const uint32_t* next = end < num_vectors() ? at(end * LANES) : nullptr;
                 for_columns(begin, end, PER_PANEL, next, [&](const Columns& columns, const uint32_t* after) {
                     multiply(0, num_tokens, columns, after);
@@ -300,7 +301,7 @@ struct TileLinear : LinearCall {
             });
             return;
         }
-        hand_out_panels([&](int64_t first, int64_t last, int64_t panel, int64_t after) {
+        parallel_for_panels([&](int64_t first, int64_t last, int64_t panel, int64_t after) {
             const uint32_t* next = after < num_panels() ? at(after * PANEL) : nullptr;
             for_columns(panel * PER_PANEL, std::min((panel + 1) * PER_PANEL, num_vectors()), PER_PANEL, next,
                         [&](const Columns& columns, const uint32_t* after) { multiply(first, last, columns, after); });
@@ -308,21 +309,21 @@ struct TileLinear : LinearCall {
     }
 
     // Row tiles per block of tokens: their x stays in L2.
-    int64_t strips_of_block() const {
-        return std::max<int64_t>(BLOCK_BYTES / (inputs * int64_t(sizeof(bf16)) * STRIP), 2);
+    int64_t row_tiles_of_block() const {
+        return std::max<int64_t>(BLOCK_BYTES / (inputs * int64_t(sizeof(bf16)) * ROW_TILE_ROWS), 2);
     }
 
     // body(first, last, panel, after) for blocks of tokens [first, last) and panels; `after` is the panel that this
     // thread probably gets next, or num_panels().
     template <class Body>
-    void hand_out_panels(const Body& body) const {
-        int64_t panels = num_panels(), strips = (num_tokens + STRIP - 1) / STRIP;
-        int64_t most = strips_of_block(), blocks = (strips + most - 1) / most;
+    void parallel_for_panels(const Body& body) const {
+        int64_t panels = num_panels(), row_tiles = (num_tokens + ROW_TILE_ROWS - 1) / ROW_TILE_ROWS;
+        int64_t most = row_tiles_of_block(), blocks = (row_tiles + most - 1) / most;
         int64_t ahead = max_threads();  // a thread gets every ahead-th panel, if all threads are equally fast
-        hand_out(blocks * panels, [&](int64_t n) {
+        parallel_for_dynamic(blocks * panels, [&](int64_t n) {
             int64_t block = n / panels;
-            int64_t first = strips * block / blocks * STRIP;
-            int64_t last = std::min(strips * (block + 1) / blocks * STRIP, num_tokens);
+            int64_t first = row_tiles * block / blocks * ROW_TILE_ROWS;
+            int64_t last = std::min(row_tiles * (block + 1) / blocks * ROW_TILE_ROWS, num_tokens);
             body(first, last, n % panels, n + ahead < blocks * panels ? (n + ahead) % panels : panels);
         });
     }

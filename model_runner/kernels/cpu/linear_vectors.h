@@ -65,12 +65,12 @@ struct VectorLinear : LinearCall {
 #else
     static constexpr bool IS_SHORT = true;
 #endif
-    static constexpr int64_t BLOCK_STRIPS = 21;    // row tiles per block of tokens: their x stays in L2 beside a panel
+    static constexpr int64_t BLOCK_ROW_TILES = 21; // row tiles per block of tokens: their x stays in L2 beside a panel
     static constexpr int64_t SHARED_TOKENS = 60;   // more tokens are cut into such blocks
     static constexpr int64_t MOST_PANELS = 4;      // panels of a piece, so that tokens are converted once for them, ...
     static constexpr int64_t SHARES = 4;           // ... as long as each thread gets this many pieces
     static constexpr int64_t PART_STEPS = 384;     // k-steps of a part: 96 KB of a panel
-    static constexpr int64_t FEW_STRIPS = 3;       // so few row tiles unpack on their own, which is faster than sharing
+    static constexpr int64_t FEW_ROW_TILES = 3;    // so few row tiles unpack on their own, which is faster than sharing
     static constexpr int64_t GATED_PANELS = 16;    // panels of a single row tile whose gates are computed together
     static constexpr int64_t AHEAD = 16;           // prefetch distance of a single row tile in k-steps: 3 or 4 KB
     static constexpr int64_t MIN_BYTES = 1 << 16;  // weight per thread, at least: less does not pay for waking it
@@ -106,7 +106,7 @@ struct VectorLinear : LinearCall {
         bool is_finished_by_caller = false;
     };
 
-    static int64_t strips_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
+    static int64_t row_tiles_of(int64_t tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
 
     // The columns at their first k-step; see `CompressedColumns` for `unpacked`.
     static auto begin_of(const Columns& columns, [[maybe_unused]] uint32_t* unpacked) {
@@ -124,33 +124,34 @@ struct VectorLinear : LinearCall {
     // in the cache; the first few of them prefetch the next part, and during the last part the data at `next`, if any.
     // The others do not prefetch.
     void multiply(int64_t first, int64_t last, const Columns& columns, const uint32_t* next) const {
-        int64_t steps = inputs / 2, strips = strips_of(last - first);
-        if (strips <= 1) return multiply_single(first, last, columns, {});
+        int64_t steps = inputs / 2, row_tiles = row_tiles_of(last - first);
+        if (row_tiles <= 1) return multiply_single(first, last, columns, {});
         thread_local Scratch scratch;
-        bool is_left = COMPRESSED && strips > FEW_STRIPS;  // the first row tile stores what it unpacks
+        bool is_left = COMPRESSED && row_tiles > FEW_ROW_TILES;  // the first row tile stores what it unpacks
         int64_t num_sums = (last - first) * PANEL, num_left = is_left ? PART_STEPS * PANEL : 0;
         float* waiting = reinterpret_cast<float*>(scratch.get((num_sums + num_left) * sizeof(float)));
         uint32_t* unpacked = is_left ? reinterpret_cast<uint32_t*>(waiting + num_sums) : nullptr;
         int64_t parts = (steps + PART_STEPS - 1) / PART_STEPS;
-        int64_t all_lines = COMPRESSED ? SHORT_STEP / LINE : columns.vectors, lines = (all_lines + strips - 1) / strips;
+        int64_t all_lines = COMPRESSED ? SHORT_STEP / LINE : columns.vectors;
+        int64_t lines = (all_lines + row_tiles - 1) / row_tiles;
         auto from = begin_of(columns, unpacked);
         for (int64_t part = 0; part < parts; ++part) {
             int64_t begin = steps * part / parts, end = steps * (part + 1) / parts;
             auto following = from;
             following.advance(end - begin);
             const uint32_t* after = part + 1 < parts ? following.at() : next;
-            for (int64_t strip = 0; strip < strips; ++strip) {  // of equal height: 4 + 4 rows are faster than 6 + 2
-                int64_t row = first + (last - first) * strip / strips;
-                int rows = int(first + (last - first) * (strip + 1) / strips - row);
-                Fetch fetch = after != nullptr && strip * lines < all_lines
-                                  ? Fetch{after + strip * lines * (end - begin) * LINE, end - begin,
-                                          std::min(lines, all_lines - strip * lines)}
+            for (int64_t row_tile = 0; row_tile < row_tiles; ++row_tile) {  // of equal height: 4 + 4 rows beat 6 + 2
+                int64_t row = first + (last - first) * row_tile / row_tiles;
+                int rows = int(first + (last - first) * (row_tile + 1) / row_tiles - row);
+                Fetch fetch = after != nullptr && row_tile * lines < all_lines
+                                  ? Fetch{after + row_tile * lines * (end - begin) * LINE, end - begin,
+                                          std::min(lines, all_lines - row_tile * lines)}
                                   : Fetch{nullptr, 0, 0};
                 Waiting sums = {waiting + (row - first) * PANEL, PANEL};
-                if (is_left && strip > 0)
-                    multiply_strip(row, rows, columns, begin, end, PackedColumns{unpacked, PANEL}, sums, fetch);
+                if (is_left && row_tile > 0)
+                    multiply_row_tile(row, rows, columns, begin, end, PackedColumns{unpacked, PANEL}, sums, fetch);
                 else
-                    multiply_strip(row, rows, columns, begin, end, from, sums, fetch);
+                    multiply_row_tile(row, rows, columns, begin, end, from, sums, fetch);
             }
             from = following;
         }
@@ -160,10 +161,10 @@ struct VectorLinear : LinearCall {
         int rows = int(last - first);
         auto from = begin_of(columns, nullptr);
         if (READS_AHEAD && (COMPRESSED || columns.vectors == PER_PANEL))
-            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting,
+            multiply_row_tile(first, rows, columns, 0, inputs / 2, from, waiting,
                            FetchLater{from.at() + AHEAD * FetchLater::LINES * LINE});
         else
-            multiply_strip(first, rows, columns, 0, inputs / 2, from, waiting, Nothing{});
+            multiply_row_tile(first, rows, columns, 0, inputs / 2, from, waiting, Nothing{});
     }
 
     // A single row tile of a gated matmul. Computing activations panel by panel would interrupt the stream of weights
@@ -183,7 +184,7 @@ struct VectorLinear : LinearCall {
     // The k-steps [begin, end) of one row tile. If these are not all, accumulators are loaded from and stored to
     // `waiting`.
     template <class From, class AtStep>
-    void multiply_strip(int64_t row, int rows, const Columns& columns, int64_t begin, int64_t end, const From& from,
+    void multiply_row_tile(int64_t row, int rows, const Columns& columns, int64_t begin, int64_t end, const From& from,
                         const Waiting& waiting, const AtStep& at_step) const {
         with_tile(rows, int(columns.vectors), [&]<int ROWS, int VECTORS>() {
             multiply_rows<ROWS, VECTORS>(row, columns.column, begin, end, from, waiting, at_step);
@@ -211,7 +212,7 @@ struct VectorLinear : LinearCall {
     // The vectors [begin, end) of the outputs.
     void multiply_vectors(int64_t first, int64_t last, int64_t begin, int64_t end, const uint32_t* next) const {
         if constexpr (IS_SHORT) {
-            ShortLinear product(*this, first, last);
+            Linear256 product(*this, first, last);
             for_columns(begin, end, PER_PANEL, next, [&](const Columns& columns, const uint32_t* after) {
                 product.multiply(columns, after);
             });
@@ -225,7 +226,7 @@ struct VectorLinear : LinearCall {
     }
 
     void multiply_part(int64_t begin, int64_t end) const {
-        for_token_blocks(num_tokens, TILE_ROWS, num_tokens <= SHARED_TOKENS ? num_tokens : BLOCK_STRIPS,
+        for_token_blocks(num_tokens, TILE_ROWS, num_tokens <= SHARED_TOKENS ? num_tokens : BLOCK_ROW_TILES,
                          [&](int64_t first, int64_t last) { multiply_vectors(first, last, begin, end, nullptr); });
     }
 
@@ -239,7 +240,7 @@ struct VectorLinear : LinearCall {
     void run_few() const {
         int64_t vectors = num_vectors(), vector_bytes = inputs * LANES * 2;
         int64_t least = COMPRESSED ? 2 : 1, unit = num_panels() >= SHARES * max_threads() ? PER_PANEL : least;
-        share_out(vectors, vectors_of(MIN_BYTES, vector_bytes, unit), [&](int64_t begin, int64_t end) {
+        parallel_for(vectors, vectors_of(MIN_BYTES, vector_bytes, unit), [&](int64_t begin, int64_t end) {
             const uint32_t* next = end < vectors ? at(end * LANES) : nullptr;
             multiply_vectors(0, num_tokens, begin, end, next);
         });
@@ -248,19 +249,20 @@ struct VectorLinear : LinearCall {
     // A piece is some panels with a block of tokens. The remainder of pieces, if at most half of the threads would get
     // one, is cut into parts.
     void run_many() const {
-        int64_t panels = num_panels(), strips = strips_of(num_tokens), ahead = max_threads();
-        int64_t blocks = (strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
+        int64_t panels = num_panels(), row_tiles = row_tiles_of(num_tokens), ahead = max_threads();
+        int64_t blocks = (row_tiles + BLOCK_ROW_TILES - 1) / BLOCK_ROW_TILES;
         int64_t together = IS_SHORT ? std::clamp<int64_t>(blocks * panels / (SHARES * ahead), 1, MOST_PANELS) : 1;
         int64_t groups = (panels + together - 1) / together, pieces = blocks * groups;
         int64_t rest = pieces % ahead, whole = pieces - rest;
-        int64_t parts = rest > 0 ? std::clamp<int64_t>(ahead / rest, 1, strips / blocks) : 1;
+        int64_t parts = rest > 0 ? std::clamp<int64_t>(ahead / rest, 1, row_tiles / blocks) : 1;
         auto piece_of = [&](int64_t n) { return n < whole ? n : whole + (n - whole) / parts; };
-        hand_out(whole + rest * parts, [&](int64_t n) {
+        parallel_for_dynamic(whole + rest * parts, [&](int64_t n) {
             int64_t piece = piece_of(n), block = piece / groups, panel = piece % groups * together;
             int64_t part = n < whole ? 0 : (n - whole) % parts, num_parts = n < whole ? 1 : parts;
-            int64_t first_strip = strips * block / blocks, num_strips = strips * (block + 1) / blocks - first_strip;
-            int64_t first = num_tokens * (first_strip + num_strips * part / num_parts) / strips;
-            int64_t last = num_tokens * (first_strip + num_strips * (part + 1) / num_parts) / strips;
+            int64_t first_row_tile = row_tiles * block / blocks;
+            int64_t num_row_tiles = row_tiles * (block + 1) / blocks - first_row_tile;
+            int64_t first = num_tokens * (first_row_tile + num_row_tiles * part / num_parts) / row_tiles;
+            int64_t last = num_tokens * (first_row_tile + num_row_tiles * (part + 1) / num_parts) / row_tiles;
             int64_t after = piece_of(n + ahead);  // probably this thread's next piece
             const uint32_t* next = after < pieces ? at(after % groups * together * PANEL) : nullptr;
             multiply_vectors(first, last, panel * PER_PANEL, std::min((panel + together) * PER_PANEL, num_vectors()), next);

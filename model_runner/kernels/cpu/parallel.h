@@ -2,14 +2,15 @@
 //
 // A kernel is called in one of two ways; its code is the same for both:
 //
-//   alone       by one thread: each share_out or hand_out opens a parallel region
-//   in a team   by all threads of one region, with the same arguments (program.cpp): share_out and hand_out give the
-//               calling thread its pieces, and return when all pieces are done, by any thread
+//   alone       by one thread: each parallel_for or parallel_for_dynamic opens a parallel region
+//   in a team   by all threads of one region, with the same arguments (program.cpp): parallel_for and
+//               parallel_for_dynamic give the calling thread its pieces, and return when all pieces are done, by any
+//               thread
 //
 // In a team, the code of a kernel outside of these bodies may run on several threads, and late, when later calls have
 // already begun. It must have no side effects, and may read only its arguments and data that no later call of a program
-// changes (such as attention's plan). The number of share_outs and hand_outs of a call must depend on its arguments
-// alone.
+// changes (such as attention's plan). The number of parallel_for and parallel_for_dynamic calls must depend on its
+// arguments alone.
 //
 // Any free thread takes the next piece: results must not depend on which thread computes a piece.
 
@@ -30,7 +31,7 @@ namespace engine {
 
 // The value of torch.set_num_threads for the calling thread; in a team, its size.
 inline int max_threads() {
-    if (membership.team != nullptr) return membership.team->size();
+    if (thread_context.team != nullptr) return thread_context.team->size();
 #ifdef _OPENMP
     return omp_in_parallel() ? 1 : omp_get_max_threads();
 #else
@@ -39,23 +40,23 @@ inline int max_threads() {
 }
 
 // Leaves the team while it exists: nested calls in a body run on the calling thread.
-class Alone {
+class SerialScope {
   public:
-    Alone() : before_(membership) { membership.team = nullptr; }
-    ~Alone() { membership = before_; }
-    Alone(const Alone&) = delete;
-    Alone& operator=(const Alone&) = delete;
+    SerialScope() : before_(thread_context) { thread_context.team = nullptr; }
+    ~SerialScope() { thread_context = before_; }
+    SerialScope(const SerialScope&) = delete;
+    SerialScope& operator=(const SerialScope&) = delete;
 
   private:
-    Membership before_;
+    ThreadContext before_;
 };
 
 template <class Work>
 inline void run_phase(int64_t count, int64_t grain, bool one_by_one, const Work& work) {
-    if (Team* team = membership.team) {
-        uint32_t phase = membership.phase++;
-        team->take_part(phase, membership.member, count, grain, one_by_one, [&](int64_t begin, int64_t end) {
-            Alone alone;
+    if (Team* team = thread_context.team) {
+        uint32_t phase = thread_context.phase++;
+        team->take_part(phase, thread_context.member, count, grain, one_by_one, [&](int64_t begin, int64_t end) {
+            SerialScope serial;
             work(begin, end);
         });
         team->wait(phase);
@@ -79,13 +80,13 @@ inline void run_phase(int64_t count, int64_t grain, bool one_by_one, const Work&
 // the last one. A grain should take some microseconds: more than claiming a piece costs, but less than an acceptable
 // wait.
 template <class Body>
-inline void share_out(int64_t count, int64_t grain, const Body& body) {
+inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
     run_phase(count, std::max<int64_t>(grain, 1), false, body);
 }
 
 // body(n) for n in [0, count), dispatched one by one: for pieces of unequal cost.
 template <class Body>
-inline void hand_out(int64_t count, const Body& body) {
+inline void parallel_for_dynamic(int64_t count, const Body& body) {
     run_phase(count, 1, true, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) body(n);
     });

@@ -27,10 +27,10 @@ inline bool part_takes_tiles(int64_t num_tokens, int64_t tiles_from) { return TI
 // body(first, last) for blocks of tokens, of about equally many row tiles each and at most `most`: their x stays in L2
 // for all vectors of the part.
 template <class Body>
-inline void for_token_blocks(int64_t num_tokens, int64_t strip, int64_t most, const Body& body) {
-    int64_t strips = (num_tokens + strip - 1) / strip, blocks = (strips + most - 1) / most;
+inline void for_token_blocks(int64_t num_tokens, int64_t row_tile, int64_t most, const Body& body) {
+    int64_t row_tiles = (num_tokens + row_tile - 1) / row_tile, blocks = (row_tiles + most - 1) / most;
     for (int64_t block = 0; block < blocks; ++block)
-        body(strips * block / blocks * strip, std::min(strips * (block + 1) / blocks * strip, num_tokens));
+        body(row_tiles * block / blocks * row_tile, std::min(row_tiles * (block + 1) / blocks * row_tile, num_tokens));
 }
 
 }  // namespace engine

@@ -32,9 +32,9 @@ EXPORT void run_program(const void* calls_, int64_t num_calls) {
     Team team(num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
-        membership = Membership{&team, omp_get_thread_num(), 0};
+        thread_context = ThreadContext{&team, omp_get_thread_num(), 0};
         walk(calls, num_calls);
-        membership = Membership{};
+        thread_context = ThreadContext{};
     }
 #endif
 }

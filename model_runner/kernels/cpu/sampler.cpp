@@ -157,14 +157,14 @@ void top_tokens(const float* x, int64_t size, double normaliser, int64_t k, floa
 // Samples one token per row. logits: [num_rows][size] float32, rows `stride` elements apart; token_ids: [num_rows]
 // int64; finite: [num_rows], whether all logits of the model are finite. rows: [num_rows] Row, or null if all rows take
 // the argmax of the model's logits; in_prompt to mask_stride are then not read.
-EXPORT void choose_tokens(const float* logits, int64_t stride, const void* rows, const uint8_t* in_prompt,
+EXPORT void sample_tokens(const float* logits, int64_t stride, const void* rows, const uint8_t* in_prompt,
                           int32_t* in_output, const int32_t* edit_ids, const float* edit_values, const void* masks,
                           int64_t mask_stride, int64_t* token_ids, uint8_t* finite, int64_t num_rows, int64_t size) {
     using namespace engine;
     using namespace engine::sampling;
     Batch batch{logits, stride, static_cast<const Row*>(rows), in_prompt, in_output, edit_ids, edit_values,
                 static_cast<const uint32_t*>(masks), mask_stride, token_ids, finite, size};
-    hand_out(num_rows, [&](int64_t index) {
+    parallel_for_dynamic(num_rows, [&](int64_t index) {
         Peak peak = choose_row(batch, index);
         batch.token_ids[index] = peak.token;
         batch.finite[index] = peak.finite;
@@ -176,7 +176,7 @@ EXPORT void token_logprobs(const float* logits, int64_t stride, const int64_t* i
                            float* token, int32_t* top_ids, float* top, int64_t count, int64_t size, int64_t top_k) {
     using namespace engine;
     using namespace engine::sampling;
-    hand_out(count, [&](int64_t n) {
+    parallel_for_dynamic(count, [&](int64_t n) {
         const float* x = logits + indices[n] * stride;
         Workspace work(size);
         Survey seen = survey(x, size, 1.0f, nullptr, work.groups());

@@ -128,12 +128,12 @@ class Team {
 };
 
 // The calling thread's team (or null), its index in [0, size) there, and its current phase.
-struct Membership {
+struct ThreadContext {
     Team* team = nullptr;
     int member = 0;
     uint32_t phase = 0;
 };
 
-inline thread_local constinit Membership membership;
+inline thread_local constinit ThreadContext thread_context;
 
 }  // namespace engine

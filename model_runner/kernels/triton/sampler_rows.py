@@ -1,6 +1,6 @@
 """Memory layout shared by the stages of `sampler`: the parameter table, statistics per chunk, processed logits.
 
-`triton_chooser` writes the table: the sampling parameters of each row in 16 words, so one batch may mix all modes.
+`triton_backend` writes the table: the sampling parameters of each row in 16 words, so one batch may mix all modes.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .compile_report import KernelVariant
 
-# A row of the table: 16 words, float32 unless noted. `triton_chooser` writes it.
+# A row of the table: 16 words, float32 unless noted. `triton_backend` writes it.
 KIND: tl.constexpr = tl.constexpr(0)  # int32, one of the three below
 TEMPERATURE: tl.constexpr = tl.constexpr(1)
 KEY_0: tl.constexpr = tl.constexpr(2)  # int32, key of the noise

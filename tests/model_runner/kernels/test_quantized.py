@@ -16,16 +16,16 @@ from engine.model_runner.kernels.quantized import (
     Part,
     QuantisedLinears,
     QuantTarget,
-    choose_maker,
+    choose_provider,
     dequantised,
 )
 from engine.model_runner.kernels.quantized_linear import (
     Fp8Linear,
     Fp8WeightLinear,
     Int4Linear,
-    SglProduct,
+    SglMatmul,
     SideBySide,
-    torch_product,
+    torch_matmul,
 )
 from engine.model_runner.kernels.quantized_weights import (
     FP8,
@@ -118,7 +118,7 @@ def on(device: torch.device, weight: Any) -> Any:
     ],
 )
 def test_who_multiplies_and_why_not_somebody_better(target, weight, maker, why):
-    chosen, passed_over = choose_maker(target, weight)
+    chosen, passed_over = choose_provider(target, weight)
 
     assert (chosen and chosen.name) == maker
     assert why in passed_over and bool(why) == bool(passed_over)
@@ -142,7 +142,7 @@ def sgl_product(request):
     library = torch.library.Library(space, "DEF")
     library.define(operator_schemas(request.param)["fp8_scaled_mm"])
     library.impl("fp8_scaled_mm", _scaled_mm, "CPU")
-    yield SglProduct(getattr(torch.ops, space))
+    yield SglMatmul(getattr(torch.ops, space))
     library._destroy()
 
 
@@ -164,7 +164,7 @@ def check_fp8(linear: Callable[..., Tensor], weight: Fp8Weight, device: torch.de
 @needs_fp8
 def test_torch_multiplies_8_bit_floats(device):
     weight = on(device, fp8_weight())
-    check_fp8(Fp8Linear(weight, torch_product), weight, device)
+    check_fp8(Fp8Linear(weight, torch_matmul), weight, device)
 
 
 @pytest.mark.skipif(HAS_NVIDIA_DRIVER, reason="stands in for the library on machines that cannot load it")

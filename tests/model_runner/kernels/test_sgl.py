@@ -88,9 +88,9 @@ def test_add_and_norm(operators, num_tokens):
 def test_gates(operators, num_tokens):
     x = torch.randn(num_tokens, 80, dtype=torch.bfloat16)[:, :64]
     gate, up = x.chunk(2, -1)
-    assert torch.equal(sgl.Gate(operators.silu_and_mul.default)(x), F.silu(gate) * up)
+    assert torch.equal(sgl.SglGatedActivation(operators.silu_and_mul.default)(x), F.silu(gate) * up)
     assert torch.equal(
-        sgl.Gate(operators.gelu_tanh_and_mul.default)(x), F.gelu(gate, approximate="tanh") * up
+        sgl.SglGatedActivation(operators.gelu_tanh_and_mul.default)(x), F.gelu(gate, approximate="tanh") * up
     )
 
 

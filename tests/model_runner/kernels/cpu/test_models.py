@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native import NativeOps
-from engine.model_runner.kernels.native_product import NativeProduct
+from engine.model_runner.kernels.native_product import NativeMatmul
 from engine.model_runner.layers import embedding
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import MIXTURE
@@ -141,7 +141,7 @@ def test_an_activation_within_its_product_changes_no_bits(make_tiny_model, make_
     with monkeypatch.context() as patch:
         patch.setattr(NativeOps, "silu_and_mul", lambda *_: pytest.fail("it is computed on its own"))
         fused = logprobs()
-    monkeypatch.setattr(NativeProduct, "end_with_silu", lambda _weight: False)
+    monkeypatch.setattr(NativeMatmul, "fuse_silu_and_mul", lambda _weight: False)
     assert logprobs() == fused
 
 

@@ -122,7 +122,7 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(library, b
         weight = paired(weight) if inputs == 192 else weight
         linear = NativeBlockLinear(library, weight, tiles_from)
         fused = NativeBlockLinear(library, weight, tiles_from)
-        assert fused.end_with_silu()
+        assert fused.fuse_silu_and_mul()
         for num_tokens in (0, 1, 2, 5, 6, 7, 33, 61, 130):
             x = guarded((num_tokens, inputs), 2)
             for added in (None, bias):

@@ -17,7 +17,7 @@ from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_blocks import NO_TILES, NativeBlockLinear
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_linear
-from engine.model_runner.kernels.native_product import NativeProduct
+from engine.model_runner.kernels.native_product import NativeMatmul
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record
 from tests.model_runner.kernels.stacked_experts import StackedExperts
@@ -38,7 +38,7 @@ FORMS = [
 SOME = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def weight_of(library: Any, form: str, outputs: int, inputs: int, seed: int) -> NativeProduct:
+def weight_of(library: Any, form: str, outputs: int, inputs: int, seed: int) -> NativeMatmul:
     if form == "mixed":
         form = FORMS[seed % 7]
     if "bits" in form:
@@ -53,7 +53,7 @@ def weight_of(library: Any, form: str, outputs: int, inputs: int, seed: int) -> 
         if form == "packed"
         else pack_native_linear(library, dense, compress=True)
     )
-    assert isinstance(packed, NativeProduct)
+    assert isinstance(packed, NativeMatmul)
     return packed
 
 
@@ -213,7 +213,7 @@ def test_weights_in_blocks_take_tiles_expert_by_expert(library, form, tiles_from
     """An expert's rows are multiplied like a call of its own: by tiles or not, as many as they are."""
     bits, has_minima = form
 
-    def weights(outputs: int, inputs: int) -> list[NativeProduct]:
+    def weights(outputs: int, inputs: int) -> list[NativeMatmul]:
         made = [block_weight(outputs, inputs, bits, has_minima, seed) for seed in range(3)]
         return [NativeBlockLinear(library, one, tiles_from) for one in made]
 

@@ -107,7 +107,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(library, outputs, is_gated)
     """16 panels: of 100 tokens 3 and 5 threads cut the last one, of 200 in two blocks 5 threads the last two."""
     linear = NativeLinear(library, guarded((outputs, 832), BF16, 0))
     if is_gated:
-        assert linear.end_with_silu()
+        assert linear.fuse_silu_and_mul()
     before = torch.get_num_threads()
     outs = []
     try:
@@ -134,7 +134,7 @@ def test_weights_are_compressed_with_avx512_and_without_tiles(library, request):
     level = request.node.callspec.params["library"]
     linear = NativeLinear(library, guarded((256, 256), BF16, 0))
     assert (linear.compressed() is not None) == (level in ("avx512_bf16", "avx512_vnni", "avx512"))
-    assert linear.end_with_silu()
+    assert linear.fuse_silu_and_mul()
     with pytest.raises(AssertionError):
         linear.compressed()
 
@@ -196,7 +196,7 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(library, i
     weight = guarded((2 * width, inputs), BF16, 0) / inputs**0.5 * 3
     bias = guarded((2 * width,), BF16, 1) if has_bias else None
     linear, fused = NativeLinear(library, weight), NativeLinear(library, weight)
-    assert fused.end_with_silu()
+    assert fused.fuse_silu_and_mul()
     for num_tokens in (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 33, 61, 64, 130):
         x = guarded((num_tokens, inputs), BF16, 2)
         out = fused(x, bias)
@@ -211,7 +211,7 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(library, i
 
 def test_a_gated_product_writes_its_result_and_nothing_beside_it(library):
     fused, x = NativeLinear(library, guarded((96, 70), BF16, 0)), guarded((67, 70), BF16, 1)
-    assert fused.end_with_silu()
+    assert fused.fuse_silu_and_mul()
     for num_tokens in (1, 6, 35, 67):
         memory = torch.full((64 + num_tokens * 48 + 64,), 7.0, dtype=BF16)
         out = memory[64:-64].view(num_tokens, 48)
@@ -222,7 +222,7 @@ def test_a_gated_product_writes_its_result_and_nothing_beside_it(library):
 
 def test_gated_bits_do_not_depend_on_the_number_of_threads(best_library):
     fused = NativeLinear(best_library, guarded((2016, 832), BF16, 0))
-    assert fused.end_with_silu()
+    assert fused.fuse_silu_and_mul()
     before = torch.get_num_threads()
     outs = []
     try:
@@ -239,7 +239,7 @@ def test_gates_that_fill_no_vector_keep_their_own_operation(best_library):
     weight, x = guarded((48, 64), BF16, 0), guarded((3, 64), BF16, 1)
     linear = NativeLinear(best_library, weight)
     before = linear(x)
-    assert not linear.end_with_silu()
+    assert not linear.fuse_silu_and_mul()
     assert torch.equal(linear(x), before) and torch.equal(linear.rows(torch.arange(48)), weight)
 
 
