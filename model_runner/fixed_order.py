@@ -13,7 +13,7 @@ from ..runtime.errors import ConfigError
 from .attention.cpu_native import CpuNativeAttention
 from .kernels import native
 from .kernels.native_experts import NativeExperts
-from .kernels.native_product import NativeMatmul
+from .kernels.native_matmul import NativeMatmul
 from .op_selection import PROVIDERS, Provider, Target
 
 if TYPE_CHECKING:

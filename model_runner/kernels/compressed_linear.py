@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 import torch
 from torch import Tensor
 
-from .native_product import NativeMatmul
+from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
     from .cpu.isa import Isa

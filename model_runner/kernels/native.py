@@ -20,7 +20,7 @@ from .compressed_linear import reasons_against_compression
 from .cpu.library import load_library, loaded_isa, reasons_against_library
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
-from .native_product import NativeMatmul
+from .native_matmul import NativeMatmul
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .cpu.library import load_library, reasons_against_library
-from .native_product import NativeMatmul
+from .native_matmul import NativeMatmul
 from .quantized_weights import BLOCK_SIZE, BlockWeight
 
 _HALF_EXPONENT: Final = 15

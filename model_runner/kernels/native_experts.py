@@ -1,6 +1,6 @@
 """`NativeExperts`: the experts of a layer, by the C++ kernels (`kernels/cpu/experts.cpp`); `route`: the router.
 
-Each expert's weights are packed on their own (`native_product`), in any form. One call multiplies with the weights of
+Each expert's weights are packed on their own (`native_matmul`), in any form. One call multiplies with the weights of
 all experts; the threads divide its work as that of a single matmul.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .native_blocks import NO_TILES, NativeBlockLinear
-from .native_product import NativeMatmul
+from .native_matmul import NativeMatmul
 
 _WEIGHT: Final = np.dtype(
     [

@@ -14,7 +14,7 @@ from ..ops import LinearWeight
 from . import plain
 from .compressed_linear import CompressedLinear
 from .cpu.library import reasons_against_library
-from .native_product import NativeMatmul
+from .native_matmul import NativeMatmul
 
 CPU = torch.device("cpu")
 _WORTH_COMPRESSING: Final = 0.8

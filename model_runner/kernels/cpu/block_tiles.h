@@ -12,7 +12,7 @@
 #include "bytes.h"
 #include "linear_tiles.h"
 #include "parallel.h"
-#include "product_parts.h"
+#include "matmul_parts.h"
 #include "simd.h"
 
 #if TILES

@@ -25,7 +25,7 @@
 #include "bytes.h"
 #include "fetch.h"
 #include "parallel.h"
-#include "product_parts.h"
+#include "matmul_parts.h"
 #include "program.h"
 #include "simd.h"
 #include "tile.h"

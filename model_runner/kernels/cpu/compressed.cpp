@@ -11,7 +11,7 @@
 #include "linear_floats.h"
 #include "linear_vectors.h"
 #include "parallel.h"
-#include "product_parts.h"
+#include "matmul_parts.h"
 #include "program.h"
 
 #if COMPRESSES

@@ -19,7 +19,7 @@
 #include "blocks.h"
 #include "linear.h"
 #include "parallel.h"
-#include "product_parts.h"
+#include "matmul_parts.h"
 #include "program.h"
 #include "simd.h"
 

@@ -37,7 +37,7 @@ constexpr bool READS_AHEAD = true;
 #endif
 
 // Prefetches the cache line at p. Inline assembly, because GCC 12 drops some __builtin_prefetch in loops that contain
-// nothing else (linear_short.h, linear_vectors.h).
+// nothing else (linear_256.h, linear_vectors.h).
 template <int CACHE = FETCH_INTO>
 ALWAYS_INLINE void fetch(const void* p) {
 #if defined(__x86_64__)

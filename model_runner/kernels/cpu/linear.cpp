@@ -7,7 +7,7 @@
 #include "linear_tiles.h"
 #include "linear_vectors.h"
 #include "parallel.h"
-#include "product_parts.h"
+#include "matmul_parts.h"
 #include "program.h"
 #include "simd.h"
 

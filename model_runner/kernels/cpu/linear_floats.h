@@ -15,7 +15,7 @@
 #include "compressed.h"
 #include "linear.h"
 #include "parallel.h"
-#include "product_parts.h"
+#include "matmul_parts.h"
 #include "simd.h"
 #include "tile.h"
 

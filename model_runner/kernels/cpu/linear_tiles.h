@@ -13,7 +13,7 @@
 #include "amx.h"
 #include "linear.h"
 #include "parallel.h"
-#include "product_parts.h"
+#include "matmul_parts.h"
 
 #if TILES
 

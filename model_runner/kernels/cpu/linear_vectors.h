@@ -13,9 +13,9 @@
 #include "compressed.h"
 #include "fetch.h"
 #include "linear.h"
-#include "linear_short.h"
+#include "linear_256.h"
 #include "parallel.h"
-#include "product_parts.h"
+#include "matmul_parts.h"
 #include "simd.h"
 #include "tile.h"
 

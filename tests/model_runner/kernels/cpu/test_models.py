@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native import NativeOps
-from engine.model_runner.kernels.native_product import NativeMatmul
+from engine.model_runner.kernels.native_matmul import NativeMatmul
 from engine.model_runner.layers import embedding
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import MIXTURE

@@ -17,7 +17,7 @@ from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_blocks import NO_TILES, NativeBlockLinear
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_linear
-from engine.model_runner.kernels.native_product import NativeMatmul
+from engine.model_runner.kernels.native_matmul import NativeMatmul
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record
 from tests.model_runner.kernels.stacked_experts import StackedExperts
