@@ -12,7 +12,7 @@ One step, as calls (`Pipeline` makes them in the server):
 
     handle(message)        a new request joins the waiting queue
     next_batch(now_s)      one pass, which returns a batch or None
-        deadlines, pins        requests and pins whose time is over end
+        deadlines, pins        expired requests and pins end
         phases.plan            divides the step between prompts and decodes, as `phases.py` says:
             Decodes.plan           gives each running request a page for its next token; evicts, then retracts
             Admission.plan         continues partial prefills, then admits waiting requests in the policy's order

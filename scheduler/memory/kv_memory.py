@@ -362,7 +362,7 @@ class KVMemory:
         return self._cache.pin(extra_key, token_ids, until_s)
 
     def expire_pins(self, now_s: float) -> None:
-        """End the pins whose time is over."""
+        """End expired pins."""
         self._cache.expire_pins(now_s)
 
     def flush(self) -> tuple[int, int]:

@@ -68,7 +68,7 @@ class Ledger:
 
         Args:
             reqs: all requests with a row.
-            swapped: all requests whose KV is on the host.
+            swapped: all requests with KV on the host.
 
         Raises:
             LedgerError: for the first error found.

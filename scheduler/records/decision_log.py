@@ -87,7 +87,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         forward_s: seconds that the runner took.
         left: requests that ended with it.
         next_token_ids, errors, swap_s: as in `StepResult`; for replay.
-        grammars: rids of requests whose grammar is compiled, so that they join the waiting queue.
+        grammars: rids of requests that join the waiting queue because their grammar is compiled.
         out_of_memory: as in `StepResult`; the next `PassRecord` has the requests that were retracted for it.
         num_next_tokens: as in `StepResult`.
     """
@@ -116,7 +116,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         verdicts: about the waiting requests that the pass considered, in order.
         num_rest, rest_reason: the number of those that it did not consider, and why.
         rest_behind: the request at which the pass ended; "" if none.
-        num_grammar: requests whose grammar is not compiled; their verdict is GRAMMAR_PENDING.
+        num_grammar: requests without a compiled grammar; their verdict is GRAMMAR_PENDING.
         continued: verdicts about partial prefills.
         retractions: the requests that were retracted.
         gave_memory_back: whether running requests gave back memory, so that another pass may admit more.

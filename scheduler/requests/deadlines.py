@@ -67,7 +67,7 @@ class Deadlines:
         return self._heap[0].at_s if self._heap else None
 
     def take_expired(self, now_s: float) -> list[tuple[Req, Finish]]:
-        """Requests whose deadline is over, with the `Finish` to send; each request once."""
+        """Requests past their deadline, with the `Finish` to send; each request once."""
         expired: dict[str, tuple[Req, Finish]] = {}
         while (next_s := self.next_s()) is not None and next_s <= now_s:
             due = heapq.heappop(self._heap)

@@ -86,9 +86,9 @@ class Requests:
 
     Attributes:
         by_id: all requests that are not finished.
-        grammar: WAITING_GRAMMAR, by rid: requests whose grammar is being compiled.
+        grammar: WAITING_GRAMMAR, by rid: their grammar is being compiled.
         waiting: WAITING and RETRACTED: the queue. A retracted request must compute its tokens again.
-        swapped: SWAPPED, in order of arrival: requests whose KV is on the host.
+        swapped: SWAPPED, in order of arrival: requests with KV on the host.
         partial: PREFILL: requests with a row whose last prompt chunk is not planned yet.
         running: DECODE: requests with a row that decode.
     """
@@ -149,7 +149,7 @@ class Requests:
         return req
 
     def grammar_ready(self, rid: str, now_s: float) -> None:
-        """Queue a request whose grammar is compiled, at its position by arrival. Other rids are ignored."""
+        """Queue a request after its grammar was compiled, at its position by arrival. Other rids are ignored."""
         req = self.grammar.pop(rid, None)
         if req is not None:
             req.enter(ReqStatus.WAITING, now_s)

@@ -18,8 +18,8 @@ class RowStates:
     Attributes:
         token_ids: [R, max_model_len] prompt and settled output.
         known_len: [R] valid entries of `token_ids`.
-        num_computed: [R] tokens whose KV exists or is being made by a step in flight.
-        num_settled: [R] tokens whose KV was made by settled steps.
+        num_computed: [R] tokens with KV, made or being made by a step in flight.
+        num_settled: [R] tokens with KV that settled steps made.
         fill_len: [R] tokens known when the row was opened. All of them are computed before the request samples.
         prompt_len: [R].
         max_kv_len: [R] the most KV slots that the request can need; at `num_computed == max_kv_len` no step is left.

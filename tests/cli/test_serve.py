@@ -64,6 +64,9 @@ def test_a_free_port_stays_free():
     check_port(ServerConfig(port=port))
     check_port(ServerConfig(port=port))
     check_port(ServerConfig(port=0))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        assert server.getsockname()[1] == port
 
 
 def test_an_address_that_is_not_ours_is_said():

@@ -316,6 +316,9 @@ def test_nothing_is_formatted_for_those_who_do_not(world, monkeypatch):
 
     world.steps(4)
 
+    assert any(isinstance(record, PassRecord) for record in world.scheduler.decisions)
+    assert world.scheduler.num_unfinished == 0
+
 
 def test_an_idle_loop_remembers_what_it_has_decided(world):
     world.submit("r1", max_new_tokens=2)

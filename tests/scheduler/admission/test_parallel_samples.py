@@ -74,7 +74,10 @@ def test_the_leader_may_go_before_the_others_start(make_scheduler):
 
     harness.abort("s0")
 
-    harness.run_until_idle()
+    steps = harness.run_until_idle()
+    # s1 leads: its nine whole pages are cached, two tokens are recomputed. s2 copies its last page.
+    assert [extend_lens(step) for step in steps][:2] == [[2], [1]]
+    assert [len(harness.answers[rid].tokens) for rid in ("s1", "s2")] == [5, 6]
 
 
 def test_without_a_cache_each_computes_its_own_prompt(make_scheduler):
