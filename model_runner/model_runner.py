@@ -348,7 +348,7 @@ class PendingStep:
 
 
 class PendingMultiStep:
-    """A computed burst; `wait` may be called once."""
+    """A computed multi-step decode; `wait` may be called once."""
 
     def __init__(self, first: PendingStep, further: Sequence[Sampled]) -> None:
         """Take the first round and `further`, the tokens of at least one more round."""
@@ -360,9 +360,8 @@ class PendingMultiStep:
         first = self._first.wait()
         rounds = [np.frombuffer(first.next_token_ids, dtype=np.int32)]
         rounds += [each.token_ids.numpy().astype(np.int32) for each in self._further]
-        finite = self._further[
-            -1
-        ].finite.numpy()  # a multi-step decode ends at the first round with a value that is not finite
+        # A multi-step decode ends at the first round with a value that is not finite.
+        finite = self._further[-1].finite.numpy()
         return structs.replace(
             first,
             next_token_ids=np.stack(rounds, axis=1).tobytes(),

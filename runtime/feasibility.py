@@ -1,7 +1,7 @@
-"""`fits`: the only function that decides whether a request can ever run.
+"""`reason_against`: the only function that decides whether a request can ever run.
 
 The tokenizer manager and `LLM` call it before they submit a request, the scheduler when a request arrives. The
-PrefillAdder relies on it: it admits every request that fits once no other request runs. Two checks with different
+PrefillAdder does not call it, but admits every such request once no other request runs. Two checks with different
 arithmetic could accept a request that then waits forever.
 """
 

@@ -266,8 +266,8 @@ class Scheduler:
         The next step with tokens may be hours away. The IDLE step also carries the planned copies to the host; without
         it swapped requests could not return. After a retraction another pass is tried first.
         """
-        nobody_runs = not self._requests.num_with_row
-        return self._parts.memory.pool.has_left_rows and nobody_runs and not state.gave_memory_back
+        none_runs = not self._requests.num_with_row
+        return self._parts.memory.pool.has_left_rows and none_runs and not state.gave_memory_back
 
     def _make_batch(self, work: Work) -> ScheduleBatch:
         drafts = self._parts.speculation.plan(work)

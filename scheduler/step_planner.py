@@ -10,15 +10,40 @@ Every token of the step has its row and its page before this. `plan_step` does t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 
 from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
+from .arrays import IntArray
 from .batch import ScheduleBatch
 from .drafts import NO_DRAFTS, Drafts
 from .memory.req_to_token_pool import ReqToTokenPool
 from .memory.row_memory import RowMemory
 from .phases import Work
 from .requests.chunk import Chunk
+
+
+class _Tokens(NamedTuple):
+    """The new tokens of a step. B requests, T new tokens.
+
+    Attributes:
+        rows: [B] pool rows.
+        positions: [B] position of the first new token.
+        ends: [B] tokens that count as computed after the step; drafts do not.
+        lengths: [B] new tokens.
+        out_cache_loc: [T] KV slots, in batch order.
+        samples: [B] uint8, 1 where the last new token is followed by sampling.
+    """
+
+    rows: IntArray
+    positions: IntArray
+    ends: IntArray
+    lengths: IntArray
+    out_cache_loc: IntArray
+    samples: npt.NDArray[np.uint8]
 
 
 def plan_step(
@@ -37,53 +62,28 @@ def plan_step(
         num_rounds: inner steps; above 1 only for a step of decodes alone, without drafts.
     """
     chunks, decode_rows = work.chunks, work.decode_rows
-    states, pool, kv, host = memory.states, memory.pool, memory.kv, memory.host
-    positions = states.num_computed[decode_rows]
-    ends = positions + np.int32(1)
-    lengths = np.ones_like(positions)
-    if drafts:
-        lengths += drafts.counts
-        offsets = np.cumsum(lengths, dtype=np.int32) - lengths
-        token_positions = np.repeat(positions - offsets, lengths)
-        token_positions += np.arange(len(token_positions), dtype=np.int32)
-        out_cache_loc = pool.slots_at(np.repeat(decode_rows, lengths), token_positions)
-    else:
-        out_cache_loc = pool.slots_at(decode_rows, positions)
+    pool, kv, host = memory.pool, memory.kv, memory.host
+    tokens = _decode_tokens(work, memory, drafts)
     # KV slots of further inner steps. A multi-step decode has no chunks.
-    further_loc = [pool.slots_at(decode_rows, positions + np.int32(k)) for k in range(1, num_rounds)]
+    further_loc = [pool.slots_at(decode_rows, tokens.positions + np.int32(k)) for k in range(1, num_rounds)]
+    reqs = work.decode_reqs
     if chunks:
-        chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-        chunk_lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
-        chunk_ends = starts + chunk_lengths
-        chunk_slots = [pool.slots(chunk.req.row, chunk.start, chunk.start + chunk.length) for chunk in chunks]
-        out_cache_loc = np.concatenate([*chunk_slots, out_cache_loc])
-        positions = np.concatenate([starts, positions])
-        ends = np.concatenate([chunk_ends, ends])
-        lengths = np.concatenate([chunk_lengths, lengths])
-        rows = np.concatenate([chunk_rows, decode_rows])
-        reqs = [chunk.req for chunk in chunks] + work.decode_reqs
-        samples = np.ones(len(rows), dtype=np.uint8)
-        samples[: len(chunks)] = [chunk.is_last for chunk in chunks]
-        sampled = np.flatnonzero(samples).astype(np.int32)
-    else:
-        rows = decode_rows
-        reqs = work.decode_reqs
-        samples = np.ones(len(decode_rows), dtype=np.uint8)
-        sampled = np.arange(len(decode_rows), dtype=np.int32)
+        tokens = _with_chunks(tokens, chunks, pool)
+        reqs = [chunk.req for chunk in chunks] + reqs
+    sampled = np.flatnonzero(tokens.samples).astype(np.int32)
     # Nothing has changed up to here. From here on state changes: tokens count as computed, and lists are emptied.
-    states.num_computed[rows] = ends
+    memory.states.num_computed[tokens.rows] = tokens.ends
     moved, left_rows, page_copies = kv.take_moved(), pool.take_left_rows(), kv.take_copies()
     swap_outs, swap_ins = host.take_copies()
     plan = StepPlan(
         step_id=step_id,
         mode=_mode(len(chunks), len(decode_rows)),
-        rows=rows.tobytes(),
-        num_computed_tokens=positions.tobytes(),
-        num_scheduled_tokens=lengths.tobytes(),
-        out_cache_loc=b"".join([loc.tobytes() for loc in (out_cache_loc, *further_loc)]),
-        samples=samples.tobytes(),
-        total_num_scheduled_tokens=len(out_cache_loc),
+        rows=tokens.rows.tobytes(),
+        num_computed_tokens=tokens.positions.tobytes(),
+        num_scheduled_tokens=tokens.lengths.tobytes(),
+        out_cache_loc=b"".join([loc.tobytes() for loc in (tokens.out_cache_loc, *further_loc)]),
+        samples=tokens.samples.tobytes(),
+        total_num_scheduled_tokens=len(tokens.out_cache_loc),
         new_reqs=tuple([_new_req(chunk, pool) for chunk in chunks if chunk.is_first]),
         row_updates=tuple(
             [RowUpdate(row, start, pool.slots(row, start, stop).tobytes()) for row, start, stop in moved]
@@ -100,11 +100,44 @@ def plan_step(
         plan=plan,
         reqs=reqs,
         num_extends=len(chunks),
-        rows=rows,
-        epochs=pool.epoch[rows],
-        end=ends,
+        rows=tokens.rows,
+        epochs=pool.epoch[tokens.rows],
+        end=tokens.ends,
         num_drafts=len(drafts.token_ids),
         sampled=sampled,
+    )
+
+
+def _decode_tokens(work: Work, memory: RowMemory, drafts: Drafts) -> _Tokens:
+    """One token for each running request, and its draft tokens."""
+    rows, pool = work.decode_rows, memory.pool
+    positions = memory.states.num_computed[rows]
+    lengths = np.ones_like(positions)
+    if drafts:
+        lengths += drafts.counts
+        offsets = np.cumsum(lengths, dtype=np.int32) - lengths
+        token_positions = np.repeat(positions - offsets, lengths)
+        token_positions += np.arange(len(token_positions), dtype=np.int32)
+        out_cache_loc = pool.slots_at(np.repeat(rows, lengths), token_positions)
+    else:
+        out_cache_loc = pool.slots_at(rows, positions)
+    samples = np.ones(len(rows), dtype=np.uint8)
+    return _Tokens(rows, positions, positions + np.int32(1), lengths, out_cache_loc, samples)
+
+
+def _with_chunks(decodes: _Tokens, chunks: Sequence[Chunk], pool: ReqToTokenPool) -> _Tokens:
+    """The tokens of prompt chunks, then those of the decodes."""
+    rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
+    slots = [pool.slots(chunk.req.row, chunk.start, chunk.start + chunk.length) for chunk in chunks]
+    return _Tokens(
+        np.concatenate([rows, decodes.rows]),
+        np.concatenate([starts, decodes.positions]),
+        np.concatenate([starts + lengths, decodes.ends]),
+        np.concatenate([lengths, decodes.lengths]),
+        np.concatenate([*slots, decodes.out_cache_loc]),
+        np.concatenate([np.array([chunk.is_last for chunk in chunks], dtype=np.uint8), decodes.samples]),
     )
 
 

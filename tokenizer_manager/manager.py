@@ -58,7 +58,7 @@ class TokenizerManager:
     Attributes:
         engine: state of the other processes.
         request_log: the live requests.
-        control: calls to the scheduler that are no generation.
+        control: calls to the scheduler other than generation: flush, pin, explain, list.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`write_page`: a `Timeline` as one self-contained HTML file: no network, no server, no other file.
+"""`render_page`: a `Timeline` as one self-contained HTML file: no network, no server, no other file.
 
 Ids, tenants and messages come from clients. The page contains them only as JSON without markup, and the
 script inserts them as text. The content security policy of the page allows only that script.

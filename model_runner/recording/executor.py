@@ -1,10 +1,11 @@
-"""`StepExecutor`: runs a step: launched kernel by kernel, as a CUDA graph, or as a native program.
+"""`StepExecutor`: runs a step and returns its logits.
 
 InputBatch (host)  ->  executor  ->  StepOutput (device)  ->  sampler
 
-`EagerExecutor`      every step
-`CudaGraphExecutor`  decodes on a GPU, up to a number of requests; others by its `EagerExecutor`
-`NativeExecutor`     decodes on the CPU, also with drafts; others by its `EagerExecutor`
+EagerExecutor      every step, launched kernel by kernel; on the CPU its forward pass is a native program if
+                   one could be made (`forward_program.py`)
+CudaGraphExecutor  decodes on a GPU, up to a number of requests; other steps by its EagerExecutor
+NativeExecutor     decodes on the CPU, also with drafts; other steps by its EagerExecutor
 """
 
 # Shapes: S requests that sample in this step, R rows of logits, W tokens that need logits, K hidden size, V size of the

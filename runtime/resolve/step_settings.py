@@ -135,7 +135,7 @@ class StepSettings:
         )
 
     def decode_burst_ms(self) -> float:
-        """Longest duration of a multi-step decode; 0 for no bursts."""
+        """Longest duration of a multi-step decode; 0: single steps."""
         asked = self._scheduler.decode_burst_ms
         reason = ""
         if self._device != "cpu":

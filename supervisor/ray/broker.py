@@ -1,7 +1,7 @@
 """The process between a supervisor and Ray: it keeps Ray's threads and signal handlers out of the supervisor.
 
 A supervisor must answer signals and notice failures within seconds, in any state of Ray: a driver with a cluster that
-lost its head is stuck for a minute and is then ended by Ray. So the driver is a separate process, which `ray_executor`
+lost its head is stuck for a minute and is then ended by Ray. So the driver is a separate process, which `executor.py`
 starts. It leads a process group, so that signals to the supervisor's group do not reach a Ray that was started here. It
 ends when the channel is closed.
 """

@@ -1,6 +1,6 @@
 """`RayCluster`: the Ray cluster that this machine belongs to, or else one that is started on this machine.
 
-Ray is an optional dependency. It is imported only here, only if it is used, and only in the process of `ray_broker`.
+Ray is an optional dependency. It is imported only here, only if it is used, and only in the process of `broker.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ as with `--nnodes`. Ray may place ranks freely and assigns each its GPU. The cod
 detects them with Ray. In addition, Ray reports the end of an actor at once, before the machine counts as silent.
 
 The key of the connections is created for each start. It is passed to the actors as an argument of a call, which Ray
-sends directly, and encrypts if the cluster has TLS (RAY_USE_TLS). This process does not import Ray: `ray_broker` does.
+sends directly, and encrypts if the cluster has TLS (RAY_USE_TLS). This process does not import Ray: `broker.py` does.
 """
 
 from __future__ import annotations

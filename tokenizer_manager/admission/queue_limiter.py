@@ -1,6 +1,6 @@
 """`QueueLimiter`: how many requests and prompt tokens wait in the scheduler, and whether more fit.
 
-It counts and answers. `OverloadControl` decides events to a request that does not fit.
+It only counts. `OverloadControl` decides what happens to a request that does not fit.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A template that looks at all earlier messages for each message is quadratic, and
 take seconds. On the event loop, all other requests would wait for that.
 
 Renderings run on threads and not in a process. A thread needs no second interpreter in memory, no encoding of messages,
-and no supervision (only `runtime/supervisor.py` starts processes); the sandbox counts its CPU time and ends it at any
+and no supervision (only `supervisor/` starts processes); the sandbox counts its CPU time and ends it at any
 check. A thread that renders holds the GIL, though, and gives it up after one switch interval, for which the event loop
 waits each time that it wakes up: 5 ms by default, for each token of each stream. `share_the_gil` sets the interval to
 `SWITCH_INTERVAL_S` in the tokenizer manager's process. One step of C code (`tojson` of a long list, sorting) is not

@@ -4,9 +4,9 @@ Two stages, as in FlashDecoding (Dao et al. 2023): each program attends to a par
 kernel combines the parts of each request. A decode step is limited by the bandwidth at which keys and values are read,
 so the split keeps every multiprocessor reading for any mix of lengths.
 
-The split is computed on the device, from the sequence lengths, once per step (`plan_decode`): launches depend on shapes
-only and can be captured in a CUDA graph. A request gets parts in proportion to its length. The list of parts (*items*)
-has capacity for `target + B`; programs of unused items return at once.
+The split is computed on the device, from the sequence lengths, once per step (`plan_decodes`): launches depend on
+shapes only and can be captured in a CUDA graph. A request gets parts in proportion to its length. The list of parts
+(*items*) has capacity for `target + B`; programs of unused items return at once.
 
     request   keys              items         target 4
     0         [........]        [....] [....]

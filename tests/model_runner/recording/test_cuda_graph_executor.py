@@ -278,7 +278,8 @@ def test_replayed_or_not_everybody_gets_the_same_tokens(tiny, seed, largest):
     eager = Life(make(tiny, None), seed).run()
 
     assert recorded == eager
-    assert device.num_replayed
+    if largest == ROWS:  # with smaller sizes a random life may have no step that is recorded
+        assert device.num_replayed
 
 
 def test_decodes_by_the_triton_kernels_can_be_recorded(tiny):

@@ -277,7 +277,7 @@ class Odd:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda add, x, num: add(x[: len(x) & -2 or 1], x[: len(x) & -2 or 1]), ": 3 tokens, 3 wanted"),
+        (lambda add, x, num: add(x[: len(x) & -2 or 1], x[: len(x) & -2 or 1]), ": 3 tokens, 3 with logits"),
         (
             lambda add, x, num: add(x[: num * len(x) >> 11 or 1], x[: num * len(x) >> 11 or 1]),
             ": 2 tokens, 2",
@@ -287,8 +287,11 @@ class Odd:
             "not linear in the number of tokens",
         ),
         (lambda add, x, num: add(x[len(x) // 2 :], x[len(x) // 2 :]), "not linear in the number of tokens"),
-        (lambda add, x, num: add(x, x) if len(x) < 999 else None, "other functions for 2 tokens, 1 wanted"),
-        (lambda add, x, num: add(x, x) if num % 2 else None, "other functions for 3 tokens, 3 wanted"),
+        (
+            lambda add, x, num: add(x, x) if len(x) < 999 else None,
+            "other functions for 2 tokens, 1 with logits",
+        ),
+        (lambda add, x, num: add(x, x) if num % 2 else None, "other functions for 3 tokens, 3 with logits"),
         (lambda add, x, num: x.new_empty(99 if len(x) < 1999 else 5), "fewer tokens need more memory"),
         (lambda add, x, num: x.new_empty(99 if num < 1999 else 5), "fewer tokens need more memory"),
         (lambda add, x, num: x.sum(), "aten.sum"),
