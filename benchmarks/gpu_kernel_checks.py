@@ -21,6 +21,7 @@ KERNEL_TESTS: Final = (
     "tests/model_runner/attention",
     "tests/model_runner/weights",
     "tests/model_runner/sampling/test_sampler.py",
+    "tests/model_runner/sampling/test_sampler_backend.py",
 )
 """They compare with float32 over random shapes, and run on the GPU where there is one."""
 TEST_PACKAGES: Final = ("pytest", "pytest_timeout", "xdist", "hypothesis")
@@ -115,12 +116,7 @@ def _attention(
 def kernels(report: Report) -> None:
     """Our kernels' own tests, on this device."""
     tests = ["tests/model_runner/memory/test_device_timer.py"] if report.tiny else list(KERNEL_TESTS)
-    tests += (
-        []
-        if report.tiny
-        else [str(p.relative_to(ROOT)) for p in ROOT.glob("tests/model_runner/test_sampl*.py")]
-    )
-    _pytest(report, ["-m", "not slow and not model", *dict.fromkeys(tests)], workers=0 if report.tiny else 6)
+    _pytest(report, ["-m", "not slow and not model", *tests], workers=0 if report.tiny else 6)
 
 
 def gpu_tests(report: Report) -> None:

@@ -21,12 +21,13 @@ from msgspec import structs
 from ..runtime.messages import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult, to_the_end
 from .memory.device_timer import DeviceTimer
+from .memory.oom_retry import free_cached_memory, retry_after_oom
 from .request_states import SamplingFlag
 from .sampling.logprobs import TokenLogprobs, concatenate
 from .sampling.sampler import Sampled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
     from torch import Tensor
@@ -164,7 +165,7 @@ class ModelRunner:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
-                self._retry_after_oom(partial(self.slot_table.update, plan))
+                retry_after_oom(self._buffers.device, partial(self.slot_table.update, plan))
                 fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0))
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on)
@@ -197,41 +198,29 @@ class ModelRunner:
             state = self._states.add(new)
             if self._states.flags[new.row] & SamplingFlag.PENALTIES:
                 prompt_ids, output_ids = np.split(state.input_ids, [new.prompt_len])
-                self._retry_after_oom(partial(self._counts.add, new.row, prompt_ids, output_ids))
+                retry_after_oom(
+                    self._buffers.device, partial(self._counts.add, new.row, prompt_ids, output_ids)
+                )
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
         """Swap and copy whole pages as planned; returns the timer of the swaps, None without swaps."""
         timer = DeviceTimer(self._buffers.device) if plan.swap_outs or plan.swap_ins else None
         if timer is not None and plan.swap_outs:
             with timer:
-                self._retry_after_oom(partial(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs)))
+                retry_after_oom(
+                    self._buffers.device, partial(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs))
+                )
         if plan.page_copies:
-            self._retry_after_oom(partial(self._copy_pages, *_pairs(plan.page_copies)))
+            retry_after_oom(self._buffers.device, partial(self._copy_pages, *_pairs(plan.page_copies)))
         if timer is not None and plan.swap_ins:
             with timer:
-                self._retry_after_oom(partial(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins)))
+                retry_after_oom(
+                    self._buffers.device, partial(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins))
+                )
         return timer
 
     def _copy_pages(self, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:
         self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
-
-    def _retry_after_oom(self, call: Callable[[], T]) -> T:
-        """Make a call on which later steps depend; if memory runs out, free the allocator's cache and retry once.
-
-        Args:
-            call: a call that may be made twice.
-        """
-        try:
-            return call()
-        except torch.OutOfMemoryError as error:
-            logger.warning("out of memory: retry after freeing the allocator's cached memory: %s", error)
-        # Outside the `except` block: the error's traceback holds the tensors of the call.
-        self._give_back()
-        return call()
-
-    def _give_back(self) -> None:
-        if self._buffers.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _try_forward(self, plan: StepPlan) -> Fetched | StepOutOfMemory:
         """Compute the batch, or drop it if the device has no memory for it.
@@ -239,12 +228,12 @@ class ModelRunner:
         Tensor-parallel ranks drop no steps: the other ranks would wait within the step for this rank.
         """
         try:
-            return self._forward(self.builder.build(plan))
+            return self._forward(retry_after_oom(self._buffers.device, partial(self.builder.build, plan)))
         except torch.OutOfMemoryError as error:
             if not self._drops_steps:
                 raise
             reason = str(error)
-        self._give_back()
+        free_cached_memory(self._buffers.device)
         return StepOutOfMemory(reason)
 
     def _forward(self, batch: InputBatch) -> Fetched:

@@ -8,7 +8,7 @@ Such an answer is a finished row, which the caller handles like a row of the det
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ..runtime.errors import RequestError
@@ -94,35 +94,35 @@ class Aborter:
 
     # ------------------------------------------------------------ requests
 
-    def abort(self, requests: Iterable[LoggedRequest], reason: str) -> list[TextOutput]:
+    # Each of these yields one row at a time, to be delivered before the next: the end of one request may release
+    # others from quarantine, which gives them new rids.
+
+    def abort(self, requests: Sequence[LoggedRequest], reason: str) -> Iterator[TextOutput]:
         """Abort requests as a client or the operator asked, for a reason that the logs show.
 
-        Returns:
+        Yields:
             finished rows of the requests that no scheduler has; the scheduler makes those of the others.
         """
-        rows: list[TextOutput] = []
         for logged in requests:
             logged.choice.abort_asked = True
-            self._send(AbortRequest(rid=logged.rid, reason=reason))
-            if not logged.is_sent:
-                rows.append(_finished_row(logged, Finish(FinishKind.ABORT, message=reason)))
-        return rows
+        for logged in requests:
+            if self._log.get(logged.rid) is logged:
+                self._send(AbortRequest(rid=logged.rid, reason=reason))
+                if not logged.is_sent:
+                    yield _finished_row(logged, Finish(FinishKind.ABORT, message=reason))
 
-    def peers_lost(self, message: str) -> list[TextOutput]:
+    def peers_lost(self, message: str) -> Iterator[TextOutput]:
         """Finished rows of the requests with an abort that the lost scheduler had not answered."""
-        return [
-            _finished_row(logged, Finish(FinishKind.ABORT, message=message))
-            for logged in self._log
-            if logged.choice.abort_asked
-        ]
+        for logged in list(self._log):
+            if logged.choice.abort_asked and self._log.get(logged.rid) is logged:
+                yield _finished_row(logged, Finish(FinishKind.ABORT, message=message))
 
-    def time_out(self, now_s: float) -> list[TextOutput]:
+    def time_out(self, now_s: float) -> Iterator[TextOutput]:
         """Abort the requests that are beyond their time limit and that no scheduler answers; their finished rows."""
-        rows: list[TextOutput] = []
         for logged, finish in self._time_limits.take_expired(now_s):
-            self._send(AbortRequest(rid=logged.rid, reason="time limit"))
-            rows.append(_finished_row(logged, finish))
-        return rows
+            if self._log.get(logged.rid) is logged:
+                self._send(AbortRequest(rid=logged.rid, reason="time limit"))
+                yield _finished_row(logged, finish)
 
 
 def _finished_row(logged: LoggedRequest, finish: Finish) -> TextOutput:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..forward_batch import ForwardBatch
 from ..input_batch import RELAYED
+from ..memory.oom_retry import retry_after_oom
 from .executor import StepOutput
 
 if TYPE_CHECKING:
@@ -56,7 +58,20 @@ class EagerExecutor:
         self._buffers = buffers
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """See `StepExecutor`."""
+        """See `StepExecutor`. Uploads are retried once if the device has no memory for them; the rest is not."""
+        inputs, sample_rows, sample_indices, cut_indices = retry_after_oom(
+            self._buffers.device, partial(self._upload, batch)
+        )
+        hidden = self.forward(inputs)
+        logits = None
+        if len(batch.sampled_idx):
+            # In most steps these are all tokens that need logits, and no selection is needed.
+            last = hidden if batch.sample_indices is None else hidden.index_select(0, sample_indices)
+            logits = self._model.logits(last)
+        return StepOutput(logits, sample_rows, hidden, cut_indices if len(batch.cut_idx) else None)
+
+    def _upload(self, batch: InputBatch) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
+        """The model's input, and the sample rows, sample indices and cut indices, on the device."""
         nothing = batch.cut_indices[:0]
         relayed = np.flatnonzero(batch.input_ids == RELAYED)
         (
@@ -89,19 +104,12 @@ class EagerExecutor:
         self._slot_table.store(table_indices, slots)
         if len(relayed):
             self._relay.fill(input_ids, relayed_indices, relayed_rows)
-        hidden = self.forward(
-            ForwardBatch(
-                input_ids=input_ids,
-                positions=positions,
-                kv_pool=self._kv_pool,
-                out_cache_loc=out_cache_loc,
-                attention=self.attention.plan_step(batch.layout),
-                logits_indices=None if batch.logits_indices is None else logits_indices,
-            )
+        inputs = ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            kv_pool=self._kv_pool,
+            out_cache_loc=out_cache_loc,
+            attention=self.attention.plan_step(batch.layout),
+            logits_indices=None if batch.logits_indices is None else logits_indices,
         )
-        logits = None
-        if len(batch.sampled_idx):
-            # In most steps these are all tokens that need logits, and no selection is needed.
-            last = hidden if batch.sample_indices is None else hidden.index_select(0, sample_indices)
-            logits = self._model.logits(last)
-        return StepOutput(logits, sample_rows, hidden, cut_indices if len(batch.cut_idx) else None)
+        return inputs, sample_rows, sample_indices, cut_indices

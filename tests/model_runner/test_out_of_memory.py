@@ -34,10 +34,10 @@ def fail(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
         honest, left = getattr(owner, method), [None] * times
 
         def failing(*args: Any, **kwargs: Any) -> Any:
-            left.pop()
+            result = honest(*args, **kwargs)  # memory may run out anywhere in it
             if not left:
-                monkeypatch.setattr(owner, method, honest)
-            honest(*args, **kwargs)  # memory may run out anywhere in it
+                return result
+            left.pop()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         monkeypatch.setattr(owner, method, failing)
@@ -52,19 +52,19 @@ def restart(driver: Driver, req: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "where",
-    ["executor.run", "model.logits", "sampler.sample", "builder.build"],
+    ("where", "times"),
+    [("executor.run", 1), ("model.logits", 1), ("sampler.sample", 1), ("builder.build", 2)],
 )
 @pytest.mark.parametrize(
     "sampling", [replace(PENALISED, temperature=0.0), PENALISED], ids=["greedy", "drawn"]
 )
-def test_a_step_without_memory_is_dropped_and_nothing_of_it_stays(driver, fail, where, sampling):
+def test_a_step_without_memory_is_dropped_and_nothing_of_it_stays(driver, fail, where, times, sampling):
     alone = driver.generate([PROMPT], sampling, num=8)[0]
     req = driver.start(PROMPT, sampling)
     driver.step([(req, 21)])
     driver.step([(req, 1)])
 
-    fail(where)
+    fail(where, times)
     result = driver.runner.launch(driver.plan([(req, 1)])).wait()
 
     assert result.out_of_memory == "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -103,6 +103,22 @@ def test_where_several_ranks_share_the_model_it_ends_the_runner(driver, fail):
     fail("executor.run")
     with pytest.raises(torch.OutOfMemoryError):
         driver.step([(req, 21)])
+
+
+@pytest.mark.parametrize("drops_steps", [True, False])
+@pytest.mark.parametrize("where", ["builder.build", "slot_table.store"])
+def test_uploads_are_made_once_more(driver, fail, where, drops_steps):
+    """Also on ranks of a group, which drop no steps."""
+    alone = driver.generate([PROMPT], num=4)[0]
+    driver.runner._drops_steps = drops_steps
+    req = driver.start(PROMPT)
+    fail(where)
+
+    driver.step([(req, 21)])
+
+    while len(req.output) < 4:
+        driver.step([(req, 1)])
+    assert req.output == alone
 
 
 def test_a_plan_whose_changes_are_not_in_the_slot_table_is_not_dropped(driver, fail):

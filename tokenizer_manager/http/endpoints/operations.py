@@ -193,7 +193,7 @@ def _live_request(request: LiveRequest, ttft_s: float | None) -> LiveRequestBody
 def _unknown_request(request_id: str) -> RequestError:
     return RequestError(
         f"nothing is remembered of the request {request_id!r}; use the id of an answer, or of one of its choices, "
-        f"soon after that",
+        f"soon after the answer",
         code="request_not_found",
         status=404,
     )
