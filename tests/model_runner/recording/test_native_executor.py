@@ -21,7 +21,7 @@ from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.sampling.sampling_batch import SamplingBatch
 from engine.runtime.config.device_config import KernelConfig
 from tests.model_runner.conftest import MIXTURE, Driver, Request, SeeingExecutor, TinyModel
-from tests.model_runner.test_bursts import step
+from tests.model_runner.test_multi_step import step
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2},
