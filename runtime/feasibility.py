@@ -28,7 +28,6 @@ class Capacity(Record, frozen=True):
         vocab_size: token ids are below it.
         num_host_pages: pages of the host's KV pool, ids 0..num_host_pages-1; 0 without swapping.
         kv_token_bytes: keys and values of one token, all layers; 0 if unknown.
-        reads_in_order: whether adjacent pages are read faster than scattered ones, as on a CPU.
     """
 
     max_model_len: int
@@ -38,7 +37,6 @@ class Capacity(Record, frozen=True):
     vocab_size: int
     num_host_pages: int = 0
     kv_token_bytes: int = 0
-    reads_in_order: bool = False
 
     @property
     def max_total_tokens(self) -> int:
@@ -64,7 +62,6 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
         vocab_size=spec.vocab_size,
         num_host_pages=int(config.cache.swap_space * GIB) // (token_bytes * config.cache.page_size),
         kv_token_bytes=token_bytes,
-        reads_in_order=config.model.device == "cpu",
     )
 
 

@@ -95,7 +95,7 @@ def assemble(
     host = SwapPool(capacity.num_host_pages)
     max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
     prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages)
-    supply = PageSupply(allocator, prefix_cache, reads_in_order=capacity.reads_in_order)
+    supply = PageSupply(allocator, prefix_cache)
     lookahead = config.num_lookahead_tokens
     kv = KVMemory(supply, pool, states, prefix_cache, host, num_lookahead_tokens=lookahead)
     memory = RowMemory(states, pool, kv, host)

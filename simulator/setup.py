@@ -59,7 +59,6 @@ def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFact
         vocab_size=VOCAB_SIZE,
         num_host_pages=int(swap_gib * GIB) // page_bytes,
         kv_token_bytes=model.kv_token_bytes,
-        reads_in_order=not device.is_gpu,
     )
     return ReplicaSettings(
         replace(

@@ -231,8 +231,7 @@ class KVMemory:
         missing = pages_for(num_tokens, self.page_size) - num_pages
         if missing <= 0:
             return
-        after = int(self._pool.pages[row, num_pages - 1]) if num_pages else 0
-        self._pool.append_pages(row, self._supply.take(missing, after))
+        self._pool.append_pages(row, self._supply.take(missing))
 
     def rows_without_room(self, rows: IntArray) -> IntArray:
         """The entries of `rows` that need new pages for their next token; one entry per page.
@@ -254,15 +253,13 @@ class KVMemory:
         if not rows.size:
             return
         num_pages = self._pool.num_pages[rows]
-        after = self._pool.pages[rows, num_pages - 1]
         if self._lookahead:
             first = np.concatenate([[0], np.flatnonzero(np.diff(rows)) + 1])
             before = np.arange(len(rows), dtype=np.int32) - np.repeat(
                 first, np.diff(np.append(first, len(rows)))
             ).astype(np.int32)
             num_pages += before
-            after[before > 0] = 0
-        self._pool.pages[rows, num_pages] = self._supply.take_after(after)
+        self._pool.pages[rows, num_pages] = self._supply.take(len(rows))
         self._pool.num_pages[rows] = num_pages + 1
 
     # ------------------------------------------------------------ into the prefix cache, and the end

@@ -157,10 +157,10 @@ class PrefixCache(Protocol):
         """
         ...
 
-    def evict(self, num_pages: int, *, spare_pins: bool = False) -> IntArray:
+    def evict(self, num_pages: int) -> IntArray:
         """Drop at most `num_pages` unlocked pages, those of the lowest rank first, and return them.
 
-        Pinned pages are dropped when no others are left; with `spare_pins` they are not dropped.
+        Pinned pages are dropped when no others are left.
         """
         ...
 
@@ -240,7 +240,7 @@ class NoPrefixCache:
     def forget(self, lease: Lease) -> IntArray:
         return EMPTY
 
-    def evict(self, num_pages: int, *, spare_pins: bool = False) -> IntArray:
+    def evict(self, num_pages: int) -> IntArray:
         return EMPTY
 
     def flush(self) -> IntArray:

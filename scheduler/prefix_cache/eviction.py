@@ -146,10 +146,10 @@ class EvictionQueue:
         self._unpinned.discard(node)
         self._pinned.discard(node)
 
-    def pop(self, *, spare_pins: bool = False) -> RadixNode | None:
-        """Remove and return the leaf to evict first; None if there is none (with `spare_pins`: none without a pin)."""
+    def pop(self) -> RadixNode | None:
+        """Remove and return the leaf to evict first; None if there is none. Pinned leaves go last."""
         rank_of = self._rank
-        for heap in (self._unpinned,) if spare_pins else (self._unpinned, self._pinned):
+        for heap in (self._unpinned, self._pinned):
             entries = heap.entries
             while entries:
                 rank, _, node = heapq.heappop(entries)

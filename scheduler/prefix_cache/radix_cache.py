@@ -214,17 +214,17 @@ class RadixCache:
 
     # ------------------------------------------------------------ eviction
 
-    def evict(self, num_pages: int, *, spare_pins: bool = False) -> IntArray:
-        return self._drop(num_pages, self._num_evictions + 1, spare_pins=spare_pins)
+    def evict(self, num_pages: int) -> IntArray:
+        return self._drop(num_pages, self._num_evictions + 1)
 
     def flush(self) -> IntArray:
         return self._drop(self._evictable_pages, FLUSHED)
 
-    def _drop(self, num_pages: int, evicted_at: int, *, spare_pins: bool = False) -> IntArray:
+    def _drop(self, num_pages: int, evicted_at: int) -> IntArray:
         """Take pages from the lowest-ranked leaves; `evicted_at` goes into the eviction history."""
         freed: list[AnyIntArray] = []
         missing = num_pages
-        while missing > 0 and (node := self._queue.pop(spare_pins=spare_pins)) is not None:
+        while missing > 0 and (node := self._queue.pop()) is not None:
             # Cutting a leaf copies the pages that stay, so a long leaf is first split in halves until it is short. Then
             # each page is copied a few times in all. Cutting one page at a time from a leaf of a million pages would
             # copy each page up to a million times.

@@ -104,16 +104,3 @@ def test_capacity_has_the_pages_that_the_resolved_sizes_pay_for(dtype, width, ho
     }
     it = capacity_of(merge(from_arguments(settings)).config, SPEC)
     assert it == Capacity(64, 25, 4, 5, 100, num_host_pages=int(host_pages), kv_token_bytes=token_bytes)
-
-
-@pytest.mark.parametrize(("device", "reads_in_order"), [("cpu", True), ("cuda", False)])
-def test_only_a_cpu_reads_pages_faster_in_order(device, reads_in_order):
-    settings = {
-        "max_model_len": 64,
-        "max_total_tokens": 103,
-        "max_running_requests": 5,
-        "dtype": "float32",
-        "swap_space": 0.0,
-        "device": device,
-    }
-    assert capacity_of(merge(from_arguments(settings)).config, SPEC).reads_in_order is reads_in_order

@@ -84,7 +84,6 @@ class Harness:
         radix_cache: bool = True,
         overlap: int = 0,
         memory: int | None = None,
-        reads_in_order: bool = False,
         eos: Sequence[int] = (0,),
         cache: dict[str, Any] | None = None,
         decisions: DecisionLog | None = None,
@@ -99,7 +98,6 @@ class Harness:
             VOCAB_SIZE,
             num_host_pages=num_host_pages,
             kv_token_bytes=1024,
-            reads_in_order=reads_in_order,
         )
         self.eos = frozenset(eos)
         self.memory = memory

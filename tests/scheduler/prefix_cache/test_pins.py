@@ -60,18 +60,6 @@ def test_pinned_pages_go_only_when_no_others_are_left():
     assert sound(pool)
 
 
-def test_pins_can_be_spared():
-    pool = make(num_pages=8)
-    pool.serve([1, 2, 3, 4])
-    pool.cache.pin("", ids(1, 2), FOREVER)
-
-    assert len(pool.cache.evict(4, spare_pins=True)) == 2
-    assert len(pool.cache.evict(4, spare_pins=True)) == 0
-    assert (pool.cached([1, 2, 3, 4]), pool.cache.pinned_pages) == (2, 2)
-    assert len(pool.cache.evict(4)) == 2
-    assert sound(pool)
-
-
 def test_the_policy_orders_the_pinned_among_themselves():
     pool = make()
     for token in (1, 2, 3):
