@@ -1,15 +1,14 @@
 """The engine: an inference engine for large language models, with API, scheduler, models and kernels.
 
 The repository root is this package. Public names are imported on first use, so that `import engine` and the command
-line cost milliseconds, not the seconds that torch takes.
+line cost milliseconds, not the seconds that torch takes. Nothing is imported relatively when this file is loaded: test
+runners also load it under the name of the checkout's folder.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from .runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .offline.llm import LLM as LLM
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from .runtime.errors import EngineError as EngineError
     from .runtime.errors import RequestError as RequestError
     from .runtime.sampling_params import SamplingParams as SamplingParams
+    from .runtime.version import __version__ as __version__
 
 _HOME_OF = {
     "LLM": ".offline.llm",
@@ -28,6 +28,7 @@ _HOME_OF = {
     "EngineError": ".runtime.errors",
     "RequestError": ".runtime.errors",
     "SamplingParams": ".runtime.sampling_params",
+    "__version__": ".runtime.version",
 }
 
 __all__ = [
