@@ -215,6 +215,30 @@ def test_tokens_of_requests_with_drafts_take_turns_with_decodes(make_pair):
     assert seen[0].recorded_sizes == [1, 2, 5] and not seen[1].recorded_sizes
 
 
+def test_a_replay_with_fewer_requests_plans_no_request_of_an_earlier_step(make_pair):
+    """Their queries would lie beyond the tokens of the step."""
+    driver, _ = make_pair("llama")
+    attention: Any = driver.native.eager.attention
+    plan, extend_lens = attention.repeatable_step, []
+
+    def noting_step(*columns: Tensor) -> Any:
+        extend_lens.append(columns[2])  # the memory from which every replay plans
+        return plan(*columns)
+
+    attention.repeatable_step = noting_step
+    reqs = [driver.start(list(range(10 + n, 40 + 3 * n))) for n in range(3)]
+    driver.step([(req, len(req.tokens)) for req in reqs])
+    for req in reqs:
+        driver.step([(req, 1)])
+        req.pages += [driver.pages.pop() for _ in range(2)]
+    extend_lens.clear()
+    for counts in ((1, 1, 3), (2, 3), (5,)):
+        with torch.inference_mode():
+            driver.runner.executor.run(checking(driver, reqs[: len(counts)], np.array(counts)))
+        assert extend_lens[0].tolist() == [*counts, *[0] * (5 - len(counts))]
+    assert len(extend_lens) == 1
+
+
 def checking(driver: Driver, reqs: Sequence[Request], counts: npt.NDArray[np.int64]) -> InputBatch:
     """A step in which each of them has so many tokens, all but the first of them drafts."""
     num = len(reqs)

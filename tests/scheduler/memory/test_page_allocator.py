@@ -78,6 +78,16 @@ def test_a_page_given_back_twice_is_an_error():
         allocator.free(pages[:1])
 
 
+def test_a_page_given_back_twice_is_an_error_while_others_are_in_use():
+    allocator = PageAllocator(3)
+    pages = allocator.allocate(3)
+    allocator.free(pages[:1])
+
+    with pytest.raises(PageError, match=r"pages \[1\] are given back twice"):
+        allocator.free(pages[:2])
+    assert allocator.free_pages().tolist() == [1]
+
+
 @pytest.mark.parametrize("page", [0, 4, -1])
 def test_what_is_no_page_cannot_be_given_back(page):
     allocator = PageAllocator(3)
