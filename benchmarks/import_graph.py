@@ -65,22 +65,11 @@ def product_modules(root: Path) -> Iterator[Path]:
         yield relative
 
 
-def imported_modules(root: Path, path: Path, *, at_load: bool = False) -> Iterator[Path]:
-    """The product files that a module imports by relative imports.
-
-    Args:
-        root: of the checkout.
-        path: relative to the root.
-        at_load: leave out imports inside functions and under TYPE_CHECKING.
-    """
+def imported_modules(root: Path, path: Path) -> Iterator[Path]:
+    """The product files that the module at `path`, relative to the root, imports by relative imports."""
     pending: list[ast.AST] = [ast.parse((root / path).read_bytes(), filename=str(path))]
     while pending:
         node = pending.pop()
-        if at_load and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if at_load and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            pending.extend(node.orelse)
-            continue
         if isinstance(node, ast.ImportFrom) and node.level:
             base = path.parent.parts[: len(path.parent.parts) - (node.level - 1)]
             target = Path(*base, *(node.module.split(".") if node.module else ()))
@@ -90,14 +79,14 @@ def imported_modules(root: Path, path: Path, *, at_load: bool = False) -> Iterat
         pending.extend(ast.iter_child_nodes(node))
 
 
-def folder_graphs(root: Path, *, at_load: bool = False) -> list[FolderGraph]:
+def folder_graphs(root: Path) -> list[FolderGraph]:
     """One graph per folder that holds code, the root included (its name is ".")."""
     nodes: dict[Path, set[str]] = defaultdict(set)
     arrows: dict[Path, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for path in product_modules(root):
         for folder in path.parents:
             nodes[folder].add(_node(folder, path))
-        for target in imported_modules(root, path, at_load=at_load):
+        for target in imported_modules(root, path):
             for folder in set(path.parents) & set(target.parents):
                 source_node, target_node = _node(folder, path), _node(folder, target)
                 if source_node != target_node and target.name != "__init__.py":

@@ -105,8 +105,3 @@ def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> 
         f"the prompt has {prompt_len} tokens and max_tokens is {max_new_tokens}: {total - 1} KV slots, the KV pool has "
         f"{capacity.max_total_tokens}; shorten the prompt, lower max_tokens to {most} or raise --max-total-tokens"
     )
-
-
-def fits(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> bool:
-    """Whether such a request can run when nothing else does."""
-    return reason_against(prompt_len, max_new_tokens, capacity) is None

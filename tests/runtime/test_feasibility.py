@@ -10,12 +10,12 @@ from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.feasibility import (
     Capacity,
     capacity_of,
-    fits,
     max_new_tokens_for,
     pages_for,
     reason_against,
 )
 from engine.runtime.model_files.model_spec import ModelSpec
+from tests.feasible import fits
 
 SPEC = ModelSpec(
     model_type="llama",

@@ -2,10 +2,11 @@
 
 import pytest
 
-from engine.runtime.feasibility import fits, max_new_tokens_for
+from engine.runtime.feasibility import max_new_tokens_for
 from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
 from engine.scheduler.records.verdict import AddReqResult
 from engine.scheduler.requests.req import MAX_OVERTAKEN
+from tests.feasible import fits
 
 from .harness import extend_lens
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from engine.runtime.feasibility import fits
 from engine.runtime.messages import FinishKind
+from tests.feasible import fits
 
 from .harness import VOCAB_SIZE, Harness
 

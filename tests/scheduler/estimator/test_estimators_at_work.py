@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.runtime.feasibility import fits
 from engine.runtime.messages import FinishKind
+from tests.feasible import fits
 from tests.scheduler.harness import Harness
 
 NAMES = ("ratio", "beta", "full", "none")

@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.errors import RequestError
-from engine.runtime.feasibility import Capacity, fits
+from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.admission.feasibility_check import (
     check_may_fit,
     resolve_length,
 )
+from tests.feasible import fits
 from tests.tokenizer_manager.fake_engine import TOKENIZER
 
 CAPACITY = Capacity(max_model_len=100, num_pages=20, page_size=4, max_running_requests=8, vocab_size=258)
