@@ -103,7 +103,7 @@ class ForwardProgram:
         """Take the traced calls.
 
         Args:
-            numbers: [4, MAX_TOKENS] int64: the memory from which input tokens, positions, slots and `wanted` are read.
+            numbers: [4, MAX_TOKENS] int64: the memory of the input tokens, positions, slots and logits indices.
             hidden: [W, K] of the largest step: the memory to which the result is written.
             plan_words: for each attention plan of the step, the indices of the arguments that hold its address.
         """
@@ -119,12 +119,12 @@ class ForwardProgram:
 
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
         """Compute a step: [W, K], valid until the next run; `plan_addresses`: see `PlannedAttention`."""
-        *numbers, wanted = self._numbers
+        *numbers, logits_indices = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
         for row, column in zip(numbers, columns, strict=True):
             row[: size.tokens] = column.numpy()
         # None: all rows are copied in order; this is rare and costs two copies.
-        wanted[: size.num_logits] = (
+        logits_indices[: size.num_logits] = (
             np.arange(size.tokens) if batch.logits_indices is None else batch.logits_indices.numpy()
         )
         self._words[self._changing] = self._planes.at(size)

@@ -94,15 +94,15 @@ class Planes(NamedTuple):
         Raises:
             NoProgramError: their coefficients are not integers.
         """
-        tokens, wanted = steps.least_tokens, steps.least_logits
+        tokens, num_logits = steps.least_tokens, steps.least_logits
         corner, edge, most = map(
-            words_of, (StepSize(tokens, wanted), StepSize(MAX_TOKENS, wanted), steps.largest)
+            words_of, (StepSize(tokens, num_logits), StepSize(MAX_TOKENS, num_logits), steps.largest)
         )
         by_token, token_rest = np.divmod(edge - corner, MAX_TOKENS - tokens)
-        by_logits, logits_rest = np.divmod(most - edge, steps.most_logits - wanted)
+        by_logits, logits_rest = np.divmod(most - edge, steps.most_logits - num_logits)
         if token_rest.any() or logits_rest.any():
             raise NoProgramError(NOT_PER_TOKEN)
-        return cls(corner - by_token * tokens - by_logits * wanted, by_token, by_logits)
+        return cls(corner - by_token * tokens - by_logits * num_logits, by_token, by_logits)
 
     def at(self, size: StepSize) -> Words:
         """The arguments of a step."""

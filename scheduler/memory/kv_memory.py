@@ -99,7 +99,7 @@ class KVMemory:
 
     @property
     def evicted_pages_total(self) -> int:
-        """Pages evicted from the prefix cache so far, on demand or ahead of demand."""
+        """Pages evicted from the prefix cache so far."""
         return self._supply.evicted_total
 
     @property

@@ -1,18 +1,19 @@
-"""`TemplateRenderer`: chat templates off the event loop, for chats, `/tokenize` and cache pins alike.
+"""`TemplateRenderer`: renders chat templates off the event loop, for chats, `/tokenize` and cache pins.
 
-A template that looks at all earlier messages for each message is quadratic, and public ones are: 2,000 short messages
-take seconds. On the event loop, all other requests would wait for that.
+A template that reads all earlier messages for each message is quadratic, and some public templates are: 2,000 short
+messages take seconds. On the event loop, all other requests would wait for that.
 
-Renderings run on threads and not in a process. A thread needs no second interpreter in memory, no encoding of messages,
-and no supervision (only `supervisor/` starts processes); the sandbox counts its CPU time and ends it at any
-check. A thread that renders holds the GIL, though, and gives it up after one switch interval, for which the event loop
-waits each time that it wakes up: 5 ms by default, for each token of each stream. `share_the_gil` sets the interval to
-`SWITCH_INTERVAL_S` in the tokenizer manager's process. One step of C code (`tojson` of a long list, sorting) is not
-interrupted, and the event loop waits for it; `--max-body-mb` bounds what it works on.
+Renderings run on threads instead of in a process. A thread needs no second interpreter in memory, no encoding of
+messages, and no supervision. The sandbox counts its CPU time and can end it at any check. A rendering thread holds the
+GIL, though, and releases it after one switch interval. The event loop waits for that each time it wakes up: 5 ms by
+default, for each token of each stream. `share_the_gil` sets the interval to `SWITCH_INTERVAL_S` in the tokenizer
+manager's process. One step of C code (`tojson` of a long list, sorting) is not interrupted, and the event loop waits
+for it; `--max-body-mb` bounds its input.
 
-There are two lanes of one thread each, so that at most two renderings share the GIL with the event loop: chats of up to
-`_MAX_SMALL_COST` do not wait for longer ones. In a lane the order is that of arrival. How much waits is bounded, and a
-rendering whose request is cancelled (its client is gone, its time is over) leaves the queue, or ends at its next check.
+Two lanes of one thread each let at most two renderings share the GIL with the event loop. Chats of up to
+`_MAX_SMALL_COST` do not wait for longer ones. A lane is first in, first out, and the cost of its queue is bounded. The
+rendering of a canceled request (the client disconnected, or a time limit expired) leaves the queue, or ends at its next
+check.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from .chat_template import ChatTemplate
 from .template_sandbox import RenderBudget
 
 SWITCH_INTERVAL_S: Final = 0.0005
-_CHARS_PER_MESSAGE: Final = 1024  # that cost as much as a message
+_CHARS_PER_MESSAGE: Final = 1024  # this many characters cost as much as one message
 _MAX_SMALL_COST: Final = 64
 _MAX_WAITING_COST: Final = 64 << 10
 _RETRY_AFTER_S: Final = 5
 
 
 def share_the_gil() -> None:
-    """Have busy threads of this process leave the GIL to the event loop sooner than Python does by default."""
+    """Make busy threads of this process release the GIL to the event loop sooner than by default."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
@@ -59,7 +60,7 @@ class TemplateRenderer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """As `ChatTemplate.render`; when the task is cancelled, the rendering ends, too.
+        """As `ChatTemplate.render`; a canceled task ends its rendering as well.
 
         Raises:
             RequestError: the template refuses these messages, fails, or goes beyond a limit.
@@ -78,17 +79,17 @@ class TemplateRenderer:
             try:
                 return await asyncio.get_running_loop().run_in_executor(lane.thread, render)
             finally:
-                # One that has not begun is taken off the thread's queue by the cancellation itself.
+                # The cancellation itself removes a rendering that has not started from the queue of the thread.
                 budget.wanted = False
 
     def close(self) -> None:
-        """Let the threads end; what they have begun is ended by the cancellation of its request."""
+        """End the threads; the cancellation of its request ends a rendering in progress."""
         for lane in (self._small, self._large):
             lane.thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Lane:
-    """One thread and what waits for it."""
+    """One thread and its queue."""
 
     def __init__(self, name: str) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -96,10 +97,10 @@ class _Lane:
 
     @contextlib.contextmanager
     def place(self, cost: int) -> Iterator[None]:
-        """A place in the queue and on the thread. Alone, a chat of any size has one.
+        """Reserve capacity in the queue and on the thread. An empty lane takes a chat of any size.
 
         Raises:
-            QueueFullError: others take the room.
+            QueueFullError: the lane has no capacity left.
         """
         if self._waiting_cost and self._waiting_cost + cost > _MAX_WAITING_COST:
             raise QueueFullError(
@@ -115,10 +116,10 @@ class _Lane:
 
 
 def _cost_of(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> int:
-    """What a chat may cost to render, as a number of short messages."""
+    """Estimated cost of a rendering, in short messages."""
     values = [*(value for message in messages for value in message.values()), *variables.values()]
     num_chars = sum(len(value) for value in values if isinstance(value, str))
     cost = len(messages) + num_chars // _CHARS_PER_MESSAGE
-    if any(isinstance(value, list | dict) for value in values):  # over which a template may loop
+    if any(isinstance(value, list | dict) for value in values):  # a template may loop over them
         return max(cost, _MAX_SMALL_COST + 1)
     return cost

@@ -1,9 +1,8 @@
-"""`BodyReader`: from a body's bytes to a checked request, off the event loop where the body is large.
+"""`BodyReader`: parses and checks request bodies, large ones off the event loop.
 
-Parsing and checking 16 MB, which `--max-body-mb` lets in, takes a second and more where it is a list of numbers. Bodies
-of more than `_IN_PLACE_BYTES` are read on a thread, one at a time and in order; a thread hop costs less than they do.
-The thread gives up the GIL between two values (`json_body` calls Python for each number and object) and between two
-prompts.
+Parsing and checking 16 MB (`--max-body-mb`) of numbers takes more than a second. Bodies of more than `_IN_PLACE_BYTES`
+are read on one thread, in order; the thread hop costs less than their parsing. The thread releases the GIL between two
+values, because `json_body` calls Python for each number and object, and between two prompts.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ T = TypeVar("T")
 
 
 class BodyReader:
-    """One server's."""
+    """One thread that reads the large bodies of a server."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-body")
 
     async def read(self, body: bytes, limits: RequestLimits, build: Callable[[Body], T]) -> T:
-        """What `build` makes of the JSON object in a body.
+        """Parse the JSON object in a body, and return the result of `build`.
 
         Args:
-            body: as it came.
+            body: the bytes of the request.
             limits: as for `parse_object`.
             build: checks the object; it runs on the thread for a large body, and shares nothing with other requests.
 
@@ -44,5 +43,5 @@ class BodyReader:
         return await loop.run_in_executor(self._thread, lambda: build(parse_object(body, limits)))
 
     def close(self) -> None:
-        """Let the thread end; what it has begun is finished first."""
+        """End the thread after the body in progress."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -130,7 +130,7 @@ class Services:
         """The prompt of a chat, off the event loop. Call it where a disconnect cancels.
 
         Args:
-            request: whose `chat_template_kwargs` and time limits count.
+            request: has the `chat_template_kwargs` and the time limits.
             messages: checked, from `template_messages`.
             add_generation_prompt: end with the beginning of an answer.
 

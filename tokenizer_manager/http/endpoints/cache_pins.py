@@ -52,8 +52,8 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
         )
 
 
-class _Made(NamedTuple):
-    """What is made of a body; `messages` is None for a prompt."""
+class _Checked(NamedTuple):
+    """A checked body; `messages` is None for a prompt."""
 
     request: PinRequest
     prompt: Prompt
@@ -61,7 +61,7 @@ class _Made(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services) -> _Made:
+def _read(body: Body, services: Services) -> _Checked:
     strict = services.config.server.strict
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, PinRequest)
@@ -82,7 +82,7 @@ def _read(body: Body, services: Services) -> _Made:
         messages, more_warnings = template_messages(
             request.messages, strict=strict, limits=services.config.limits
         )
-        return _Made(request, "", messages, first_warnings(warnings + more_warnings))
+        return _Checked(request, "", messages, first_warnings(warnings + more_warnings))
     prompts = prompts_of(request.prompt, "prompt", max_prompt_len=services.manager.capacity.max_model_len)
     if len(prompts) > 1:
         raise RequestError(
@@ -90,4 +90,4 @@ def _read(body: Body, services: Services) -> _Made:
             param="prompt",
             code="invalid_value",
         )
-    return _Made(request, prompts[0], None, warnings)
+    return _Checked(request, prompts[0], None, warnings)

@@ -107,11 +107,11 @@ async def generate(exchange: Exchange, services: Services) -> None:
             await exchange.send_json(answers if made.is_batch or len(answers) > 1 else answers[0])
 
 
-class _Made(NamedTuple):
-    """What is made of a body.
+class _Checked(NamedTuple):
+    """A checked body.
 
     Attributes:
-        generation: what shall be generated.
+        generation: the request to generate.
         wanted: what of it is returned.
         is_batch: the client sent a list of prompts.
     """
@@ -123,7 +123,7 @@ class _Made(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services, caller: Caller) -> _Made:
+def _read(body: Body, services: Services, caller: Caller) -> _Checked:
     warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, NativeRequest)
     if request.rid is not None:
@@ -140,7 +140,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Made:
     generation_request, wanted, is_batch = _generation_request(
         request, caller, services.config.limits, services.manager.capacity.max_model_len
     )
-    return _Made(request, generation_request, wanted, is_batch, warnings)
+    return _Checked(request, generation_request, wanted, is_batch, warnings)
 
 
 def _generation_request(

@@ -61,12 +61,12 @@ async def completions(exchange: Exchange, services: Services) -> None:
                 await exchange.send_json(whole_body(Completion, services, generation, choices, made.warnings))
 
 
-class _Made(NamedTuple):
-    """What is made of a body.
+class _Checked(NamedTuple):
+    """A checked body.
 
     Attributes:
         prompts: of it.
-        generation: what shall be generated.
+        generation: the request to generate.
         wanted: what of it is returned.
         options: of a stream; None: an answer in one piece.
     """
@@ -79,7 +79,7 @@ class _Made(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services, caller: Caller) -> _Made:
+def _read(body: Body, services: Services, caller: Caller) -> _Checked:
     warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, CompletionRequest)
     services.check_model(request.model)
@@ -107,7 +107,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Made:
         scheduling=scheduling_of(request, caller),
         add_special_tokens=request.add_special_tokens is not False,
     )
-    return _Made(request, prompts, generation_request, wanted, options, warnings)
+    return _Checked(request, prompts, generation_request, wanted, options, warnings)
 
 
 def _names(wanted: Wanted) -> dict[str, str]:

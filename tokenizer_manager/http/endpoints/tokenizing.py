@@ -58,15 +58,15 @@ class _EncodedTokensBody(msgspec.Struct, kw_only=True):
 assert _EncodedTokensBody.__struct_fields__ == TokensBody.__struct_fields__
 
 
-class _Made(NamedTuple):
-    """What is made of a body; `messages` is None for a prompt."""
+class _Checked(NamedTuple):
+    """A checked body; `messages` is None for a prompt."""
 
     request: TokenizeRequest
     messages: list[dict[str, str]] | None
     warnings: list[str]
 
 
-def _read(body: Body, services: Services) -> _Made:
+def _read(body: Body, services: Services) -> _Checked:
     strict = services.config.server.strict
     warnings = _TOKENIZE_POLICY.check(body, strict=strict)
     request = convert(body, TokenizeRequest)
@@ -78,11 +78,11 @@ def _read(body: Body, services: Services) -> _Made:
             code="invalid_value",
         )
     if request.messages is None:
-        return _Made(request, None, warnings)
+        return _Checked(request, None, warnings)
     messages, more_warnings = template_messages(
         request.messages, strict=strict, limits=services.config.limits
     )
-    return _Made(request, messages, warnings + more_warnings)
+    return _Checked(request, messages, warnings + more_warnings)
 
 
 async def detokenize(exchange: Exchange, services: Services) -> None:
