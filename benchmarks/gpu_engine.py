@@ -16,7 +16,17 @@ from engine.runtime.feasibility import capacity_of
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest
 from engine.runtime.resolve.prepare import prepare
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, GoOn, Pending, Runner, StepPlan, StepResult, to_the_end
+from engine.runtime.step_plan import (
+    ForwardMode,
+    GetMasks,
+    GoOn,
+    Pending,
+    Runner,
+    StepPlan,
+    StepResult,
+    no_masks,
+    to_the_end,
+)
 
 
 class Step(NamedTuple):
@@ -39,8 +49,8 @@ class TimedRunner:
         self.steps: list[Step] = []
         self.waited_s = 0.0  # total
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
-        return _TimedStep(self, plan, self._runner.launch(plan, go_on))
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
+        return _TimedStep(self, plan, self._runner.launch(plan, go_on, masks))
 
 
 @dataclass(frozen=True, slots=True)

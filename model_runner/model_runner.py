@@ -1,7 +1,7 @@
 """`ModelRunner`: executes `StepPlan`s, makes no scheduling decisions. Used by the scheduler's process and by TP ranks.
 
-    runner.launch(plan, go_on) -> Pending       host work and kernel launches; does not wait for the device
-    pending.wait()             -> StepResult    waits for this step, but not for steps launched after it
+    runner.launch(plan, go_on, masks) -> Pending    host work and kernel launches; does not wait for the device
+    pending.wait()                    -> StepResult waits for this step, but not for steps launched after it
 
 The parts: `RequestStates` (requests, host), `SlotTable`, `BatchBuilder` (plan -> `InputBatch`), `StepExecutor`
 (batch -> logits), `KVPool`, `HostKVPool` (swapped pages), `Sampler`, `TokenRelay` (last tokens, device). The runner
@@ -19,7 +19,7 @@ import torch
 from msgspec import structs
 
 from ..runtime.messages import Logprobs
-from ..runtime.step_plan import StepPlan, StepResult, to_the_end
+from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
 from .memory.device_timer import DeviceTimer
 from .memory.oom_retry import free_cached_memory, retry_after_oom
 from .request_states import SamplingFlag
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..runtime.feasibility import Capacity
-    from ..runtime.step_plan import GoOn, Pending
+    from ..runtime.step_plan import GetMasks, GoOn, Pending
     from .batch_builder import BatchBuilder
     from .input_batch import InputBatch, PromptSpan
     from .memory.host_kv_pool import HostPages
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .models.registry import CausalLM
     from .recording.executor import StepExecutor
     from .request_states import RequestStates
+    from .sampling.sampling_batch import SamplingBatch
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
     from .token_relay import TokenRelay
@@ -156,7 +157,7 @@ class ModelRunner:
         self._drops_steps = drops_steps
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
         fetched: Fetched | StepOutOfMemory | None = None
         further: list[Sampled] = []
@@ -166,13 +167,13 @@ class ModelRunner:
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
                 retry_after_oom(self._buffers.device, partial(self.slot_table.update, plan))
-                fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0))
+                fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0), masks)
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
-                further = self._further_rounds(plan, fetched, go_on)
+                further = self._further_rounds(plan, fetched, go_on, masks)
         pending = PendingStep(plan.step_id, timer, swap_timer, fetched)
         return PendingMultiStep(pending, further) if further else pending
 
-    def _further_rounds(self, plan: StepPlan, first: Fetched, go_on: GoOn) -> list[Sampled]:
+    def _further_rounds(self, plan: StepPlan, first: Fetched, go_on: GoOn, masks: GetMasks) -> list[Sampled]:
         """Run the rounds of a multi-step decode after its first; it also ends if logits are not finite."""
         assert self._buffers.device.type == "cpu", (
             "on other devices the tokens are not known yet after the launch"
@@ -184,7 +185,7 @@ class ModelRunner:
             token_ids, finite, _ = last.sampled
             if not finite.numpy().all() or not go_on(token_ids.numpy().astype(np.int32).tobytes()):
                 break
-            last = self._forward(self.builder.next_round(last.batch, plan, number))
+            last = self._forward(self.builder.next_round(last.batch, plan, number), masks)
             assert last.sampled is not None
             rounds.append(last.sampled)
         return rounds
@@ -222,13 +223,14 @@ class ModelRunner:
     def _copy_pages(self, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:
         self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
 
-    def _try_forward(self, plan: StepPlan) -> Fetched | StepOutOfMemory:
+    def _try_forward(self, plan: StepPlan, masks: GetMasks) -> Fetched | StepOutOfMemory:
         """Compute the batch, or drop it if the device has no memory for it.
 
         Tensor-parallel ranks drop no steps: the other ranks would wait within the step for this rank.
         """
         try:
-            return self._forward(retry_after_oom(self._buffers.device, partial(self.builder.build, plan)))
+            batch = retry_after_oom(self._buffers.device, partial(self.builder.build, plan))
+            return self._forward(batch, masks)
         except torch.OutOfMemoryError as error:
             if not self._drops_steps:
                 raise
@@ -236,12 +238,13 @@ class ModelRunner:
         free_cached_memory(self._buffers.device)
         return StepOutOfMemory(reason)
 
-    def _forward(self, batch: InputBatch) -> Fetched:
+    def _forward(self, batch: InputBatch, masks: GetMasks) -> Fetched:
         output = self.executor.run(batch)
         hidden = output.hidden
         sampled = cut_finite = num_tokens = None
         if output.logits is not None:
-            sampled, num_tokens = self._sample(batch, output.logits, output.sample_rows)
+            sampling = batch.sampling.with_masks(masks())
+            sampled, num_tokens = self._sample(batch, sampling, output.logits, output.sample_rows)
         if hidden is None:
             return Fetched(batch, sampled, num_tokens=num_tokens)
         if output.cut_indices is not None:
@@ -251,13 +254,13 @@ class ModelRunner:
         return Fetched(batch, sampled, cut_finite, prompts, num_tokens)
 
     def _sample(
-        self, batch: InputBatch, logits: Tensor, sample_rows: Tensor
+        self, batch: InputBatch, sampling: SamplingBatch, logits: Tensor, sample_rows: Tensor
     ) -> tuple[Sampled, Tensor | None]:
         """Sample from logits, [R, V] float32, store the last tokens for the next step, and fetch the results.
 
         With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too.
         """
-        sampled, fetch = self.sampler.sample(logits, batch.sampling), self._outputs.fetch
+        sampled, fetch = self.sampler.sample(logits, sampling), self._outputs.fetch
         last_ids, num_tokens = sampled.token_ids, None
         if batch.drafts is not None:
             checked = batch.drafts.check(sampled.token_ids)

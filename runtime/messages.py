@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from .grammar_use import GrammarUse
 from .sampling_params import SamplingParams
 
 
@@ -58,12 +59,15 @@ class TextOptions(Record, frozen=True):
 
     Attributes:
         delivered_ids: [n] int32, the beginning of the answer that the client already has: its text is not sent again.
+        keep_special_ids: special tokens that appear in the text although `skip_special_tokens` is set: markers that
+            the parser of tool calls and reasoning needs.
     """
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     delivered_ids: bytes = b""
+    keep_special_ids: tuple[int, ...] = ()
 
 
 class Usage(Record, frozen=True):
@@ -140,12 +144,13 @@ class GenerateRequest(Message, frozen=True):
         extra_key: namespace of the prefix cache (cache salt, adapter): equal tokens match only under equal keys.
         tenant: the request is accounted to it (API key or `user` field).
         lora_id: the adapter to run it with; "" for the model itself.
-        needs_grammar: the request is not scheduled until `GrammarReady` arrives.
+        needs_grammar: the request is not scheduled until `GrammarReady` arrives; the scheduler's process sets it.
         group: parallel samples (n > 1) share one group, not "", and one prompt: one computes it, all share its pages.
         queue_timeout_s: seconds from arrival within which it must be started; None: the server's limit.
         timeout_s: seconds from arrival within which it must be finished; None: the server's limit.
         delivered: set when the request continues one with another `rid` that was lost: these tokens count as its output
             (limits, penalties, positions of the noise, usage), and rows begin after them.
+        grammar: what the answer is constrained to; None: free text.
     """
 
     rid: str
@@ -161,10 +166,15 @@ class GenerateRequest(Message, frozen=True):
     queue_timeout_s: float | None = None
     timeout_s: float | None = None
     delivered: Delivered | None = None
+    grammar: GrammarUse | None = None
 
 
 class GrammarReady(Message, frozen=True):
-    """The grammar that a request waits for is compiled, or has failed with `error`. Unknown ids are ignored."""
+    """The grammar that a request waits for is ready, or has failed with `error`. Unknown ids are ignored.
+
+    From the tokenizer manager it means that the proving process has compiled it; the scheduler's process then compiles
+    it, too, and gives the scheduler the same message.
+    """
 
     rid: str
     error: str = ""

@@ -12,9 +12,11 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from .messages import Logprobs, Message, Record
 from .sampling_params import SamplingParams
@@ -31,6 +33,31 @@ GoOn = Callable[[bytes], bool]
 def to_the_end(next_token_ids: bytes) -> bool:
     """A `GoOn` that runs every round of a multi-step decode."""
     return True
+
+
+class TokenMasks(NamedTuple):
+    """The tokens that grammars allow next.
+
+    Attributes:
+        indices: [n] int64 ascending, into the rows of logits of a step: [S], or with drafts [R] (1 + k for a request
+            with k drafts).
+        bits: [n, at least V / 32] int32. Token t of a row is allowed if bit t % 32 of word t // 32 is set, as in
+            xgrammar and llguidance.
+    """
+
+    indices: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.int32]
+
+
+GetMasks = Callable[[], TokenMasks | None]
+"""Called once per step, and per round of a multi-step decode, after the forward pass is queued: the masks of its rows.
+
+With overlap it waits for the tokens of the step before, which the masks depend on."""
+
+
+def no_masks() -> TokenMasks | None:
+    """A `GetMasks` for steps without grammars."""
+    return None
 
 
 class ForwardMode(enum.IntEnum):
@@ -189,10 +216,11 @@ class Pending(Protocol):
 class Runner(Protocol):
     """The interface of a model runner; the product's is `model_runner.ModelRunner`."""
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """Start a step. May return before the device is done; only `Pending.wait` may block on the device.
 
         Args:
+            masks: called between the forward pass and the sampler.
             go_on: called between the rounds of a multi-step decode; the multi-step decode ends when it returns
                 False. Only devices that have finished a round when its launch returns can run a multi-step decode.
         """

@@ -18,12 +18,13 @@ LONG_LISTS = {"scheduler/policy", "model_runner/kernels/triton", "simulator", "r
 MAY_IMPORT = {
     "runtime": set(),
     "supervisor": {"runtime"},
-    "tokenizer_manager": {"runtime"},
+    "grammar": {"runtime"},
+    "tokenizer_manager": {"runtime", "grammar"},
     "detokenizer": {"runtime"},
     "model_runner": {"runtime"},
-    "scheduler": {"runtime"},
+    "scheduler": {"runtime", "grammar"},
     "simulator": {"runtime", "scheduler"},
-    "offline": {"runtime", "tokenizer_manager", "scheduler", "model_runner", "detokenizer"},
+    "offline": {"runtime", "grammar", "tokenizer_manager", "scheduler", "model_runner", "detokenizer"},
     "cli": {"runtime"},  # others inside functions, so that `engine --help` loads nothing
 }
 ALSO = {
@@ -33,6 +34,7 @@ ALSO = {
 WITHOUT_TORCH = (
     "runtime",
     "supervisor",
+    "grammar",
     "scheduler",
     "tokenizer_manager",
     "detokenizer",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from ...runtime.errors import RankLostError
-from ...runtime.step_plan import LaunchStep, RankInput, to_the_end
+from ...runtime.step_plan import LaunchStep, RankInput, no_masks, to_the_end
 from ...runtime.transport.cluster_ipc import PLANS, ClusterServer
 from ...runtime.transport.cluster_key import load_cluster_key
 from ...runtime.transport.ipc import FanOutbox
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ...runtime.config.device_config import ParallelConfig
     from ...runtime.messages import Message
-    from ...runtime.step_plan import GoOn, Pending, Runner, StepPlan, StepResult
+    from ...runtime.step_plan import GetMasks, GoOn, Pending, Runner, StepPlan, StepResult
     from .tp_group import TPGroup
 
 
@@ -35,11 +35,11 @@ class RankedRunner:
         self._others = others
         self._group = group
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """See `Runner`."""
         assert plan.num_rounds == 1, "the other ranks cannot know when a multi-step decode ends"
         self._others.send(LaunchStep(plan))
-        return WaitingPending(self._runner.launch(plan, go_on), self._group)
+        return WaitingPending(self._runner.launch(plan, go_on, masks), self._group)
 
 
 class WaitingPending:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...runtime.step_plan import TokenMasks
 from ..memory.io_buffers import InputBuffers
-from .sampling_batch import GrammarMask, LogitEdits, Penalties, SamplingBatch
+from .sampling_batch import LogitEdits, Penalties, SamplingBatch
 from .token_counts import TokenCounts
 
 _WORD_BITS = 32
@@ -64,7 +65,7 @@ def _edit(logits: Tensor, edits: LogitEdits, buffers: InputBuffers) -> None:
     logits.index_put_((rows, token_ids), values, accumulate=True)
 
 
-def _forbid(logits: Tensor, grammar: GrammarMask, buffers: InputBuffers) -> None:
+def _forbid(logits: Tensor, grammar: TokenMasks, buffers: InputBuffers) -> None:
     """Set logits to -inf where the mask bit is not set."""
     num_words = -(-logits.shape[1] // _WORD_BITS)
     assert grammar.bits.shape[1] >= num_words, "a mask that is shorter than the vocabulary"

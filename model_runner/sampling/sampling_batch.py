@@ -8,7 +8,7 @@ kernels need, in one copy or without any (`torch_backend`, `triton_backend`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..request_states import RequestStates, SamplingFlag
 from .noise import noise_keys
 
 if TYPE_CHECKING:
+    from ...runtime.step_plan import TokenMasks
     from .token_counts import TokenCounts
 
 Int32s = npt.NDArray[np.int32]
@@ -53,20 +54,6 @@ class LogitEdits:
     rows: Int64s
     token_ids: Int64s
     values: Float32s
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarMask:
-    """The tokens that grammars allow.
-
-    Attributes:
-        indices: [n] into the S rows, ascending.
-        bits: [n, at least V / 32] int32. Token t of a row is allowed if bit t % 32 of word t // 32 is set, as in
-            xgrammar and llguidance.
-    """
-
-    indices: Int64s
-    bits: Int32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +105,7 @@ class SamplingBatch:
     num_rows: int
     penalties: Penalties | None = None
     edits: LogitEdits | None = None
-    grammar: GrammarMask | None = None
+    grammar: TokenMasks | None = None
     draw: Draw | None = None
     logprobs: LogprobRequest | None = None
 
@@ -126,6 +113,10 @@ class SamplingBatch:
     def processes_logits(self) -> bool:
         """Whether some tokens are sampled from changed logits."""
         return self.penalties is not None or self.edits is not None or self.grammar is not None
+
+    def with_masks(self, masks: TokenMasks | None) -> SamplingBatch:
+        """The same batch, with the masks of its grammars."""
+        return self if masks is None else replace(self, grammar=masks)
 
 
 def plan_sampling(

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from ...runtime.config.chaos_spec import ChaosSpec, parse_chaos
 from ...runtime.config.engine_config import SchedulerConfig
-from ...runtime.step_plan import GoOn, Pending, Runner, StepPlan, StepResult, to_the_end
+from ...runtime.step_plan import GetMasks, GoOn, Pending, Runner, StepPlan, StepResult, no_masks, to_the_end
 from ..requests.req import Req
 
 
@@ -78,9 +78,9 @@ class ChaosRunner:
         self._left = spec.max_ooms
         self._random = random.Random(seed)
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """See `Runner`."""
-        pending = self._runner.launch(plan, go_on)
+        pending = self._runner.launch(plan, go_on, masks)
         is_small = len(plan.samples) < 2 and plan.total_num_scheduled_tokens <= self._page_size
         if is_small or not self._left or self._random.random() >= self._probability:
             return pending
@@ -111,10 +111,12 @@ class SlowRunner:
         self._runner = runner
         self._min_step_s = min_step_s
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """See `Runner`."""
         started_s = time.monotonic()
-        return _NotBefore(self._runner.launch(plan, go_on), started_s, self._min_step_s, plan.num_rounds > 1)
+        return _NotBefore(
+            self._runner.launch(plan, go_on, masks), started_s, self._min_step_s, plan.num_rounds > 1
+        )
 
 
 class _NotBefore(NamedTuple):
@@ -141,12 +143,12 @@ class DeadlyRunner:
         self._runner = runner
         self._token_id = token_id
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Pending:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """See `Runner`."""
         prompts = (memoryview(new.input_ids).cast("i")[: new.prompt_len] for new in plan.new_reqs)
         if any(self._token_id in prompt for prompt in prompts):
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._runner.launch(plan, go_on)
+        return self._runner.launch(plan, go_on, masks)
 
 
 def with_chaos(runner: Runner, config: SchedulerConfig, page_size: int) -> Runner:

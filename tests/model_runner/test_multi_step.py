@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, GoOn, StepPlan, StepResult, to_the_end
+from engine.runtime.step_plan import ForwardMode, GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 from tests.model_runner.conftest import Driver, Request, SeeingExecutor, int32
 
 KINDS = (
@@ -42,7 +42,13 @@ def burst(driver: Driver, reqs: Sequence[Request], num_rounds: int) -> StepPlan:
     )
 
 
-def step(driver: Driver, reqs: Sequence[Request], num_rounds: int, go_on: GoOn = to_the_end) -> StepResult:
+def step(
+    driver: Driver,
+    reqs: Sequence[Request],
+    num_rounds: int,
+    go_on: GoOn = to_the_end,
+    masks: GetMasks = no_masks,
+) -> StepResult:
     """Make such a step, and take its tokens."""
     result: StepResult = driver.runner.launch(burst(driver, reqs, num_rounds), go_on).wait()
     runs = np.frombuffer(result.next_token_ids, dtype=np.int32).reshape(len(reqs), -1)

@@ -16,7 +16,7 @@ from engine.runtime.errors import ConfigError, EngineDeadError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S, FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import GoOn, StepPlan, StepResult, to_the_end
+from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 from engine.scheduler.journal.recorder import NoRecorder
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.scheduler import Scheduler
@@ -50,7 +50,7 @@ class ScriptedRunner:
     def __init__(self, before_step=lambda step_id: None):
         self.before_step = before_step
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end):
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks):
         self.before_step(plan.step_id)
         num_sampled = int(np.frombuffer(plan.samples, dtype=np.uint8).sum())
         tokens = np.full(num_sampled, (plan.step_id - 1) % 26, dtype=np.int32)
@@ -65,7 +65,7 @@ class MultiStepRunner(ScriptedRunner):
         self.between = between
         self.num_tokens = 0
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end):
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks):
         tokens: list[int] = []
         for number in range(plan.num_rounds if plan.rows else 0):
             if number:

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.runtime.messages import FinishKind, Logprobs
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, GoOn, StepPlan, StepResult, to_the_end
+from engine.runtime.step_plan import ForwardMode, GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 
 MASK = (1 << 61) - 1
 GARBAGE = -7
@@ -117,7 +117,7 @@ class FakeRunner:
         self.num_rounds = 0  # of bursts
         self.swap_s = 0.0  # what every step with swaps says they took
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Launched:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Launched:
         """Apply a plan in the order that its docstring gives."""
         self.steps += 1
         assert plan.step_id == self.steps

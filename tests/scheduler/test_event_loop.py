@@ -22,7 +22,7 @@ from engine.runtime.messages import (
     SchedulerReport,
 )
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import GoOn, StepPlan, to_the_end
+from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, no_masks, to_the_end
 from engine.runtime.transport.ipc import Inbox, Outbox
 from engine.scheduler.event_loop import EventLoop
 from engine.scheduler.journal.log_file import read_runs
@@ -90,9 +90,9 @@ class World:
     def has_message(self) -> bool:
         return bool(self.arriving)
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Any:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Any:
         self.now_s += STEP_S
-        return self._runner.launch(plan, go_on)
+        return self._runner.launch(plan, go_on, masks)
 
     def heartbeat(self) -> None:
         self.num_heartbeats += 1

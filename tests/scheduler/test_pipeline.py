@@ -18,7 +18,7 @@ from engine.runtime.config.engine_config import (
     SchedulerConfig,
 )
 from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
-from engine.runtime.step_plan import GoOn, StepPlan, StepResult, to_the_end
+from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.recorder import NoRecorder, Recorder, make_recorder
 from engine.scheduler.journal.replay import replay
@@ -46,7 +46,7 @@ class SlowDevice:
         self.queue: deque[SlowStep] = deque()
         self.fail: dict[str, int] = {}
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> SlowStep:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> SlowStep:
         self.note("launch", plan.step_id)
         step = SlowStep(self, plan)
         self.queue.append(step)

@@ -13,11 +13,13 @@ from engine.model_runner.distributed.rank_loop import RankLoop
 from engine.model_runner.distributed.ranked_runner import RankedRunner
 from engine.runtime.step_plan import (
     ForwardMode,
+    GetMasks,
     GoOn,
     LaunchStep,
     RankInput,
     StepPlan,
     StepResult,
+    no_masks,
     to_the_end,
 )
 
@@ -31,7 +33,7 @@ class Journal:
         self.arrivals = arrivals or []
         self.waiting = False
 
-    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end) -> Any:
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Any:
         self.events.append(f"launch {plan.step_id}")
         return PendingEntry(self, plan.step_id)
 

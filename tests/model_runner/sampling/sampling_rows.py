@@ -12,11 +12,11 @@ from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.request_states import RequestStates
 from engine.model_runner.sampling.noise import noise_keys
 from engine.model_runner.sampling.sampler_backend import SamplerBackend
-from engine.model_runner.sampling.sampling_batch import GrammarMask, plan_sampling
+from engine.model_runner.sampling.sampling_batch import plan_sampling
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import NewReq
+from engine.runtime.step_plan import NewReq, TokenMasks
 from tests.conftest import HAS_NVIDIA_DRIVER
 
 DEVICE = torch.device("cuda" if HAS_NVIDIA_DRIVER else "cpu")
@@ -62,7 +62,7 @@ class Batch:
             for line, n in enumerate(with_grammar):
                 for token in rows[n].allowed or ():
                     bits[line, token // 32] |= np.uint32(1 << token % 32)
-            mask = GrammarMask(np.array(with_grammar, dtype=np.int64), bits.view(np.int32))
+            mask = TokenMasks(np.array(with_grammar, dtype=np.int64), bits.view(np.int32))
             self.plan = replace(self.plan, grammar=mask)
         # Rows may lie apart, as where a vocabulary was padded.
         whole = torch.full((num, vocab_size + 3), torch.nan, device=DEVICE)

@@ -330,7 +330,7 @@ def test_an_edit_of_a_token_that_does_not_exist_harms_nobody(library):
 def test_a_mask_that_is_too_short_is_refused(best_library):
     batch = Batch([Row(GREEDY, torch.zeros(100), allowed={3})], 100)
     assert batch.plan.grammar is not None
-    plan = replace(batch.plan, grammar=replace(batch.plan.grammar, bits=batch.plan.grammar.bits[:, :3]))
+    plan = replace(batch.plan, grammar=batch.plan.grammar._replace(bits=batch.plan.grammar.bits[:, :3]))
     with pytest.raises(AssertionError, match="shorter than the vocabulary"):
         NativeSamplerBackend(batch.counts, best_library).sample(batch.logits, plan)
 

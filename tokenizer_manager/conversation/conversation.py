@@ -1,0 +1,102 @@
+"""`Conversation`: a chat as every API sees it after its own form of messages and tools has been checked.
+
+`/v1/chat/completions`, `/v1/responses`, `/v1/messages` and Ollama's endpoints each make one; `LLM.chat` too.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from ...runtime.grammar_use import GrammarSpec
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the model may call.
+
+    Attributes:
+        name: unique among the tools of a request.
+        parameters: JSON Schema of the arguments, an object; None for a tool without parameters.
+        strict: the arguments must match the schema; otherwise they are any JSON object.
+        custom: the tool takes text instead of JSON.
+        custom_grammar: of that text; None: any text.
+    """
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+    custom: bool = False
+    custom_grammar: GrammarSpec | None = None
+
+
+class ChoiceMode(enum.StrEnum):
+    """Whether the model may or must call tools. NAMED: exactly the tool `ToolChoice.name`, once."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tools may be called.
+
+    Attributes:
+        allowed: names of the tools that may be called (`allowed_tools`); None: all.
+        parallel: an answer may have more than one call.
+    """
+
+    mode: ChoiceMode = ChoiceMode.AUTO
+    name: str = ""
+    allowed: tuple[str, ...] | None = None
+    parallel: bool = True
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says about reasoning.
+
+    Attributes:
+        enabled: None: as the model's template does by default.
+        effort: none, minimal, low, medium, high, xhigh or max; None: not set.
+        budget: most tokens of the block; None: no limit.
+        include: send the reasoning text. If False it is generated and counted, and not sent.
+        separate: send it apart from the content. If False it stays in the content, with its markers.
+        stream: send it piece by piece; if False, in one delta when it ends.
+    """
+
+    enabled: bool | None = None
+    effort: str | None = None
+    budget: int | None = None
+    include: bool = True
+    separate: bool = True
+    stream: bool = True
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat to answer.
+
+    Attributes:
+        messages: for the template, in OpenAI's form: role, content (str; "" beside tool calls), and where present name,
+            reasoning_content, tool_call_id, tool_calls: [{id, type: function, function: {name, arguments: str}}].
+        tools: the offered tools.
+        tool_choice: which of them may be called.
+        spec: what the answer is constrained to, if it is no tool call; None: free text.
+        reasoning: see there.
+        variables: further variables of the template (`chat_template_kwargs`).
+        documents: for templates that know them (retrieval).
+        continue_final_message: the last message is the assistant's, and the answer continues it.
+        add_generation_prompt: end the prompt with the beginning of an answer.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    spec: GrammarSpec | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    variables: dict[str, Any] = {}
+    documents: tuple[dict[str, Any], ...] = ()
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True

@@ -1,0 +1,52 @@
+"""`Delta`: the parts of an answer as they are generated; every API writes its stream from them.
+
+An answer is any number of reasoning and content deltas, and of calls; parts of different calls do not interleave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Reasoning(NamedTuple):
+    """More text of the reasoning."""
+
+    text: str
+
+
+class Content(NamedTuple):
+    """More text of the answer."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """A tool call begins.
+
+    Attributes:
+        call: counts the calls of an answer from 0.
+        id: of the call, unique: "call_" and 24 hex digits, or as the model's family has it.
+        name: of the tool.
+        custom: the tool takes a text (OpenAI's custom tools) instead of JSON arguments.
+    """
+
+    call: int
+    id: str
+    name: str
+    custom: bool = False
+
+
+class CallArguments(NamedTuple):
+    """More of a call's arguments: the pieces, joined, are a JSON object, or the text for a custom tool."""
+
+    call: int
+    text: str
+
+
+class CallEnd(NamedTuple):
+    """A call is complete. An answer that is cut (length) may have no such delta for its last call."""
+
+    call: int
+
+
+Delta = Reasoning | Content | CallBegin | CallArguments | CallEnd
