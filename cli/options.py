@@ -34,6 +34,7 @@ GROUP_TITLES: Final = {
     "parallel": "Several devices",
     "scheduler": "Scheduling",
     "server": "Server",
+    "answers": "Structured output, tools, reasoning",
     "limits": "Limits of a request",
     "log": "Logging",
 }

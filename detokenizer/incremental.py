@@ -31,17 +31,21 @@ class TokenTable(Protocol):
 class IncrementalDecoder:
     """Turns token ids into text with complete characters."""
 
-    __slots__ = ("_skip_special_tokens", "_table", "_utf8")
+    __slots__ = ("_kept", "_skip_special_tokens", "_table", "_utf8")
 
-    def __init__(self, table: TokenTable, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, table: TokenTable, *, skip_special_tokens: bool, keep_special_ids: Iterable[int] = ()
+    ) -> None:
         """Start a text.
 
         Args:
             table: of the model's tokens.
             skip_special_tokens: control tokens produce no text.
+            keep_special_ids: control tokens that do.
         """
         self._table = table
         self._skip_special_tokens = skip_special_tokens
+        self._kept = frozenset(keep_special_ids)
         # Bytes that can never become a character turn into U+FFFD; an incomplete character is held back.
         self._utf8 = _Utf8Decoder("replace")
 
@@ -49,7 +53,8 @@ class IncrementalDecoder:
         """The text that became final with these tokens."""
         table = self._table
         if self._skip_special_tokens:
-            data = b"".join([table.token_bytes(i) for i in token_ids if not table.is_special(i)])
+            kept = self._kept
+            data = b"".join([table.token_bytes(i) for i in token_ids if not table.is_special(i) or i in kept])
         else:
             data = b"".join([table.token_bytes(i) for i in token_ids])
         return self._utf8.decode(data)

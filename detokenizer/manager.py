@@ -116,7 +116,11 @@ class _RequestText:
     __slots__ = ("_decoder", "_stops")
 
     def __init__(self, table: TokenTable, options: TextOptions) -> None:
-        self._decoder = IncrementalDecoder(table, skip_special_tokens=options.skip_special_tokens)
+        self._decoder = IncrementalDecoder(
+            table,
+            skip_special_tokens=options.skip_special_tokens,
+            keep_special_ids=options.keep_special_ids,
+        )
         self._stops: StopMatcher | None = None
         if options.stop:
             self._stops = StopMatcher(options.stop, include_match=options.include_stop_str_in_output)

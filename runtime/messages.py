@@ -151,6 +151,7 @@ class GenerateRequest(Message, frozen=True):
         delivered: set when the request continues one with another `rid` that was lost: these tokens count as its output
             (limits, penalties, positions of the noise, usage), and rows begin after them.
         grammar: what the answer is constrained to; None: free text.
+        keep_special_ids: see `TextOptions`.
     """
 
     rid: str
@@ -167,6 +168,7 @@ class GenerateRequest(Message, frozen=True):
     timeout_s: float | None = None
     delivered: Delivered | None = None
     grammar: GrammarUse | None = None
+    keep_special_ids: tuple[int, ...] = ()
 
 
 class GrammarReady(Message, frozen=True):

@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 import msgspec
 from msgspec.structs import replace
 
+from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Finish, GenerateRequest, TextOutput, Usage
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from .scheduling_options import Scheduling
@@ -38,6 +39,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         prompt_param, length_param: the fields that errors name.
         probe: a health check, admitted even if the queue is full.
         arrival_s: by the manager's clock, if the request has waited before it is started; None: it arrives now.
+        grammar: what the answers are constrained to; None: free text.
+        grammar_param: the field that errors about the grammar name.
+        keep_special_ids: see `TextOptions`.
     """
 
     prompts: Sequence[Prompt]
@@ -50,6 +54,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     length_param: str = "max_tokens"
     probe: bool = False
     arrival_s: float | None = None
+    grammar: GrammarUse | None = None
+    grammar_param: str = "response_format"
+    keep_special_ids: tuple[int, ...] = ()
 
 
 class Choice:
@@ -138,6 +145,8 @@ def fan_out(
                     group=group,
                     queue_timeout_s=scheduling.queue_timeout_s,
                     timeout_s=scheduling.timeout_s,
+                    grammar=request.grammar,
+                    keep_special_ids=request.keep_special_ids,
                 ),
             )
 

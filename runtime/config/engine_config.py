@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
 from ..model_files.quantization import Quantization
+from .answer_config import AnswerConfig
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
 from .request_limits import RequestLimits
@@ -358,5 +359,6 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     log: LogConfig = field(default_factory=LogConfig)

@@ -39,6 +39,10 @@ class RequestLimits:
     max_stop_chars: Annotated[int, "Characters in one stop string."] = 1024
     max_logit_bias: Annotated[int, "Entries in logit_bias."] = 1024
     max_logprobs: Annotated[int, "Most top logprobs per token that a request may ask for."] = 20
+    max_tools: Annotated[int, "Tools in one request."] = 512
+    max_schema_kb: Annotated[
+        int, "Size of a JSON Schema or another grammar in a request, and of all tools."
+    ] = 512
     max_json_items: Annotated[
         int, "Keys, strings, lists and objects in a request body; numbers do not count."
     ] = 100_000

@@ -303,8 +303,13 @@ def check_ray(parallel: ParallelConfig) -> None:
 
 
 def _assert_no_auto(config: EngineConfig) -> None:
-    """Every "auto" must be resolved; a missing one is a bug. `load_format` is decided with the model's files."""
+    """Every "auto" must be resolved; a missing one is a bug.
+
+    `load_format` is decided with the model's files, and the parsers of answers with the chat template.
+    """
     for group in dataclasses.fields(config):
+        if group.name == "answers":
+            continue
         values = getattr(config, group.name)
         for field in dataclasses.fields(values):
             assert getattr(values, field.name) != "auto" or field.name == "load_format", field.name

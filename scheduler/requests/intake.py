@@ -13,6 +13,7 @@ import numpy as np
 
 from ...runtime.errors import RequestError
 from ...runtime.feasibility import Capacity, reason_against
+from ...runtime.grammar_use import GrammarUse
 from ...runtime.messages import Delivered, GenerateRequest, PinPrefix, Usage
 from ...runtime.request_checks import check_flag, check_integer, check_number, check_text, wrong_type
 from ...runtime.sampling_params import MAX_COUNT, SamplingParams
@@ -87,6 +88,12 @@ def _check_fields(message: GenerateRequest) -> None:
         check_number("timeout_s", message.timeout_s, 0.0, _MAX_SECONDS, low_open=True)
     if message.delivered is not None:
         _check_delivered(message.delivered)
+    if message.grammar is not None and not isinstance(message.grammar, GrammarUse):
+        raise wrong_type("grammar", message.grammar, "a GrammarUse or None")
+    if not isinstance(message.keep_special_ids, tuple):
+        raise wrong_type("keep_special_ids", message.keep_special_ids, "a tuple of token ids")
+    for token_id in message.keep_special_ids:
+        check_integer("keep_special_ids", token_id, 0, MAX_COUNT)
 
 
 def _check_delivered(delivered: Delivered) -> None:

@@ -96,17 +96,23 @@ def output_row(
     if not req.answered:
         req.answered = True
         sampling = req.sampling
-        options = text_options(sampling, req.delivered_ids)
+        options = text_options(sampling, req.delivered_ids, req.keep_special_ids)
         if sampling.prompt_logprobs is not None:
             prompt_logprobs = joined(req.prompt_logprobs)
             req.prompt_logprobs = []
     return TokenOutput(req.rid, token_ids, req.usage(), finish, options, logprobs, prompt_logprobs)
 
 
-def text_options(sampling: SamplingParams, delivered_ids: bytes = b"") -> TextOptions:
-    """The sampling parameters that the detokenizer needs, and the tokens whose text the client already has."""
+def text_options(
+    sampling: SamplingParams, delivered_ids: bytes = b"", keep_special_ids: tuple[int, ...] = ()
+) -> TextOptions:
+    """What the detokenizer needs to know, and the tokens whose text the client already has."""
     return TextOptions(
-        sampling.stop, sampling.include_stop_str_in_output, sampling.skip_special_tokens, delivered_ids
+        stop=sampling.stop,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+        delivered_ids=delivered_ids,
+        keep_special_ids=keep_special_ids,
     )
 
 

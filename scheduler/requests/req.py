@@ -55,7 +55,7 @@ class Req:
     """One request.
 
     Attributes:
-        rid, sampling, arrival_s, priority, tenant, lora_id, group: as in `GenerateRequest`.
+        rid, sampling, arrival_s, priority, tenant, lora_id, group, keep_special_ids: as in `GenerateRequest`.
         extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
         received_s: when the scheduler received it.
         seq: arrival number at the scheduler; orders requests by arrival, also those with equal times.
@@ -90,6 +90,7 @@ class Req:
         "group",
         "host_len",
         "host_pages",
+        "keep_special_ids",
         "lease",
         "lora_id",
         "match",
@@ -123,6 +124,7 @@ class Req:
         self.tenant = message.tenant
         self.lora_id = message.lora_id
         self.group = message.group
+        self.keep_special_ids = message.keep_special_ids
         self.arrival_s = message.arrival_s or now_s
         self.seq = seq
         self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES

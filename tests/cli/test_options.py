@@ -47,10 +47,12 @@ SERVE_FLAGS = """
 --enforce-eager
 --eviction-policy
 --executor
+--grammar-timeout
 --header-timeout
 --host
 --in-batch-prefix-caching
 --isolate-tenants
+--json-whitespace
 --keep-alive-timeout
 --kv-cache-dtype
 --length-ageing
@@ -84,8 +86,10 @@ SERVE_FLAGS = """
 --max-recorded-bs
 --max-restarts
 --max-running-requests
+--max-schema-kb
 --max-stop-chars
 --max-stop-strings
+--max-tools
 --max-total-tokens
 --mem-fraction
 --model
@@ -128,6 +132,8 @@ SERVE_FLAGS = """
 --queue-timeout
 --radix-cache
 --radix-eviction-policy
+--reasoning-field
+--reasoning-parser
 --record-steps
 --request-timeout
 --schedule-conservativeness
@@ -147,6 +153,7 @@ SERVE_FLAGS = """
 --target-step-ms
 --tenant-quantum
 --tensor-parallel-size
+--tool-call-parser
 --tp
 --tp-size
 --watchdog-timeout

@@ -55,3 +55,10 @@ def test_the_leading_space_of_a_continuation_stays(make_tokens):
     decoder = IncrementalDecoder(make_tokens([b" world"]), skip_special_tokens=True)
 
     assert decoder.push([0]) == " world"
+
+
+def test_special_tokens_that_a_parser_needs_are_kept(make_tokens):
+    tokens = make_tokens([b"x"])
+    decoder = IncrementalDecoder(tokens, skip_special_tokens=True, keep_special_ids=(tokens.tool,))
+
+    assert decoder.push([tokens.tool, 0, tokens.eos]) == "<tool>x"

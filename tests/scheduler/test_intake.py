@@ -70,6 +70,8 @@ OTHERS: Final[dict[str, list[Any]]] = {
         Delivered(b"\1\0\0\0", Usage(6, 1, queue_s=math.nan)),
         Delivered(b"\1\0\0\0", Usage(6, 1, num_retractions=-1)),
     ],
+    "grammar": [5, "x", {}, []],
+    "keep_special_ids": [None, 5, [5], ("5",), (-1,), (True,)],
 }
 
 
