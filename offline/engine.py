@@ -216,7 +216,10 @@ class _Loop:
         self._deliver(parts)
         if not advanced:
             parts.pipeline.idle()
-            for message in self._take_messages(wait_s(parts.scheduler, time.monotonic())):
+            wait = wait_s(parts.scheduler, time.monotonic())
+            if parts.pipeline.is_building_grammars:
+                wait = _MIN_WAIT_S  # the thread that compiles them does not wake this one
+            for message in self._take_messages(wait):
                 parts.pipeline.handle(message)
 
     def _has_messages(self) -> bool:

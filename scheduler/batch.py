@@ -34,6 +34,7 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
             multi-step decode, add to it.
         num_drafts: the draft tokens of all requests together.
         sampled: [S] batch indices of the requests that sample. `StepResult.next_token_ids` is in this order.
+        has_grammar: a request that samples has a grammar.
     """
 
     plan: StepPlan
@@ -44,6 +45,7 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
     end: IntArray
     num_drafts: int
     sampled: IntArray
+    has_grammar: bool = False
 
     def __len__(self) -> int:
         return len(self.reqs)

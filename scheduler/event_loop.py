@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Final
 
 from ..runtime.child.child import Child
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
+from .grammar.grammar_builder import GrammarQueue
 from .journal.recorder import NoRecorder, Recorder
 from .pipeline import Pipeline
 from .records.decision_log import PassRecord
@@ -21,6 +23,9 @@ from .scheduler import Scheduler
 from .step_log import StepLog
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_POLL_S: Final = 1e-3
+"""While grammars are compiled and there is nothing else to do, the loop looks this often whether one is ready."""
 
 
 class EventLoop:
@@ -39,6 +44,7 @@ class EventLoop:
         *,
         idle_work: Callable[[int], bool],
         overlap: bool = False,
+        grammars: GrammarQueue | None = None,
     ) -> None:
         """Take the parts.
 
@@ -46,7 +52,7 @@ class EventLoop:
             clock: CLOCK_MONOTONIC, which all processes of the engine share.
             idle_work: called while there are no requests, with the highest page used so far. It does some milliseconds
                 of work for later steps and returns whether there is more to do.
-            overlap: see `Pipeline`.
+            overlap, grammars: see `Pipeline`.
         """
         self._scheduler = scheduler
         self._inbox = inbox
@@ -55,7 +61,9 @@ class EventLoop:
         self._step_log = step_log
         self._clock = clock
         self._recorder: Recorder = recorder if recorder is not None else NoRecorder()
-        self._pipeline = Pipeline(scheduler, runner, self._recorder, clock, overlap=overlap)
+        self._pipeline = Pipeline(
+            scheduler, runner, self._recorder, clock, overlap=overlap, grammars=grammars
+        )
         self._idle_work = idle_work
         self._idle = False
         self._has_idle_work = False
@@ -100,6 +108,8 @@ class EventLoop:
         """Seconds to wait for messages before the next iteration."""
         if not self._idle or self._has_idle_work:
             return 0.0
+        if self._pipeline.is_building_grammars:
+            return GRAMMAR_POLL_S
         until_s = self._next_report_s
         wake_s = self._scheduler.wake_s()
         if wake_s is not None:

@@ -12,6 +12,11 @@ the step before it and plans the step after it.
 The scheduler plans step 2 before it knows the tokens of step 1, which the runner keeps on the device. So a stop token
 is noticed one step late: a request that ends with step 1 computes one surplus token in step 2, which is dropped when
 step 2 is settled. Each request gets the same tokens either way.
+
+The masks of grammars depend on the tokens of the step before. So a step with grammars settles step 1 within launch 2,
+between the forward pass of step 2, which the device computes meanwhile, and its sampler:
+
+    overlapped  plan 1  launch 1 | plan 2  launch 2 (forward  settle 1  masks  sampler) | plan 3 ...
 """
 
 from __future__ import annotations
@@ -22,8 +27,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..runtime.messages import SchedulerInput
-from ..runtime.step_plan import Pending, Runner
+from ..runtime.step_plan import Pending, Runner, TokenMasks, no_masks
 from .batch import ScheduleBatch
+from .grammar.grammar_builder import GrammarQueue, NoGrammars
 from .journal.recorder import Recorder
 from .scheduler import Scheduler
 
@@ -46,19 +52,33 @@ class Pipeline:
         clock: Callable[[], float],
         *,
         overlap: bool,
+        grammars: GrammarQueue | None = None,
     ) -> None:
+        """Take the parts; `grammars`: the scheduler's `MatcherSource`. None: no request has a grammar."""
         self._scheduler = scheduler
         self._runner = runner
         self._recorder = recorder
         self._clock = clock
         self._max_left_in_flight = 1 if overlap else 0
+        self._grammars = grammars if grammars is not None else NoGrammars()
         self._in_flight: deque[InFlight] = deque()
 
     def handle(self, message: SchedulerInput) -> None:
         """Give the scheduler a message. Steps may be in flight."""
+        prepared = self._grammars.received(message, self._scheduler.waiting_grammar)
+        if prepared is not None:
+            self._handle(prepared)
+
+    def _handle(self, message: SchedulerInput) -> None:
         now_s = self._clock()
         self._recorder.received(message, now_s)
         self._scheduler.handle(message, now_s)
+        self._grammars.clear()
+
+    @property
+    def is_building_grammars(self) -> bool:
+        """Whether a request will become ready without a further message."""
+        return self._grammars.is_building
 
     def advance(self, has_news: Callable[[], bool]) -> bool:
         """Plan and launch a step if there is one, and settle a step if it must be; whether anything was done.
@@ -70,12 +90,16 @@ class Pipeline:
         Args:
             has_news: whether a message has arrived meanwhile; a message ends a multi-step decode.
         """
+        for ready in self._grammars.take_ready():
+            self._grammars.stage(ready, self._scheduler.waiting_grammar)
+            self._handle(ready)
         now_s = self._clock()
         self._recorder.planning(now_s)
         batch = self._scheduler.next_batch(now_s)
         self._recorder.planned(batch)
         if batch is not None:
-            self._in_flight.append(InFlight(batch, self._launch(batch, has_news)))
+            pending = self._launch(batch, has_news)
+            self._in_flight.append(InFlight(batch, pending))
         elif not self._in_flight:
             return False
         if batch is None or len(self._in_flight) > self._max_left_in_flight:
@@ -93,7 +117,12 @@ class Pipeline:
                 batch, next_token_ids, next(rounds), self._clock() - launched_s
             )
 
-        return self._runner.launch(batch.plan, may_continue)
+        def masks() -> TokenMasks | None:
+            while self._in_flight:
+                self._settle_oldest()  # the masks depend on its tokens
+            return self._scheduler.masks(batch)
+
+        return self._runner.launch(batch.plan, may_continue, masks if batch.has_grammar else no_masks)
 
     def idle(self) -> None:
         """Let the scheduler check its accounts. Call when `advance` had nothing to do.

@@ -9,6 +9,7 @@ from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .batch import ScheduleBatch
 from .estimator.base import OutputEstimator
+from .grammar.grammar_rules import advance
 from .memory.row_memory import RowMemory
 from .policy.base import SchedulePolicy
 from .preemption.out_of_memory import OutOfMemory
@@ -182,7 +183,7 @@ class ResultSettler:
             logprobs = None
             if req.sampling.logprobs is not None and result.logprobs:
                 logprobs = result.logprobs[positions[k]]
-            finish = self._stop_rules.finish(req, token_id)
+            finish = self._finish(req, token_id)
             id_bytes = token_ids[k].tobytes()
             if finish is None:
                 watched_rows.append(output_row(req, id_bytes, logprobs=logprobs))
@@ -237,10 +238,15 @@ class ResultSettler:
         """Count the tokens of a run, up to and including the one that ends the request; drop the rest."""
         for num_tokens, token_id in enumerate(run.tolist(), start=1):
             req.output_len += 1
-            finish = self._stop_rules.finish(req, token_id)
+            finish = self._finish(req, token_id)
             if finish is not None:
                 return run[:num_tokens], finish
         return run, None
+
+    def _finish(self, req: Req, token_id: int) -> Finish | None:
+        """The end of a request with its newest token, which `output_len` counts."""
+        finish = self._stop_rules.finish(req, token_id)
+        return finish if req.matcher is None else advance(req, token_id, finish)
 
 
 def _plain_rows(reqs: list[Req], id_bytes: bytes) -> list[TokenOutput]:

@@ -30,8 +30,10 @@ import logging
 from collections import Counter
 from typing import assert_never
 
+from ..grammar.backend import Matcher
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
+from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import (
     AbandonRequests,
     AbortRequest,
@@ -49,10 +51,13 @@ from ..runtime.messages import (
     SchedulerInput,
     SchedulerReport,
 )
-from ..runtime.step_plan import ForwardMode, StepResult
+from ..runtime.step_plan import ForwardMode, StepResult, TokenMasks
 from .arrays import BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
+from .grammar.grammar_rules import ends_by_grammar, resume
+from .grammar.mask_filler import MaskFiller
+from .grammar.matcher_source import MatcherSource, NoMatchers
 from .memory.ledger import LedgerError
 from .pass_state import PassState, record_of
 from .phases import Work
@@ -84,6 +89,7 @@ class Scheduler:
         decisions: DecisionLog | None = None,
         *,
         streams: bool = True,
+        matchers: MatcherSource | None = None,
     ) -> None:
         """Make a scheduler without requests.
 
@@ -95,6 +101,7 @@ class Scheduler:
             decisions: the log that keeps the decisions; None makes a new one.
             streams: whether clients read tokens as they are generated. If not, only a request's first row, its last
                 row and rows with more than a token are made.
+            matchers: where the matchers of grammars come from; None: no request has a grammar.
         """
         self._capacity = capacity
         self.decisions = decisions if decisions is not None else DecisionLog()
@@ -103,6 +110,8 @@ class Scheduler:
         )
         self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
+        self._matchers = matchers if matchers is not None else NoMatchers()
+        self._mask_filler = MaskFiller(capacity.vocab_size)
         self._last_step_id = 0
         self._last_pass: PassState | None = None  # in which there was something to decide
         self._abandoned_before_s = 0.0
@@ -159,8 +168,11 @@ class Scheduler:
             logger.error("dropped a request with the rid of a live request rid=%s", message.rid)
             return
         status = 400
+        matcher = None
         try:
             reason = reason_to_refuse(message, self._capacity)
+            if reason is None and message.grammar is not None and not message.needs_grammar:
+                matcher = self._matchers.take(message.rid)
         except Exception:  # the failure of one request must not end the others
             logger.error("checking a request failed rid=%s", message.rid, exc_info=True)
             reason, status = "the request could not be checked; the server's log has the cause", 500
@@ -186,6 +198,8 @@ class Scheduler:
                 req.num_delivered,
             )
         )
+        if matcher is not None:
+            self._guide(req, now_s, matcher)
 
     def _abandon(self, before_s: float, now_s: float) -> None:
         """End the requests of a tokenizer manager that has ended. Those that still arrive later are dropped."""
@@ -204,6 +218,19 @@ class Scheduler:
         else:
             self._requests.grammar_ready(message.rid, now_s)
             self.decisions.append(Settled(now_s, 0, grammars=[message.rid]))
+            if req.grammar is not None:
+                self._guide(req, now_s)
+
+    def _guide(self, req: Req, now_s: float, matcher: Matcher | None = None) -> None:
+        """Give a request its matcher, advanced over the tokens that its client has already."""
+        try:
+            req.matcher = matcher if matcher is not None else self._matchers.take(req.rid)
+            finish = resume(req)
+        except Exception:  # the failure of one request must not end the others
+            logger.error("the matcher of a request failed rid=%s", req.rid, exc_info=True)
+            finish = Finish(FinishKind.ERROR, message="its grammar failed; the server's log has the cause")
+        if finish is not None:
+            self._end([(req, finish)], now_s)
 
     def _answer(self, explanation: Explanation | None) -> None:
         if explanation is not None:
@@ -284,7 +311,8 @@ class Scheduler:
 
     def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> None:
         """Take the result of a step; see `ResultSettler.settle`. Call once per batch, in the order of planning."""
-        self._answers.rows(self._parts.settler.settle(batch, result, now_s))
+        rows = self._parts.settler.settle(batch, result, now_s)
+        self._answers.rows(rows)
         self.decisions.append(
             Settled(
                 now_s,
@@ -296,13 +324,26 @@ class Scheduler:
                 result.swap_s,
                 out_of_memory=result.out_of_memory,
                 num_next_tokens=result.num_next_tokens,
+                grammar_ends=ends_by_grammar(batch, rows) if batch.has_grammar else {},
             )
         )
+
+    def waiting_grammar(self, rid: str) -> GrammarUse | None:
+        """The grammars of a request that waits for them; None for any other rid."""
+        req = self._requests.grammar.get(rid)
+        return None if req is None else req.grammar
+
+    def masks(self, batch: ScheduleBatch) -> TokenMasks | None:
+        """The token masks of a step, or of the next round of a multi-step decode; valid until the next call.
+
+        All tokens before it must be settled.
+        """
+        return self._mask_filler.fill(batch, self.rows_still_here(batch))
 
     def may_continue(
         self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float
     ) -> bool:
-        """Whether a multi-step decode may run another inner step; see `MultiStepDecode.may_continue`. No effects."""
+        """Whether a multi-step decode may run another inner step; see `MultiStepDecode.may_continue`."""
         return self._parts.multi_step.may_continue(batch, next_token_ids, num_rounds, seconds)
 
     def rows_still_here(self, batch: ScheduleBatch) -> BoolArray:

@@ -105,6 +105,7 @@ def plan_step(
         end=tokens.ends,
         num_drafts=len(drafts.token_ids),
         sampled=sampled,
+        has_grammar=bool(memory.states.has_grammar[tokens.rows[sampled]].any()),
     )
 
 

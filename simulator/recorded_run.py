@@ -290,5 +290,5 @@ def _as_asked(message: GenerateRequest) -> GenerateRequest:
         prompt_logprobs=None,
     )
     return msgspec.structs.replace(
-        message, needs_grammar=False, sampling=sampling, queue_timeout_s=None, timeout_s=None
+        message, needs_grammar=False, grammar=None, sampling=sampling, queue_timeout_s=None, timeout_s=None
     )

@@ -16,6 +16,8 @@ import msgspec
 
 from ...runtime.step_plan import ForwardMode, StepResult
 from ..batch import ScheduleBatch
+from ..grammar.logged_matcher import LoggedMatchers
+from ..grammar.matcher_source import MatcherSource
 from ..records.decision_log import Arrived, DecisionRecord, PassRecord, Settled
 from ..scheduler import Scheduler
 from .log_file import Header, Idle, Input, LoggedRun, LogRecord, Planning
@@ -84,7 +86,8 @@ def replay(run: LoggedRun) -> Replay:
         LogFileError: the run was recorded with settings that this engine does not have.
         ConfigError: its settings are invalid.
     """
-    calls = _Calls(new_scheduler(run.header))
+    matchers = LoggedMatchers()
+    calls = _Calls(new_scheduler(run.header, matchers), matchers)
     tally = _Tally()
     difference: Difference | None = None
     for record in run.records:
@@ -107,13 +110,14 @@ def replay(run: LoggedRun) -> Replay:
     )
 
 
-def new_scheduler(header: Header, **changes: object) -> Scheduler:
+def new_scheduler(header: Header, matchers: MatcherSource | None = None, **changes: object) -> Scheduler:
     """A scheduler in the initial state of a run, with `changes` to the scheduler group of settings."""
     return Scheduler(
         header.scheduler_config(**changes),
         header.cache_config(),
         header.capacity,
         frozenset(header.eos_token_ids),
+        matchers=matchers,
     )
 
 
@@ -146,8 +150,9 @@ class _Calls:
         raised: the error of the last call; "" if it returned.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, matchers: LoggedMatchers) -> None:
         self._scheduler = scheduler
+        self._matchers = matchers
         self._num_seen = scheduler.decisions.num_records
         self._replayed: deque[DecisionRecord] = deque()  # decisions that are not yet compared
         self._in_flight: deque[ScheduleBatch] = deque()
@@ -180,7 +185,9 @@ class _Calls:
                     if batch is not None:
                         self._in_flight.append(batch)
                 case Settled():
+                    self._matchers.ends = record.grammar_ends
                     scheduler.settle(self._in_flight.popleft(), _result(record), record.now_s)
+                    self._matchers.ends = {}
                 case Idle():
                     scheduler.on_idle()
         except Exception as error:  # a bug that ended the run; the replay reproduces it

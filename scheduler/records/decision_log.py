@@ -90,6 +90,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         grammars: rids of requests that join the waiting queue because their grammar is compiled.
         out_of_memory: as in `StepResult`; the next `PassRecord` has the requests that were retracted for it.
         num_next_tokens: as in `StepResult`.
+        grammar_ends: requests with a grammar that was complete, or that could not continue: rid -> why, or "".
     """
 
     now_s: float
@@ -102,6 +103,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
     grammars: list[str] = msgspec.field(default_factory=list)
     out_of_memory: str = ""
     num_next_tokens: bytes = b""
+    grammar_ends: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class PassRecord(msgspec.Struct, tag="pass", array_like=True):

@@ -14,6 +14,7 @@ from ..arrays import TOKEN_ID_BYTES
 from ..prefix_cache.base import namespace_of
 
 if TYPE_CHECKING:
+    from ...grammar.backend import Matcher
     from ..arrays import IntArray
     from ..prefix_cache.base import Lease, PrefixMatch
 
@@ -39,7 +40,7 @@ class ReqStatus(enum.Enum):
 
 
 TRANSITIONS: Final[dict[ReqStatus, frozenset[ReqStatus]]] = {
-    ReqStatus.WAITING_GRAMMAR: frozenset({ReqStatus.WAITING, ReqStatus.FINISHED}),
+    ReqStatus.WAITING_GRAMMAR: frozenset({ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
     ReqStatus.WAITING: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
     ReqStatus.PREFILL: frozenset(
         {ReqStatus.DECODE, ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}
@@ -55,7 +56,8 @@ class Req:
     """One request.
 
     Attributes:
-        rid, sampling, arrival_s, priority, tenant, lora_id, group, keep_special_ids: as in `GenerateRequest`.
+        rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids: as in
+            `GenerateRequest`.
         extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
         received_s: when the scheduler received it.
         seq: arrival number at the scheduler; orders requests by arrival, also those with equal times.
@@ -76,6 +78,8 @@ class Req:
         answered: whether an output row was sent already.
         prompt_logprobs: log-probabilities of the prompt so far, one part per chunk.
         num_drafts, num_accepted_drafts: draft tokens that were verified for it, and those that were accepted.
+        matcher: the state of its answer in its grammar; None before the grammar is ready, and without one.
+        num_matched: tokens of the output that `matcher` has accepted; above `output_len` within a multi-step decode.
         failed_alone: the furthest position at which the device had no memory for it alone, and how often in a row.
     """
 
@@ -87,6 +91,7 @@ class Req:
         "extra_key",
         "failed_alone",
         "fill_ids",
+        "grammar",
         "group",
         "host_len",
         "host_pages",
@@ -95,10 +100,12 @@ class Req:
         "lora_id",
         "match",
         "match_generation",
+        "matcher",
         "max_new_tokens",
         "num_accepted_drafts",
         "num_delivered",
         "num_drafts",
+        "num_matched",
         "num_overtaken",
         "num_retractions",
         "output_len",
@@ -124,6 +131,7 @@ class Req:
         self.tenant = message.tenant
         self.lora_id = message.lora_id
         self.group = message.group
+        self.grammar = message.grammar
         self.keep_special_ids = message.keep_special_ids
         self.arrival_s = message.arrival_s or now_s
         self.seq = seq
@@ -149,6 +157,8 @@ class Req:
         self.num_accepted_drafts = 0
         self.answered = False
         self.prompt_logprobs: list[Logprobs] = []
+        self.matcher: Matcher | None = None
+        self.num_matched = 0
         self.failed_alone = (0, 0)
         if message.delivered is not None:
             self._go_on_behind(message.delivered, now_s)
@@ -191,7 +201,7 @@ class Req:
     @property
     def has_grammar(self) -> bool:
         """Whether a grammar restricts its tokens."""
-        return ReqStatus.WAITING_GRAMMAR in self.entered_s
+        return self.grammar is not None
 
     def usage(self) -> Usage:
         """Token counts and times of the request so far."""

@@ -152,7 +152,7 @@ class Requests:
         """Queue a request after its grammar was compiled, at its position by arrival. Other rids are ignored."""
         req = self.grammar.pop(rid, None)
         if req is not None:
-            req.enter(ReqStatus.WAITING, now_s)
+            req.enter(ReqStatus.RETRACTED if req.num_delivered else ReqStatus.WAITING, now_s)
             self.waiting.requeue(req)
 
     def start(self, req: Req, now_s: float) -> None:

@@ -24,11 +24,14 @@ class RowStates:
         prompt_len: [R].
         max_kv_len: [R] the most KV slots that the request can need; at `num_computed == max_kv_len` no step is left.
         ignore_eos: [R].
-        needs_host_check: [R] `settle` must read the `Req`: it has its own stop tokens or wants log-probabilities.
+        single_step: [R] no multi-step decode: it has its own stop tokens or wants log-probabilities.
+        has_grammar: [R].
+        needs_host_check: [R] `settle` must read the `Req`: one of the two.
     """
 
     __slots__ = (
         "fill_len",
+        "has_grammar",
         "ignore_eos",
         "known_len",
         "max_kv_len",
@@ -36,6 +39,7 @@ class RowStates:
         "num_computed",
         "num_settled",
         "prompt_len",
+        "single_step",
         "token_ids",
     )
 
@@ -49,6 +53,8 @@ class RowStates:
         self.prompt_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.max_kv_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.ignore_eos: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.single_step: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.has_grammar: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.needs_host_check: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
     def open(self, req: Req, prefix_len: int) -> None:
@@ -62,7 +68,9 @@ class RowStates:
         self.prompt_len[row] = req.prompt_len
         self.max_kv_len[row] = req.max_kv_len
         self.ignore_eos[row] = sampling.ignore_eos
-        self.needs_host_check[row] = bool(sampling.stop_token_ids) or sampling.logprobs is not None
+        single_step = bool(sampling.stop_token_ids) or sampling.logprobs is not None
+        self.single_step[row], self.has_grammar[row] = single_step, req.has_grammar
+        self.needs_host_check[row] = single_step or req.has_grammar
 
     def append(self, rows: IntArray, token_ids: IntArray) -> IntArray:
         """Append one sampled token to each row; returns the new lengths."""

@@ -11,13 +11,14 @@ and does the work between steps once:
 The client gets its tokens in groups, so a multi-step decode lasts at most `--decode-burst-ms`: with 40 a text still
 grows 25 times a second. Other requests do not wait for it: it ends after the round in which a message arrives (a prompt
 or an abort), and after the round in which an answer ends (`may_continue`). The tokens equal those of single steps,
-because each is sampled at its own position. SGLang's `--num-continuous-decode-steps` and the multi-step scheduling of
-vLLM V0 have the same purpose, but a fixed number of steps that does not end early.
+because each is sampled at its own position. Grammars advance between rounds, and each round has its own masks. SGLang's
+`--num-continuous-decode-steps` and the multi-step scheduling of vLLM V0 have the same purpose, but a fixed number of
+steps that does not end early.
 
 There is only one round in these cases:
 - The step contains prompts, or requests wait: they are considered after each step.
 - The step has drafts (`speculation.py`): they yield more tokens.
-- A request has stop tokens of its own, logprobs or a grammar: the host checks each of its tokens.
+- A request has stop tokens of its own or logprobs: the host checks each of its tokens.
 - The pages for more rounds are not available: all requests advance at the same rate, and a multi-step decode never
   causes a retraction.
 - The device ran out of memory, and the caps of `step_caps.py` are still in force.
@@ -36,6 +37,7 @@ import numpy as np
 
 from ..batch import ScheduleBatch
 from ..drafts import Drafts
+from ..grammar.grammar_rules import may_go_on
 from ..memory.row_memory import RowMemory
 from ..phases import Work
 from ..requests.outputs import StopRules
@@ -89,7 +91,7 @@ class MultiStepDecode:
             return 1
         if self._requests.num_waiting or self._requests.partial:
             return 1
-        if states.needs_host_check[rows].any() or any(req.has_grammar for req in work.decode_reqs):
+        if states.single_step[rows].any():
             return 1
         # The last token of an answer is never fed back, so it needs no slot.
         left = states.max_kv_len[rows] - states.num_computed[rows]
@@ -103,7 +105,7 @@ class MultiStepDecode:
     def may_continue(
         self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float
     ) -> bool:
-        """Whether there may be another round.
+        """Whether there may be another round. If so, the grammars have advanced over the tokens.
 
         Args:
             next_token_ids: [B] int32 of the last round: no answer may end with its token.
@@ -112,7 +114,9 @@ class MultiStepDecode:
         if seconds * (num_rounds + 1) > self._max_duration_s * num_rounds:
             return False
         token_ids = np.frombuffer(next_token_ids, dtype=np.int32)
-        return not self._stop_rules.at_eos(self._states, batch.rows, token_ids).any()
+        if self._stop_rules.at_eos(self._states, batch.rows, token_ids).any():
+            return False
+        return not batch.has_grammar or may_go_on(batch, token_ids.tolist())
 
     def _with_pages(self, work: Work, num_rounds: int) -> int:
         """Take pages for as many of the rounds as possible; returns the number of rounds."""

@@ -259,8 +259,8 @@ def test_a_token_that_ends_a_request_earlier_is_found_out(recorded):
 
 def test_other_code_is_found_out(recorded, monkeypatch):
     class Other(Scheduler):
-        def __init__(self, config: Any, *parts: Any) -> None:
-            super().__init__(type(config)(chunked_prefill_size=4), *parts)
+        def __init__(self, config: Any, *parts: Any, **more: Any) -> None:
+            super().__init__(type(config)(chunked_prefill_size=4), *parts, **more)
 
     monkeypatch.setattr(replay_module, "Scheduler", Other)
 

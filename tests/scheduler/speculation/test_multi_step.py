@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.runtime.messages import FinishKind, GrammarReady
+from engine.runtime.messages import FinishKind
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.journal.recorder import NoRecorder
 from engine.scheduler.pipeline import Pipeline
@@ -162,13 +162,6 @@ def test_not_for_requests_whose_tokens_are_looked_at_one_by_one(make_harness, wi
     together = sum(len(batch) == 2 for batch in steps)
     assert rounds_of(steps)[:together] == [1] * 10
     assert max(rounds_of(steps)) == 4
-
-
-def test_not_for_requests_with_a_grammar(make_harness):
-    harness = make_harness()
-    harness.submit("a", max_new_tokens=20, message={"needs_grammar": True})
-    harness.scheduler.handle(GrammarReady("a"), harness.now_s)
-    assert rounds_of(harness.run_until_idle()) == [1] * 20
 
 
 def test_drafts_go_first(make_harness):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.runtime.messages import FinishKind, GrammarReady
+from engine.runtime.messages import FinishKind
 from engine.runtime.step_plan import StepPlan
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.queries.why import explain
@@ -140,8 +140,6 @@ def test_no_drafts_where_they_could_change_an_answer(make_harness):
     harness.submit("presence", prompt=CIRCLE, max_new_tokens=60, presence_penalty=0.5)
     harness.submit("repetition", prompt=CIRCLE, max_new_tokens=60, repetition_penalty=1.5)
     harness.submit("logprobs", prompt=CIRCLE, max_new_tokens=60, logprobs=1)
-    harness.submit("grammar", prompt=CIRCLE, max_new_tokens=60, message={"needs_grammar": True})
-    harness.scheduler.handle(GrammarReady("grammar"), harness.now_s)
     drafted = set()
     for batch in harness.run_until_idle():
         counts = ints(batch.plan.num_drafts)

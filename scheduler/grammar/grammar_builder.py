@@ -1,0 +1,211 @@
+"""`GrammarBuilder`: compiles the grammars of arriving requests on a thread of the scheduler's process.
+
+The `Scheduler` starts no thread and waits for nothing. The caller of the scheduler (`Pipeline`) passes each message
+through the builder first:
+
+    GenerateRequest   its grammars are compiled already: it needs no grammar queue (`needs_grammar` False)
+                      otherwise: WAITING_GRAMMAR (`needs_grammar` True); compiled at once if they are proved
+    GrammarReady      from the tokenizer manager: they are proved; compile them now
+    (compiled)        `take_ready` returns `GrammarReady` for the scheduler, which then takes the matcher
+
+A grammar is proved before it arrives here: the tokenizer manager has compiled it in a process of its own, which can be
+killed (`grammar/proving.py`). So a compilation here ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from ...grammar.backend import CompiledGrammar, GrammarError, Matcher
+from ...runtime.grammar_use import GrammarUse
+from ...runtime.messages import GenerateRequest, GrammarReady, SchedulerInput
+
+logger = logging.getLogger(__name__)
+
+Compiled = tuple[CompiledGrammar, ...]
+UseOf = Callable[[str], GrammarUse | None]
+"""The grammars of a request in WAITING_GRAMMAR; None for any other rid."""
+
+
+class CompiledGrammars(Protocol):
+    """A cache of compiled grammars; `grammar.cache.GrammarCache` implements it. Both methods are thread-safe."""
+
+    def get(self, use: GrammarUse) -> Compiled | None:
+        """The compiled grammars of `use.specs`, if all of them are cached."""
+        ...
+
+    def compile(self, use: GrammarUse) -> Compiled:
+        """Compile those that are not cached.
+
+        Raises:
+            GrammarError: one cannot be compiled.
+        """
+        ...
+
+
+class GrammarQueue(Protocol):
+    """See the module."""
+
+    @property
+    def is_building(self) -> bool:
+        """Whether `take_ready` will have something without a further message."""
+        ...
+
+    def received(self, message: SchedulerInput, use_of: UseOf) -> SchedulerInput | None:
+        """The message as the scheduler must get it, in the next call; None if it must not get it."""
+        ...
+
+    def take_ready(self) -> list[GrammarReady]:
+        """The requests with grammars that were compiled since the last call. Call `stage` for each before `handle`."""
+        ...
+
+    def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
+        """Make the matcher of a request that the scheduler is about to take."""
+        ...
+
+    def clear(self) -> None:
+        """The scheduler has handled the message: drop a matcher that it has not taken."""
+        ...
+
+    def close(self) -> None:
+        """Let the thread end."""
+        ...
+
+
+class NoGrammars:
+    """A `GrammarQueue` for schedulers without grammars; a request with one is refused."""
+
+    __slots__ = ()
+
+    @property
+    def is_building(self) -> bool:
+        """See `GrammarQueue`."""
+        return False
+
+    def received(self, message: SchedulerInput, use_of: UseOf) -> SchedulerInput | None:
+        """See `GrammarQueue`."""
+        return message
+
+    def take_ready(self) -> list[GrammarReady]:
+        """See `GrammarQueue`."""
+        return []
+
+    def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
+        """See `GrammarQueue`."""
+
+    def clear(self) -> None:
+        """See `GrammarQueue`."""
+
+    def close(self) -> None:
+        """See `GrammarQueue`."""
+
+
+class GrammarBuilder:
+    """See the module. A `GrammarQueue` and a `MatcherSource`; the thread starts with the first grammar to compile."""
+
+    def __init__(
+        self, cache: CompiledGrammars, make_matcher: Callable[[GrammarUse, Compiled], Matcher]
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            cache: of compiled grammars.
+            make_matcher: the matcher of a request from its compiled grammars.
+        """
+        self._cache = cache
+        self._make_matcher = make_matcher
+        self._work: queue.SimpleQueue[tuple[str, GrammarUse] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[GrammarReady, Compiled]] = queue.SimpleQueue()
+        self._compiled: dict[str, Compiled] = {}  # taken from `_done`, not yet staged
+        self._thread: threading.Thread | None = None
+        self._num_building = 0
+        self._staged: tuple[str, Matcher] | None = None
+
+    @property
+    def is_building(self) -> bool:
+        """See `GrammarQueue`."""
+        return self._num_building > 0
+
+    def received(self, message: SchedulerInput, use_of: UseOf) -> SchedulerInput | None:
+        """See `GrammarQueue`."""
+        match message:
+            case GenerateRequest(grammar=GrammarUse() as use):
+                compiled = self._cache.get(use)
+                if compiled is not None:  # so it was proved before
+                    self._stage(message.rid, use, compiled)
+                    return message
+                if use.proved:
+                    self._build(message.rid, use)
+                return replace(message, needs_grammar=True)
+            case GrammarReady(error=""):
+                proved = use_of(message.rid)
+                if proved is not None:
+                    self._build(message.rid, proved)
+                return None
+            case _:
+                return message
+
+    def take_ready(self) -> list[GrammarReady]:
+        """See `GrammarQueue`."""
+        ready: list[GrammarReady] = []
+        while self._num_building and not self._done.empty():
+            message, compiled = self._done.get()
+            self._num_building -= 1
+            self._compiled[message.rid] = compiled
+            ready.append(message)
+        return ready
+
+    def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
+        """See `GrammarQueue`."""
+        compiled, use = self._compiled.pop(ready.rid), use_of(ready.rid)
+        if use is not None and not ready.error:
+            self._stage(ready.rid, use, compiled)
+
+    def clear(self) -> None:
+        """See `GrammarQueue`."""
+        self._staged = None
+
+    def take(self, rid: str) -> Matcher:
+        """See `MatcherSource`."""
+        if self._staged is None or self._staged[0] != rid:
+            raise LookupError(f"there is no matcher for {rid}")
+        return self._staged[1]
+
+    def close(self) -> None:
+        """See `GrammarQueue`."""
+        if self._thread is not None:
+            self._work.put(None)
+
+    def _stage(self, rid: str, use: GrammarUse, compiled: Compiled) -> None:
+        try:
+            self._staged = rid, self._make_matcher(use, compiled)
+        except Exception:  # `take` then fails, and with it this request only
+            logger.error("making a matcher failed rid=%s", rid, exc_info=True)
+
+    def _build(self, rid: str, use: GrammarUse) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread.start()
+        self._num_building += 1
+        self._work.put((rid, use))
+
+    def _run(self) -> None:
+        """The thread's main function."""
+        while (work := self._work.get()) is not None:
+            rid, use = work
+            compiled: Sequence[CompiledGrammar] = ()
+            error = ""
+            try:
+                compiled = self._cache.compile(use)
+            except GrammarError as refused:
+                error = refused.message
+            except Exception:  # one request's grammar must not end the thread
+                logger.error("compiling a grammar failed rid=%s", rid, exc_info=True)
+                error = "the grammar could not be compiled; the server's log has the cause"
+            self._done.put((GrammarReady(rid, error), tuple(compiled)))

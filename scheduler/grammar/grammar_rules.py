@@ -1,0 +1,83 @@
+"""How grammars advance with generated tokens, and when they end a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ...runtime.messages import Finish, FinishKind, TokenOutput
+from ..batch import ScheduleBatch
+from ..requests.req import Req
+
+MATCHED_GRAMMAR: Final = "grammar"
+"""`Finish.matched` of a request that ended because its grammar allows no more text."""
+
+
+def resume(req: Req) -> Finish | None:
+    """Advance a new matcher over the tokens that the client has from an earlier attempt.
+
+    Returns:
+        the end of the request, if the grammar has refused one of them or is complete.
+    """
+    assert req.matcher is not None
+    delivered = np.frombuffer(req.delivered_ids, dtype=np.int32).tolist()
+    if delivered:
+        req.matcher.accept(delivered)
+        req.num_matched = len(delivered)
+    return _end_of(req)
+
+
+def advance(req: Req, token_id: int, finish: Finish | None) -> Finish | None:
+    """Advance the matcher of a request over its newest token, which `output_len` counts; returns the request's end.
+
+    Args:
+        req: with a matcher. If a round of a multi-step decode has advanced it already, it stays as it is.
+        token_id: the token.
+        finish: the end by the stop rules. A stop token wins over the grammar, which wins over the length.
+    """
+    assert req.matcher is not None
+    if req.num_matched < req.output_len:
+        req.matcher.accept((token_id,))
+        req.num_matched += 1
+    if finish is not None and finish.kind is FinishKind.STOP:
+        return finish
+    return _end_of(req) or finish
+
+
+def may_go_on(batch: ScheduleBatch, token_ids: Sequence[int]) -> bool:
+    """Advance all matchers of a multi-step decode over the tokens ([B]) of a round; whether none of them has ended."""
+    goes_on = True
+    for req, token_id in zip(batch.reqs, token_ids, strict=True):
+        if req.matcher is not None:
+            req.matcher.accept((token_id,))
+            req.num_matched += 1
+            goes_on = goes_on and not req.matcher.ended and not req.matcher.error
+    return goes_on
+
+
+def ends_by_grammar(batch: ScheduleBatch, rows: Sequence[TokenOutput]) -> dict[str, str]:
+    """The requests of a settled batch that their grammars have ended: rid -> the matcher's error, "" if complete."""
+    matchers = {req.rid: req.matcher for req in batch.reqs if req.matcher is not None}
+    ends: dict[str, str] = {}
+    for row in rows:
+        matcher = matchers.get(row.rid)
+        if row.finish is not None and matcher is not None and (matcher.error or matcher.ended):
+            ends[row.rid] = matcher.error
+    return ends
+
+
+def _end_of(req: Req) -> Finish | None:
+    assert req.matcher is not None
+    if req.matcher.error:
+        return Finish(FinishKind.ERROR, message=_error_text(req), status=500)
+    return Finish(FinishKind.STOP, matched=MATCHED_GRAMMAR) if req.matcher.ended else None
+
+
+def _error_text(req: Req) -> str:
+    assert req.matcher is not None
+    return (
+        f"the grammar of this request cannot continue after {req.output_len} tokens: {req.matcher.error}; change the "
+        f"schema or grammar, or send the request again"
+    )
