@@ -27,9 +27,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..runtime.messages import SchedulerInput
-from ..runtime.step_plan import Pending, Runner, TokenMasks, no_masks
+from ..runtime.step_plan import Pending, Runner, no_masks
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarQueue, NoGrammars
+from .grammar.step_masks import StepMasks
 from .journal.recorder import Recorder
 from .scheduler import Scheduler
 
@@ -117,12 +118,8 @@ class Pipeline:
                 batch, next_token_ids, next(rounds), self._clock() - launched_s
             )
 
-        def masks() -> TokenMasks | None:
-            while self._in_flight:
-                self._settle_oldest()  # the masks depend on its tokens
-            return self._scheduler.masks(batch)
-
-        return self._runner.launch(batch.plan, may_continue, masks if batch.has_grammar else no_masks)
+        masks = StepMasks(self._scheduler.masks, batch, self._settle_all) if batch.has_grammar else no_masks
+        return self._runner.launch(batch.plan, may_continue, masks)
 
     def idle(self) -> None:
         """Let the scheduler check its accounts. Call when `advance` had nothing to do.
@@ -133,6 +130,10 @@ class Pipeline:
         assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         self._recorder.idle(self._clock())
         self._scheduler.on_idle()
+
+    def _settle_all(self) -> None:
+        while self._in_flight:
+            self._settle_oldest()
 
     def _settle_oldest(self) -> None:
         batch, pending = self._in_flight.popleft()

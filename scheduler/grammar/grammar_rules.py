@@ -43,6 +43,10 @@ def advance(req: Req, token_id: int, finish: Finish | None) -> Finish | None:
         req.num_matched += 1
     if finish is not None and finish.kind is FinishKind.STOP:
         return finish
+    if req.output_len < req.num_matched:
+        return (
+            finish  # the matcher is ahead by rounds of a multi-step decode, and only the last one can end it
+        )
     return _end_of(req) or finish
 
 
