@@ -46,6 +46,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("total throughput", f"{summary.total_tok_s:,.1f} tok/s"),
         ("concurrency mean / peak", f"{summary.mean_concurrency:.1f} / {summary.peak_concurrency}"),
     ]
+    if summary.valid_share is not None:
+        rows.append(("answers that match the schema", f"{summary.valid_share:.1%}"))
     if summary.steady is not None:
         steady = summary.steady
         rows.append(
