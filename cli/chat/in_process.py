@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError
 from ..startup import StartupDisplay
+from .answer_form import AnswerForm
 from .backend import AnswerChunk, AnswerUsage
 from .session import Message
 from .settings import ChatSettings
@@ -22,15 +23,21 @@ BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
 class InProcessBackend:
     """A backend over `LLM`."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, form: AnswerForm) -> None:
         self._llm = llm
+        self._form = form
         self.model = llm.model_name
         self.where = "in this process"
         self.max_context: int | None = llm.max_model_len
 
     @classmethod
-    def start(cls, merged: MergedConfig, display: StartupDisplay) -> InProcessBackend:
-        """Load the model.
+    def start(
+        cls,
+        merged: MergedConfig,
+        display: StartupDisplay,
+        form: AnswerForm = AnswerForm(),  # noqa: B008  (immutable)
+    ) -> InProcessBackend:
+        """Load the model; `form`: of the answers.
 
         Raises:
             ConfigError: the model cannot run on this machine.
@@ -38,7 +45,8 @@ class InProcessBackend:
         display.step("import the engine")
         from ...offline.llm import LLM
 
-        return cls(LLM.from_config(merged, on_step=display.step, on_download=display.download))
+        llm = LLM.from_config(merged, on_step=display.step, on_download=display.download)
+        return cls(llm, form)
 
     def answer(
         self, messages: Sequence[Message], settings: ChatSettings
