@@ -5,9 +5,9 @@
 
 For each number of concurrent requests and each round, free requests and guided requests follow each other, with equal
 prompts and exactly `--output-len` tokens each: the schema is an array that cannot be complete earlier. The table has
-the medians of output tokens per second, and the ratio guided to free of the same round (median, and range). A second table
-has the share of answers that match a schema which ends by itself, checked with jsonschema-rs, and their speed. The peer
-is any server with OpenAI's chat API and `response_format` (llama.cpp's `llama-server`).
+the medians of output tokens per second, and the ratio guided to free of the same round (median, and range). A second
+table has the share of answers that match a schema which ends by itself, checked with jsonschema-rs, and their speed.
+The peer is any server with the chat API of OpenAI and `response_format` (`llama-server` of llama.cpp).
 """
 
 from __future__ import annotations
