@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ...grammar.backend import MaskRow, Matcher
+from ...grammar.backend import MaskRow, Matcher, MatcherErrorCode
 
 
 class LoggedMatchers:
@@ -45,6 +45,11 @@ class LoggedMatcher:
     def error(self) -> str:
         """See `Matcher`."""
         return self._source.ends.get(self._rid, "")
+
+    @property
+    def error_code(self) -> MatcherErrorCode | None:
+        """See `Matcher`. A replay has the text only."""
+        return None
 
     @property
     def wants_mask(self) -> bool:
