@@ -59,6 +59,9 @@ class TemplateRenderer:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """As `ChatTemplate.render`; a canceled task ends its rendering as well.
 
@@ -66,13 +69,19 @@ class TemplateRenderer:
             RequestError: the template refuses these messages, fails, or goes beyond a limit.
             QueueFullError: too many renderings wait.
         """
-        cost = _cost_of(messages, variables)
+        cost = _cost_of(messages, {**variables, "tools": tools, "documents": documents})
         lane = self._small if cost <= _MAX_SMALL_COST else self._large
         budget = RenderBudget()
 
         def render() -> str:
             return self.template.render(
-                messages, add_generation_prompt=add_generation_prompt, variables=variables, budget=budget
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+                tools=tools,
+                documents=documents,
+                continue_final_message=continue_final_message,
+                budget=budget,
             )
 
         with lane.place(cost):
