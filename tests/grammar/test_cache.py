@@ -89,8 +89,8 @@ def test_a_grammar_that_is_larger_than_the_cache_is_compiled(make_cache):
     assert cache.get(use("b")) is not None
 
 
-def test_the_backend_is_made_by_the_first_compilation(backend):
-    made = []
+def test_the_backend_is_made_by_the_first_compilation(backend: FakeBackend) -> None:
+    made: list[int] = []
 
     def factory() -> FakeBackend:
         made.append(1)
