@@ -172,7 +172,8 @@ def _with_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages, of which the last one's content ends with a mark."""
     if not messages or not isinstance(messages[-1].get("content"), str):
         raise RequestError(
-            "continue_final_message needs a last message with a text as its content", param="continue_final_message"
+            "continue_final_message needs a last message with a text as its content",
+            param="continue_final_message",
         )
     return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END_MARK}]
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import jinja2
 
@@ -29,6 +28,7 @@ from .tool_messages import tool_for_template
 
 logger = logging.getLogger(__name__)
 
+_Family = TypeVar("_Family")
 _Calls = list[tuple[str, Any]]
 
 _TEXT: Final = "zq content zq"
@@ -49,7 +49,9 @@ _CALLS: Final = (
 )
 
 
-def detect_formats(template: ChatTemplate | None, tokenizer: Tokenizer, config: AnswerConfig) -> AnswerFormats:
+def detect_formats(
+    template: ChatTemplate | None, tokenizer: Tokenizer, config: AnswerConfig
+) -> AnswerFormats:
     """Find the formats, or take those of the configuration.
 
     Raises:
@@ -72,11 +74,13 @@ def detect_formats(template: ChatTemplate | None, tokenizer: Tokenizer, config: 
     return formats
 
 
-def _named[Family](name: str, families: Mapping[str, Family], flag: str) -> Family | None:
+def _named(name: str, families: Mapping[str, _Family], flag: str) -> _Family | None:
     if name in ("auto", "none"):
         return None
     if name not in families:
-        raise ConfigError(f"{flag} is {name!r}, but it must be auto, none, or one of {', '.join(sorted(families))}")
+        raise ConfigError(
+            f"{flag} is {name!r}, but it must be auto, none, or one of {', '.join(sorted(families))}"
+        )
     return families[name]
 
 
@@ -129,10 +133,10 @@ def _find_reasoning(template: ChatTemplate, prober: _Prober) -> ReasoningFamily 
         prober.render([_USER, {"role": "assistant", "content": _TEXT, "reasoning_content": "zq thought zq"}]),
     ]
     for family in REASONING_FAMILIES.values():
-        if family.end in template.source and (family is not HARMONY_REASONING or "analysis" in template.source):
-            if family is not HARMONY_REASONING or "<|channel|>" in template.source:
-                return family
-        if any(family.begin in text for text in rendered):
+        in_source = family.end in template.source
+        if family is HARMONY_REASONING:  # <|end|> is a marker of other models too
+            in_source = in_source and "<|channel|>" in template.source
+        if in_source or any(family.begin in text for text in rendered):
             return family
     return None
 
@@ -166,7 +170,8 @@ class _Prober:
     def candidates(self) -> Iterator[ToolFamily]:
         """Families that have their first marker in what the template renders of calls."""
         shown = "".join(
-            self.render([_USER, _call_message(_CALLS[:1], "", as_objects)], tools=[_TOOL]) for as_objects in (True, False)
+            self.render([_USER, _call_message(_CALLS[:1], "", as_objects)], tools=[_TOOL])
+            for as_objects in (True, False)
         )
         for family in FAMILIES.values():
             if family is GENERIC:
@@ -181,6 +186,7 @@ class _Prober:
             if self._finds(family, reasoning, _CALLS[:1], "", as_objects) and (
                 self._finds(family, reasoning, _CALLS[1:], _TEXT, as_objects)
                 or family.at_start
+                or family is HARMONY  # shows the text as reasoning
                 or not self._shows_text(as_objects)
             ):
                 return "object" if as_objects else "text"
@@ -205,8 +211,10 @@ class _Prober:
         """Whether the parser finds exactly these calls, and this text in front of them, in what is rendered."""
         rendered = self.render([_USER, _call_message(calls, text, as_objects)], tools=[_TOOL])
         head = self.render([_USER], tools=[_TOOL], add_generation_prompt=True)
-        plain = self.render([_USER, {"role": "assistant", "content": _TEXT}], tools=[_TOOL]).partition(_TEXT)[0]
-        for start in {len(os.path.commonprefix([rendered, each])) for each in (head, plain) if each}:
+        plain = self.render([_USER, {"role": "assistant", "content": _TEXT}], tools=[_TOOL]).partition(_TEXT)[
+            0
+        ]
+        for start in {_num_common(rendered, each) for each in (head, plain) if each}:
             answer = rendered[start:]
             opened = reasoning is not None and reasoning.end in answer and reasoning.begin not in answer
             parser = OutputParser(family, [_TOOL], reasoning=reasoning, opened=opened)
@@ -218,7 +226,8 @@ class _Prober:
 
 def _summary(deltas: Sequence[Delta]) -> tuple[str, _Calls]:
     """The content in front of the first call, and the calls that are complete."""
-    content, calls = "", []
+    content = ""
+    calls: _Calls = []
     name = arguments = ""
     for delta in deltas:
         match delta:
@@ -236,6 +245,12 @@ def _summary(deltas: Sequence[Delta]) -> tuple[str, _Calls]:
             case _:
                 pass
     return content, calls
+
+
+def _num_common(first: str, second: str) -> int:
+    """The length of the common beginning of two texts."""
+    size = min(len(first), len(second))
+    return next((index for index in range(size) if first[index] != second[index]), size)
 
 
 def _call_message(calls: Sequence[tuple[str, Any]], content: str, as_objects: bool) -> dict[str, Any]:

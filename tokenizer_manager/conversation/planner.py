@@ -125,15 +125,16 @@ class Planner:
         elif not formats.template_tools and _has_calls(conversation.messages):
             messages = generic_messages(conversation.messages, (), conversation.tool_choice)
         else:
-            messages = messages_for_template(
-                conversation.messages, object_arguments=formats.object_arguments
-            )
+            messages = messages_for_template(conversation.messages, object_arguments=formats.object_arguments)
         return RenderInput(
             messages=messages,
-            tools=[tool_for_template(tool) for tool in offered] if offered and formats.template_tools else None,
+            tools=[tool_for_template(tool) for tool in offered]
+            if offered and formats.template_tools
+            else None,
             documents=list(conversation.documents) or None,
             variables={**self._reasoning_variables(conversation)[0], **conversation.variables},
-            add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
+            add_generation_prompt=conversation.add_generation_prompt
+            and not conversation.continue_final_message,
             continue_final_message=conversation.continue_final_message,
         )
 
@@ -185,7 +186,9 @@ class Planner:
             elif "reasoning_effort" in formats.variables:
                 variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
             elif formats.reasoning is None:
-                warnings.append(f"reasoning_effort {effort!r} has no effect: this model's template has no reasoning")
+                warnings.append(
+                    f"reasoning_effort {effort!r} has no effect: this model's template has no reasoning"
+                )
             else:
                 warnings.append(
                     f"reasoning_effort {effort!r} only turns the reasoning on: this model's template has no efforts"
@@ -324,7 +327,14 @@ class Planner:
         return tuple(token_id for token_id in ids if token_id is not None)
 
 
-_HARMONY_TOKENS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
+_HARMONY_TOKENS: Final = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|call|>",
+    "<|return|>",
+)
 
 
 def callable_tools(conversation: Conversation) -> tuple[Tool, ...]:
@@ -351,7 +361,7 @@ def _state_of(family: ReasoningFamily, conversation: Conversation, prompt: str) 
     end = prompt.rstrip()
     if end.endswith(family.begin):
         return True, False
-    if end.endswith(family.end.strip()) or end.endswith(family.empty_end.strip()):
+    if end.endswith((family.end.strip(), family.empty_end.strip())):
         return False, True
     if conversation.continue_final_message and conversation.messages:
         content = conversation.messages[-1].get("content") or ""

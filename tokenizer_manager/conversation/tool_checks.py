@@ -43,7 +43,8 @@ def checked_tools(
         place = f"{at}[{index}]"
         if not _NAME.fullmatch(tool.name):
             raise _refused(
-                f"the name of a tool is {tool.name[:160]!r}, but it must match [A-Za-z0-9_.:-]{{1,128}}", f"{place}.name"
+                f"the name of a tool is {tool.name[:160]!r}, but it must match [A-Za-z0-9_.:-]{{1,128}}",
+                f"{place}.name",
             )
         if tool.name in seen:
             raise _refused(
@@ -72,7 +73,7 @@ def _checked_parameters(tool: Tool, place: str) -> int:
     kind = schema.get("type", "object")
     if kind != "object":
         raise RequestError(
-            f"{place}: type is {json.dumps(kind)[:80]}, but arguments are an object; use \"type\": \"object\"",
+            f'{place}: type is {json.dumps(kind)[:80]}, but arguments are an object; use "type": "object"',
             param=place,
             code="invalid_schema",
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...grammar.lowering.lark import LarkBuilder, embedded, json_rule, one_of, quoted
-from ...runtime.grammar_use import GrammarSpec, Triggered, Whitespace
+from ...runtime.grammar_use import GrammarKind, GrammarSpec, Triggered, Whitespace
 from .conversation import Tool
 from .parsing.families import Form, Pieces, ToolFamily
 from .tool_messages import NO_PARAMETERS, parameters_of
@@ -50,7 +50,9 @@ class ToolGrammars:
         self._marker_id = marker_id
         specials = [piece.strip() for piece in family.markers if marker_id(piece.strip()) is not None]
         self._specials = (
-            re.compile("|".join(map(re.escape, sorted(set(specials), key=len, reverse=True)))) if specials else None
+            re.compile("|".join(map(re.escape, sorted(set(specials), key=len, reverse=True))))
+            if specials
+            else None
         )
 
     def triggered(self) -> tuple[Triggered, ...]:
@@ -65,7 +67,9 @@ class ToolGrammars:
         if family.at_start:
             return tuple(each for tool in self._tools for each in self._triggered_by_name(tool))
         trigger, *rest = family.begin
-        return (Triggered(trigger.strip().encode(), self._calls(tuple(rest), single=not family.section_begin)),)
+        return (
+            Triggered(trigger.strip().encode(), self._calls(tuple(rest), single=not family.section_begin)),
+        )
 
     def required(self, *, leading_space: bool, answer: GrammarSpec | None = None) -> GrammarSpec:
         """The whole answer is calls.
@@ -116,7 +120,11 @@ class ToolGrammars:
                 return _joined((quoted(name), index, begin, self._arguments(builder, tool)))
             case Form.TAGGED:
                 return _joined(
-                    (quoted(tool.name), self._literal(family.arguments_begin), self._parameters(builder, tool))
+                    (
+                        quoted(tool.name),
+                        self._literal(family.arguments_begin),
+                        self._parameters(builder, tool),
+                    )
                 )
             case _:
                 return self._python_call(builder, tool)
@@ -152,16 +160,28 @@ class ToolGrammars:
             if tool.parameters is None:
                 return ""
             key = f"/{_KEY}/" if not properties else one_of(map(quoted, properties))
-            flag = one_of((quoted(' string="true">'), quoted(' string="false">'))) if family.string_flag else ""
+            flag = (
+                one_of((quoted(' string="true">'), quoted(' string="false">'))) if family.string_flag else ""
+            )
             value = self._text_until(builder, end)
             parameter = _joined(
-                (self._literal(family.parameter_begin), key, self._literal(family.parameter_middle), flag, value)
+                (
+                    self._literal(family.parameter_begin),
+                    key,
+                    self._literal(family.parameter_middle),
+                    flag,
+                    value,
+                )
             )
             return f"({builder.add_rule('parameter', parameter)})*"
         required = schema.get("required") or ()
         parts = []
         for key, property_schema in properties.items():
-            begin = (self._literal(family.parameter_begin), quoted(key), self._literal(family.parameter_middle))
+            begin = (
+                self._literal(family.parameter_begin),
+                quoted(key),
+                self._literal(family.parameter_middle),
+            )
             rule = builder.add_rule(
                 "parameter", _joined((*begin, self._typed_value(builder, property_schema, schema)))
             )
@@ -172,7 +192,7 @@ class ToolGrammars:
         family = self._family
         end = "".join(family.parameter_end)
         is_string = isinstance(schema, dict) and schema.get("type") == "string"
-        flag = quoted(f' string="{"true" if is_string else "false"}">') if family.string_flag else ""
+        flag = quoted(f' string="{str(is_string).lower()}">') if family.string_flag else ""
         values = schema.get("enum") if isinstance(schema, dict) else None
         if is_string and isinstance(values, list) and all(isinstance(value, str) for value in values):
             return _joined((flag, one_of(map(quoted, values)), self._literal((end,))))
@@ -188,7 +208,7 @@ class ToolGrammars:
         """Any text up to `end`, of which only the whitespace is optional."""
         marker = end.strip()
         after = end.partition(marker)[2]
-        rule = builder.add_rule("text", f"TEXT_{marker}")
+        rule = builder.add_rule("text", f"%lark {{\nstart[suffix={quoted(marker)}]: /(.|\\n)*/\n}}")
         return _joined((rule, quoted(after) if after else ""))
 
     # ------------------------------------------------------------ pythonic
@@ -236,7 +256,12 @@ class ToolGrammars:
 
 
 def generic_grammar(
-    tools: Sequence[Tool], *, must_call: bool, parallel: bool, whitespace: Whitespace, answer: GrammarSpec | None
+    tools: Sequence[Tool],
+    *,
+    must_call: bool,
+    parallel: bool,
+    whitespace: Whitespace,
+    answer: GrammarSpec | None,
 ) -> GrammarSpec:
     """The whole answer of the generic format.
 
@@ -248,25 +273,21 @@ def generic_grammar(
         answer: of the response; None: a text.
     """
     builder = LarkBuilder()
-    calls = [
-        f"{quoted(f'{{"name": "{tool.name}", "arguments": ')} "
-        f"{builder.add_rule('arguments', json_rule(arguments_schema(tool), whitespace))} {quoted('}')}"
-        for tool in tools
-    ]
+    calls = []
+    for tool in tools:
+        arguments = builder.add_rule("arguments", json_rule(arguments_schema(tool), whitespace))
+        calls.append(_joined((quoted(f'{{"name": "{tool.name}", "arguments": '), arguments, quoted("}"))))
     alternatives = []
     if calls:
         call = builder.add_rule("call", one_of(calls))
         more = f'(", " {call})*' if parallel else ""
         alternatives.append(_joined((quoted('{"tool_calls": ['), call, more, quoted("]}"))))
     if not must_call:
-        if answer is None:
-            value = builder.add_rule("response", json_rule({"type": "string"}, whitespace))
-            alternatives.append(f"{quoted('{"response": ')} {value} {quoted('}')}")
-        elif answer.kind == "json_schema":
-            value = builder.add_rule("response", embedded(answer))
-            alternatives.append(f"{quoted('{"response": ')} {value} {quoted('}')}")
-        else:
-            alternatives.append(builder.add_rule("response", embedded(answer)))
+        body = json_rule({"type": "string"}, whitespace) if answer is None else embedded(answer)
+        response = builder.add_rule("response", body)
+        if answer is None or answer.kind is GrammarKind.JSON_SCHEMA:
+            response = _joined((quoted('{"response": '), response, quoted("}")))
+        alternatives.append(response)
     builder.start(one_of(alternatives))
     return builder.spec()
 

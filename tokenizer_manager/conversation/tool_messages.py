@@ -32,7 +32,9 @@ def tool_for_template(tool: Tool) -> dict[str, Any]:
     }
 
 
-def messages_for_template(messages: Sequence[Mapping[str, Any]], *, object_arguments: bool) -> list[dict[str, Any]]:
+def messages_for_template(
+    messages: Sequence[Mapping[str, Any]], *, object_arguments: bool
+) -> list[dict[str, Any]]:
     """Messages with the arguments of earlier calls as the template wants them; what is no JSON object stays text."""
     return [
         {**message, "tool_calls": [_call_for_template(call, object_arguments) for call in calls]}

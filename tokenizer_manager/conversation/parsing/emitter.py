@@ -133,9 +133,7 @@ class Emitter:
         self._space = ""
         self._custom = _CustomText() if tool.custom else None
         self._has_arguments = False
-        self._deltas.append(
-            CallBegin(self.num_calls, self._make_id(name, self.num_calls), name, tool.custom)
-        )
+        self._deltas.append(CallBegin(self.num_calls, self._make_id(name, self.num_calls), name, tool.custom))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:

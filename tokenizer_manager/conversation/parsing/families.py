@@ -256,6 +256,7 @@ _NEMOTRON: Final = ToolFamily(
 FAMILIES: Final[dict[str, ToolFamily]] = {
     family.name: family
     for family in (
+        HARMONY,
         HERMES,
         _QWEN3_CODER,
         _GLM,
@@ -271,8 +272,7 @@ FAMILIES: Final[dict[str, ToolFamily]] = {
         _GRANITE,
         _PHI4_MINI,
         _NEMOTRON,
-        HARMONY,
         GENERIC,
     )
 }
-"""By the name that `--tool-call-parser` takes."""
+"""By the name that `--tool-call-parser` takes; detection tries them in this order."""

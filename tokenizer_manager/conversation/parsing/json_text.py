@@ -131,7 +131,7 @@ def _escape_at(text: str, pos: int, final: bool) -> tuple[str, int]:
     if not final and len(following) < 6 and "\\u".startswith(following[:2]):
         return "", 0
     if following.startswith("\\u") and _HEX.fullmatch(following, 2, 6):
-        low = int(following[2:], 16)
+        low = int(following[2:6], 16)
         if 0xDC00 <= low < 0xE000:
             return chr(0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)), 12
     return _REPLACEMENT, 6
