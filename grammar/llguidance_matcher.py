@@ -83,6 +83,9 @@ class LLGuidanceMatcher:
                     self._fail(f"EOS token {token_id} is refused before the end of the text")
                     return count
                 self.ended = True
+            elif not 0 <= token_id < self._num_tokens:
+                self._fail(f"token {token_id} is not a token of the tokenizer")
+                return count
             elif not self._matcher.consume_token(token_id):
                 self._fail(self._matcher.get_error() or f"token {token_id} is refused")
                 return count

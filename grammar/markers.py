@@ -71,6 +71,8 @@ class MarkerTable:
             if token and ((token[0] in first_bytes and token.startswith(suffixes)) or marker in token)
         ]
         self._eos_token_ids = frozenset(vocabulary.eos_token_ids)
+        text_ids = (i for i, token in enumerate(vocabulary.tokens) if token and i not in self._eos_token_ids)
+        self._all_but_eos = mask_of(text_ids, vocabulary.size)
 
     def open_row(self, state: int) -> MaskRow:
         """[W]: all tokens, except EOS and those that have text after the marker.
@@ -84,17 +86,18 @@ class MarkerTable:
             crossing = [
                 i for i in self._completing if -1 < self.search.advance(state, tokens[i])[1] < len(tokens[i])
             ]
-            text_ids = (i for i, token in enumerate(tokens) if token)
-            row = mask_of(text_ids, self._vocabulary.size)
-            for token_id in (*crossing, *self._eos_token_ids):
+            row = self._all_but_eos.copy()
+            for token_id in crossing:
                 clear(row, token_id)
             row.setflags(write=False)
             self._rows[state] = row
         return row
 
     def next_tokens(self, state: int) -> tuple[int, ...]:
-        """The tokens that spell the marker from its byte `state` on; a special token where it is one."""
-        return marker_tokens(self._vocabulary, self.search.marker[state:])
+        """The tokens that spell the marker from its byte `state` on, special tokens included; () if none do."""
+        rest = self.search.marker[state:]
+        token_ids = marker_tokens(self._vocabulary, rest)
+        return token_ids if b"".join(self._vocabulary.tokens[i] for i in token_ids) == rest else ()
 
     @functools.cached_property
     def continuations(self) -> tuple[tuple[int, ...], ...]:

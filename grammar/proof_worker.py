@@ -33,15 +33,8 @@ from .proof_messages import (
 START_TIMEOUT_S: Final = 60.0
 _MODULE: Final = __package__ or "engine.grammar"
 _DECODER: Final[msgspec.msgpack.Decoder[FromProver]] = msgspec.msgpack.Decoder(FromProver)
-_ONE_THREAD: Final = {
-    # Pools of threads would map address space, which is limited, and take cores from the engine.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_ARENA_MAX": "2",
-}
+# Pools of threads would map address space, which is limited, and take cores from the engine.
+_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class WorkerLostError(Exception):

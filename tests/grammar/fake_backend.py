@@ -41,13 +41,13 @@ class ListVocabulary:
         self.size = len(tokens) if size is None else size
 
     def encode(self, data: bytes) -> list[int]:
-        """The longest token at each position."""
+        """The longest token at each position; a byte that no token begins with is left out."""
         texts = {token: i for i, token in enumerate(self.tokens) if token and i not in self.special_token_ids}
         token_ids = []
         while data:
-            token = max((text for text in texts if data.startswith(text)), key=len)
-            token_ids.append(texts[token])
-            data = data[len(token) :]
+            token = max((text for text in texts if data.startswith(text)), key=len, default=b"")
+            token_ids += [texts[token]] if token else []
+            data = data[max(1, len(token)) :]
         return token_ids
 
     def text(self, token_ids: Iterable[int]) -> bytes:

@@ -170,6 +170,27 @@ def test_a_special_token_is_a_marker():
     assert phase(matcher) is Phase.GRAMMAR
 
 
+def test_a_budget_is_not_enforced_if_no_tokens_spell_the_marker():
+    matcher = make(GrammarUse(reasoning=ReasoningBlock(b"<t>", b"</\x00>", opened=True, budget=1)))
+
+    assert feed_text(matcher, b"zzz") == 3
+    assert not wants_mask(matcher)
+
+
+def test_whitespace_before_the_opening_marker_is_text_of_neither():
+    matcher = make(GrammarUse(triggered=(CALL,), reasoning=MAYBE))
+
+    assert feed(matcher, b" ", b"\n", b"<think>") == 3
+    assert phase(matcher) is Phase.BLOCK
+
+
+def test_text_that_does_not_become_the_marker_may_be_a_trigger():
+    matcher = make(GrammarUse(triggered=(CALL,), reasoning=MAYBE))
+
+    assert feed(matcher, b"<", b"call>a", b"(") == 3
+    assert phase(matcher) is Phase.TRIGGERED
+
+
 def test_an_answer_may_begin_with_a_block_or_with_the_grammar():
     use = GrammarUse(spec=YES_NO, reasoning=MAYBE)
 

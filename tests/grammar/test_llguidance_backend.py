@@ -14,7 +14,7 @@ from engine.grammar.vocabulary import TokenizerVocabulary
 from engine.runtime.errors import ConfigError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 
-from .conftest import compact
+from .conftest import compact, sentencepiece_tokenizer
 from .fake_backend import ListVocabulary
 
 PERSON = {
@@ -211,6 +211,39 @@ def test_a_refused_token_is_an_error_and_the_masks_allow_all(backend, vocabulary
     assert "after 0 tokens" in matcher.error
     assert "<" not in matcher.error
     assert len(mask_ids(matcher, vocabulary)) == vocabulary.size
+
+
+@pytest.mark.parametrize("token_id", [299, 1_000_000, 1 << 40, -1])
+def test_an_id_without_a_token_is_refused(backend, token_id):
+    matcher = backend.compile(regex(".*")).matcher()
+
+    assert matcher.validate([token_id]) == 0
+    assert matcher.accept([token_id]) == 0
+    assert matcher.error_code is MatcherErrorCode.BUG
+
+
+def test_the_split_into_tokens_does_not_matter(backend, vocabulary):
+    spec = schema(PERSON, Whitespace.PRETTY)
+    text = json.dumps(ANSWER, ensure_ascii=False).encode()
+    for end in range(len(text) + 1):
+        merged, single = backend.compile(spec).matcher(), backend.compile(spec).matcher()
+        ids = vocabulary.encode(text[:end])
+
+        assert merged.accept(ids) == len(ids)
+        assert feed(backend, single, text[:end])
+
+        assert merged.ended == single.ended == (end == len(text))
+        assert mask_ids(merged, vocabulary) == mask_ids(single, vocabulary)
+
+
+def test_a_tokenizer_that_puts_a_space_before_a_text():
+    vocabulary = TokenizerVocabulary(sentencepiece_tokenizer(), 300, (1,))
+    backend = LLGuidanceBackend(vocabulary)
+    matcher = backend.compile(schema({"enum": ["ab ab"]})).matcher()
+
+    assert [vocabulary.tokens[i] for i in matcher.forced()][:2] == [b'"', b"ab"]
+    assert matcher.accept(vocabulary.encode(b'"ab ab"')) == 4
+    assert matcher.ended
 
 
 def test_validate_and_copy_have_no_effects(backend, vocabulary):
