@@ -154,6 +154,11 @@ class Planner:
         warnings += self._reasoning_variables(conversation)[1]
         if not self.formats.template_tools or self.formats.object_arguments:
             warnings += history_warnings(conversation.messages)
+        warnings += [
+            f"tools[{index}].format: the grammar of a custom tool is enforced only if it is a regular expression"
+            for index, tool in enumerate(_offered(conversation))
+            if tool.custom_grammar is not None and tool.custom_grammar.kind is not GrammarKind.REGEX
+        ]
         tools = callable_tools(conversation)
         family = self.formats.tools if _offered(conversation) else None
         prompt, block = self._block(conversation, prompt)
@@ -207,9 +212,16 @@ class Planner:
             return prompt, None
         opened, closed = _state_of(family, conversation, prompt)
         is_off = options.budget == 0 or options.enabled is False or options.effort == _NO_EFFORT
-        if is_off and not closed and conversation.add_generation_prompt:
-            empty = family.empty_end if opened else family.begin + family.empty_end
-            return prompt.rstrip("\n") + empty if opened else prompt + empty, None
+        if is_off and opened:
+            return prompt.rstrip() + family.empty_end, None
+        if (
+            is_off
+            and not closed
+            and self.formats.reasoning_switch is None
+            and conversation.add_generation_prompt
+            and not conversation.continue_final_message
+        ):
+            return prompt + family.begin + family.empty_end, None
         if closed or (is_off and not opened):
             return prompt, None
         block = ReasoningBlock(family.begin.encode(), family.end.encode(), opened, options.budget)
@@ -361,7 +373,7 @@ def _state_of(family: ReasoningFamily, conversation: Conversation, prompt: str) 
     end = prompt.rstrip()
     if end.endswith(family.begin):
         return True, False
-    if end.endswith((family.end.strip(), family.empty_end.strip())):
+    if end.endswith(family.end) and not family.repeats:
         return False, True
     if conversation.continue_final_message and conversation.messages:
         content = conversation.messages[-1].get("content") or ""

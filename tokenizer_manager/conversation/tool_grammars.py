@@ -9,6 +9,7 @@ from typing import Any, Final
 from ...grammar.lowering.lark import LarkBuilder, embedded, json_rule, one_of, quoted
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, Triggered, Whitespace
 from .conversation import Tool
+from .parsing.emitter import CUSTOM_INPUT
 from .parsing.families import Form, Pieces, ToolFamily
 from .tool_messages import NO_PARAMETERS, parameters_of
 
@@ -111,8 +112,13 @@ class ToolGrammars:
         family = self._family
         match family.form:
             case Form.JSON:
-                name = quoted(f'{{"name": "{tool.name}", "{family.arguments_keys[0]}": ')
-                return f"{name} {self._arguments(builder, tool)} {quoted('}')}"
+                key = family.arguments_keys[0]
+                parts = ["{", '"name"', ":", " ", f'"{tool.name}"', ",", " ", f'"{key}"', ":", " "]
+                if not family.at_start:
+                    parts = ["".join(parts)]
+                # A call without a marker may share its beginning with the answer's schema. The library reads the longest
+                # terminal, so both must consist of the same ones.
+                return _joined((*map(quoted, parts), self._arguments(builder, tool), quoted("}")))
             case Form.NAMED:
                 name = family.name_prefix + tool.name
                 index = r"/:[0-9]{1,3}/" if family.indexed_name else ""
@@ -229,7 +235,7 @@ class ToolGrammars:
     def _harmony_call(self, builder: LarkBuilder, tool: Tool) -> str:
         """A call after `to=functions.`."""
         head = self._literal((f"{tool.name} ", "<|constrain|>", "json", "<|message|>"))
-        return f"{head} {self._arguments(builder, tool)} {self._literal(('<|call|>',))}"
+        return f"{head} {self._arguments(builder, tool)}"  # <|call|> is an EOS token
 
     def _harmony_answer(self, answer: GrammarSpec | None) -> GrammarSpec:
         builder = LarkBuilder()
@@ -295,10 +301,13 @@ def generic_grammar(
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """The schema that the arguments are constrained to."""
     if tool.custom:
-        return {**parameters_of(tool), "additionalProperties": False}
+        text: dict[str, Any] = {"type": "string"}
+        if tool.custom_grammar is not None and tool.custom_grammar.kind is GrammarKind.REGEX:
+            text["pattern"] = f"^(?:{tool.custom_grammar.text})$"
+        return {**parameters_of(tool), "properties": {CUSTOM_INPUT: text}, "additionalProperties": False}
     if tool.parameters is None or tool.parameters == NO_PARAMETERS:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return tool.parameters if tool.strict else _ANY_OBJECT
+    return {**tool.parameters, "type": "object"} if tool.strict else _ANY_OBJECT
 
 
 def _joined(parts: Sequence[str]) -> str:

@@ -159,7 +159,7 @@ def collect_value(source: Source, max_chars: int) -> Generator[None, None, str]:
 
 def _break_off(source: Source, emitter: Emitter, begun: bool) -> None:
     """End a call that is followed by unexpected text; one at the end of the text has been cut instead."""
-    if begun and source.pos < len(source.text):
+    if begun and not source.at_end:
         emitter.end_call()
 
 

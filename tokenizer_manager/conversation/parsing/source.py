@@ -87,14 +87,20 @@ class Source:
             yield
 
     def literal(self, literal: str) -> Generator[None, None, bool]:
-        """Consume `literal` if it comes next; whether it did."""
+        """Consume `literal` if it comes next; whether it did.
+
+        A beginning of it at the end of the text is consumed, too.
+        """
         size = len(literal)
         while True:
             have = self.text[self.pos : self.pos + size]
             if have == literal:
                 self.pos += size
                 return True
-            if self.final or not literal.startswith(have):
+            if not literal.startswith(have):
+                return False
+            if self.final:
+                self.pos += len(have)
                 return False
             yield
 
@@ -107,6 +113,11 @@ class Source:
             if not (yield from self.literal(piece.strip())):
                 return False
         return True
+
+    @property
+    def at_end(self) -> bool:
+        """All of the text has been consumed."""
+        return self.final and self.pos >= len(self.text)
 
     def name(self, max_chars: int) -> Generator[None, None, str]:
         """Consume the characters that names of tools have.
