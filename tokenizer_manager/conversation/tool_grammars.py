@@ -116,8 +116,8 @@ class ToolGrammars:
                 parts = ["{", '"name"', ":", " ", f'"{tool.name}"', ",", " ", f'"{key}"', ":", " "]
                 if not family.at_start:
                     parts = ["".join(parts)]
-                # A call without a marker may share its beginning with the answer's schema. The library reads the longest
-                # terminal, so both must consist of the same ones.
+                # A call without a marker may begin like an answer by a schema. The library reads the longest terminal,
+                # so both must consist of the same ones.
                 return _joined((*map(quoted, parts), self._arguments(builder, tool), quoted("}")))
             case Form.NAMED:
                 name = family.name_prefix + tool.name

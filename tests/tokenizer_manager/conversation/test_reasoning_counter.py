@@ -30,9 +30,11 @@ def count(family: str | None, opened: bool, tokens: list[str]) -> int:
         (
             "harmony",
             False,
-            ["<|channel|>", "analysis", "<|message|>", "a", "b", "<|end|>", "<|start|>", "assistant"]
-            + ["<|channel|>", "analysis", "<|message|>", "c", "<|end|>"]
-            + ["<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "d"],
+            [
+                *("<|channel|>", "analysis", "<|message|>", "a", "b", "<|end|>", "<|start|>", "assistant"),
+                *("<|channel|>", "analysis", "<|message|>", "c", "<|end|>"),
+                *("<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "d"),
+            ],
             3,
         ),
     ],

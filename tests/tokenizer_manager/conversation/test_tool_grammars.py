@@ -15,7 +15,7 @@ from engine.tokenizer_manager.conversation.tool_grammars import (
     arguments_schema,
     generic_grammar,
 )
-from tests.tokenizer_manager.conversation.parsing.answers import CALLS, LOOSE, NOW, SHELL, TOOLS, WEATHER
+from tests.tokenizer_manager.conversation.parsing.answers import CALLS, LOOSE, NOW, TOOLS, WEATHER
 
 BYTES = LLTokenizer("byte")
 NATIVE = sorted(set(CALLS) - {"generic", "harmony"})

@@ -278,8 +278,13 @@ def test_tagged_values_have_the_type_of_the_schema(
     tool = Tool(name="f", parameters={"type": "object", "properties": {"v": schema}})
     row = FAMILIES[family]
     answer = "".join(
-        (*row.section_begin, *row.call_begin, "f", *row.arguments_begin, *row.parameter_begin, "v")
-        + (*row.parameter_middle, text, *row.parameter_end, *row.call_end, *row.section_end)
+        piece
+        for pieces in (
+            (*row.section_begin, *row.call_begin, "f", *row.arguments_begin),
+            (*row.parameter_begin, "v", *row.parameter_middle, text, *row.parameter_end),
+            (*row.call_end, *row.section_end),
+        )
+        for piece in pieces
     )
 
     deltas = parse([answer], family, tools=(tool,))
@@ -315,7 +320,8 @@ def test_custom_tools_take_text(family: str):
     text = 'ls "a"\n\\é\U0001f600'
     answer = {
         "hermes": hermes(json.dumps({"name": "shell", "arguments": {"input": text}})),
-        "qwen3_coder": f"<tool_call>\n<function=shell>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        "qwen3_coder": f"<tool_call>\n<function=shell>\n<parameter=input>\n{text}\n</parameter>\n"
+        "</function>\n</tool_call>",
         "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.shell:0<|tool_call_argument_begin|>"
         + json.dumps({"input": text})
         + "<|tool_call_end|><|tool_calls_section_end|>",
@@ -386,7 +392,7 @@ def test_no_end_marker_means_reasoning_only_if_the_block_is_open():
 def test_options_of_reasoning():
     parts = ["<thi", "nk>a", " b", "</think>", "\n\nc"]
 
-    def deltas(**options: bool) -> list[Delta]:
+    def deltas(**options: Any) -> list[Delta]:
         return parse(parts, None, reasoning="think", options=ReasoningOptions(**options))
 
     assert deltas(include=False) == [Content("c")]
