@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ...grammar.lowering.lark import LarkBuilder, embedded, json_rule, one_of, quoted
+from ...grammar.lowering.lark import LarkBuilder, embedded, json_rule, one_of, quoted, regex
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, Triggered, Whitespace
 from .conversation import Tool
 from .parsing.emitter import CUSTOM_INPUT
@@ -17,6 +17,7 @@ MarkerId = Callable[[str], int | None]
 """The id of the special token that a literal is; None if it is text."""
 
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+_LEADING_SPACE: Final = r"/\n{0,2}/"
 _KEY: Final = r"[A-Za-z0-9_.\-]{1,64}"
 _PYTHON_VALUE: Final = (
     r"\"([^\"\\\n]|\\.)*\"|'([^'\\\n]|\\.)*'|-?[0-9]+(\.[0-9]+)?|True|False|None|\[[^\[\]\n]*\]|\{[^{}\n]*\}"
@@ -84,7 +85,7 @@ class ToolGrammars:
         builder = LarkBuilder()
         calls = self._calls_rule(builder, self._family.begin, single=False)
         body = calls if answer is None else one_of((calls, builder.add_rule("answer", embedded(answer))))
-        builder.start(f"/\\n{{0,2}}/ {body}" if leading_space else body)
+        builder.start(f"{_LEADING_SPACE} {body}" if leading_space else body)
         return builder.spec()
 
     # ------------------------------------------------------------ calls
@@ -211,11 +212,16 @@ class ToolGrammars:
         return _joined((flag, value, self._literal((end,))))
 
     def _text_until(self, builder: LarkBuilder, end: str) -> str:
-        """Any text up to `end`, of which only the whitespace is optional."""
+        """Any text up to `end`, the whitespace in front of which belongs to the text."""
         marker = end.strip()
         after = end.partition(marker)[2]
-        rule = builder.add_rule("text", f"%lark {{\nstart[suffix={quoted(marker)}]: /(.|\\n)*/\n}}")
-        return _joined((rule, quoted(after) if after else ""))
+        special = self._specials.search(marker) if self._specials else None
+        if special is not None:  # never a part of the text
+            before = re.escape(marker[: special.start()])
+            text = builder.add_rule("text", regex(f"(.|\\n)*{before}"))
+            return _joined((text, self._literal((marker[special.start() :], after))))
+        text = builder.add_rule("text", f"%lark {{\nstart[suffix={quoted(marker)}]: /(.|\\n)*/\n}}")
+        return _joined((text, quoted(after) if after else ""))
 
     # ------------------------------------------------------------ pythonic
 
@@ -268,6 +274,7 @@ def generic_grammar(
     parallel: bool,
     whitespace: Whitespace,
     answer: GrammarSpec | None,
+    leading_space: bool = False,
 ) -> GrammarSpec:
     """The whole answer of the generic format.
 
@@ -277,6 +284,7 @@ def generic_grammar(
         parallel: several calls may be in the list.
         whitespace: in JSON.
         answer: of the response; None: a text.
+        leading_space: as for `ToolGrammars.required`.
     """
     builder = LarkBuilder()
     calls = []
@@ -294,7 +302,8 @@ def generic_grammar(
         if answer is None or answer.kind is GrammarKind.JSON_SCHEMA:
             response = _joined((quoted('{"response": '), response, quoted("}")))
         alternatives.append(response)
-    builder.start(one_of(alternatives))
+    body = one_of(alternatives)
+    builder.start(f"{_LEADING_SPACE} {body}" if leading_space else body)
     return builder.spec()
 
 

@@ -125,6 +125,7 @@ def test_special_tokens_are_ids(family: str):
     assert all(
         ("<[7]>" in spec.text) == any(piece.startswith("<") for piece in row.markers) for spec in specs[:1]
     ) or (row.at_start)
+    assert "suffix=" not in specs[0].text  # a text ends at the token
     for spec in specs:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(spec.text)
         assert not is_error, messages

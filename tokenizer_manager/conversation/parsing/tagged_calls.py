@@ -91,7 +91,7 @@ def _read_string_flag(source: Source) -> Generator[None, None, bool]:
 def _stream_string(source: Source, emitter: Emitter, ends: Markers) -> Waits:
     emitter.arguments('"')
     while True:
-        text, end = source.before(ends)
+        text, end = source.before(ends, drop_begun=True)
         emitter.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         if end:
             break
@@ -104,7 +104,7 @@ def _stream_string(source: Source, emitter: Emitter, ends: Markers) -> Waits:
 def _collect(source: Source, ends: Markers) -> Generator[None, None, str]:
     parts: list[str] = []
     while True:
-        text, end = source.before(ends)
+        text, end = source.before(ends, drop_begun=True)
         parts.append(text)
         if end:
             return "".join(parts)

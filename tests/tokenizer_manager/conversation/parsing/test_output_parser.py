@@ -75,11 +75,39 @@ def test_answers_that_are_cut_do_not_depend_on_pieces_and_never_leak_a_marker_af
         whole = parse([text[:size]], family)
 
         assert parse(list(text[:size]), family) == whole
-        begun = [delta for delta in whole if isinstance(delta, CallBegin)]
-        content = "".join(delta.text for delta in whole if isinstance(delta, Content))
-        if begun and family not in ("harmony", "generic"):
-            # only the text of a second call that has not begun yet
-            assert content == "" or (len(begun) == 1 and text[:size].rstrip().endswith(content.strip()))
+        for delta, following in pairwise(whole):
+            if isinstance(following, Content) and not isinstance(delta, Content):
+                assert isinstance(delta, CallEnd)
+                # a second call that has not begun yet
+                assert CALLS[family].count(following.text.strip()) and text[:size].rstrip().endswith(
+                    following.text.strip()
+                )
+                assert size > text.index("now") - 80
+
+
+def test_a_call_followed_by_unexpected_text_ends():
+    for family, answer in {
+        "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"} oops',
+        "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nx\n</parameter>\noops",
+        "pythonic": '[get_weather(city="x", 5 oops',
+    }.items():
+        deltas = parse([answer], family)
+
+        assert parse(list(answer), family) == deltas
+        assert [type(delta) for delta in deltas] == [CallBegin, CallArguments, CallEnd, Content]
+        assert json.loads(deltas[1].text) == {"city": "x"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("family", sorted(set(CALLS) - set(AT_START)))
+def test_a_call_that_is_cut_is_followed_by_nothing(family: str):
+    """vllm#58228: `length` in the middle of a call."""
+    text = CALLS[family]
+    begin, end = text.index("Par"), text.index("3") + 1
+    for size in range(begin, end):
+        deltas = parse([text[:size]], family)
+
+        assert [type(delta) for delta in deltas] == [CallBegin, CallArguments]
+        assert ARGUMENTS.startswith(deltas[1].text)  # type: ignore[union-attr]
 
 
 _PIECES = (
