@@ -9,7 +9,7 @@ Both steps are pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -26,13 +26,12 @@ from .parsing.emitter import MakeId
 from .parsing.families import Form, ToolFamily
 from .parsing.output_parser import OutputParser
 from .parsing.reasoning_families import ReasoningFamily
+from .reasoning_counter import ReasoningCounter
+from .reasoning_plan import reasoning_block, reasoning_variables
 from .tool_checks import checked_tools
 from .tool_grammars import ToolGrammars, generic_grammar
 from .tool_messages import generic_messages, history_warnings, messages_for_template, tool_for_template
 
-_NO_EFFORT: Final = "none"
-_EFFORTS: Final = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts that templates do not know, as the nearest one of low, medium and high."""
 _ANSWER_SHARE: Final = 10  # percent of max_tokens that the reasoning leaves for a constrained answer
 
 
@@ -78,6 +77,11 @@ class AnswerPlan:
             options=self.conversation.reasoning,
             make_id=make_id,
         )
+
+    def reasoning_counter(self, token_bytes: Callable[[int], bytes]) -> ReasoningCounter:
+        """A counter of the reasoning tokens of one choice."""
+        opened = self.reasoning is not None and self.reasoning.opened
+        return ReasoningCounter(self.reasoning_family, opened, token_bytes)
 
 
 class Planner:
@@ -132,7 +136,10 @@ class Planner:
             if offered and formats.template_tools
             else None,
             documents=list(conversation.documents) or None,
-            variables={**self._reasoning_variables(conversation)[0], **conversation.variables},
+            variables={
+                **reasoning_variables(self.formats, conversation.reasoning)[0],
+                **conversation.variables,
+            },
             add_generation_prompt=conversation.add_generation_prompt
             and not conversation.continue_final_message,
             continue_final_message=conversation.continue_final_message,
@@ -151,12 +158,17 @@ class Planner:
             RequestError: the tools or the choice are refused.
         """
         warnings = self._check(conversation)
-        warnings += self._reasoning_variables(conversation)[1]
+        warnings += reasoning_variables(self.formats, conversation.reasoning)[1]
         if not self.formats.template_tools or self.formats.object_arguments:
             warnings += history_warnings(conversation.messages)
+        warnings += [
+            f"tools[{index}].format: the grammar of a custom tool is enforced only if it is a regular expression"
+            for index, tool in enumerate(_offered(conversation))
+            if tool.custom_grammar is not None and tool.custom_grammar.kind is not GrammarKind.REGEX
+        ]
         tools = callable_tools(conversation)
         family = self.formats.tools if _offered(conversation) else None
-        prompt, block = self._block(conversation, prompt)
+        prompt, block = reasoning_block(self.formats, conversation, prompt)
         reasoning = self.formats.reasoning
         grammar = self._grammar(conversation, family, tools, block, max_tokens)
         return AnswerPlan(
@@ -169,51 +181,6 @@ class Planner:
             family=family,
             reasoning_family=reasoning,
         )
-
-    # ------------------------------------------------------------ reasoning
-
-    def _reasoning_variables(self, conversation: Conversation) -> tuple[dict[str, Any], list[str]]:
-        """The template's variables for the options of reasoning, and warnings for options without effect."""
-        options, formats = conversation.reasoning, self.formats
-        variables: dict[str, Any] = {}
-        warnings: list[str] = []
-        effort = options.effort
-        enabled = options.enabled
-        if effort is not None:
-            enabled = effort != _NO_EFFORT if enabled is None else enabled
-            if effort == _NO_EFFORT:
-                pass
-            elif "reasoning_effort" in formats.variables:
-                variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
-            elif formats.reasoning is None:
-                warnings.append(
-                    f"reasoning_effort {effort!r} has no effect: this model's template has no reasoning"
-                )
-            else:
-                warnings.append(
-                    f"reasoning_effort {effort!r} only turns the reasoning on: this model's template has no efforts"
-                )
-        if options.budget == 0:
-            enabled = False
-        switch = formats.reasoning_switch
-        if switch is not None and enabled is not None:
-            variables[switch] = enabled
-        return variables, warnings
-
-    def _block(self, conversation: Conversation, prompt: str) -> tuple[str, ReasoningBlock | None]:
-        """The prompt, with an empty block if reasoning is off and the template cannot say so; and the block."""
-        family, options = self.formats.reasoning, conversation.reasoning
-        if family is None:
-            return prompt, None
-        opened, closed = _state_of(family, conversation, prompt)
-        is_off = options.budget == 0 or options.enabled is False or options.effort == _NO_EFFORT
-        if is_off and not closed and conversation.add_generation_prompt:
-            empty = family.empty_end if opened else family.begin + family.empty_end
-            return prompt.rstrip("\n") + empty if opened else prompt + empty, None
-        if closed or (is_off and not opened):
-            return prompt, None
-        block = ReasoningBlock(family.begin.encode(), family.end.encode(), opened, options.budget)
-        return prompt, block
 
     # ------------------------------------------------------------ grammar
 
@@ -259,6 +226,7 @@ class Planner:
                 parallel=parallel,
                 whitespace=self._config.whitespace,
                 answer=answer,
+                leading_space=block is not None,
             )
             return GrammarUse(spec=spec)
         grammars = ToolGrammars(
@@ -354,17 +322,3 @@ def _offered(conversation: Conversation) -> tuple[Tool, ...]:
 
 def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-
-
-def _state_of(family: ReasoningFamily, conversation: Conversation, prompt: str) -> tuple[bool, bool]:
-    """Whether the prompt ends inside a block, and whether it ends with a complete one."""
-    end = prompt.rstrip()
-    if end.endswith(family.begin):
-        return True, False
-    if end.endswith((family.end.strip(), family.empty_end.strip())):
-        return False, True
-    if conversation.continue_final_message and conversation.messages:
-        content = conversation.messages[-1].get("content") or ""
-        begin = content.rfind(family.begin)
-        return begin > content.rfind(family.end), 0 <= begin < content.rfind(family.end)
-    return False, False

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ...grammar.lowering.lark import LarkBuilder, embedded, json_rule, one_of, quoted
+from ...grammar.lowering.lark import LarkBuilder, embedded, json_rule, one_of, quoted, regex
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, Triggered, Whitespace
 from .conversation import Tool
+from .parsing.emitter import CUSTOM_INPUT
 from .parsing.families import Form, Pieces, ToolFamily
 from .tool_messages import NO_PARAMETERS, parameters_of
 
@@ -16,6 +17,7 @@ MarkerId = Callable[[str], int | None]
 """The id of the special token that a literal is; None if it is text."""
 
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+_LEADING_SPACE: Final = r"/\n{0,2}/"
 _KEY: Final = r"[A-Za-z0-9_.\-]{1,64}"
 _PYTHON_VALUE: Final = (
     r"\"([^\"\\\n]|\\.)*\"|'([^'\\\n]|\\.)*'|-?[0-9]+(\.[0-9]+)?|True|False|None|\[[^\[\]\n]*\]|\{[^{}\n]*\}"
@@ -83,7 +85,7 @@ class ToolGrammars:
         builder = LarkBuilder()
         calls = self._calls_rule(builder, self._family.begin, single=False)
         body = calls if answer is None else one_of((calls, builder.add_rule("answer", embedded(answer))))
-        builder.start(f"/\\n{{0,2}}/ {body}" if leading_space else body)
+        builder.start(f"{_LEADING_SPACE} {body}" if leading_space else body)
         return builder.spec()
 
     # ------------------------------------------------------------ calls
@@ -111,8 +113,13 @@ class ToolGrammars:
         family = self._family
         match family.form:
             case Form.JSON:
-                name = quoted(f'{{"name": "{tool.name}", "{family.arguments_keys[0]}": ')
-                return f"{name} {self._arguments(builder, tool)} {quoted('}')}"
+                key = family.arguments_keys[0]
+                parts = ["{", '"name"', ":", " ", f'"{tool.name}"', ",", " ", f'"{key}"', ":", " "]
+                if not family.at_start:
+                    parts = ["".join(parts)]
+                # A call without a marker may begin like an answer by a schema. The library reads the longest terminal,
+                # so both must consist of the same ones.
+                return _joined((*map(quoted, parts), self._arguments(builder, tool), quoted("}")))
             case Form.NAMED:
                 name = family.name_prefix + tool.name
                 index = r"/:[0-9]{1,3}/" if family.indexed_name else ""
@@ -205,11 +212,16 @@ class ToolGrammars:
         return _joined((flag, value, self._literal((end,))))
 
     def _text_until(self, builder: LarkBuilder, end: str) -> str:
-        """Any text up to `end`, of which only the whitespace is optional."""
+        """Any text up to `end`, the whitespace in front of which belongs to the text."""
         marker = end.strip()
         after = end.partition(marker)[2]
-        rule = builder.add_rule("text", f"%lark {{\nstart[suffix={quoted(marker)}]: /(.|\\n)*/\n}}")
-        return _joined((rule, quoted(after) if after else ""))
+        special = self._specials.search(marker) if self._specials else None
+        if special is not None:  # never a part of the text
+            before = re.escape(marker[: special.start()])
+            text = builder.add_rule("text", regex(f"(.|\\n)*{before}"))
+            return _joined((text, self._literal((marker[special.start() :], after))))
+        text = builder.add_rule("text", f"%lark {{\nstart[suffix={quoted(marker)}]: /(.|\\n)*/\n}}")
+        return _joined((text, quoted(after) if after else ""))
 
     # ------------------------------------------------------------ pythonic
 
@@ -229,7 +241,7 @@ class ToolGrammars:
     def _harmony_call(self, builder: LarkBuilder, tool: Tool) -> str:
         """A call after `to=functions.`."""
         head = self._literal((f"{tool.name} ", "<|constrain|>", "json", "<|message|>"))
-        return f"{head} {self._arguments(builder, tool)} {self._literal(('<|call|>',))}"
+        return f"{head} {self._arguments(builder, tool)}"  # <|call|> is an EOS token
 
     def _harmony_answer(self, answer: GrammarSpec | None) -> GrammarSpec:
         builder = LarkBuilder()
@@ -262,6 +274,7 @@ def generic_grammar(
     parallel: bool,
     whitespace: Whitespace,
     answer: GrammarSpec | None,
+    leading_space: bool = False,
 ) -> GrammarSpec:
     """The whole answer of the generic format.
 
@@ -271,6 +284,7 @@ def generic_grammar(
         parallel: several calls may be in the list.
         whitespace: in JSON.
         answer: of the response; None: a text.
+        leading_space: as for `ToolGrammars.required`.
     """
     builder = LarkBuilder()
     calls = []
@@ -288,17 +302,21 @@ def generic_grammar(
         if answer is None or answer.kind is GrammarKind.JSON_SCHEMA:
             response = _joined((quoted('{"response": '), response, quoted("}")))
         alternatives.append(response)
-    builder.start(one_of(alternatives))
+    body = one_of(alternatives)
+    builder.start(f"{_LEADING_SPACE} {body}" if leading_space else body)
     return builder.spec()
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """The schema that the arguments are constrained to."""
     if tool.custom:
-        return {**parameters_of(tool), "additionalProperties": False}
+        text: dict[str, Any] = {"type": "string"}
+        if tool.custom_grammar is not None and tool.custom_grammar.kind is GrammarKind.REGEX:
+            text["pattern"] = f"^(?:{tool.custom_grammar.text})$"
+        return {**parameters_of(tool), "properties": {CUSTOM_INPUT: text}, "additionalProperties": False}
     if tool.parameters is None or tool.parameters == NO_PARAMETERS:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return tool.parameters if tool.strict else _ANY_OBJECT
+    return {**tool.parameters, "type": "object"} if tool.strict else _ANY_OBJECT
 
 
 def _joined(parts: Sequence[str]) -> str:

@@ -57,8 +57,10 @@ def history_warnings(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 def generic_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
 ) -> list[dict[str, Any]]:
-    """Messages for a template without tools: instructions in the system message, calls and results as text."""
-    instructions = _instructions(tools, choice)
+    """Messages for a template without tools: instructions in the system message, calls and results as text.
+
+    If no tools are offered, only calls and results of the history become text.
+    """
     result: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in messages:
@@ -67,8 +69,13 @@ def generic_messages(
             calls = message.get("tool_calls") or ()
             for call in calls:
                 names[call.get("id", "")] = _function(call).get("name", "")
-            answer = {"tool_calls": [_plain_call(call) for call in calls]} if calls else {"response": content}
-            result.append({"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)})
+            if calls:
+                content = json.dumps(
+                    {"tool_calls": [_plain_call(call) for call in calls]}, ensure_ascii=False
+                )
+            elif tools:
+                content = json.dumps({"response": content}, ensure_ascii=False)
+            result.append({"role": "assistant", "content": content})
         elif role == "tool":
             name = names.get(message.get("tool_call_id", ""), "") or message.get("name", "")
             text = f"Result of {name or 'the tool'}: {content}"
@@ -80,6 +87,9 @@ def generic_messages(
             result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n\n{content}"}
         else:
             result.append(dict(message))
+    if not tools:
+        return result
+    instructions = _instructions(tools, choice)
     if result and result[0].get("role") in ("system", "developer"):
         result[0] = {**result[0], "content": f"{result[0]['content']}\n\n{instructions}"}
     else:

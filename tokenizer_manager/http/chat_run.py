@@ -175,7 +175,8 @@ class ChatGeneration:
         for _ in generation.choices:
             counter = None
             if plan.reasoning is not None:
-                counter = ReasoningCounter(plan.reasoning, services.tokenizer)
+                opened = plan.reasoning.opened
+                counter = ReasoningCounter(plan.reasoning_family, opened, services.tokenizer.token_bytes)
             self._readers.append(_ChoiceReader(plan.parser(), counter))
 
     def reasoning_tokens(self) -> int | None:

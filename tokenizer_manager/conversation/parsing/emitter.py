@@ -33,6 +33,7 @@ class Emitter:
         tools: that may be called, by name.
         num_calls: begun so far.
         current_name: of the tool of the last call.
+        is_call_open: it has begun and is not complete.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Emitter:
         self.tools = tools
         self.num_calls = 0
         self.current_name = ""
+        self.is_call_open = False
         self._options = reasoning
         self._make_id = make_id
         self._deltas: list[Delta] = []
@@ -135,6 +137,7 @@ class Emitter:
         self._has_arguments = False
         self._deltas.append(CallBegin(self.num_calls, self._make_id(name, self.num_calls), name, tool.custom))
         self.num_calls += 1
+        self.is_call_open = True
 
     def arguments(self, text: str) -> None:
         """More of the JSON arguments of the call."""
@@ -152,6 +155,7 @@ class Emitter:
         elif not self._has_arguments:
             self._put_arguments("{}")
         self._deltas.append(CallEnd(self.num_calls - 1))
+        self.is_call_open = False
         self._strip_begin = True
 
     def _put(self, text: str) -> None:

@@ -53,6 +53,7 @@ class ToolFamily:
         arguments_keys: of the form JSON; the first one is the model's own.
         string_flag: the middle of a parameter is `" string="true">` or `" string="false">`, which tells strings.
         newlines: one newline after the beginning of a value and one before its end are not a part of it.
+        inner_tokens: tokens of the model inside of pieces.
         alternative: another row whose calls the parser accepts after the same marker.
     """
 
@@ -74,6 +75,7 @@ class ToolFamily:
     parameter_end: Pieces = ()
     string_flag: bool = False
     newlines: bool = False
+    inner_tokens: Pieces = ()
     id_rule: IdRule = IdRule.OPENAI
     alternative: ToolFamily | None = None
 
@@ -95,6 +97,7 @@ class ToolFamily:
             *self.parameter_begin,
             *self.parameter_middle,
             *self.parameter_end,
+            *self.inner_tokens,
             *(_HARMONY_MARKERS if self.form is Form.HARMONY else ()),
             *(() if self.alternative is None else self.alternative.markers),
         )
@@ -195,6 +198,7 @@ _DEEPSEEK_V32: Final = ToolFamily(
     call_end=("</｜DSML｜invoke>", "\n"),
     section_end=("</｜DSML｜function_calls>",),
     string_flag=True,
+    inner_tokens=("｜DSML｜",),
 )
 _KIMI_K2: Final = ToolFamily(
     name="kimi_k2",

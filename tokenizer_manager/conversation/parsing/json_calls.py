@@ -24,7 +24,7 @@ def read_json_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wait
     """Read an object with the name and the arguments, in any order.
 
     Raises:
-        Trouble: it is no such object, or the name is of no tool; before `emitter.begin_call`, or after its end.
+        Trouble: it is no such object, or the name is of no tool.
     """
     if not (yield from source.literal("{")):
         raise Trouble
@@ -37,36 +37,23 @@ def read_json_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wait
             break
         if not is_first:
             if not (yield from source.literal(",")):
-                _break_off(source, emitter, begun)
                 raise Trouble
             yield from source.skip_space()
-        key = yield from _read_string(source, emitter, begun)
+        key = yield from _read_string(source)
         if is_first and family.at_start and key not in _FIRST_KEYS:
             raise Trouble
         is_first = False
         yield from source.skip_space()
         if not (yield from source.literal(":")):
-            _break_off(source, emitter, begun)
             raise Trouble
         yield from source.skip_space()
         if key == "name" and not begun:
-            begin_known(source, emitter, (yield from _read_string(source, emitter, begun)))
+            begin_known(source, emitter, (yield from _read_string(source)))
             begun = True
             if held is not None:
                 emitter.arguments(held)
         elif key in family.arguments_keys and held is None:
-            char = yield from source.peek()
-            if begun:
-                if char == "{":
-                    yield from stream_value(source, emitter)
-                    held = ""
-                else:
-                    held = _object_of((yield from collect_value(source, _MAX_HELD_CHARS)))
-                    emitter.arguments(held)
-            else:
-                held = yield from collect_value(source, _MAX_HELD_CHARS)
-                if char != "{":
-                    held = _object_of(held)
+            held = yield from _read_arguments(source, emitter, begun)
         else:
             yield from collect_value(source, _MAX_HELD_CHARS)
     if not begun:
@@ -157,13 +144,21 @@ def collect_value(source: Source, max_chars: int) -> Generator[None, None, str]:
         yield
 
 
-def _break_off(source: Source, emitter: Emitter, begun: bool) -> None:
-    """End a call that is followed by unexpected text; one at the end of the text has been cut instead."""
-    if begun and source.pos < len(source.text):
-        emitter.end_call()
+def _read_arguments(source: Source, emitter: Emitter, begun: bool) -> Generator[None, None, str]:
+    """Pass the arguments on, if the call has begun; otherwise they are returned."""
+    if (yield from source.peek()) != "{":
+        held = _object_of((yield from collect_value(source, _MAX_HELD_CHARS)))
+    elif begun:
+        yield from stream_value(source, emitter)
+        return ""
+    else:
+        return (yield from collect_value(source, _MAX_HELD_CHARS))
+    if begun:
+        emitter.arguments(held)
+    return held
 
 
-def _read_string(source: Source, emitter: Emitter, begun: bool) -> Generator[None, None, str]:
+def _read_string(source: Source) -> Generator[None, None, str]:
     """A JSON string: a key, or the name of a tool."""
     if (yield from source.peek()) == '"':
         try:
@@ -172,7 +167,6 @@ def _read_string(source: Source, emitter: Emitter, begun: bool) -> Generator[Non
             pass
         else:
             return text
-    _break_off(source, emitter, begun)
     raise Trouble
 
 

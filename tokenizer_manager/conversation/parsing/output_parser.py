@@ -172,9 +172,14 @@ class OutputParser:
         self._source.mark = None
 
     def _reread(self, marker_size: int) -> None:
-        """After trouble: the marker is content, and the text after it is read again, unless a call has begun."""
+        """After trouble: the marker is content, and the text after it is read again, unless a call has begun.
+
+        A call that has begun ends, unless the answer is cut inside it.
+        """
         source = self._source
         if source.mark is None:
+            if self._emitter.is_call_open and not source.at_end:
+                self._emitter.end_call()
             return
         self._emitter.content(source.text[source.mark : source.mark + marker_size])
         source.pos = source.mark + marker_size

@@ -33,10 +33,14 @@ def read_pythonic_call(source: Source, emitter: Emitter, family: ToolFamily) -> 
         yield from source.skip_space()
         if (yield from source.literal(")")):
             break
-        key = yield from source.name(_MAX_NAME_CHARS)
-        if not (yield from source.pieces(("=",))):
-            emitter.end_call()
-            raise Trouble
+        try:
+            key = yield from source.name(_MAX_NAME_CHARS)
+            if not (yield from source.pieces(("=",))):
+                raise Trouble
+        except Trouble:
+            if source.at_end:
+                raise
+            break
         value = yield from _read_value(source)
         emitter.arguments(f"{opening}{json.dumps(key)}: {_json_of(value)}")
         opening = ", "

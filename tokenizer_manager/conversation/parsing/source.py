@@ -87,14 +87,20 @@ class Source:
             yield
 
     def literal(self, literal: str) -> Generator[None, None, bool]:
-        """Consume `literal` if it comes next; whether it did."""
+        """Consume `literal` if it comes next; whether it did.
+
+        A beginning of it at the end of the text is consumed, too.
+        """
         size = len(literal)
         while True:
             have = self.text[self.pos : self.pos + size]
             if have == literal:
                 self.pos += size
                 return True
-            if self.final or not literal.startswith(have):
+            if not literal.startswith(have):
+                return False
+            if self.final:
+                self.pos += len(have)
                 return False
             yield
 
@@ -107,6 +113,11 @@ class Source:
             if not (yield from self.literal(piece.strip())):
                 return False
         return True
+
+    @property
+    def at_end(self) -> bool:
+        """All of the text has been consumed."""
+        return self.final and self.pos >= len(self.text)
 
     def name(self, max_chars: int) -> Generator[None, None, str]:
         """Consume the characters that names of tools have.
@@ -139,21 +150,26 @@ class Source:
             index = self.text.find(marker, self.pos, self.pos + max_chars + len(marker))
             if index >= 0:
                 break
-            if self.final or len(self.text) - self.pos >= max_chars + len(marker):
+            if len(self.text) - self.pos >= max_chars + len(marker):
+                raise Trouble
+            if self.final:
+                self.pos = len(self.text)
                 raise Trouble
             yield
         found = self.text[self.pos : index]
         self.pos = index + len(marker)
         return found
 
-    def before(self, markers: Markers) -> tuple[str, str]:
-        """Consume what is certainly no part of a marker, and the marker that follows; "" for none so far."""
+    def before(self, markers: Markers, *, drop_begun: bool = False) -> tuple[str, str]:
+        """Consume what is certainly no part of a marker, and the marker that follows; "" for none so far.
+
+        The beginning of a marker at the end of the text is text, or with `drop_begun` dropped.
+        """
         index, found = markers.find(self.text, self.pos)
         is_marker = found in markers.markers
-        if self.final and not is_marker:
-            index = len(self.text)
-        text = self.text[self.pos : index]
-        self.pos = index + len(found) if is_marker else index
+        is_end = self.final and not is_marker
+        text = self.text[self.pos : len(self.text) if is_end and not drop_begun else index]
+        self.pos = index + len(found) if is_marker or is_end else index
         return text, found if is_marker else ""
 
     def rest(self) -> str:

@@ -31,12 +31,15 @@ def read_tagged_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wa
     ends = Markers(_ends(family))
     opening = "{"
     while (yield from source.pieces(family.parameter_begin)):
-        key = yield from source.until(first, _MAX_KEY_CHARS)
-        is_string: bool | None = _is_string(properties.get(key))
-        if family.string_flag:
-            is_string = yield from _read_string_flag(source)
-        if not (yield from source.pieces(middle)):
-            raise Trouble
+        try:
+            key = yield from source.until(first, _MAX_KEY_CHARS)
+            is_string: bool | None = _is_string(properties.get(key))
+            if family.string_flag:
+                is_string = yield from _read_string_flag(source)
+            if not (yield from source.pieces(middle)):
+                raise Trouble
+        except Trouble:
+            break
         emitter.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         opening = ", "
         if family.newlines:
@@ -45,8 +48,9 @@ def read_tagged_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wa
             yield from _stream_string(source, emitter, ends)
         else:
             emitter.arguments(_value((yield from _collect(source, ends))))
-    if source.final and source.pos >= len(source.text) and opening != "{":
-        raise Trouble  # cut: the call has no end
+    ended = yield from source.pieces(family.call_end[:1])
+    if not ended and source.at_end:
+        raise Trouble  # the answer is cut inside the call
     emitter.arguments("{}" if opening == "{" else "}")
     emitter.end_call()
 
@@ -87,7 +91,7 @@ def _read_string_flag(source: Source) -> Generator[None, None, bool]:
 def _stream_string(source: Source, emitter: Emitter, ends: Markers) -> Waits:
     emitter.arguments('"')
     while True:
-        text, end = source.before(ends)
+        text, end = source.before(ends, drop_begun=True)
         emitter.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         if end:
             break
@@ -100,7 +104,7 @@ def _stream_string(source: Source, emitter: Emitter, ends: Markers) -> Waits:
 def _collect(source: Source, ends: Markers) -> Generator[None, None, str]:
     parts: list[str] = []
     while True:
-        text, end = source.before(ends)
+        text, end = source.before(ends, drop_begun=True)
         parts.append(text)
         if end:
             return "".join(parts)

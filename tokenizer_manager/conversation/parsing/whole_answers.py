@@ -13,6 +13,7 @@ from .source import Markers, Source, Trouble, Waits
 
 _HEADER_END: Final = Markers(["<|message|>", "<|start|>"])
 _BODY_END: Final = Markers(["<|end|>", "<|call|>", "<|return|>", "<|start|>"])
+_FIRST_MARKERS: Final = ("<|channel|>", "<|start|>", "<|message|>", "to=")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:\-]+)")
 _MAX_HEADER_CHARS: Final = 512
@@ -77,17 +78,25 @@ def _read_response(source: Source, emitter: Emitter) -> Waits:
 
 def read_harmony(source: Source, emitter: Emitter) -> Waits:
     """Read messages of channels: analysis is reasoning, a message to a tool is a call, all else is content."""
+    source.mark = source.pos
     yield from source.skip_space()
-    if (yield from source.peek()) != "<" and not (yield from source.literal("to=")):
-        return
-    if source.pos >= 3 and source.text[source.pos - 3 : source.pos] == "to=":
-        source.pos -= 3
+    begin = source.pos - source.mark
+    for marker in _FIRST_MARKERS:
+        if (yield from source.literal(marker)):
+            source.pos = source.mark + begin
+            source.mark = None
+            break
+        source.pos = source.mark + begin
+    else:
+        source.pos = source.mark
+        source.mark = None
+        return  # no channels: the text is content
     while True:
         header = ""
         while True:
             text, marker = source.before(_HEADER_END)
-            header += text
-            if marker == "<|message|>" or source.final or len(header) > _MAX_HEADER_CHARS:
+            header = (header + text)[:_MAX_HEADER_CHARS]
+            if marker == "<|message|>" or source.at_end:
                 break
             if marker:
                 header = ""
@@ -100,7 +109,7 @@ def read_harmony(source: Source, emitter: Emitter) -> Waits:
         yield from _read_body(
             source, emitter, channel[1] if channel else "", recipient[1] if recipient else "", header
         )
-        if source.final and source.pos >= len(source.text):
+        if source.at_end:
             return
 
 
