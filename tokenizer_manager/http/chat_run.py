@@ -175,8 +175,7 @@ class ChatGeneration:
         for _ in generation.choices:
             counter = None
             if plan.reasoning is not None:
-                opened = plan.reasoning.opened
-                counter = ReasoningCounter(plan.reasoning_family, opened, services.tokenizer.token_bytes)
+                counter = plan.reasoning_counter(services.tokenizer.token_bytes)
             self._readers.append(_ChoiceReader(plan.parser(), counter))
 
     def reasoning_tokens(self) -> int | None:
