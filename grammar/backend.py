@@ -12,6 +12,7 @@ bytes.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,7 +26,7 @@ MaskRow = npt.NDArray[np.int32]
 
 
 class Vocabulary(Protocol):
-    """The tokens that grammars are compiled for.
+    """The tokens that grammars are compiled for; immutable, and hashed by identity.
 
     Attributes:
         size: V, of the logits. Ids from the tokenizer's size on are never allowed.
@@ -34,6 +35,8 @@ class Vocabulary(Protocol):
 
     size: int
     eos_token_ids: tuple[int, ...]
+
+    def __hash__(self) -> int: ...
 
     @property
     def tokens(self) -> Sequence[bytes]:
@@ -65,12 +68,23 @@ class GrammarError(Exception):
         self.code = code
 
 
+class MatcherErrorCode(enum.StrEnum):
+    """The error code for the client of an answer that a matcher cannot continue.
+
+    LIMIT: a step goes beyond a limit of the library. BUG: no token is allowed, or a token is refused.
+    """
+
+    LIMIT = "grammar_limit"
+    BUG = "grammar_bug"
+
+
 class Matcher(Protocol):
     """The state of one answer in its grammar. Never raises for what the model generates: see `error`.
 
     Attributes:
         ended: the answer is complete and nothing may follow it, or an EOS token was accepted.
         error: why the matcher cannot continue; "" while it can.
+        error_code: the kind of `error`; None while there is none.
     """
 
     @property
@@ -78,6 +92,9 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str: ...
+
+    @property
+    def error_code(self) -> MatcherErrorCode | None: ...
 
     @property
     def wants_mask(self) -> bool:
