@@ -30,7 +30,6 @@ import logging
 from collections import Counter
 from typing import assert_never
 
-from ..grammar.backend import Matcher
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
@@ -56,6 +55,7 @@ from .arrays import BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .grammar.grammar_rules import ends_by_grammar, resume
+from .grammar.guarded_matcher import FailedMatcher, GuardedMatcher
 from .grammar.mask_filler import MaskFiller
 from .grammar.matcher_source import MatcherSource, NoMatchers
 from .memory.ledger import LedgerError
@@ -168,11 +168,8 @@ class Scheduler:
             logger.error("dropped a request with the rid of a live request rid=%s", message.rid)
             return
         status = 400
-        matcher = None
         try:
             reason = reason_to_refuse(message, self._capacity)
-            if reason is None and message.grammar is not None and not message.needs_grammar:
-                matcher = self._matchers.take(message.rid)
         except Exception:  # the failure of one request must not end the others
             logger.error("checking a request failed rid=%s", message.rid, exc_info=True)
             reason, status = "the request could not be checked; the server's log has the cause", 500
@@ -198,8 +195,8 @@ class Scheduler:
                 req.num_delivered,
             )
         )
-        if matcher is not None:
-            self._guide(req, now_s, matcher)
+        if message.grammar is not None and not message.needs_grammar:
+            self._guide(req, now_s)
 
     def _abandon(self, before_s: float, now_s: float) -> None:
         """End the requests of a tokenizer manager that has ended. Those that still arrive later are dropped."""
@@ -221,28 +218,31 @@ class Scheduler:
             if req.grammar is not None:
                 self._guide(req, now_s)
 
-    def _guide(self, req: Req, now_s: float, matcher: Matcher | None = None) -> None:
+    def _guide(self, req: Req, now_s: float) -> None:
         """Give a request its matcher, advanced over the tokens that its client has already."""
         try:
-            req.matcher = matcher if matcher is not None else self._matchers.take(req.rid)
-            finish = resume(req)
+            req.matcher = GuardedMatcher(self._matchers.take(req.rid), req.rid)
         except Exception:  # the failure of one request must not end the others
-            logger.error("the matcher of a request failed rid=%s", req.rid, exc_info=True)
-            finish = Finish(FinishKind.ERROR, message="its grammar failed; the server's log has the cause")
+            logger.error("a request has no matcher rid=%s", req.rid, exc_info=True)
+            req.matcher = FailedMatcher()
+        finish = resume(req)
         if finish is not None:
-            self._end([(req, finish)], now_s)
+            self._end([(req, finish)], now_s, grammar_ends={req.rid: req.matcher.error})
 
     def _answer(self, explanation: Explanation | None) -> None:
         if explanation is not None:
             self._answers.message(explanation)
 
-    def _end(self, ended: list[tuple[Req, Finish]], now_s: float) -> None:
-        """End requests between steps."""
+    def _end(
+        self, ended: list[tuple[Req, Finish]], now_s: float, grammar_ends: dict[str, str] | None = None
+    ) -> None:
+        """End requests between steps; `grammar_ends`: as in `Settled`."""
         num_with_row = sum(req.row >= 0 for req, _ in ended)
         self._answers.rows([self._requests.finish(req, finish, now_s) for req, finish in ended])
         if num_with_row:
             self._requests.remove_stopped()
-        self.decisions.append(Settled(now_s, 0, left=self._requests.take_finished()))
+        left = self._requests.take_finished()
+        self.decisions.append(Settled(now_s, 0, left=left, grammar_ends=grammar_ends or {}))
 
     # ------------------------------------------------------------ planning
 
@@ -281,6 +281,7 @@ class Scheduler:
                 num_running=self._requests.num_with_row,
                 evicted_pages=self._kv.evicted_pages_total - evicted_before,
                 pages=self._kv.page_counts(),
+                grammar_drafts=self._parts.grammar_drafts.take_answers(),
             )
             self.decisions.append(record)
             if finished := self._requests.take_finished():
