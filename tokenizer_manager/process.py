@@ -127,7 +127,8 @@ async def _serve(
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,
-        served_model=settings.config.model.served_model_name or settings.source.name,
+        served_model=settings.config.model.name_in_api(settings.source.name),
+        any_model_name=settings.config.model.takes_any_name,
         created_s=int(time.time()),
         version=__version__,
     )

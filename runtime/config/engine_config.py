@@ -57,6 +57,10 @@ DERIVED: Final = {"derived": True}
 """Metadata of a field that `resolve` fills in and that is not a setting."""
 
 
+ANY_NAME: Final = "*"
+"""As `served_model_name`: requests may name any model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Weights, precision and device."""
@@ -65,7 +69,8 @@ class ModelConfig:
         str, "Folder in Hugging Face layout, .gguf file, hub name, or 'default' (SmolLM2-135M)."
     ] = "default"
     served_model_name: Annotated[
-        str | None, "Name of the model in the API (default: derived from the model)."
+        str | None,
+        "Name of the model in the API (default: derived from the model); * accepts any name in requests.",
     ] = None
     max_model_len: Annotated[
         int | Auto, "Longest sequence in tokens, prompt and output together.", Alias("context_length")
@@ -97,6 +102,15 @@ class ModelConfig:
         check_at_least("max_model_len", self.max_model_len, 2)
         check_at_least("num_threads", self.num_threads, 1)
         check_at_least("seed", self.seed, 0)
+
+    @property
+    def takes_any_name(self) -> bool:
+        """Whether requests may name any model."""
+        return self.served_model_name == ANY_NAME
+
+    def name_in_api(self, own_name: str) -> str:
+        """The model's name in the API; `own_name` if no other one is set."""
+        return own_name if self.served_model_name is None or self.takes_any_name else self.served_model_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class Prepared:
     @property
     def model_name(self) -> str:
         """The model's name in the API."""
-        return self.config.model.served_model_name or self.source.name
+        return self.config.model.name_in_api(self.source.name)
 
 
 def prepare(

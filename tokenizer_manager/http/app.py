@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from ...runtime.errors import RequestError
-from .delivery import error_event
+from .error_shapes import shape_of
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
+from .guards.auth import key_of
 from .guards.hosts import Hosts
 from .guards.origins import Origins
 from .openapi import ApiDocs
@@ -73,7 +74,8 @@ class App:
                 self._origins.check(exchange.headers)
         if self._authorizer.trusts_this_machine:
             self._hosts.check(exchange.headers)
-        exchange.caller = self._authorizer.authenticate(exchange.path, exchange.bearer_token)
+        key = exchange.bearer_token or key_of(exchange.path, exchange.headers)
+        exchange.caller = self._authorizer.authenticate(exchange.path, key)
         route = self._find(exchange)
         if route.admin:
             self._authorizer.check_admin(exchange.caller, exchange.path)
@@ -121,7 +123,10 @@ async def _answer(exchange: Exchange, error: Exception) -> None:
         reply.body.error.code,
         show(reply.body.error.param),
     )
+    shape = shape_of(exchange.path)
     if exchange.streaming:
-        await exchange.end_events(error_event(reply.body))
+        write = exchange.failure_event
+        end = shape.event(reply, exchange.request_id) if write is None else write(reply)
+        await exchange.end_events(end)
     elif exchange.status == 0:
-        await exchange.send_json(reply.body, reply.status, reply.headers)
+        await exchange.send_json(shape.body(reply, exchange.request_id), reply.status, reply.headers)

@@ -18,6 +18,7 @@ import msgspec
 from ...runtime.errors import RequestError
 from .guards.auth import Caller
 from .guards.body_budget import BodyReservation
+from .schema.errors import ErrorReply
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,8 +26,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _JSON: Final = (b"content-type", b"application/json")
-_EVENT_STREAM: Final = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
+_UNBUFFERED: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer events
 ]
@@ -48,6 +49,7 @@ class Exchange:
         streaming: the response is an event stream.
         caller: the sender; set once it is authenticated.
         more_headers: sent with every kind of response.
+        failure_event: writes the end of a stream that fails; None: an error event in the form of the path's API.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,6 +60,7 @@ class Exchange:
         self.streaming = False
         self.caller = Caller()
         self.more_headers: list[tuple[bytes, bytes]] = []
+        self.failure_event: Callable[[ErrorReply], bytes] | None = None
         wanted = self.headers.get(b"x-request-id", b"")
         self.request_id = wanted.decode() if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
         self._receive = receive
@@ -132,10 +135,10 @@ class Exchange:
         await self._start(204, headers)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def start_events(self) -> None:
-        """Begin a response of server-sent events."""
+    async def start_events(self, media_type: bytes = EVENT_STREAM) -> None:
+        """Begin a response of server-sent events, or of other events."""
         self.streaming = True
-        await self._start(200, _EVENT_STREAM)
+        await self._start(200, [(b"content-type", media_type), *_UNBUFFERED])
 
     async def send_events(self, events: bytes) -> None:
         """Send framed events; returns when the transport has accepted them, which slows down a fast producer."""

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import msgspec
 
+from .error_shapes import shape_of
 from .exchange import Exchange
 from .guards.auth import OPEN_PATHS
 from .routes import Route
-from .schema.errors import ErrorBody
 from .schema.field_types import OVERRIDES
 from .schema.protocol import NativeSampling
 
@@ -30,11 +30,16 @@ _FAILURES: Final = {
     429: "there is no room for it now; see Retry-After",
     431: "the request's head is too large",
     500: "this request failed alone",
+    501: "this server has no such feature",
     503: "the engine is not available",
     504: "it did not end within its timeout",
 }
 _EVERYWHERE: Final = (400, 401, 403, 408, 431, 500, 503)
 _WITH_BODY: Final = (413, 429)
+_STREAMS: Final = {
+    "text/event-stream": "events whose data are each a {name}; in OpenAI's older APIs [DONE] follows",
+    "application/x-ndjson": "lines that are each a {name}",
+}
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "code,h2{font-family:ui-monospace,monospace}h2{font-size:1em;margin-top:2em}"
@@ -64,7 +69,8 @@ class ApiDocs:
         if self._document is None:
             types = [each for route in self._routes for each in _types_of(route)]
             shapes, schemas = msgspec.json.schema_components(
-                [*types, NativeSampling, ErrorBody], ref_template=_REF
+                [*types, NativeSampling, *{shape_of(route.path).kind for route in self._routes}],
+                ref_template=_REF,
             )
             schema_of = dict(zip(types, shapes, strict=False))
             for each in types:
@@ -94,7 +100,8 @@ class ApiDocs:
         parts = [
             f"<!doctype html><meta charset=utf-8><title>engine API</title><style>{_STYLE}</style>",
             f"<h1>engine {html.escape(self._version)}</h1>",
-            "<p>As a schema: <a href=/openapi.json>/openapi.json</a>. Errors are OpenAI error objects.</p>",
+            "<p>As a schema: <a href=/openapi.json>/openapi.json</a>. "
+            "Errors have the form of the API that a path belongs to.</p>",
         ]
         for route in self._routes:
             parts.append(
@@ -131,7 +138,7 @@ def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
         "operationId": route.handler.__name__,
         "summary": route.summary,
         "responses": {"200": _success(route, schema_of)}
-        | {str(code): _failure(code) for code in _fails(route)},
+        | {str(code): _failure(code, route.path) for code in _fails(route)},
     }
     if route.request is not None:
         content = {"application/json": {"schema": schema_of[route.request]}}
@@ -150,27 +157,29 @@ def _success(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {route.media_type: {"schema": answer}}
     description = "success"
     if route.events is not None:
-        data = {
-            "type": "string",
-            "contentMediaType": "application/json",
-            "contentSchema": schema_of[route.events],
-        }
-        event = {
-            "type": "object",
-            "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
-            "required": ["data"],
-        }
-        content["text/event-stream"] = {"schema": event}
-        description += f"; with `stream`, events whose data are each a {route.events.__name__}, then [DONE]"
+        content[route.stream_type] = {"schema": _stream(route, schema_of)}
+        description += f"; with `stream`, {_STREAMS[route.stream_type].format(name=route.events.__name__)}"
     return {"description": description, "content": content}
+
+
+def _stream(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = schema_of[route.events]
+    if route.stream_type != "text/event-stream":
+        return schema
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    return {
+        "type": "object",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }
 
 
 def _fails(route: Route) -> list[int]:
     return sorted({*_EVERYWHERE, *(_WITH_BODY if route.request is not None else ()), *route.fails})
 
 
-def _failure(status: int) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(name="ErrorBody")}
+def _failure(status: int, path: str) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(name=shape_of(path).kind.__name__)}
     return {"description": _FAILURES[status], "content": {"application/json": {"schema": schema}}}
 
 

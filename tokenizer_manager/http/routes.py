@@ -7,12 +7,22 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from .anthropic.bodies import CountBody, MessageBody, MessageEvent
+from .anthropic.endpoint import count_tokens, messages
+from .anthropic.fields import CountTokensRequest, MessagesRequest
 from .endpoints import diagnosis, operations, tokenizing
 from .endpoints.cache_pins import pin_prefix
 from .endpoints.native import GenerateBody, generate
 from .endpoints.openai_chat import ChatChunk, ChatCompletion, chat_completions
 from .endpoints.openai_completions import Completion, completions
 from .exchange import Exchange
+from .ollama import models as ollama_models
+from .ollama.bodies import OllamaChatBody, OllamaGenerateBody, RunningBody, ShowBody, TagsBody, VersionBody
+from .ollama.endpoint import ollama_chat, ollama_generate
+from .ollama.fields import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from .responses.bodies import InputTokensBody, ResponseBody, ResponseEvent
+from .responses.endpoint import response_input_tokens, responses
+from .responses.fields import ResponsesRequest
 from .schema.answers import (
     AbortedBody,
     FlushedBody,
@@ -51,6 +61,7 @@ class Route(NamedTuple):
         admin: it affects all requests, and needs an admin.
         answer: the type of a successful JSON response; None for another media type.
         events: the type of the JSON of each event, if it can stream.
+        stream_type: media type of the stream.
         media_type: of a successful response.
         fails: statuses of failures beyond those of every route, or of every route with a body.
         bodiless: the body may be left out.
@@ -64,12 +75,22 @@ class Route(NamedTuple):
     admin: bool = False
     answer: Any = None
     events: type[msgspec.Struct] | None = None
+    stream_type: str = "text/event-stream"
     media_type: str = "application/json"
     fails: tuple[int, ...] = ()
     bodiless: bool = False
 
 
 _GENERATING: Final = (404, 504)
+_NDJSON: Final = "application/x-ndjson"
+_OTHER_MODELS: Final = "this server serves one model, which is chosen when it starts"
+_NO_EMBEDDINGS: Final = "this server does not compute embeddings"
+
+
+def _unavailable(method: str, path: str, why: str) -> Route:
+    """A route of Ollama's that answers 501."""
+    return Route(method, path, ollama_models.unavailable(path, why), f"Not available: {why}.", fails=(501,))
+
 
 ROUTES: Final = (
     Route(
@@ -91,6 +112,44 @@ ROUTES: Final = (
         answer=Completion,
         events=Completion,
         fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/responses",
+        responses,
+        "Answer a chat (OpenAI's Responses).",
+        ResponsesRequest,
+        answer=ResponseBody,
+        events=ResponseEvent,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        response_input_tokens,
+        "The tokens of a response's prompt.",
+        ResponsesRequest,
+        answer=InputTokensBody,
+        fails=(404,),
+    ),
+    Route(
+        "POST",
+        "/v1/messages",
+        messages,
+        "Answer a chat (Anthropic).",
+        MessagesRequest,
+        answer=MessageBody,
+        events=MessageEvent,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "The tokens of a message's prompt.",
+        CountTokensRequest,
+        answer=CountBody,
+        fails=(404,),
     ),
     Route("GET", operations.MODELS_PATH, operations.models, "The served model (OpenAI).", answer=ModelsBody),
     Route(
@@ -228,5 +287,47 @@ ROUTES: Final = (
         "Settings, capacity and state.",
         answer=ServerInfoBody,
     ),
+    Route(
+        "POST",
+        "/api/chat",
+        ollama_chat,
+        "Answer a chat (Ollama).",
+        OllamaChatRequest,
+        answer=OllamaChatBody,
+        events=OllamaChatBody,
+        stream_type=_NDJSON,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        ollama_generate,
+        "Answer a prompt (Ollama).",
+        OllamaGenerateRequest,
+        answer=OllamaGenerateBody,
+        events=OllamaGenerateBody,
+        stream_type=_NDJSON,
+        fails=_GENERATING,
+    ),
+    Route("GET", "/api/tags", ollama_models.tags, "The served model (Ollama).", answer=TagsBody),
+    Route("GET", "/api/ps", ollama_models.running, "The loaded model (Ollama).", answer=RunningBody),
+    Route(
+        "POST",
+        "/api/show",
+        ollama_models.show,
+        "Facts about the model (Ollama).",
+        OllamaShowRequest,
+        answer=ShowBody,
+        fails=(404,),
+    ),
+    Route("GET", "/api/version", ollama_models.version, "The version (Ollama).", answer=VersionBody),
+    Route("GET", "/", ollama_models.greeting, "Whether a server is there.", media_type="text/plain"),
+    _unavailable("POST", "/api/pull", _OTHER_MODELS),
+    _unavailable("POST", "/api/push", _OTHER_MODELS),
+    _unavailable("POST", "/api/create", _OTHER_MODELS),
+    _unavailable("POST", "/api/copy", _OTHER_MODELS),
+    _unavailable("DELETE", "/api/delete", _OTHER_MODELS),
+    _unavailable("POST", "/api/embed", _NO_EMBEDDINGS),
+    _unavailable("POST", "/api/embeddings", _NO_EMBEDDINGS),
     Route("GET", "/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
 )

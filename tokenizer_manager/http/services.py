@@ -45,6 +45,7 @@ class Services:
         config: resolved settings.
         spec: facts about the model.
         served_model: its name in requests.
+        any_model_name: requests may name any model (`--served-model-name '*'`).
         created_s: Unix time when serving began.
         version: of the engine.
         body_budget: bounds the bodies that are being received.
@@ -63,6 +64,7 @@ class Services:
     served_model: str
     created_s: int
     version: str
+    any_model_name: bool = False
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
 
@@ -117,12 +119,12 @@ class Services:
         return generation
 
     def check_model(self, model: str | None) -> None:
-        """Check that a request names the served model, or none.
+        """Check that a request names the served model, or none; any name is accepted if the server is set so.
 
         Raises:
             RequestError: 404 for any other.
         """
-        if model is not None and model != self.served_model:
+        if model is not None and model != self.served_model and not self.any_model_name:
             raise unknown_model(model, self.served_model)
 
     async def plan_chat(

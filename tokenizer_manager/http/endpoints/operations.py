@@ -33,7 +33,7 @@ from ..schema.answers import (
 from ..schema.field_policy import FieldPolicy
 from ..schema.json_body import convert
 from ..schema.protocol import AbortBody
-from ..services import Services, unknown_model
+from ..services import Services
 
 MODELS_PATH: Final = "/v1/models"
 REQUESTS_PATH: Final = "/v1/requests"
@@ -105,8 +105,7 @@ async def models(exchange: Exchange, services: Services) -> None:
 async def model(exchange: Exchange, services: Services) -> None:
     """One model by name. A name may have slashes, so the whole path after `/v1/models/` is the name."""
     name = exchange.path.removeprefix(f"{MODELS_PATH}/")
-    if name != services.served_model:
-        raise unknown_model(name, services.served_model)
+    services.check_model(name)
     await exchange.send_json(_model(services))
 
 

@@ -1,0 +1,1 @@
+"""`/v1/messages`: the Messages API of Anthropic."""

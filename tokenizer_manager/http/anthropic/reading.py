@@ -1,0 +1,275 @@
+"""Reads a request of `/v1/messages`: its blocks as a `Conversation`, its tools, and its settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+
+from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.errors import RequestError
+from ....runtime.sampling_params import SamplingParams
+from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
+from ..schema.constraints import Constraint
+from ..schema.errors import renamed_fields
+from ..schema.field_policy import first_warnings
+from ..schema.generation_fields import SamplingFields, at_least_one
+from ..schema.json_body import Body, convert, show
+from ..schema.limits import check_limit
+from ..surfaces.answer_format import json_schema
+from ..surfaces.checks import effort_options, objects, one_of, refused, text_of
+from ..surfaces.history import TEXT_SEPARATOR, History
+from .fields import (
+    COUNT_POLICY,
+    MESSAGES_POLICY,
+    CountTokensRequest,
+    MessagesRequest,
+    OutputConfig,
+    ThinkingFields,
+)
+
+LENGTH_PARAM: Final = "max_tokens"
+FORMAT_PARAM: Final = "output_config.format"
+NAMES: Final = {"max_new_tokens": LENGTH_PARAM, "stop": "stop_sequences"}
+_TEXT: Final = frozenset({"text"})
+_RUN_BY_SERVERS: Final = frozenset(
+    {
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "mcp_tool_result",
+        "mcp_tool_use",
+        "server_tool_use",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    }
+)
+"""Blocks of tools that the server of an earlier answer ran."""
+_BILLING_HEADER: Final = "x-anthropic-billing-header:"
+"""Begins a system block that a coding agent adds for Anthropic's accounting. It differs between requests, so that no
+prompt would share a prefix with the one before it."""
+
+
+class ReadMessages(NamedTuple):
+    """A checked request."""
+
+    request: MessagesRequest
+    conversation: Conversation
+    constraint: Constraint | None
+    sampling: SamplingParams
+    warnings: list[str]
+
+
+class ReadCount(NamedTuple):
+    """A checked request to count tokens."""
+
+    request: CountTokensRequest
+    conversation: Conversation
+    warnings: list[str]
+
+
+def read_messages(body: Body, limits: RequestLimits, answers: AnswerConfig, *, strict: bool) -> ReadMessages:
+    """Check a request of `/v1/messages`.
+
+    Raises:
+        RequestError: a field is refused; names its path.
+    """
+    warnings = MESSAGES_POLICY.check(body, strict=strict)
+    request = convert(body, MessagesRequest)
+    conversation, constraint = _conversation(request, limits, answers, warnings)
+    fields = SamplingFields(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k or None,
+        stop=request.stop_sequences,
+    )
+    with renamed_fields(NAMES):
+        sampling = fields.sampling(
+            limits,
+            max_new_tokens=at_least_one(request.max_tokens, LENGTH_PARAM),
+            min_new_tokens=None,
+            keep_stop=False,
+        )
+    return ReadMessages(request, conversation, constraint, sampling, first_warnings(warnings))
+
+
+def read_count(body: Body, limits: RequestLimits, answers: AnswerConfig, *, strict: bool) -> ReadCount:
+    """Check a request of `/v1/messages/count_tokens`.
+
+    Raises:
+        RequestError: a field is refused; names its path.
+    """
+    warnings = COUNT_POLICY.check(body, strict=strict)
+    request = convert(body, CountTokensRequest)
+    conversation, _ = _conversation(request, limits, answers, warnings)
+    return ReadCount(request, conversation, first_warnings(warnings))
+
+
+def _conversation(
+    request: CountTokensRequest, limits: RequestLimits, answers: AnswerConfig, warnings: list[str]
+) -> tuple[Conversation, Constraint | None]:
+    if not request.messages:
+        raise refused("messages", "is empty; a chat has at least one message", "empty_prompt")
+    check_limit("messages", len(request.messages), "messages", limits.max_messages, "max_messages")
+    history = History()
+    if request.system is not None:
+        system = _system(request.system)
+        if system:
+            history.system(system)
+    for at, message in objects(request.messages, "messages"):
+        _read_message(message, at, history, warnings)
+    config = convert(request.output_config or {}, OutputConfig, "output_config")
+    constraint = None if config.format is None else _format(config.format, answers)
+    if constraint is not None:
+        warnings += constraint.warnings
+    conversation = Conversation(
+        messages=history.messages,
+        tools=_tools(request.tools or [], warnings),
+        tool_choice=_tool_choice(request.tool_choice),
+        spec=None if constraint is None else constraint.use.spec,
+        reasoning=_reasoning(request.thinking, config.effort),
+        continue_final_message=_continues(history, len(request.messages) - 1),
+    )
+    return conversation, constraint
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _system(value: str | list[dict[str, Any]]) -> str:
+    if isinstance(value, str):
+        return value
+    return TEXT_SEPARATOR.join(
+        text
+        for at, block in objects(value, "system")
+        if not (text := text_of([block], at, _TEXT)).startswith(_BILLING_HEADER)
+    )
+
+
+def _read_message(message: Body, at: str, history: History, warnings: list[str]) -> None:
+    role = one_of(message.get("role"), ("user", "assistant", "system"), f"{at}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    elif not isinstance(content, list):
+        raise refused(
+            f"{at}.content",
+            f"is {show(content)}, but it must be a string or a list of blocks",
+            "invalid_type",
+        )
+    for place, block in objects(content, f"{at}.content"):
+        _read_block(block, role, place, history, warnings)
+
+
+def _read_block(block: Body, role: str, at: str, history: History, warnings: list[str]) -> None:
+    kind = block.get("type")
+    match role, kind:
+        case _, "text":
+            text = _text(block, "text", at)
+            add = {"user": history.user, "assistant": history.assistant, "system": history.system}[role]
+            add(text)
+        case "assistant", "thinking":
+            if text := _text(block, "thinking", at):
+                history.reasoning(text)
+        case "assistant", "redacted_thinking":
+            warnings.append(f"{at} (redacted_thinking) was left out: this server cannot read it")
+        case "assistant", "tool_use":
+            arguments = convert(block.get("input") or {}, dict[str, Any], f"{at}.input")
+            history.call(
+                _text(block, "id", at), _text(block, "name", at), json.dumps(arguments, ensure_ascii=False)
+            )
+        case "user", "tool_result":
+            text = "" if block.get("content") is None else text_of(block["content"], f"{at}.content", _TEXT)
+            if block.get("is_error") is True:
+                text = f"Error: {text}"
+            history.result(_text(block, "tool_use_id", at), text)
+        case _, str() if kind in _RUN_BY_SERVERS:
+            warnings.append(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
+        case _:
+            raise RequestError(
+                f"{at}.type is {show(kind)}, which is not supported in a message of the {role}; this model takes text",
+                param=f"{at}.type",
+                code="unsupported_value",
+            )
+
+
+def _continues(history: History, index: int) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    if not history.messages:
+        raise refused("messages", "has no text; a chat has at least one message", "empty_prompt")
+    last = history.messages[-1]
+    if last["role"] != "assistant":
+        return False
+    if "tool_calls" in last:
+        raise refused(f"messages[{index}]", "ends with tool_use, but there is no tool_result for it; add one")
+    return bool(last["content"])
+
+
+def _text(block: Body, key: str, at: str) -> str:
+    if key not in block:
+        raise refused(f"{at}.{key}", "is missing; the block must have it", "missing_field")
+    return convert(block[key], str, f"{at}.{key}")
+
+
+# ---------------------------------------------------------------- tools and settings
+
+
+def _tools(tools: list[dict[str, Any]], warnings: list[str]) -> tuple[Tool, ...]:
+    """The tools with a schema; those that Anthropic defines or runs are left out with a warning."""
+    kept: list[Tool] = []
+    for at, tool in objects(tools, "tools"):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            warnings.append(
+                f"{at} ({show(kind)}) was left out: this server knows only tools with input_schema"
+            )
+            continue
+        if "input_schema" not in tool:
+            raise refused(f"{at}.input_schema", "is missing; the tool must have it", "missing_field")
+        kept.append(
+            Tool(
+                name=_text(tool, "name", at),
+                description=convert(tool.get("description") or "", str, f"{at}.description"),
+                parameters=convert(tool["input_schema"], dict[str, Any], f"{at}.input_schema"),
+                strict=convert(tool.get("strict") or False, bool, f"{at}.strict"),
+            )
+        )
+    return tuple(kept)
+
+
+_MODES: Final = {
+    "auto": ChoiceMode.AUTO,
+    "any": ChoiceMode.REQUIRED,
+    "tool": ChoiceMode.NAMED,
+    "none": ChoiceMode.NONE,
+}
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    mode = _MODES[one_of(choice.get("type"), tuple(_MODES), "tool_choice.type")]
+    name = _text(choice, "name", "tool_choice") if mode is ChoiceMode.NAMED else ""
+    return ToolChoice(mode=mode, name=name, parallel=choice.get("disable_parallel_tool_use") is not True)
+
+
+def _format(form: dict[str, Any], config: AnswerConfig) -> Constraint:
+    one_of(form.get("type"), ("json_schema",), f"{FORMAT_PARAM}.type")
+    return json_schema(form.get("schema"), FORMAT_PARAM, f"{FORMAT_PARAM}.schema", config, strict=False)
+
+
+def _reasoning(thinking: dict[str, Any] | None, effort: str | None) -> ReasoningOptions:
+    options = effort_options(effort, "output_config.effort")
+    if thinking is None:
+        return options
+    fields = convert(thinking, ThinkingFields, "thinking")
+    kind = one_of(fields.type, ("enabled", "adaptive", "between_tools", "disabled"), "thinking.type")
+    if kind == "disabled":
+        return replace(options, enabled=False)
+    if kind == "enabled" and fields.budget_tokens is None:
+        raise refused("thinking.budget_tokens", "is missing; enabled thinking must have it", "missing_field")
+    budget = at_least_one(fields.budget_tokens, "thinking.budget_tokens")
+    return replace(options, enabled=True, budget=budget, include=fields.display != "omitted")

@@ -1,0 +1,1 @@
+"""`/api/...`: the API of Ollama."""

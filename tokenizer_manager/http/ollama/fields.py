@@ -1,0 +1,109 @@
+"""The requests of `/api/chat` and `/api/generate` as structs, and the fate of their other fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from ..schema.field_policy import FieldPolicy, NotYet
+from ..schema.field_types import Int, Penalty, RepetitionPenalty, Share, StopString, Temperature, TopK
+
+Format = Annotated[Any, Meta(description="json, or a JSON Schema.")]
+Think = Annotated[bool | str | None, Meta(description="Whether to reason, or an effort.")]
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    """`options` of a request."""
+
+    num_predict: Int | None = None
+    num_ctx: Int | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    seed: Int | None = None
+    stop: StopString | list[StopString] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+class OllamaFields(msgspec.Struct, kw_only=True):
+    """The fields that both requests have."""
+
+    model: str | None = None
+    format: Format = None
+    options: dict[str, Any] | None = None
+    stream: bool | None = None
+    think: Think = None
+
+
+class OllamaChatRequest(OllamaFields, kw_only=True):
+    """Body of `POST /api/chat`."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaFields, kw_only=True):
+    """Body of `POST /api/generate`."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class OllamaShowRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /api/show`."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+_NO_EFFECT: Final = {"keep_alive"}
+_NOT_YET: Final[NotYet] = {
+    "images": ([],),
+    "logprobs": (False,),
+    "template": ("",),
+    "top_logprobs": (0,),
+}
+_OPTIONS_POLICY: Final = FieldPolicy(
+    OllamaOptions,
+    {
+        "mirostat": (0,),
+        "repeat_last_n": (-1, 64),
+        "tfs_z": (1,),
+        "typical_p": (1,),
+    },
+    no_effect={
+        "embedding_only",
+        "f16_kv",
+        "logits_all",
+        "low_vram",
+        "main_gpu",
+        "mirostat_eta",
+        "mirostat_tau",
+        "num_batch",
+        "num_gpu",
+        "num_keep",
+        "num_thread",
+        "numa",
+        "penalize_newline",
+        "use_mlock",
+        "use_mmap",
+        "vocab_only",
+    },
+)
+
+CHAT_POLICY: Final = FieldPolicy(
+    OllamaChatRequest, _NOT_YET, no_effect=_NO_EFFECT, nested={"options": _OPTIONS_POLICY}
+)
+GENERATE_POLICY: Final = FieldPolicy(
+    OllamaGenerateRequest,
+    _NOT_YET | {"context": ([],), "suffix": ("",), "width": (0,), "height": (0,), "steps": (0,)},
+    no_effect=_NO_EFFECT,
+    nested={"options": _OPTIONS_POLICY},
+)
+SHOW_POLICY: Final = FieldPolicy(OllamaShowRequest, {}, no_effect={"verbose"})

@@ -1,0 +1,160 @@
+"""`/api/tags`, `/api/ps`, `/api/show`, `/api/version`, `/`, and the endpoints that answer 501."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Final
+
+from msgspec import UNSET
+
+from ....runtime.errors import RequestError
+from ..exchange import Exchange
+from ..schema.json_body import convert
+from ..services import Services
+from .bodies import (
+    ModelDetails,
+    RunningBody,
+    RunningModel,
+    ShowBody,
+    TaggedModel,
+    TagsBody,
+    VersionBody,
+)
+from .fields import SHOW_POLICY, OllamaShowRequest
+
+_GREETING: Final = b"Ollama is running"
+"""Clients look for this text."""
+_NEVER: Final = "9999-12-31T23:59:59Z"
+_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+async def greeting(exchange: Exchange, services: Services) -> None:
+    """Says that a server is there."""
+    await exchange.send_bytes(_GREETING, b"text/plain; charset=utf-8")
+
+
+async def tags(exchange: Exchange, services: Services) -> None:
+    """The list of models, which has one."""
+    name = services.served_model
+    await exchange.send_json(
+        TagsBody(
+            [
+                TaggedModel(
+                    name=name,
+                    model=name,
+                    modified_at=_modified_at(services),
+                    size=_size(services),
+                    digest=_digest(services),
+                    details=_details(services),
+                )
+            ]
+        )
+    )
+
+
+async def running(exchange: Exchange, services: Services) -> None:
+    """The loaded models."""
+    name, size = services.served_model, _size(services)
+    await exchange.send_json(
+        RunningBody(
+            [
+                RunningModel(
+                    name=name,
+                    model=name,
+                    size=size,
+                    size_vram=0 if services.config.model.device == "cpu" else size,
+                    digest=_digest(services),
+                    details=_details(services),
+                    expires_at=_NEVER,
+                    context_length=services.manager.capacity.max_model_len,
+                )
+            ]
+        )
+    )
+
+
+async def show(exchange: Exchange, services: Services) -> None:
+    """Facts about the model, and what it can do."""
+    body = await services.read_object(exchange)
+    warnings = SHOW_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, OllamaShowRequest)
+    services.check_model(request.model or request.name)
+    spec = services.spec
+    family = spec.model_type
+    await exchange.send_json(
+        ShowBody(
+            modelfile=f"FROM {services.served_model}\n",
+            template="" if services.renderer is None else services.renderer.template.source,
+            details=_details(services),
+            model_info={
+                "general.architecture": family,
+                "general.basename": services.served_model,
+                "general.parameter_count": spec.num_parameters,
+                f"{family}.context_length": services.manager.capacity.max_model_len,
+                f"{family}.embedding_length": spec.hidden_size,
+                f"{family}.block_count": spec.num_layers,
+                f"{family}.attention.head_count": spec.num_heads,
+                f"{family}.attention.head_count_kv": spec.num_kv_heads,
+            },
+            capabilities=_capabilities(services),
+            modified_at=_modified_at(services),
+            warnings=warnings or UNSET,
+        )
+    )
+
+
+async def version(exchange: Exchange, services: Services) -> None:
+    """The version of the engine."""
+    await exchange.send_json(VersionBody(services.version))
+
+
+def unavailable(path: str, why: str) -> Callable[[Exchange, Services], Awaitable[None]]:
+    """A handler that answers 501."""
+
+    async def answer(exchange: Exchange, services: Services) -> None:
+        raise RequestError(f"{path} is not available here: {why}", code="not_implemented", status=501)
+
+    answer.__name__ = "ollama" + path.replace("/", "_")
+    return answer
+
+
+def _capabilities(services: Services) -> list[str]:
+    formats = services.planner.formats
+    return [
+        "completion",
+        *(["tools"] if services.renderer is not None and formats.tools is not None else []),
+        *(["thinking"] if formats.reasoning is not None else []),
+    ]
+
+
+def _details(services: Services) -> ModelDetails:
+    spec = services.spec
+    quantization = spec.quantization
+    level = str(services.config.model.dtype) if quantization is None else quantization.method
+    return ModelDetails(
+        format="gguf" if str(services.config.model.model).endswith(".gguf") else "safetensors",
+        family=spec.model_type,
+        families=[spec.model_type],
+        parameter_size=_short(spec.num_parameters),
+        quantization_level=level,
+    )
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.1f}B" if count >= 1_000_000_000 else f"{count / 1e6:.0f}M"
+
+
+def _size(services: Services) -> int:
+    """Bytes of the weights in the serving dtype."""
+    return services.spec.num_parameters * _BYTES.get(str(services.config.model.dtype), 2)
+
+
+def _digest(services: Services) -> str:
+    """Tells models apart; it is no digest of the weights."""
+    return hashlib.sha256(f"{services.served_model} {services.spec!r}".encode()).hexdigest()
+
+
+def _modified_at(services: Services) -> str:
+    return datetime.fromtimestamp(services.created_s, UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,256 @@
+"""Reads the requests of `/api/chat` and `/api/generate`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, NamedTuple
+
+from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.sampling_params import SamplingParams
+from ...conversation.conversation import Conversation, ReasoningOptions, Tool
+from ..schema.constraints import Constraint
+from ..schema.errors import renamed_fields
+from ..schema.field_policy import first_warnings
+from ..schema.generation_fields import SamplingFields
+from ..schema.json_body import Body, convert, show
+from ..schema.limits import check_limit
+from ..surfaces.answer_format import json_object, json_schema
+from ..surfaces.checks import effort_options, objects, one_of, optional_object, optional_text, refused
+from ..surfaces.history import History
+from .fields import (
+    CHAT_POLICY,
+    GENERATE_POLICY,
+    OllamaChatRequest,
+    OllamaFields,
+    OllamaGenerateRequest,
+    OllamaOptions,
+)
+
+LENGTH_PARAM: Final = "options.num_predict"
+FORMAT_PARAM: Final = "format"
+NAMES: Final = {
+    "max_new_tokens": LENGTH_PARAM,
+    "repetition_penalty": "options.repeat_penalty",
+    **{
+        name: f"options.{name}"
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "stop",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    },
+}
+
+
+class ReadOllama(NamedTuple):
+    """A checked request.
+
+    Attributes:
+        conversation: without messages: the client only wants the model to be loaded.
+        raw: the prompt as it is, without the chat template; None: the conversation.
+    """
+
+    model: str | None
+    stream: bool
+    conversation: Conversation
+    raw: str | None
+    constraint: Constraint | None
+    sampling: SamplingParams
+    warnings: list[str]
+
+
+def read_chat(
+    body: Body, limits: RequestLimits, answers: AnswerConfig, *, max_model_len: int, strict: bool
+) -> ReadOllama:
+    """Check a request of `/api/chat`.
+
+    Raises:
+        RequestError: a field is refused; names its path.
+    """
+    warnings = CHAT_POLICY.check(body, strict=strict)
+    request = convert(body, OllamaChatRequest)
+    history = History()
+    messages = request.messages or []
+    check_limit("messages", len(messages), "messages", limits.max_messages, "max_messages")
+    calls = _Calls()
+    for at, message in objects(messages, "messages"):
+        _read_message(message, at, history, calls)
+    return _read(
+        request, history, _tools(request.tools or []), None, limits, answers, max_model_len, warnings
+    )
+
+
+def read_generate(
+    body: Body, limits: RequestLimits, answers: AnswerConfig, *, max_model_len: int, strict: bool
+) -> ReadOllama:
+    """Check a request of `/api/generate`.
+
+    Raises:
+        RequestError: a field is refused; names its path.
+    """
+    warnings = GENERATE_POLICY.check(body, strict=strict)
+    request = convert(body, OllamaGenerateRequest)
+    history = History()
+    raw: str | None = None
+    if request.raw:
+        for name in ("system", "format", "think"):
+            if getattr(request, name):
+                raise refused(name, "cannot be combined with raw; send one of them", "unsupported_value")
+        raw = request.prompt or None
+    elif request.prompt:
+        if request.system:
+            history.system(request.system)
+        history.user(request.prompt)
+    return _read(request, history, (), raw, limits, answers, max_model_len, warnings)
+
+
+def _read(
+    request: OllamaFields,
+    history: History,
+    tools: tuple[Tool, ...],
+    raw: str | None,
+    limits: RequestLimits,
+    answers: AnswerConfig,
+    max_model_len: int,
+    warnings: list[str],
+) -> ReadOllama:
+    options = convert(request.options or {}, OllamaOptions, "options")
+    if options.num_ctx is not None and options.num_ctx > max_model_len:
+        warnings.append(
+            f"options.num_ctx is {options.num_ctx}, but the context of this server has {max_model_len} tokens"
+        )
+    constraint = _format(request.format, answers)
+    if constraint is not None:
+        warnings += constraint.warnings
+    conversation = Conversation(
+        messages=history.messages,
+        tools=tools,
+        spec=None if constraint is None else constraint.use.spec,
+        reasoning=_reasoning(request.think),
+    )
+    return ReadOllama(
+        request.model,
+        request.stream is not False,
+        conversation,
+        raw,
+        constraint,
+        _sampling(options, limits),
+        first_warnings(warnings),
+    )
+
+
+# ---------------------------------------------------------------- messages
+
+
+class _Calls:
+    """Ids for calls, which have none in this API: a result belongs to the first call without one."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, str]] = []  # id, name
+        self._num = 0
+
+    def begin(self, name: str) -> str:
+        """The id of a new call."""
+        call_id = f"call{self._num:05d}"  # nine letters and digits: some templates demand them
+        self._num += 1
+        self._open.append((call_id, name))
+        return call_id
+
+    def end(self, name: str | None) -> str:
+        """The id of the call that a result belongs to."""
+        for place, (call_id, called) in enumerate(self._open):
+            if name is None or called == name:
+                del self._open[place]
+                return call_id
+        return self.begin(name or "")
+
+
+def _read_message(message: Body, at: str, history: History, calls: _Calls) -> None:
+    role = one_of(message.get("role"), ("system", "user", "assistant", "tool"), f"{at}.role")
+    if message.get("images"):
+        raise refused(f"{at}.images", "has images, but this model takes text", "unsupported_value")
+    content = convert(message.get("content") or "", str, f"{at}.content")
+    match role:
+        case "system":
+            history.system(content)
+        case "user":
+            history.user(content)
+        case "tool":
+            name = optional_text(message.get("tool_name") or message.get("name"), f"{at}.tool_name")
+            history.result(calls.end(name), content, name)
+        case _:
+            thinking = convert(message.get("thinking") or "", str, f"{at}.thinking")
+            if thinking:
+                history.reasoning(thinking)
+            if content or not message.get("tool_calls"):
+                history.assistant(content)
+            for place, call in objects(message.get("tool_calls") or [], f"{at}.tool_calls"):
+                function = convert(call.get("function"), dict[str, Any], f"{place}.function")
+                name = convert(function.get("name"), str, f"{place}.function.name")
+                arguments = convert(
+                    function.get("arguments") or {}, dict[str, Any], f"{place}.function.arguments"
+                )
+                history.call(calls.begin(name), name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _tools(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
+    kept: list[Tool] = []
+    for at, tool in objects(tools, "tools"):
+        one_of(tool.get("type", "function"), ("function",), f"{at}.type")
+        function = convert(tool.get("function"), dict[str, Any], f"{at}.function")
+        kept.append(
+            Tool(
+                name=convert(function.get("name"), str, f"{at}.function.name"),
+                description=convert(function.get("description") or "", str, f"{at}.function.description"),
+                parameters=optional_object(function.get("parameters"), f"{at}.function.parameters"),
+            )
+        )
+    return tuple(kept)
+
+
+# ---------------------------------------------------------------- settings
+
+
+def _format(value: object, config: AnswerConfig) -> Constraint | None:
+    if value in (None, ""):
+        return None
+    if value == "json":
+        return json_object(FORMAT_PARAM, config)
+    if not isinstance(value, dict):
+        raise refused(FORMAT_PARAM, f'is {show(value)}, but it must be "json" or a JSON Schema')
+    return json_schema(value, FORMAT_PARAM, FORMAT_PARAM, config, strict=False)
+
+
+def _reasoning(think: bool | str | None) -> ReasoningOptions:
+    if isinstance(think, str) and think:
+        return effort_options(think, "think")
+    return ReasoningOptions(enabled=None if think == "" else think)
+
+
+def _sampling(options: OllamaOptions, limits: RequestLimits) -> SamplingParams:
+    num_predict = options.num_predict
+    if num_predict is not None and num_predict < 1:
+        if num_predict not in (-1, -2):
+            raise refused(
+                LENGTH_PARAM, f"is {num_predict}, but it must be at least 1, or -1 or -2 for no limit"
+            )
+        num_predict = None
+    fields = SamplingFields(
+        temperature=options.temperature,
+        top_k=options.top_k or None,  # 0: all
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=options.stop,
+        repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+    )
+    with renamed_fields(NAMES):
+        return fields.sampling(limits, max_new_tokens=num_predict, min_new_tokens=None, keep_stop=False)
