@@ -26,7 +26,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..runtime.messages import SchedulerInput
+from msgspec.structs import replace
+
+from ..runtime.messages import SchedulerInput, SchedulerReport
 from ..runtime.step_plan import Pending, Runner, TokenMasks, no_masks
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarQueue, NoGrammars
@@ -62,6 +64,7 @@ class Pipeline:
         self._max_left_in_flight = 1 if overlap else 0
         self._grammars = grammars if grammars is not None else NoGrammars()
         self._in_flight: deque[InFlight] = deque()
+        self._num_masks, self._mask_s = 0, 0.0
 
     def handle(self, message: SchedulerInput) -> None:
         """Give the scheduler a message. Steps may be in flight."""
@@ -120,9 +123,24 @@ class Pipeline:
         def masks() -> TokenMasks | None:
             while self._in_flight:
                 self._settle_oldest()  # the masks depend on its tokens
-            return self._scheduler.masks(batch)
+            begin_s = self._clock()
+            found = self._scheduler.masks(batch)
+            self._mask_s += self._clock() - begin_s
+            self._num_masks += 0 if found is None else len(found.indices)
+            return found
 
         return self._runner.launch(batch.plan, may_continue, masks if batch.has_grammar else no_masks)
+
+    def report(self, now_s: float) -> SchedulerReport:
+        """The scheduler's report with the figures of grammars, which the scheduler, without a clock, does not have."""
+        builds = self._grammars.figures
+        return replace(
+            self._scheduler.report(now_s),
+            grammar_builds_total=builds.num_builds,
+            grammar_build_s_total=builds.seconds,
+            grammar_masks_total=self._num_masks,
+            grammar_mask_s_total=self._mask_s,
+        )
 
     def idle(self) -> None:
         """Let the scheduler check its accounts. Call when `advance` had nothing to do.
