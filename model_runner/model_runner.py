@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from .models.registry import CausalLM
     from .recording.executor import StepExecutor
     from .request_states import RequestStates
-    from .sampling.sampling_batch import SamplingBatch
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
     from .token_relay import TokenRelay
@@ -243,8 +242,7 @@ class ModelRunner:
         hidden = output.hidden
         sampled = cut_finite = num_tokens = None
         if output.logits is not None:
-            sampling = batch.sampling.with_masks(masks())
-            sampled, num_tokens = self._sample(batch, sampling, output.logits, output.sample_rows)
+            sampled, num_tokens = self._sample(batch, output.logits, output.sample_rows, masks)
         if hidden is None:
             return Fetched(batch, sampled, num_tokens=num_tokens)
         if output.cut_indices is not None:
@@ -254,13 +252,19 @@ class ModelRunner:
         return Fetched(batch, sampled, cut_finite, prompts, num_tokens)
 
     def _sample(
-        self, batch: InputBatch, sampling: SamplingBatch, logits: Tensor, sample_rows: Tensor
+        self, batch: InputBatch, logits: Tensor, sample_rows: Tensor, masks: GetMasks
     ) -> tuple[Sampled, Tensor | None]:
         """Sample from logits, [R, V] float32, store the last tokens for the next step, and fetch the results.
 
         With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too.
         """
-        sampled, fetch = self.sampler.sample(logits, sampling), self._outputs.fetch
+        fetch = self._outputs.fetch
+        if masks is no_masks:
+            sampled = self.sampler.sample(logits, batch.sampling)
+        elif batch.drafts is None and logits.device.type == "cpu":
+            sampled = self.sampler.sample(logits, batch.sampling.with_masks(masks.before()), masks.after)
+        else:
+            sampled = self.sampler.sample(logits, batch.sampling.with_masks(masks()))
         last_ids, num_tokens = sampled.token_ids, None
         if batch.drafts is not None:
             checked = batch.drafts.check(sampled.token_ids)

@@ -42,6 +42,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         on_step("import torch")
         shorten_spinning()
         from ..model_runner.load import load_model_runner
+        from ..scheduler.grammar.make_grammars import make_grammars
         from ..scheduler.journal.recorder import make_recorder
         from ..scheduler.pipeline import Pipeline
         from ..scheduler.preemption.chaos import with_chaos
@@ -50,7 +51,8 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         on_step("load weights")
         runner = load_model_runner(config, prepared.source, spec, capacity_of(config, spec))
         capacity, eos_token_ids = runner.capacity, frozenset(spec.eos_token_ids)
-        scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
+        grammars = make_grammars(lambda: tokenizer, capacity.vocab_size, spec.eos_token_ids)
+        scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids, matchers=grammars)
         gc.collect()  # loading leaves garbage in cycles; collect it before the first request
         recorder = make_recorder(
             config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic()
@@ -58,7 +60,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         overlap = config.scheduler.overlap
         assert overlap != "auto"
         faulty = with_chaos(runner, config.scheduler, capacity.page_size)
-        pipeline = Pipeline(scheduler, faulty, recorder, time.monotonic, overlap=overlap)
+        pipeline = Pipeline(scheduler, faulty, recorder, time.monotonic, overlap=overlap, grammars=grammars)
         return EngineParts(scheduler, pipeline, Detokenizer(tokenizer), capacity, recorder)
 
     return EngineThread(build)

@@ -49,15 +49,43 @@ class TokenMasks(NamedTuple):
     bits: npt.NDArray[np.int32]
 
 
-GetMasks = Callable[[], TokenMasks | None]
-"""Called once per step, and per round of a multi-step decode, after the forward pass is queued: the masks of its rows.
+class GetMasks(Protocol):
+    """Has the token masks of one step, and of each round of a multi-step decode, from the forward pass on.
 
-With overlap it waits for the tokens of the step before, which the masks depend on."""
+    With overlap a call waits for the tokens of the step before, which the masks depend on. A runner either calls it for
+    all masks before it samples, or, where sampled tokens are on the host at once (a CPU), for those of `before`, then
+    samples, and samples the rows of `after` again. The tokens are the same: without filters (top-k, top-p, min-p) the
+    largest sum of logit and noise over all tokens, if it is an allowed token, is the largest over the allowed tokens.
+    Most tokens of a model that follows its grammar are allowed, and to check one is much cheaper than to fill a mask.
+    """
+
+    def __call__(self) -> TokenMasks | None:
+        """All masks; None if no row is constrained."""
+        ...
+
+    def before(self) -> TokenMasks | None:
+        """The masks of the rows that cannot be checked after sampling. Not in a step with drafts."""
+        ...
+
+    def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:
+        """The masks of the other rows whose sampled token ([S], of each row) is not allowed."""
+        ...
 
 
-def no_masks() -> TokenMasks | None:
-    """A `GetMasks` for steps without grammars."""
-    return None
+class _NoMasks:
+    """The masks of a step without grammars."""
+
+    def __call__(self) -> TokenMasks | None:
+        return None
+
+    def before(self) -> TokenMasks | None:
+        return None
+
+    def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:
+        return None
+
+
+no_masks: Final[GetMasks] = _NoMasks()
 
 
 class ForwardMode(enum.IntEnum):
@@ -220,7 +248,7 @@ class Runner(Protocol):
         """Start a step. May return before the device is done; only `Pending.wait` may block on the device.
 
         Args:
-            masks: called between the forward pass and the sampler.
+            masks: called between the forward pass and the sampler; see `GetMasks`.
             go_on: called between the rounds of a multi-step decode; the multi-step decode ends when it returns
                 False. Only devices that have finished a round when its launch returns can run a multi-step decode.
         """

@@ -29,9 +29,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..runtime.messages import SchedulerInput, SchedulerReport
-from ..runtime.step_plan import Pending, Runner, TokenMasks, no_masks
+from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarQueue, NoGrammars
+from .grammar.step_masks import MaskMeter, StepMasks
 from .journal.recorder import Recorder
 from .scheduler import Scheduler
 
@@ -64,7 +65,7 @@ class Pipeline:
         self._max_left_in_flight = 1 if overlap else 0
         self._grammars = grammars if grammars is not None else NoGrammars()
         self._in_flight: deque[InFlight] = deque()
-        self._num_masks, self._mask_s = 0, 0.0
+        self._mask_meter = MaskMeter(clock)
 
     def handle(self, message: SchedulerInput) -> None:
         """Give the scheduler a message. Steps may be in flight."""
@@ -120,16 +121,10 @@ class Pipeline:
                 batch, next_token_ids, next(rounds), self._clock() - launched_s
             )
 
-        def masks() -> TokenMasks | None:
-            while self._in_flight:
-                self._settle_oldest()  # the masks depend on its tokens
-            begin_s = self._clock()
-            found = self._scheduler.masks(batch)
-            self._mask_s += self._clock() - begin_s
-            self._num_masks += 0 if found is None else len(found.indices)
-            return found
-
-        return self._runner.launch(batch.plan, may_continue, masks if batch.has_grammar else no_masks)
+        masks: GetMasks = no_masks
+        if batch.has_grammar:
+            masks = StepMasks(self._scheduler.masks, batch, self._settle_all, self._mask_meter)
+        return self._runner.launch(batch.plan, may_continue, masks)
 
     def report(self, now_s: float) -> SchedulerReport:
         """The scheduler's report with the figures of grammars, which the scheduler, without a clock, does not have."""
@@ -138,8 +133,8 @@ class Pipeline:
             self._scheduler.report(now_s),
             grammar_builds_total=builds.num_builds,
             grammar_build_s_total=builds.seconds,
-            grammar_masks_total=self._num_masks,
-            grammar_mask_s_total=self._mask_s,
+            grammar_masks_total=self._mask_meter.num_masks,
+            grammar_mask_s_total=self._mask_meter.seconds,
         )
 
     def idle(self) -> None:
@@ -151,6 +146,10 @@ class Pipeline:
         assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         self._recorder.idle(self._clock())
         self._scheduler.on_idle()
+
+    def _settle_all(self) -> None:
+        while self._in_flight:
+            self._settle_oldest()
 
     def _settle_oldest(self) -> None:
         batch, pending = self._in_flight.popleft()

@@ -19,10 +19,12 @@ from ..model_runner.load import load_model_runner
 from ..runtime.child.child import Child
 from ..runtime.feasibility import capacity_of
 from ..runtime.messages import SchedulerInput
+from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.resolve.host_facts import read_host_facts
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
 from .event_loop import EventLoop
+from .grammar.make_grammars import make_grammars
 from .journal.flight_recorder import FlightRecorder
 from .journal.recorder import make_recorder, open_log
 from .preemption.chaos import with_chaos
@@ -53,7 +55,8 @@ def main(child: Child) -> None:
     group = place.group
     own_runner = load_model_runner(config, settings.source, spec, capacity_of(config, spec), place)
     capacity, eos_token_ids = own_runner.capacity, frozenset(spec.eos_token_ids)
-    scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids)
+    grammars = make_grammars(lambda: load_tokenizer(settings.source), capacity.vocab_size, spec.eos_token_ids)
+    scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids, matchers=grammars)
     recorder = make_recorder(
         config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic(), log=log
     )
@@ -83,6 +86,7 @@ def main(child: Child) -> None:
         recorder=recorder,
         idle_work=_idle_work(own_runner.kv_pool),
         overlap=overlap,
+        grammars=grammars,
     )
     group.meet("loaded")  # so the first step's collective operations do not wait for ranks that still load
     child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")

@@ -50,7 +50,7 @@ from ..runtime.messages import (
     SchedulerInput,
     SchedulerReport,
 )
-from ..runtime.step_plan import ForwardMode, StepResult, TokenMasks
+from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
@@ -78,6 +78,7 @@ class Scheduler:
 
     Attributes:
         decisions: what the last passes decided, with the reasons.
+        masks: the token masks of a planned step.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Scheduler:
         self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._matchers = matchers if matchers is not None else NoMatchers()
-        self._mask_filler = MaskFiller(capacity.vocab_size)
+        self.masks = MaskFiller(capacity.vocab_size, parts.memory.pool)
         self._last_step_id = 0
         self._last_pass: PassState | None = None  # in which there was something to decide
         self._abandoned_before_s = 0.0
@@ -333,13 +334,6 @@ class Scheduler:
         """The grammars of a request that waits for them; None for any other rid."""
         req = self._requests.grammar.get(rid)
         return None if req is None else req.grammar
-
-    def masks(self, batch: ScheduleBatch) -> TokenMasks | None:
-        """The token masks of a step, or of the next round of a multi-step decode; valid until the next call.
-
-        All tokens before it must be settled.
-        """
-        return self._mask_filler.fill(batch, self.rows_still_here(batch))
 
     def may_continue(
         self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float

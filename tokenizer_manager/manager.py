@@ -17,6 +17,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterable
 from typing import Final, assert_never
 
+from msgspec.structs import replace
+
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
@@ -40,6 +42,7 @@ from .admission.queue_limiter import QueueLimiter
 from .control import Control
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
+from .grammar_proofs import GrammarProofs, GrammarProver, TrustingProver
 from .metrics import Metrics
 from .orphan_reaper import OrphanReaper
 from .prompt_encoder import PromptEncoder, prompt_name
@@ -73,6 +76,7 @@ class TokenizerManager:
         draw_seed: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         life: int = 0,
+        prover: GrammarProver | None = None,
     ) -> None:
         """Make a manager without streams.
 
@@ -86,6 +90,7 @@ class TokenizerManager:
             draw_seed: a seed for a request that has none, in [0, MAX_SEED].
             clock: CLOCK_MONOTONIC.
             life: how many managers this engine had before; late answers to their calls must not match ids of this one.
+            prover: proves grammars; None: they are trusted.
         """
         self.engine = EngineState(capacity, watchdog_timeout_s, clock)
         self.request_log = log = RequestLog()
@@ -111,7 +116,8 @@ class TokenizerManager:
         self._recovery = Recovery(
             log, self.engine, limiter=self._limiter, aborter=self._aborter, metrics=metrics, send=send
         )
-        log.subscribe(self._limiter, self._aborter, self._recovery, self._overload)
+        self._proofs = GrammarProofs(prover or TrustingProver(), log, aborter=self._aborter, send=send)
+        log.subscribe(self._limiter, self._aborter, self._recovery, self._overload, self._proofs)
         self._reaper = OrphanReaper(send)
         self.control = Control(send, encoder, self.engine, log, first_id=life << 32)
 
@@ -150,6 +156,7 @@ class TokenizerManager:
                 )
                 for i, ids in enumerate(encoded)
             ]
+            self._check_shortest_answer(request, resolved)
             await self._overload.admit_tokens(request, request.n * sum(map(len, encoded)), arrival_s)
             self.engine.check_accepting()
             return self._open(request, encoded, resolved, arrival_s)
@@ -256,6 +263,20 @@ class TokenizerManager:
             request.prompts, add_special_tokens=request.add_special_tokens, param=request.prompt_param
         )
 
+    def _check_shortest_answer(self, request: GenerationRequest, resolved: list[SamplingParams]) -> None:
+        """Refuse a request whose grammar allows no answer within its length."""
+        if request.shortest_answer is None:
+            return
+        shortest = len(self._encoder.tokenizer.encode(request.shortest_answer, add_special_tokens=False))
+        for sampling in resolved:
+            if sampling.max_new_tokens is not None and sampling.max_new_tokens < shortest:
+                raise RequestError(
+                    f"the shortest answer to {request.grammar_param} has {shortest} tokens, but {request.length_param} "
+                    f"is {sampling.max_new_tokens}; raise it",
+                    param=request.length_param,
+                    code="max_tokens_too_small",
+                )
+
     def _open(
         self,
         request: GenerationRequest,
@@ -264,6 +285,7 @@ class TokenizerManager:
         arrival_s: float,
     ) -> Generation:
         generation_id = f"{request.id_prefix}-{uuid.uuid4().hex}"
+        request = replace(request, grammar=self._proofs.checked(request.grammar))
         opened = list(
             fan_out(request, generation_id, encoded, resolved, arrival_s=arrival_s, draw_seed=self._draw_seed)
         )
@@ -279,6 +301,7 @@ class TokenizerManager:
         now_s = self._clock()
         for choice, message in opened:
             self.request_log.opened(LoggedRequest(message, generation, choice), now_s)
+        self._proofs.begin(generation, request.grammar, request.grammar_param)
         return generation
 
     def _deliver_all(self, outputs: Iterable[TextOutput], now_s: float) -> None:

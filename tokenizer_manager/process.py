@@ -19,6 +19,9 @@ from typing import Final, Protocol, assert_never
 import msgspec
 import uvloop
 
+from ..grammar.proof_messages import ProofSetup
+from ..grammar.proof_worker import ProofWorker
+from ..grammar.proving import PROOF_MEMORY_BYTES, Prover
 from ..runtime.child.child import Child
 from ..runtime.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
 from ..runtime.config.engine_config import EngineConfig
@@ -32,6 +35,8 @@ from ..runtime.version import __version__
 from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate, load_chat_template
+from .conversation.detection import detect_formats
+from .conversation.planner import Planner
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
@@ -86,6 +91,10 @@ async def _serve(
     encoder = PromptEncoder(tokenizer, capacity.vocab_size)
     warn_of_unknown_tokens(tokenizer, capacity)
     metrics = Metrics()
+    setup = ProofSetup(
+        settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), PROOF_MEMORY_BYTES
+    )
+    prover = Prover(lambda: ProofWorker.start(setup), settings.config.answers.grammar_timeout)
     manager = TokenizerManager(
         encoder=encoder,
         capacity=capacity,
@@ -95,16 +104,26 @@ async def _serve(
         metrics=metrics,
         draw_seed=seed_source(settings.config),
         life=settings.life,
+        prover=prover,
     )
     if settings.life:  # abandon the requests of the manager before this one
         outbox.send(AbandonRequests(before_s=time.monotonic()))
     renderer = None if chat_template is None else TemplateRenderer(chat_template)
+    limits = settings.config.limits
+    planner = Planner(
+        detect_formats(chat_template, tokenizer, settings.config.answers),
+        tokenizer,
+        settings.config.answers,
+        max_tools=limits.max_tools,
+        max_schema_kb=limits.max_schema_kb,
+    )
     services = Services(
         manager=manager,
         all_processes=AllProcesses(child.tell_all, settings.config, settings.profile),
         authorizer=authorizer,
         encoder=encoder,
         renderer=renderer,
+        planner=planner,
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,
@@ -133,6 +152,7 @@ async def _serve(
         for task in duties:
             task.cancel()
         await asyncio.gather(*duties, return_exceptions=True)
+        await prover.close()
         services.close()
         inbox.close()
         outbox.close()

@@ -69,6 +69,6 @@ def compare(
     b: Annotated[Path, typer.Argument(help="Result file of the second system.")],
 ) -> None:
     """Compare two results: whether B is faster than A, with 95 % confidence intervals."""
-    from .compare_report import print_comparison
+    from .tables import print_comparison
 
     print_comparison(a, b)

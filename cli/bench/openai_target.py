@@ -16,6 +16,7 @@ import aiohttp
 
 from ...runtime.errors import EngineError
 from .records import BenchRequest, RequestRecord
+from .structured import StructuredOutput
 
 Endpoint = Literal["completions", "chat"]
 
@@ -30,6 +31,7 @@ class RequestOptions:
     ignore_eos: bool
     stream: bool
     seed: int
+    structured: StructuredOutput | None = None
 
 
 class OpenAITarget:
@@ -63,6 +65,7 @@ class OpenAITarget:
                     body = await response.json()
                     record.arrivals.append((time.monotonic(), body["usage"]["completion_tokens"]))
                     _take_usage(record, body["usage"])
+                    self._check(record, _text(body["choices"][0]))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             record.error = f"{type(error).__name__}: {error}"
         except (ValueError, KeyError, TypeError) as error:
@@ -79,6 +82,8 @@ class OpenAITarget:
         }
         if options.ignore_eos:
             body["ignore_eos"] = True
+        if options.structured is not None:
+            body["response_format"] = options.structured.response_format()
         if options.stream:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if options.endpoint == "completions":
@@ -90,6 +95,7 @@ class OpenAITarget:
     async def _read_stream(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
         done = False
         counted = 0
+        texts: list[str] = []
         async for data in _sse_data(response):
             now = time.monotonic()
             if data == b"[DONE]":
@@ -104,14 +110,22 @@ class OpenAITarget:
                 _take_usage(record, usage)
             if not event["choices"]:
                 continue
-            num_new = usage["completion_tokens"] - counted if usage else int(_has_text(event["choices"][0]))
+            text = _text(event["choices"][0])
+            texts.append(text)
+            num_new = usage["completion_tokens"] - counted if usage else int(bool(text))
             if num_new > 0:
                 record.arrivals.append((now, num_new))
                 counted += num_new
         if not done:
             record.error = "the stream ended without [DONE]"
-        elif record.output_tokens == 0:
+            return
+        if record.output_tokens == 0:
             record.output_tokens = counted
+        self._check(record, "".join(texts))
+
+    def _check(self, record: RequestRecord, text: str) -> None:
+        if self._options.structured is not None:
+            record.valid = self._options.structured.accepts(text)
 
 
 async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
@@ -165,8 +179,10 @@ async def _sse_data(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             yield line[5:].strip()
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
+def _text(choice: dict[str, Any]) -> str:
+    """The text of a choice, or its new text, of either endpoint."""
+    message = choice.get("delta") or choice.get("message") or {}
+    return choice.get("text") or message.get("content") or ""
 
 
 def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ class RequestRecord:
         end_s: when the answer was complete or failed.
         prompt_tokens, output_tokens, cached_tokens: as the server counts them.
         error: why it failed; None for success.
+        valid: whether the answer matches the schema of `--structured`; None without one.
     """
 
     sent_s: float
@@ -47,6 +48,7 @@ class RequestRecord:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     end_s: float = 0.0
     error: str | None = None
+    valid: bool | None = None
 
     @property
     def ok(self) -> bool:

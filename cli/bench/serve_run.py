@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import aiohttp
@@ -12,6 +13,7 @@ import typer
 from ...runtime.errors import ConfigError
 from .openai_target import OpenAITarget, RequestOptions, check_ready, flush_cache
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
+from .structured import StructuredOutput
 from .workload import DatasetName, WorkloadSettings, WorkloadTokenizer
 
 
@@ -42,6 +44,10 @@ class ServerSettings:
     flush_cache: Annotated[
         bool, _server("Empty the server's prefix cache before the run.", "--flush-cache")
     ] = False
+    structured: Annotated[
+        Path | None,
+        _server("Ask for answers that match the JSON Schema in this file, and count those that do."),
+    ] = None
 
     @property
     def base_url(self) -> str:
@@ -64,8 +70,9 @@ def run_serve(
         raise ConfigError(
             "--endpoint chat needs text prompts: use --dataset-name sharegpt, or --endpoint completions"
         )
+    structured = None if server.structured is None else StructuredOutput.read(server.structured)
     tokenizer = WorkloadTokenizer.load(server.tokenizer)
-    return asyncio.run(_measure_server(server, sampling, workload, output, tokenizer))
+    return asyncio.run(_measure_server(server, sampling, workload, output, tokenizer, structured))
 
 
 async def _measure_server(
@@ -74,6 +81,7 @@ async def _measure_server(
     workload: WorkloadSettings,
     output: OutputSettings,
     tokenizer: WorkloadTokenizer,
+    structured: StructuredOutput | None,
 ) -> bool:
     served_model = await check_ready(server.base_url, server.api_key, server.ready_check_timeout_sec)
     options = RequestOptions(
@@ -83,6 +91,7 @@ async def _measure_server(
         ignore_eos=sampling.ignore_eos,
         stream=server.stream,
         seed=workload.seed,
+        structured=structured,
     )
     facts = await _server_info(server)
     warmup = [] if server.endpoint == "chat" else workload.warmup(tokenizer)

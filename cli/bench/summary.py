@@ -60,7 +60,10 @@ class SteadyWindow(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The figures of one run. Rates are per second of the whole run; latencies in milliseconds."""
+    """The figures of one run. Rates are per second of the whole run; latencies in milliseconds.
+
+    `valid_share`: of all requests, those with an answer that matches the schema; None without `--structured`.
+    """
 
     duration_s: float
     completed: int
@@ -86,6 +89,7 @@ class Summary(msgspec.Struct, frozen=True):
     client_cpu_share: float | None
     client_lag_p99_ms: float
     warnings: list[str]
+    valid_share: float | None = None
 
 
 def parse_goodput(text: str | None) -> dict[str, float]:
@@ -146,7 +150,14 @@ def summarize(run: LoadRun, slo_ms: dict[str, float]) -> Summary:
         client_cpu_share=run.client_cpu_share,
         client_lag_p99_ms=run.client_lag_p99_s * 1e3,
         warnings=_warnings(run, good, itls_s),
+        valid_share=_valid_share(run.records),
     )
+
+
+def _valid_share(records: Sequence[RequestRecord]) -> float | None:
+    if all(record.valid is None for record in records):
+        return None
+    return sum(record.valid is True for record in records) / len(records)
 
 
 def _meets(record: RequestRecord, metric: str, limit_ms: float) -> bool:

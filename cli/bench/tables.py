@@ -1,10 +1,14 @@
-"""How a summary is printed: a table that fits 80 columns, and warnings in plain sentences below it."""
+"""How a summary and a comparison are printed: tables that fit 80 columns, and plain sentences below them."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from .compare import MIN_RUNS_FOR_T_INTERVAL, compare, setting_differences
+from .result_file import read_results
 from .summary import Distribution, Summary
 
 
@@ -33,6 +37,45 @@ def print_summary(console: Console, summary: Summary, title: str) -> None:
         console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
 
 
+def print_comparison(path_a: Path, path_b: Path) -> None:
+    """Compare two result files on standard output.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    runs_a, runs_b = read_results(path_a).runs, read_results(path_b).runs
+    comparisons = compare(runs_a, runs_b)
+    console = Console()
+    table = Table(
+        title=f"A = {path_a} ({len(runs_a)} runs), B = {path_b} ({len(runs_b)} runs)", title_justify="left"
+    )
+    for column in ("", "A", "B", "B / A", "95 % interval"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in comparisons:
+        table.add_row(
+            row.metric.name,
+            f"{row.a:,.2f}",
+            f"{row.b:,.2f}",
+            f"{row.ratio:.3f}",
+            f"{row.low:.3f} .. {row.high:.3f}",
+        )
+    console.print(table)
+    for row in comparisons:
+        console.print(row.verdict(), highlight=False, markup=False)
+    for difference in setting_differences(runs_a[0], runs_b[0]):
+        console.print(f"note: the runs differ in {difference}", style="yellow", highlight=False, markup=False)
+    if any(not row.between_runs for row in comparisons):
+        console.print(
+            f"note: intervals cover the scatter within runs only; {MIN_RUNS_FOR_T_INTERVAL} runs of each (--append) "
+            "would cover the scatter between them",
+            style="yellow",
+            highlight=False,
+            markup=False,
+        )
+    if not comparisons:
+        console.print("the files have no metric in common")
+
+
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("requests completed / failed", f"{summary.completed} / {summary.failed}"),
@@ -46,6 +89,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("total throughput", f"{summary.total_tok_s:,.1f} tok/s"),
         ("concurrency mean / peak", f"{summary.mean_concurrency:.1f} / {summary.peak_concurrency}"),
     ]
+    if summary.valid_share is not None:
+        rows.append(("answers that match the schema", f"{summary.valid_share:.1%}"))
     if summary.steady is not None:
         steady = summary.steady
         rows.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .session import Message
 from .settings import ChatSettings
@@ -19,6 +19,14 @@ class AnswerUsage:
     cached_tokens: int = 0
 
 
+class Call(NamedTuple):
+    """A tool call, or a piece of one: pieces of the same `number` are joined."""
+
+    number: int
+    name: str
+    arguments: str
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
     """A piece of an answer; usage and finish reason come with the last pieces, if the backend knows them."""
@@ -26,6 +34,8 @@ class AnswerChunk:
     text: str
     usage: AnswerUsage | None = None
     finish_reason: str | None = None
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
 
 
 class Backend(Protocol):

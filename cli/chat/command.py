@@ -20,6 +20,7 @@ from ..options import (
     takes_config_options,
 )
 from ..startup import StartupDisplay
+from .answer_form import AnswerForm
 from .backend import Backend
 from .one_shot import ask_once, interactive_terminal, read_question
 from .screen import Screen, wants_color
@@ -63,6 +64,14 @@ def chat(
     system: Annotated[Text, _chat("The system prompt.", "--system", "-s", metavar="TEXT")] = None,
     load: Annotated[
         Path | None, _chat("Continue a conversation saved by /save.", "--load", metavar="FILE")
+    ] = None,
+    schema: Annotated[
+        Path | None,
+        _chat("Answers are JSON that matches the JSON Schema in this file.", "--schema", metavar="FILE"),
+    ] = None,
+    tools: Annotated[
+        Path | None,
+        _chat("Tools that the model may call (JSON, OpenAI's form).", "--tools", metavar="FILE"),
     ] = None,
     as_json: Annotated[bool, _chat("Print the answer as a JSON object, with statistics.", "--json")] = False,
     stats: Annotated[
@@ -108,6 +117,7 @@ def chat(
     session = ChatSession(
         system, _chat_settings(sampling | {"max_tokens": max_tokens, "seed": settings["seed"]})
     )
+    form = AnswerForm.read(schema, tools)
     if load is not None:
         session.load(load)
         session.system = system or session.system
@@ -118,7 +128,12 @@ def chat(
         )
     try:
         with StartupDisplay(quiet=quiet) as display:
-            backend = _connect(url, api_key, settings) if url else _start(settings, config_file, display)
+            backend: Backend
+            backend = (
+                _connect(url, api_key, settings, form)
+                if url
+                else _start(settings, config_file, display, form)
+            )
         try:
             if one_question is not None:
                 shows = stats if stats is not None else sys.stderr.isatty() and not (quiet or as_json)
@@ -159,15 +174,17 @@ def _converse(
     return run_repl(Conversation(session, backend, screen, shows_stats=shows_stats and not quiet), editor)
 
 
-def _start(settings: FlagValues, config_file: Path | None, display: StartupDisplay) -> Backend:
+def _start(
+    settings: FlagValues, config_file: Path | None, display: StartupDisplay, form: AnswerForm
+) -> Backend:
     from .in_process import BASE_SETTINGS, InProcessBackend
 
     return InProcessBackend.start(
-        merge_options(settings, config_file=config_file, base=BASE_SETTINGS), display
+        merge_options(settings, config_file=config_file, base=BASE_SETTINGS), display, form
     )
 
 
-def _connect(url: str, api_key: str | None, settings: FlagValues) -> Backend:
+def _connect(url: str, api_key: str | None, settings: FlagValues, form: AnswerForm) -> Backend:
     """Attach to a server; engine settings are an error, because the server already runs."""
     from .http import HttpBackend
 
@@ -178,7 +195,8 @@ def _connect(url: str, api_key: str | None, settings: FlagValues) -> Backend:
         raise RequestError(
             f"{config_fields()[useless[0]].flag} has no effect on a server that runs already; drop it"
         )
-    return HttpBackend(url, api_key=api_key or os.environ.get("ENGINE_API_KEY"), model=settings["model"])
+    key = api_key or os.environ.get("ENGINE_API_KEY")
+    return HttpBackend(url, api_key=key, model=settings["model"], form=form)
 
 
 def _chat_settings(given: dict[str, str | None]) -> ChatSettings:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...runtime.errors import EngineError, RequestError
+from .answer_view import AnswerView
 from .backend import AnswerUsage, Backend
 from .screen import Screen
 from .session import ChatSession
@@ -129,25 +130,23 @@ class Conversation:
 
     def _stream(self, question: str) -> None:
         stats = self.last = AnswerStats(self._clock())
-        parts: list[str] = []
+        view = AnswerView(self.screen)
         interrupted = False
         try:
             with contextlib.closing(
                 self.backend.answer(self.session.messages(question), self.session.settings)
             ) as chunks:
                 for chunk in chunks:
-                    if chunk.text:
+                    if view.add(chunk):
                         stats.last_s = self._clock()
                         stats.first_s = stats.last_s if stats.first_s is None else stats.first_s
-                        parts.append(chunk.text)
-                        self.screen.answer(chunk.text)
                     stats.usage = chunk.usage or stats.usage
                     stats.finish_reason = chunk.finish_reason or stats.finish_reason
         except KeyboardInterrupt:
             interrupted = True
-        self.screen.end_answer()
-        if parts or not interrupted:
-            self.session.add(question, "".join(parts))
+        view.end()
+        if not view.is_empty or not interrupted:
+            self.session.add(question, view.stored_text())
         else:
             self.pending = question
         self.num_answers += 1
@@ -163,6 +162,8 @@ class Conversation:
             self.screen.error(
                 f"The answer ends here: the context of {limit} tokens is full. {_CONTEXT_CHOICES}."
             )
+        elif stats.finish_reason == "tool_calls":
+            self.screen.note("[the model calls a tool: run it, and type its result]")
         elif stats.finish_reason == "length":
             self.screen.note("[stopped at max_tokens; /set max_tokens none for no limit]")
         footer = stats.footer(limit)

@@ -9,7 +9,8 @@ from typing import Any, Final
 import httpx
 
 from ...runtime.errors import EngineError, RequestError
-from .backend import AnswerChunk, AnswerUsage
+from .answer_form import AnswerForm
+from .backend import AnswerChunk, AnswerUsage, Call
 from .session import Message
 from .settings import ChatSettings
 
@@ -20,19 +21,28 @@ _QUICK_TIMEOUT_S: Final = 10.0
 class HttpBackend:
     """A backend over `POST /v1/chat/completions`."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        form: AnswerForm = AnswerForm(),  # noqa: B008  (immutable)
+    ) -> None:
         """Connect, and find out which model is served.
 
         Args:
             url: of the server, with or without `/v1`.
             api_key: bearer token.
             model: the name to ask for; None takes the first the server lists.
+            form: of the answers.
 
         Raises:
             RequestError: not a URL, or no such model there.
             EngineError: no server answers, or it refuses.
         """
         self._base = base_url(url)
+        self._form = form
         headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT)
         self.where = f"at {self._base}"
@@ -48,6 +58,7 @@ class HttpBackend:
         """See `Backend`."""
         body = {
             **settings.body(),
+            **self._form.body(),
             "model": self.model,
             "messages": list(messages),
             "stream": True,
@@ -142,8 +153,17 @@ def _chunk_of(event: Mapping[str, Any]) -> AnswerChunk:
     choices = event.get("choices") or [{}]
     delta = choices[0].get("delta") or {}
     return AnswerChunk(
-        delta.get("content") or "", _usage_of(event.get("usage")), choices[0].get("finish_reason")
+        delta.get("content") or "",
+        _usage_of(event.get("usage")),
+        choices[0].get("finish_reason"),
+        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
+        calls=tuple(_call_of(call) for call in delta.get("tool_calls") or ()),
     )
+
+
+def _call_of(call: Mapping[str, Any]) -> Call:
+    function = call.get("function") or {}
+    return Call(int(call.get("index") or 0), function.get("name") or "", function.get("arguments") or "")
 
 
 def _usage_of(usage: Mapping[str, Any] | None) -> AnswerUsage | None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Final
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError
 from ..startup import StartupDisplay
-from .backend import AnswerChunk, AnswerUsage
+from .answer_form import AnswerForm
+from .backend import AnswerChunk, AnswerUsage, Call
 from .session import Message
 from .settings import ChatSettings
 
 if TYPE_CHECKING:
     from ...offline.llm import LLM
+    from ...offline.options import ChatOptions
 
 # One conversation at a time; the KV of a second sequence keeps the old conversation cached after /clear or /regen.
 BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
@@ -22,15 +24,21 @@ BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
 class InProcessBackend:
     """A backend over `LLM`."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, form: AnswerForm) -> None:
         self._llm = llm
+        self._form = form
         self.model = llm.model_name
         self.where = "in this process"
         self.max_context: int | None = llm.max_model_len
 
     @classmethod
-    def start(cls, merged: MergedConfig, display: StartupDisplay) -> InProcessBackend:
-        """Load the model.
+    def start(
+        cls,
+        merged: MergedConfig,
+        display: StartupDisplay,
+        form: AnswerForm = AnswerForm(),  # noqa: B008  (immutable)
+    ) -> InProcessBackend:
+        """Load the model; `form`: of the answers.
 
         Raises:
             ConfigError: the model cannot run on this machine.
@@ -38,13 +46,19 @@ class InProcessBackend:
         display.step("import the engine")
         from ...offline.llm import LLM
 
-        return cls(LLM.from_config(merged, on_step=display.step, on_download=display.download))
+        llm = LLM.from_config(merged, on_step=display.step, on_download=display.download)
+        return cls(llm, form)
 
     def answer(
         self, messages: Sequence[Message], settings: ChatSettings
     ) -> Generator[AnswerChunk, None, None]:
         """See `Backend`."""
-        for chunk in self._llm.chat(messages, settings.sampling(), stream=True):
+        options: ChatOptions = {}
+        if (response_format := self._form.response_format()) is not None:
+            options["response_format"] = response_format
+        if self._form.tools:
+            options["tools"] = self._form.tools
+        for chunk in self._llm.chat(messages, settings.sampling(), stream=True, **options):
             if chunk.error is not None:
                 raise EngineError(chunk.error)
             usage = chunk.usage
@@ -52,6 +66,8 @@ class InProcessBackend:
                 chunk.text,
                 AnswerUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
                 chunk.finish_reason,
+                reasoning=chunk.reasoning,
+                calls=tuple(Call(call.index, call.name, call.arguments) for call in chunk.tool_calls),
             )
 
     def count_tokens(self, messages: Sequence[Message]) -> int | None:

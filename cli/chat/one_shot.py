@@ -11,6 +11,7 @@ import time
 from typing import Any, Final, TextIO
 
 from ...runtime.errors import RequestError
+from .answer_view import AnswerView, call_line
 from .backend import Backend
 from .conversation import AnswerStats
 from .screen import Screen
@@ -29,24 +30,21 @@ def ask_once(
         The exit code: 0, or 130 when Ctrl-C stopped the answer (the part that had arrived is written).
     """
     stats = AnswerStats(time.monotonic())
-    parts: list[str] = []
+    view = AnswerView(screen, shows_text=not as_json)
     code = EXIT_DONE
     try:
         with contextlib.closing(backend.answer(session.messages(question), session.settings)) as chunks:
             for chunk in chunks:
-                if chunk.text:
+                if view.add(chunk):
                     stats.last_s = time.monotonic()
                     stats.first_s = stats.last_s if stats.first_s is None else stats.first_s
-                    parts.append(chunk.text)
-                    if not as_json:
-                        screen.answer(chunk.text)
                 stats.usage = chunk.usage or stats.usage
                 stats.finish_reason = chunk.finish_reason or stats.finish_reason
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     if as_json:
-        screen.answer(json.dumps(_document(backend, stats, "".join(parts)), ensure_ascii=False))
-    screen.end_answer()
+        screen.answer(json.dumps(_document(backend, stats, view), ensure_ascii=False))
+    view.end()
     if shows_stats:
         screen.note(stats.footer(backend.max_context))
     return code
@@ -83,11 +81,13 @@ def _mode_of(stream: TextIO) -> int:
         return 0
 
 
-def _document(backend: Backend, stats: AnswerStats, text: str) -> dict[str, Any]:
+def _document(backend: Backend, stats: AnswerStats, view: AnswerView) -> dict[str, Any]:
     usage = stats.usage
+    calls = {"tool_calls": [json.loads(call_line(call)) for call in view.calls]} if view.calls else {}
     return {
         "model": backend.model,
-        "answer": text,
+        "answer": view.text,
+        **calls,
         "finish_reason": stats.finish_reason,
         "prompt_tokens": usage.prompt_tokens if usage else None,
         "cached_tokens": usage.cached_tokens if usage else None,

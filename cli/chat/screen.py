@@ -30,6 +30,14 @@ class Screen:
             self._write(self._out, shown)
             self._at_line_start = text.endswith("\n")
 
+    def reasoning(self, text: str) -> None:
+        """Write a piece of the reasoning before an answer, dimmed; not among the answers."""
+        self._write(self._err, _styled(self._err, _DIM, _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)))
+
+    def end_reasoning(self) -> None:
+        """End the reasoning, so that the answer begins on a new line."""
+        self._write(self._err, "\n")
+
     def end_answer(self) -> None:
         """End the current line, so that the next output begins on a new one."""
         if not self._at_line_start:

@@ -8,21 +8,28 @@ with noise that depends on seed, position and token only (see `noise`), so the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from .backend_selection import select_sampler_backend
 from .sampler_backend import SamplerBackend
 from .torch_backend import TorchSamplerBackend
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+    from ...runtime.step_plan import TokenMasks
     from .logprobs import TokenLogprobs
     from .sampling_batch import SamplingBatch
     from .token_counts import TokenCounts
+
+
+Refused = Callable[[npt.NDArray[np.int64]], "TokenMasks | None"]
+"""See `GetMasks.after`."""
 
 
 class Sampled(NamedTuple):
@@ -46,13 +53,20 @@ class Sampler:
         """Take the sampler backend; None: torch's operations."""
         self._backend = backend or TorchSamplerBackend(counts)
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+    def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled:
         """Sample one token per row.
 
         Args:
             logits: [S, V] float32.
+            refused: the masks of rows that must be sampled again; see `GetMasks.after`. Only on the CPU.
         """
         token_ids, finite = self._backend.sample(logits, batch)
+        if refused is not None and (masks := refused(token_ids.numpy())) is not None:
+            again = batch.rows(masks.indices).with_masks(
+                masks._replace(indices=np.arange(len(masks.indices)))
+            )
+            rows = torch.from_numpy(masks.indices)
+            token_ids[rows] = self._backend.sample(logits[rows], again).token_ids
         logprobs = None
         if batch.logprobs is not None:
             indices = np.array(batch.logprobs.sampled_idx, dtype=np.int64)

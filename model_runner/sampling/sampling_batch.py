@@ -55,6 +55,13 @@ class LogitEdits:
     token_ids: Int64s
     values: Float32s
 
+    def of_rows(self, rows: Int64s) -> LogitEdits | None:
+        """The edits of some rows, which are then numbered from 0."""
+        kept = np.isin(self.rows, rows)
+        if not kept.any():
+            return None
+        return LogitEdits(np.searchsorted(rows, self.rows[kept]), self.token_ids[kept], self.values[kept])
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -75,6 +82,20 @@ class Draw:
     top_k: Int64s | None
     top_p: Float32s | None
     log_min_p: Float32s | None
+
+    def of_rows(self, rows: Int64s) -> Draw | None:
+        """The draws of some rows, which are then numbered from 0."""
+        kept = np.isin(self.indices, rows)
+        if not kept.any():
+            return None
+        return Draw(
+            indices=np.searchsorted(rows, self.indices[kept]),
+            keys=self.keys[kept],
+            temperature=self.temperature[kept],
+            top_k=None if self.top_k is None else self.top_k[kept],
+            top_p=None if self.top_p is None else self.top_p[kept],
+            log_min_p=None if self.log_min_p is None else self.log_min_p[kept],
+        )
 
     @property
     def filtered(self) -> bool:
@@ -113,6 +134,15 @@ class SamplingBatch:
     def processes_logits(self) -> bool:
         """Whether some tokens are sampled from changed logits."""
         return self.penalties is not None or self.edits is not None or self.grammar is not None
+
+    def rows(self, indices: Int64s) -> SamplingBatch:
+        """The batch of some of its rows ([n], ascending), which have neither penalties nor logprobs nor masks."""
+        assert self.grammar is None or not np.isin(self.grammar.indices, indices).any()
+        return SamplingBatch(
+            len(indices),
+            edits=None if self.edits is None else self.edits.of_rows(indices),
+            draw=None if self.draw is None else self.draw.of_rows(indices),
+        )
 
     def with_masks(self, masks: TokenMasks | None) -> SamplingBatch:
         """The same batch, with the masks of its grammars."""

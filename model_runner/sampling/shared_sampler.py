@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .logprobs import TokenLogprobs
-from .sampler import Sampled
+from .sampler import Refused, Sampled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SamplerLike(Protocol):
     """The sampler methods that a `ModelRunner` calls; see `Sampler`."""
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled: ...
+    def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled: ...
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogprobs: ...
 
@@ -38,9 +38,9 @@ class LeadingSampler:
         self._sampler = sampler
         self._group = group
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+    def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled:
         """See `Sampler.sample`."""
-        sampled = self._sampler.sample(logits, batch)
+        sampled = self._sampler.sample(logits, batch, refused)
         return sampled._replace(token_ids=self._group.broadcast(sampled.token_ids.contiguous()))
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogprobs:
@@ -54,8 +54,8 @@ class FollowingSampler:
     def __init__(self, group: TPGroup) -> None:
         self._group = group
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """See `Sampler.sample`."""
+    def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled:
+        """See `Sampler.sample`. Grammars are known to rank 0 only."""
         num_rows = logits.shape[0]
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
         finite = torch.ones(num_rows, dtype=torch.bool, device=logits.device)

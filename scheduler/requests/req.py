@@ -15,6 +15,7 @@ from ..prefix_cache.base import namespace_of
 
 if TYPE_CHECKING:
     from ...grammar.backend import Matcher
+    from ...runtime.sampling_params import SamplingParams
     from ..arrays import IntArray
     from ..prefix_cache.base import Lease, PrefixMatch
 
@@ -79,6 +80,7 @@ class Req:
         prompt_logprobs: log-probabilities of the prompt so far, one part per chunk.
         num_drafts, num_accepted_drafts: draft tokens that were verified for it, and those that were accepted.
         matcher: the state of its answer in its grammar; None before the grammar is ready, and without one.
+        is_checked_late: its token may be sampled without a mask and checked afterwards; see `GetMasks`.
         num_matched: tokens of the output that `matcher` has accepted; above `output_len` within a multi-step decode.
         failed_alone: the furthest position at which the device had no memory for it alone, and how often in a row.
     """
@@ -95,6 +97,7 @@ class Req:
         "group",
         "host_len",
         "host_pages",
+        "is_checked_late",
         "keep_special_ids",
         "lease",
         "lora_id",
@@ -158,6 +161,7 @@ class Req:
         self.answered = False
         self.prompt_logprobs: list[Logprobs] = []
         self.matcher: Matcher | None = None
+        self.is_checked_late = message.grammar is not None and _can_be_checked_late(message.sampling)
         self.num_matched = 0
         self.failed_alone = (0, 0)
         if message.delivered is not None:
@@ -215,3 +219,12 @@ class Req:
 
     def __repr__(self) -> str:
         return f"Req({self.rid!r}, {self.status.value}, prompt {self.prompt_len}, output {self.output_len})"
+
+
+def _can_be_checked_late(sampling: SamplingParams) -> bool:
+    """Whether masked and unmasked sampling agree on every allowed token, and sampling twice has no effect."""
+    has_penalties = (
+        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
+    )
+    has_filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
+    return not has_penalties and sampling.logprobs is None and (sampling.greedy or not has_filters)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import StepPlan, TokenMasks
+from engine.runtime.step_plan import TokenMasks
 from engine.scheduler.journal.recorder import NoRecorder
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.scheduler import Scheduler
@@ -89,26 +90,38 @@ def test_each_token_is_allowed_and_the_same_in_all_kinds_of_steps(make_tiny_driv
         assert outputs(make_tiny_driver(), **settings) == plain, kind
 
 
-def masks_of(allowed: list[int], num_words: int) -> TokenMasks:
-    bits = np.zeros((1, num_words * 32), dtype=np.uint8)
-    bits[0, allowed] = 1
-    return TokenMasks(np.array([0]), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+class Asked:
+    """A `GetMasks` that allows one token, and notes how many batches were computed when it was asked."""
+
+    def __init__(self, executor: SeeingExecutor, token_id: int) -> None:
+        self.executor = executor
+        self.allowed = token_id
+        self.notes: list[str] = []
+
+    def __call__(self) -> TokenMasks:
+        self.notes.append(f"all masks after batch {len(self.executor.batches)}")
+        bits = np.zeros((1, 160), dtype=np.uint8)
+        bits[0, self.allowed] = 1
+        return TokenMasks(np.array([0]), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+    def before(self) -> TokenMasks | None:
+        self.notes.append(f"before, after batch {len(self.executor.batches)}")
+        return None
+
+    def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks:
+        assert token_ids.shape == (1,)
+        self.notes.append("after")
+        return self()
 
 
 def test_masks_are_asked_for_after_the_forward_pass_and_only_to_sample(make_tiny_driver):
     driver = make_tiny_driver()
-    runner, executor = driver.runner, SeeingExecutor(driver)
-    asked: list[int] = []
-
-    def masks() -> TokenMasks:
-        asked.append(len(executor.batches))
-        return masks_of([77], 5)
-
+    executor = SeeingExecutor(driver)
+    masks = Asked(executor, 77)
     req = driver.start([3, 4, 5, 6, 7, 8])
-    plan: StepPlan = driver.plan([(req, 4)])
-    result = runner.launch(plan, masks=masks).wait()
-    assert not result.next_token_ids and not asked
+    result = driver.runner.launch(driver.plan([(req, 4)]), masks=masks).wait()
+    assert not result.next_token_ids and not masks.notes
     req.computed = 4
-    result = runner.launch(driver.plan([(req, 2)]), masks=masks).wait()
+    result = driver.runner.launch(driver.plan([(req, 2)]), masks=masks).wait()
     assert np.frombuffer(result.next_token_ids, dtype=np.int32).tolist() == [77]
-    assert asked == [2], "the second batch was computed"
+    assert masks.notes == ["before, after batch 2", "after", "all masks after batch 2"]

@@ -25,6 +25,7 @@ from engine.runtime.step_plan import (
     to_the_end,
 )
 from tests.model_runner.conftest import Driver, Request, SeeingExecutor, int32
+from tests.scheduler.grammar.toy_matcher import FixedMasks
 
 KINDS = (
     SamplingParams(temperature=0.0, seed=0, max_new_tokens=200),
@@ -150,13 +151,13 @@ def test_each_round_has_its_own_masks(make_tiny_driver):
     driver.step([(req, len(req.tokens)) for req in reqs])
     wanted = iter([40, 63, 64, 95])
 
-    def masks() -> TokenMasks:
-        token = next(wanted)
-        bits = np.zeros((1, 96), dtype=np.uint8)
-        bits[0, token] = 1
-        return TokenMasks(np.array([1]), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    class Masks(FixedMasks):
+        def before(self) -> TokenMasks:
+            bits = np.zeros((1, 96), dtype=np.uint8)
+            bits[0, next(wanted)] = 1
+            return TokenMasks(np.array([1]), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
-    step(driver, reqs, 4, masks=masks)
+    step(driver, reqs, 4, masks=Masks(None))
 
     assert reqs[1].output[1:] == [40, 63, 64, 95]
     assert next(wanted, None) is None and len(reqs[0].output) == 5

@@ -25,7 +25,7 @@ from engine.scheduler.journal.replay import replay
 from engine.scheduler.pipeline import Pipeline
 
 from .fake_runner import FakeRunner
-from .grammar.toy_matcher import ToyGrammar
+from .grammar.toy_matcher import FixedMasks, ToyGrammar
 from .harness import Harness
 from .journal.recorded import SCHEDULER_FIELDS
 
@@ -54,7 +54,7 @@ class SlowDevice:
             found = masks()
             self.note("masks", plan.step_id)
             copied = found and found._replace(bits=found.bits.copy())
-            step.masks, step.here = (lambda: copied), self.runner.here
+            step.masks, step.here = FixedMasks(copied), self.runner.here
         self.queue.append(step)
         self.work()
         return step

@@ -92,6 +92,7 @@ class Life:
         self.rng = np.random.default_rng(seed)
         self.harness.has_news = lambda: bool(self.rng.random() < 0.2)
         self.without_grammar: list[str] = []
+        harness._fake_runner.late = bool(self.rng.random() < 0.5)
 
     def act(self) -> None:
         """One random thing."""
@@ -139,6 +140,8 @@ class Life:
         }
         sampling = {
             "logprobs": self.pick([None] * 6 + [0]),
+            "temperature": self.pick([0.0, 1.0]),
+            "top_k": int(self.pick([-1, -1, 5])),
             "stop_token_ids": self.pick([()] * 4 + [(5, 17)]),
             "prompt_logprobs": self.pick([None] * 6 + [0]),
             "ignore_eos": bool(self.rng.random() < 0.5),

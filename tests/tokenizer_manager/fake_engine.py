@@ -54,6 +54,8 @@ from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
+from engine.tokenizer_manager.conversation.detection import detect_formats
+from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
@@ -290,6 +292,7 @@ def make_services(
         draw_seed=lambda: 7,
         clock=clock,
     )
+    template = None if chat_template is None else ChatTemplate(chat_template, TOKENIZER.special_tokens)
     engine.deliver = manager.on_message
     manager.on_message(SchedulerReport(sent_s=clock.now_s))
     return Services(
@@ -299,9 +302,8 @@ def make_services(
             read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback
         ),
         encoder=encoder,
-        renderer=None
-        if chat_template is None
-        else TemplateRenderer(ChatTemplate(chat_template, TOKENIZER.special_tokens)),
+        renderer=None if template is None else TemplateRenderer(template),
+        planner=Planner(detect_formats(template, TOKENIZER, config.answers), TOKENIZER, config.answers),
         metrics=metrics,
         config=config,
         spec=ModelSpec(

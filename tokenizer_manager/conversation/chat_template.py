@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
@@ -23,6 +24,8 @@ from .template_sandbox import AbandonedError, CpuTimeError, LimitError, RenderBu
 
 RESERVED_NAMES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 _MAX_OUTPUT_CHARS: Final = 64 << 20
+_END_MARK: Final = "\u2063end-of-final-message\u2063 "
+"""As in transformers: its blank is missing from the prompt if the template strips contents."""
 
 
 class ChatTemplate:
@@ -75,6 +78,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         budget: RenderBudget | None = None,
     ) -> str:
         """The prompt of a chat. Several threads may render at the same time.
@@ -83,12 +89,17 @@ class ChatTemplate:
             messages: with `role` and `content`, and further fields that the template may use.
             add_generation_prompt: end with the start of an assistant message.
             variables: further variables of the template.
+            tools: in OpenAI's form, {"type": "function", "function": {...}}.
+            documents: for templates that know them.
+            continue_final_message: the prompt ends with the content of the last message, which the answer continues.
             budget: of this rendering alone; another thread may end the rendering through it.
 
         Raises:
             RequestError: the template refuses these messages, fails, or goes beyond a limit.
             AbandonedError: `budget` says that the prompt is not wanted any more.
         """
+        if continue_final_message:
+            messages, add_generation_prompt = _with_end(messages), False
         self._environment.start_clock(budget or RenderBudget())
         parts: list[str] = []
         size = 0
@@ -98,8 +109,8 @@ class ChatTemplate:
                     **(variables or {}),
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
-                    "tools": None,
-                    "documents": None,
+                    "tools": tools or None,
+                    "documents": documents or None,
                 }
             ):
                 size += len(part)
@@ -124,7 +135,12 @@ class ChatTemplate:
                 param="messages",
                 code="chat_template_error",
             ) from error
-        return "".join(parts)
+        prompt = "".join(parts)
+        return _before_end(prompt, self._name) if continue_final_message else prompt
+
+    def undeclared_variables(self) -> set[str]:
+        """The variables that the template reads."""
+        return jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
 
 
 def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) -> ChatTemplate | None:
@@ -150,6 +166,28 @@ def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) 
             f"{path}: the chat template cannot be read: {reason}; give another one with --chat-template"
         ) from error
     return ChatTemplate(source, tokenizer.special_tokens, f"the chat template {path}")
+
+
+def _with_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, of which the last one's content ends with a mark."""
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        raise RequestError(
+            "continue_final_message needs a last message with a text as its content",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END_MARK}]
+
+
+def _before_end(prompt: str, name: str) -> str:
+    """The prompt up to the mark; without the whitespace that the template strips from a content."""
+    index = prompt.rfind(_END_MARK.strip())
+    if index < 0:
+        raise RequestError(
+            f"{name} does not show the content of the last message; leave out continue_final_message",
+            param="continue_final_message",
+        )
+    head = prompt[:index]
+    return head if prompt.startswith(_END_MARK, index) else head.rstrip()
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,9 @@ class TemplateRenderer:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """As `ChatTemplate.render`; a canceled task ends its rendering as well.
 
@@ -66,13 +70,19 @@ class TemplateRenderer:
             RequestError: the template refuses these messages, fails, or goes beyond a limit.
             QueueFullError: too many renderings wait.
         """
-        cost = _cost_of(messages, variables)
+        cost = _cost_of(messages, variables, [*(tools or ()), *(documents or ())])
         lane = self._small if cost <= _MAX_SMALL_COST else self._large
         budget = RenderBudget()
 
         def render() -> str:
             return self.template.render(
-                messages, add_generation_prompt=add_generation_prompt, variables=variables, budget=budget
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+                tools=tools,
+                documents=documents,
+                continue_final_message=continue_final_message,
+                budget=budget,
             )
 
         with lane.place(cost):
@@ -115,11 +125,19 @@ class _Lane:
             self._waiting_cost -= cost
 
 
-def _cost_of(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> int:
-    """Estimated cost of a rendering, in short messages."""
-    values = [*(value for message in messages for value in message.values()), *variables.values()]
+def _cost_of(
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    objects: Sequence[Mapping[str, Any]],
+) -> int:
+    """Estimated cost of a rendering, in short messages. `objects`: tools and documents."""
+    values = [value for message in messages for key, value in message.items() if key != "tool_calls"]
+    values += variables.values()
     num_chars = sum(len(value) for value in values if isinstance(value, str))
-    cost = len(messages) + num_chars // _CHARS_PER_MESSAGE
+    objects = [*objects, *(call for message in messages for call in message.get("tool_calls") or ())]
+    if objects:
+        num_chars += len(json.dumps(objects))
+    cost = len(messages) + len(objects) + num_chars // _CHARS_PER_MESSAGE
     if any(isinstance(value, list | dict) for value in values):  # a template may loop over them
         return max(cost, _MAX_SMALL_COST + 1)
     return cost

@@ -12,22 +12,21 @@ from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
 from ..all_processes import AllProcesses
+from ..conversation.conversation import Conversation
+from ..conversation.planner import AnswerPlan, Planner
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
 from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
-from ..scheduling_options import checked_timeout
+from ..scheduling_options import Scheduling
 from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
 from .guards.body_budget import BodyBudget
 from .schema.errors import POSITION_HEADER
-from .schema.generation_fields import GenerationFields
 from .schema.json_body import Body, show
-from .schema.protocol import ChatRequest, PinRequest, TokenizeRequest, checked_template_variables
 
-RendersChat = ChatRequest | TokenizeRequest | PinRequest
 T = TypeVar("T")
 
 
@@ -41,6 +40,7 @@ class Services:
         authorizer: checks API keys.
         encoder: tokenizes.
         renderer: renders chats; None for a model without a chat template.
+        planner: plans their answers.
         metrics: of `/metrics`.
         config: resolved settings.
         spec: facts about the model.
@@ -56,6 +56,7 @@ class Services:
     authorizer: Authorizer
     encoder: PromptEncoder
     renderer: TemplateRenderer | None
+    planner: Planner
     metrics: Metrics
     config: EngineConfig
     spec: ModelSpec
@@ -124,15 +125,23 @@ class Services:
         if model is not None and model != self.served_model:
             raise unknown_model(model, self.served_model)
 
-    async def render_chat(
-        self, request: RendersChat, messages: list[dict[str, str]], *, add_generation_prompt: bool
-    ) -> str:
-        """The prompt of a chat, off the event loop. Call it where a disconnect cancels.
+    async def plan_chat(
+        self,
+        conversation: Conversation,
+        *,
+        max_tokens: int | None = None,
+        scheduling: Scheduling = Scheduling(),  # noqa: B008  (immutable)
+        messages_param: str = "messages",
+    ) -> AnswerPlan:
+        """The prompt of a chat, rendered off the event loop, and the plan of its answer.
+
+        Call it where a disconnect cancels.
 
         Args:
-            request: has the `chat_template_kwargs` and the time limits.
-            messages: checked, from `template_messages`.
-            add_generation_prompt: end with the beginning of an answer.
+            conversation: checked.
+            max_tokens: of the answer, if the request says so.
+            scheduling: has the time limits of the request.
+            messages_param: the field that errors name.
 
         Raises:
             RequestError: the model has no chat template, or it cannot render these messages, or not in time.
@@ -142,16 +151,14 @@ class Services:
             raise RequestError(
                 f"the model {self.served_model} has no chat template; use /v1/completions, or start the server with "
                 f"--chat-template",
-                param="messages",
+                param=messages_param,
                 code="no_chat_template",
             )
-        variables = checked_template_variables(request.chat_template_kwargs)
-        limit_s = self._start_limit_s(request)
+        given = self.planner.render_input(conversation)
+        limit_s = self._start_limit_s(scheduling)
         try:
             async with asyncio.timeout(limit_s):
-                return await self.renderer.render(
-                    messages, add_generation_prompt=add_generation_prompt, variables=variables
-                )
+                prompt = await self.renderer.render(**given._asdict())
         except TimeoutError:
             raise RequestError(
                 f"the chat was not rendered by the chat template within {limit_s:g} s, which is the request's limit to "
@@ -159,16 +166,13 @@ class Services:
                 code="queue_timeout",
                 status=503,
             ) from None
+        return self.planner.plan(conversation, prompt, max_tokens=max_tokens)
 
-    def _start_limit_s(self, request: RendersChat) -> float | None:
+    def _start_limit_s(self, scheduling: Scheduling) -> float | None:
         """How long the request may wait to be started; None: for ever."""
         scheduler = self.config.scheduler
         limits = [scheduler.queue_timeout, scheduler.request_timeout]
-        if isinstance(request, GenerationFields):
-            limits += [
-                checked_timeout(request.queue_timeout, "queue_timeout"),
-                checked_timeout(request.timeout, "timeout"),
-            ]
+        limits += [scheduling.queue_timeout_s, scheduling.timeout_s]
         return min((limit for limit in limits if limit is not None), default=None)
 
 

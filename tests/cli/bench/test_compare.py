@@ -5,8 +5,8 @@ import pytest
 
 from engine import ConfigError
 from engine.cli.bench.compare import compare, setting_differences
-from engine.cli.bench.compare_report import print_comparison
 from engine.cli.bench.result_file import SCHEMA, ResultFile, read_results, write_results
+from engine.cli.bench.tables import print_comparison
 
 
 def by_name(comparisons):

@@ -4,14 +4,18 @@ import asyncio
 import json
 import re
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
 
 from engine import EngineError
-from engine.cli.bench.load import run_load
+from engine.cli.bench.load import LoadRun, run_load
 from engine.cli.bench.openai_target import OpenAITarget, RequestOptions, check_ready, flush_cache
 from engine.cli.bench.records import BenchRequest
+from engine.cli.bench.structured import StructuredOutput
+from engine.cli.bench.summary import summarize
+from engine.runtime.errors import ConfigError
 
 OPTIONS = RequestOptions(
     model="m", endpoint="completions", temperature=0.0, ignore_eos=True, stream=True, seed=0
@@ -82,12 +86,12 @@ def requests(count):
     return [BenchRequest(prompt=[1, 2, 3], prompt_len=3, output_len=3) for _ in range(count)]
 
 
-def measure(server_of, count=1, max_concurrency=None):
+def measure(server_of, count=1, max_concurrency=None, options=OPTIONS):
     """Run `count` requests against a new server; returns it and the records."""
 
     async def go():
         server = server_of()
-        async with server.serving() as url, OpenAITarget(url, "key", OPTIONS, 30.0) as target:
+        async with server.serving() as url, OpenAITarget(url, "key", options, 30.0) as target:
             load = await run_load(target, requests(count), [0.0] * count, max_concurrency, lambda _: None)
         return server, load.records
 
@@ -153,3 +157,40 @@ def test_a_server_that_cannot_flush_is_named():
 
     with pytest.raises(EngineError, match="leave out --flush-cache"):
         asyncio.run(go())
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "valid"),
+    [(('{"n":', " 1}"), True), (('{"n":', ' "1"}'), False), (('{"n":',), False), (("x",), False)],
+)
+def test_answers_are_checked_against_the_schema(tmp_path, pieces, valid):
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    options = replace(OPTIONS, structured=StructuredOutput.read(path))
+
+    server, (record,) = measure(lambda: ScriptedServer(pieces), options=options)
+
+    assert record.valid is valid
+    assert summarize(LoadRun([record], 0.0, 1.0, None, 0.0), {}).valid_share == float(valid)
+    assert server.bodies[0]["response_format"]["json_schema"]["schema"] == SCHEMA
+
+
+def test_without_a_schema_nothing_is_checked():
+    _, (record,) = measure(ScriptedServer)
+
+    assert record.valid is None
+    assert summarize(LoadRun([record], 0.0, 1.0, None, 0.0), {}).valid_share is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "is not JSON"), ("[]", "is an object"), ('{"type": 5}', "is no JSON Schema")]
+)
+def test_a_file_without_a_schema_is_refused(tmp_path, text, reason):
+    path = tmp_path / "schema.json"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=reason):
+        StructuredOutput.read(path)

@@ -255,13 +255,14 @@ def test_compilations_and_masks_are_counted_and_timed(built):
 
 
 def test_the_time_of_masks_is_that_of_filling_them(built):
-    fill = built.harness.scheduler.masks
+    filler = built.pipeline._scheduler.masks
+    fill = filler.fill
 
     def slow(batch: Any) -> Any:
         built.harness.now_s += 0.5
         return fill(batch)
 
-    built.pipeline._scheduler.masks = slow
+    filler.fill = slow
     built.submit("a", ToyGrammar(length=4), max_new_tokens=20)
     built.run()
     report = built.pipeline.report(0.0)

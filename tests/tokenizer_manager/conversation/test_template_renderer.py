@@ -34,6 +34,7 @@ class SlowTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
         budget: RenderBudget,
+        **_: object,
     ) -> str:
         content: str = messages[0]["content"]
         self.rendered.append(content)

@@ -228,7 +228,7 @@ def like(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "boolean":
             return st.booleans()
         case "array":
-            return st.lists(like(schema["items"]), max_size=4)
+            return st.lists(like(schema.get("items", {})), max_size=4)
         case "object":
             inner = schema.get("additionalProperties", {})
             return st.dictionaries(

@@ -110,7 +110,7 @@ BOTH = [
     ({"timeout": [5]}, "timeout", "must be a number"),
     ({"user": 5}, "user", "must be a string"),
     ({"cache_salt": 5}, "cache_salt", "must be a string"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    ({"response_format": {"type": "xml"}}, "response_format", "response_format.type"),
 ]
 
 CHAT_ONLY = [
@@ -131,7 +131,6 @@ CHAT_ONLY = [
     ({"messages": [USER] * 5000}, "messages", "the limit is 4096"),
     ({"messages": [USER, {"content": "hi"}]}, "messages[1].role", "is missing"),
     ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role", 'messages[0].role is "wizard"'),
-    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role", "not supported yet"),
     ({"messages": [{"role": 5, "content": "hi"}]}, "messages[0].role", "must be a string"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a string or a list"),
@@ -147,7 +146,12 @@ CHAT_ONLY = [
         "messages[0].content[0].text",
         "is missing",
     ),
-    ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "not supported yet"),
+    ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "only messages of the assistant"),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]},
+        "messages[1].tool_calls[0].function",
+        "is missing",
+    ),
     ({"messages": [USER | {"name": 5}]}, "messages[0].name", "must be a string"),
     ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "the context holds 256"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "send one"),
@@ -158,7 +162,15 @@ CHAT_ONLY = [
     ({"logprobs": 5}, "logprobs", "true or false"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "which the server sets"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported yet"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported yet"),
+    (
+        {"tools": [{"type": "function", "function": {"name": 5}}]},
+        "tools[0].function.name",
+        "must be a string",
+    ),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required"),
+    ({"tool_choice": "required"}, "tool_choice", "tools"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "one of none"),
 ]
 
 COMPLETIONS_ONLY = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec import UNSET
 
@@ -12,6 +12,7 @@ from ...generation import Prompt
 from ...scheduling_options import checked_salt
 from ..exchange import Exchange
 from ..schema.answers import PinnedBody
+from ..schema.chat_conversation import rendered_conversation
 from ..schema.chat_messages import template_messages
 from ..schema.field_policy import FieldPolicy, first_warnings
 from ..schema.field_types import MAX_TTL_S
@@ -29,9 +30,10 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
     async with exchange.abort_on_disconnect():
         if made.messages is not None:
             # Without a generation prompt by default: later requests go on with more messages.
-            prompt = await services.render_chat(
+            conversation = rendered_conversation(
                 request, made.messages, add_generation_prompt=bool(request.add_generation_prompt)
             )
+            prompt = (await services.plan_chat(conversation)).prompt
             add_special_tokens, param = bool(request.add_special_tokens), "messages"
         else:
             add_special_tokens, param = request.add_special_tokens is not False, "prompt"
@@ -57,7 +59,7 @@ class _Checked(NamedTuple):
 
     request: PinRequest
     prompt: Prompt
-    messages: list[dict[str, str]] | None
+    messages: list[dict[str, Any]] | None
     warnings: list[str]
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....runtime.config.answer_config import AnswerConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.messages import Finish, FinishKind
@@ -19,6 +20,7 @@ from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
+from ..schema.constraints import constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one
@@ -138,13 +140,21 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             code="unsupported_value",
         )
     generation_request, wanted, is_batch = _generation_request(
-        request, caller, services.config.limits, services.manager.capacity.max_model_len
+        request,
+        caller,
+        services.config.limits,
+        services.config.answers,
+        services.manager.capacity.max_model_len,
     )
     return _Checked(request, generation_request, wanted, is_batch, warnings)
 
 
 def _generation_request(
-    request: NativeRequest, caller: Caller, limits: RequestLimits, max_prompt_len: int
+    request: NativeRequest,
+    caller: Caller,
+    limits: RequestLimits,
+    answers: AnswerConfig,
+    max_prompt_len: int,
 ) -> tuple[GenerationRequest, Wanted, bool]:
     """The generation request, the numbers of answers, and whether the client sent a list of prompts.
 
@@ -175,7 +185,11 @@ def _generation_request(
         wanted = wanted_answers(
             sampling.num_choices(limits), sampling.best_of, limits, stream=bool(request.stream)
         )
+        constraint = constraint_of(sampling, answers)
         generation_request = GenerationRequest(
+            grammar=None if constraint is None else constraint.use,
+            grammar_param="sampling_params" if constraint is None else f"sampling_params.{constraint.param}",
+            shortest_answer=None if constraint is None else constraint.shortest,
             prompts=prompts,
             sampling=sampling.sampling(
                 limits,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -37,6 +38,7 @@ def whole_body(
     generation: Generation,
     choices: list[C],
     warnings: list[str],
+    reasoning_tokens: int | None = None,
 ) -> OpenAIBody[C]:
     """The response of a finished generation in one piece."""
     return kind(
@@ -45,7 +47,7 @@ def whole_body(
         model=services.served_model,
         system_fingerprint=services.fingerprint,
         choices=choices,
-        usage=usage_of(generation),
+        usage=usage_of(generation, reasoning_tokens),
         timings=timings_of(generation),
         warnings=warnings or UNSET,
     )
@@ -65,7 +67,10 @@ class ChunkWriter(Generic[C]):
         generation: Generation,
         options: StreamOptions,
         warnings: list[str],
+        reasoning_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """Take the parts; `reasoning_tokens`: those of all choices so far, None for a model that does not reason."""
+        self._reasoning_tokens = reasoning_tokens
         self._kind = kind
         self._services = services
         self._generation = generation
@@ -91,9 +96,12 @@ class ChunkWriter(Generic[C]):
         if not self._options.include_usage:
             return b""
         chunk = self._chunk([])
-        chunk.usage = usage_of(self._generation)
+        chunk.usage = self._usage()
         chunk.timings = timings_of(self._generation)
         return event(chunk)
+
+    def _usage(self) -> UsageBody:
+        return usage_of(self._generation, self._reasoning_tokens())
 
     def _chunk(self, choices: list[C]) -> OpenAIBody[C]:
         chunk = self._kind(
@@ -104,7 +112,7 @@ class ChunkWriter(Generic[C]):
             choices=choices,
         )
         if self._options.continuous_usage_stats:
-            chunk.usage = usage_of(self._generation)
+            chunk.usage = self._usage()
         elif self._options.include_usage:
             chunk.usage = None
         if self._warnings:

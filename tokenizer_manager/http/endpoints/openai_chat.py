@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ....runtime.sampling_params import SamplingParams
-from ...generation import GenerationRequest, Row
+from ...conversation.conversation import Conversation
+from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ...scheduling_options import Scheduling
-from ..delivery import Collected, collect, finish_reason, stream
+from ..chat_run import AnswerRow, ChatCall, ChatGeneration, CollectedAnswer, CollectedCall, start_chat
+from ..delivery import DONE
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
 from ..schema.accounting import Timings, UsageBody
+from ..schema.chat_conversation import chat_conversation
 from ..schema.chat_messages import template_messages
+from ..schema.constraints import Constraint, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
 from ..schema.generation_fields import StreamOptions
@@ -28,12 +33,39 @@ _POLICY: Final = FieldPolicy(
 )
 
 
+class FunctionBody(msgspec.Struct):
+    """The function of a call; `arguments` is the JSON that the model wrote."""
+
+    name: str
+    arguments: str
+
+
+class CustomBody(msgspec.Struct):
+    """A call of a custom tool."""
+
+    name: str
+    input: str
+
+
+class ToolCallBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One tool call."""
+
+    id: str
+    type: str
+    function: FunctionBody | UnsetType = UNSET
+    custom: CustomBody | UnsetType = UNSET
+
+
 class ChatMessageBody(msgspec.Struct, kw_only=True):
     """The assistant's message; clients expect the field `refusal`."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    function_call: FunctionBody | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -57,7 +89,7 @@ class ChatChunkChoice(msgspec.Struct):
     """The new part of one answer."""
 
     index: int
-    delta: dict[str, str | None]
+    delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
@@ -70,33 +102,42 @@ class ChatChunk(OpenAIBody[ChatChunkChoice], kw_only=True):
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer a chat."""
-    chat = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    checked = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
     arrival_s = services.manager.now_s()
+    constraint = checked.constraint
+    call = ChatCall(
+        conversation=checked.conversation,
+        sampling=checked.sampling,
+        n=checked.num_choices,
+        id_prefix="chatcmpl",
+        scheduling=checked.scheduling,
+        length_param=checked.length_param,
+        structural=constraint.use if constraint is not None and constraint.use.spec is None else None,
+        grammar_param="response_format" if constraint is None else constraint.param,
+        shortest_answer=None if constraint is None else constraint.shortest,
+        arrival_s=arrival_s,
+        names=OPENAI_NAMES | {"max_new_tokens": checked.length_param},
+    )
     async with exchange.abort_on_disconnect():
-        prompt = await services.render_chat(
-            chat.request, chat.messages, add_generation_prompt=chat.request.add_generation_prompt is not False
-        )
-        generation_request = GenerationRequest(
-            prompts=[prompt],
-            sampling=chat.sampling,
-            n=chat.num_choices,
-            id_prefix="chatcmpl",
-            scheduling=chat.scheduling,
-            add_special_tokens=False,
-            prompt_param="messages",
-            length_param=chat.length_param,
-            arrival_s=arrival_s,
-        )
-        with renamed_fields(OPENAI_NAMES | {"max_new_tokens": chat.length_param}):
-            generation = await services.start(exchange, generation_request)
-        with generation:
-            if chat.options is not None:
-                chunks = ChunkWriter(ChatChunk, services, generation, chat.options, chat.warnings)
-                await stream(exchange, generation, _ChatStream(services, chunks))
+        with await start_chat(exchange, services, call) as chat:
+            warnings = first_warnings(checked.warnings + chat.warnings)
+            old_form = checked.request.functions is not None
+            field = services.config.answers.reasoning_field
+            if checked.options is not None:
+                chunks = ChunkWriter(
+                    ChatChunk, services, chat.generation, checked.options, warnings, chat.reasoning_tokens
+                )
+                await _stream(exchange, chat, _ChatStream(services, chunks, field, old_form=old_form))
             else:
-                choices = _choices(services, await collect(generation))
+                answers = await chat.collect()
+                choices = [
+                    _choice(services, index, answer, field, old_form=old_form)
+                    for index, answer in enumerate(answers)
+                ]
                 await exchange.send_json(
-                    whole_body(ChatCompletion, services, generation, choices, chat.warnings)
+                    whole_body(
+                        ChatCompletion, services, chat.generation, choices, warnings, chat.reasoning_tokens()
+                    )
                 )
 
 
@@ -104,13 +145,15 @@ class _Chat(NamedTuple):
     """A chat request, checked.
 
     Attributes:
-        messages: for the template.
+        conversation: its messages, tools and options.
+        constraint: of the answer; None: free text.
         length_param: the field that bounds the answer.
         options: of a stream; None: an answer in one piece.
     """
 
     request: ChatRequest
-    messages: list[dict[str, str]]
+    conversation: Conversation
+    constraint: Constraint | None
     sampling: SamplingParams
     num_choices: int
     scheduling: Scheduling
@@ -127,7 +170,12 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
     options = request.events()
     limits = services.config.limits
     messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
-    warnings = first_warnings(warnings + more_warnings)
+    warnings += more_warnings
+    constraint = constraint_of(request, services.config.answers)
+    if constraint is not None:
+        warnings += constraint.warnings
+    spec = None if constraint is None else constraint.use.spec
+    conversation = chat_conversation(request, messages, spec)
     max_new_tokens, length_param = request.max_new_tokens()
     with renamed_fields(OPENAI_NAMES | {"max_new_tokens": length_param}):
         sampling = request.sampling(
@@ -139,7 +187,8 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
         )
     return _Chat(
         request,
-        messages,
+        conversation,
+        constraint,
         sampling,
         request.num_choices(limits),
         scheduling_of(request, caller),
@@ -149,27 +198,61 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
     )
 
 
-def _choices(services: Services, answers: list[Collected]) -> list[ChatChoice]:
-    return [
-        ChatChoice(
-            index=index,
-            message=ChatMessageBody(content=answer.text),
-            logprobs=chat_logprobs(answer.logprobs, services.tokenizer) if answer.logprobs else None,
-            finish_reason=finish_reason(answer.finish),
-        )
-        for index, answer in enumerate(answers)
-    ]
+async def _stream(exchange: Exchange, chat: ChatGeneration, writer: _ChatStream) -> None:
+    """Send a chat as events; the response begins with the first row, so that earlier failures have a status."""
+    async for rows in chat:
+        if not exchange.streaming:
+            await exchange.start_events()
+        events = b"".join([writer.events(row) for row in rows])
+        if events:
+            await exchange.send_events(events)
+    await exchange.end_events(writer.closing() + DONE)
+
+
+def _choice(
+    services: Services, index: int, answer: CollectedAnswer, field: str, *, old_form: bool
+) -> ChatChoice:
+    calls = [_call_body(call) for call in answer.calls]
+    message = ChatMessageBody(content=answer.content if answer.content or not calls else None)
+    if answer.reasoning:
+        setattr(message, field, answer.reasoning)
+    if calls and old_form and answer.calls:
+        message.function_call = FunctionBody(answer.calls[0].name, answer.calls[0].arguments)
+    elif calls:
+        message.tool_calls = calls
+    entries = answer.raw.logprobs
+    return ChatChoice(
+        index=index,
+        message=message,
+        logprobs=chat_logprobs(entries, services.tokenizer) if entries else None,
+        finish_reason=_finish_reason(answer.finish_reason, old_form=old_form),
+    )
+
+
+def _call_body(call: CollectedCall) -> ToolCallBody:
+    if call.custom:
+        return ToolCallBody(id=call.id, type="custom", custom=CustomBody(call.name, call.arguments))
+    return ToolCallBody(id=call.id, type="function", function=FunctionBody(call.name, call.arguments))
+
+
+def _finish_reason(reason: str | None, *, old_form: bool) -> str | None:
+    return "function_call" if old_form and reason == "tool_calls" else reason
 
 
 class _ChatStream:
-    """Writes a role chunk, content chunks and a finish chunk for each choice."""
+    """Writes a role chunk, chunks of reasoning, content and calls, and a finish chunk for each choice."""
 
-    def __init__(self, services: Services, chunks: ChunkWriter[ChatChunkChoice]) -> None:
+    def __init__(
+        self, services: Services, chunks: ChunkWriter[ChatChunkChoice], field: str, *, old_form: bool
+    ) -> None:
         self._services = services
         self._chunks = chunks
+        self._field = field
+        self._old_form = old_form
         self._begun: set[int] = set()
+        self._custom: set[tuple[int, int]] = set()  # choice and call
 
-    def events(self, row: Row) -> bytes:
+    def events(self, row: AnswerRow) -> bytes:
         """The events for one row."""
         index, output = row.choice.index, row.output
         events = b""
@@ -178,14 +261,41 @@ class _ChatStream:
             role = {"role": "assistant", "content": "", "refusal": None}
             events += self._chunks.event(ChatChunkChoice(index, role))
         entries = unpack(output.logprobs, int32s(output.token_ids)) if output.logprobs is not None else []
-        if output.text or entries:
-            logprobs = chat_logprobs(entries, self._services.tokenizer) if entries else None
-            events += self._chunks.event(ChatChunkChoice(index, {"content": output.text}, logprobs))
+        logprobs = chat_logprobs(entries, self._services.tokenizer) if entries else None
+        bodies = [body for delta in row.deltas if (body := self._delta(index, delta)) is not None]
+        if logprobs is not None and not bodies:
+            bodies = [{"content": ""}]
+        for body in bodies:
+            events += self._chunks.event(ChatChunkChoice(index, body, logprobs))
+            logprobs = None
         if output.finish is not None:
-            events += self._chunks.finish_event(
-                ChatChunkChoice(index, {}, None, finish_reason(output.finish))
-            )
+            reason = _finish_reason(row.finish_reason, old_form=self._old_form)
+            events += self._chunks.finish_event(ChatChunkChoice(index, {}, None, reason))
         return events
+
+    def _delta(self, choice: int, delta: Delta) -> dict[str, Any] | None:
+        """The `delta` of a chunk; None if there is nothing to send."""
+        match delta:
+            case Reasoning(text):
+                return {self._field: text}
+            case Content(text):
+                return {"content": text}
+            case CallBegin(call, id_, name, custom):
+                if self._old_form:
+                    return {"function_call": {"name": name, "arguments": ""}} if call == 0 else None
+                kind = "custom" if custom else "function"
+                if custom:
+                    self._custom.add((choice, call))
+                inner = {"name": name, "input" if custom else "arguments": ""}
+                return {"tool_calls": [{"index": call, "id": id_, "type": kind, kind: inner}]}
+            case CallArguments(call, text):
+                if self._old_form:
+                    return {"function_call": {"arguments": text}} if call == 0 else None
+                if (choice, call) in self._custom:
+                    return {"tool_calls": [{"index": call, "custom": {"input": text}}]}
+                return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+            case CallEnd():
+                return None
 
     def closing(self) -> bytes:
         """The usage chunk, if it was asked for."""

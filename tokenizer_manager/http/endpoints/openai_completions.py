@@ -11,6 +11,7 @@ from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
 from ..delivery import Collected, collect, finish_reason, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
+from ..schema.constraints import constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
 from ..schema.generation_fields import StreamOptions, at_least_one
@@ -99,7 +100,13 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             logprobs=wanted.logprobs(request.logprobs),
             prompt_logprobs=request.logprobs if request.echo else None,
         )
+    constraint = constraint_of(request, services.config.answers)
+    if constraint is not None:
+        warnings += constraint.warnings
     generation_request = GenerationRequest(
+        grammar=None if constraint is None else constraint.use,
+        grammar_param="response_format" if constraint is None else constraint.param,
+        shortest_answer=None if constraint is None else constraint.shortest,
         prompts=prompts,
         sampling=sampling,
         n=wanted.generated,

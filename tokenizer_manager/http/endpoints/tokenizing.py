@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from ....runtime.errors import RequestError
 from ..exchange import Exchange
 from ..schema.answers import TextBody, TokensBody
+from ..schema.chat_conversation import rendered_conversation
 from ..schema.chat_messages import template_messages
 from ..schema.field_policy import FieldPolicy
 from ..schema.json_body import Body, convert
@@ -26,9 +27,12 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
     request = made.request
     async with exchange.abort_on_disconnect():
         if made.messages is not None:
-            text = await services.render_chat(
-                request, made.messages, add_generation_prompt=request.add_generation_prompt is not False
+            plan = await services.plan_chat(
+                rendered_conversation(
+                    request, made.messages, add_generation_prompt=request.add_generation_prompt is not False
+                )
             )
+            text = plan.prompt
             add_special_tokens, param = bool(request.add_special_tokens), "messages"
         else:
             text = request.prompt or ""
@@ -62,7 +66,7 @@ class _Checked(NamedTuple):
     """A checked body; `messages` is None for a prompt."""
 
     request: TokenizeRequest
-    messages: list[dict[str, str]] | None
+    messages: list[dict[str, Any]] | None
     warnings: list[str]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ...generation import Generation
 
@@ -13,6 +14,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """The purpose of the generated tokens."""
+
+    reasoning_tokens: int
+
+
 class UsageBody(msgspec.Struct):
     """OpenAI's `usage`. A prompt counts once for all of its answers."""
 
@@ -20,6 +27,7 @@ class UsageBody(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class Timings(msgspec.Struct):
@@ -41,12 +49,13 @@ class Timings(msgspec.Struct):
     queue_ms: float
 
 
-def usage_of(generation: Generation) -> UsageBody:
-    """The tokens of a generation so far."""
+def usage_of(generation: Generation, reasoning_tokens: int | None = None) -> UsageBody:
+    """The tokens of a generation so far; `reasoning_tokens`: None for a model that does not reason."""
     prompt = sum(len(choice.prompt_ids) for choice in generation.prompt_choices)
     completion = sum(choice.usage.completion_tokens for choice in generation.choices)
     cached = sum(choice.usage.cached_tokens for choice in generation.prompt_choices)
-    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    details = UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
 
 def timings_of(generation: Generation) -> Timings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final, Literal
 
 import msgspec
@@ -12,8 +13,8 @@ from .field_policy import FieldPolicy, first_warnings
 from .json_body import Body, convert, show
 from .limits import check_limit
 
-_ROLES: Final = ("system", "developer", "user", "assistant")
-_ROLES_OF_TOOLS: Final = ("tool", "function")
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+_RENAMED: Final = {"developer": "system", "function": "tool"}
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -23,6 +24,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, in the spelling of vLLM's newest
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None  # the old form of one tool call
 
 
 class TextPart(msgspec.Struct, kw_only=True):
@@ -32,10 +37,33 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str
 
 
+class _CalledFunction(msgspec.Struct, kw_only=True):
+    """The function of a tool call; some clients replay arguments as an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _CalledCustom(msgspec.Struct, kw_only=True):
+    """A call of a custom tool."""
+
+    name: str
+    input: str = ""
+
+
+class _ToolCall(msgspec.Struct, kw_only=True):
+    """A tool call of an earlier answer."""
+
+    id: str = ""
+    type: str = "function"
+    function: _CalledFunction | None = None
+    custom: _CalledCustom | None = None
+
+
 _MESSAGE_POLICY: Final = FieldPolicy(
     ChatMessage,
-    {"audio": (), "function_call": (), "refusal": (), "tool_call_id": (), "tool_calls": ([],)},
-    no_effect={"annotations", "id"},
+    {"audio": ()},
+    no_effect={"annotations", "id", "refusal"},
 )
 _PART_POLICY: Final = FieldPolicy(
     TextPart,
@@ -55,10 +83,11 @@ _PART_POLICY: Final = FieldPolicy(
 
 def template_messages(
     messages: list[Body], *, strict: bool, limits: RequestLimits
-) -> tuple[list[dict[str, str]], list[str]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Messages for the template, and warnings for the response.
 
-    `developer` becomes `system`, the name that templates use; text parts are joined by newlines.
+    `developer` becomes `system`, the name that templates use; text parts are joined by newlines; old function calls
+    become tool calls.
 
     Raises:
         RequestError: a message is invalid or not supported; names its path.
@@ -68,42 +97,79 @@ def template_messages(
             "messages is empty; a chat has at least one message", param="messages", code="empty_prompt"
         )
     check_limit("messages", len(messages), "messages", limits.max_messages, "max_messages")
-    rendered: list[dict[str, str]] = []
+    rendered: list[dict[str, Any]] = []
     warnings: list[str] = []
     for i, raw in enumerate(messages):
         at = f"messages[{i}]"
         warnings += _MESSAGE_POLICY.check(raw, strict=strict, at=at)
         message = convert(raw, ChatMessage, at)
         role = _checked_role(message.role, at)
+        calls = _tool_calls(message, role, at)
         if isinstance(message.content, list):
             text, more_warnings = _joined(message.content, f"{at}.content", strict)
             warnings += more_warnings
         else:
-            text = _text_of(message, at)
-        fields = {"role": role, "content": text}
+            text = _text_of(message, role, at)
+        fields: dict[str, Any] = {"role": role, "content": text}
         if message.name is not None:
             fields["name"] = message.name
-        if message.reasoning_content is not None:
-            fields["reasoning_content"] = message.reasoning_content
+        reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+        if reasoning is not None:
+            fields["reasoning_content"] = reasoning
+        if calls:
+            fields["tool_calls"] = calls
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = message.tool_call_id
         rendered.append(fields)
     return rendered, first_warnings(warnings)
 
 
 def _checked_role(role: str, at: str) -> str:
     if role in _ROLES:
-        return "system" if role == "developer" else role
-    reason = "is not supported yet" if role in _ROLES_OF_TOOLS else "is unknown"
+        return _RENAMED.get(role, role)
     raise RequestError(
-        f"{at}.role is {show(role)}, which {reason}; use one of {', '.join(_ROLES)}",
+        f"{at}.role is {show(role)}, which is unknown; use one of {', '.join(_ROLES)}",
         param=f"{at}.role",
         code="invalid_value",
     )
 
 
-def _text_of(message: ChatMessage, at: str) -> str:
+def _tool_calls(message: ChatMessage, role: str, at: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's message, in OpenAI's form."""
+    raw = message.tool_calls or []
+    if message.function_call is not None:
+        raw = [*raw, {"type": "function", "function": message.function_call}]
+    if raw and role != "assistant":
+        raise RequestError(
+            f"{at}.tool_calls is set, but only messages of the assistant have tool calls",
+            param=f"{at}.tool_calls",
+            code="invalid_value",
+        )
+    calls = []
+    for i, value in enumerate(raw):
+        place = f"{at}.tool_calls[{i}]"
+        call = convert(value, _ToolCall, place)
+        if call.custom is not None:
+            name, arguments = call.custom.name, json.dumps({"input": call.custom.input}, ensure_ascii=False)
+        elif call.function is not None:
+            name, given = call.function.name, call.function.arguments
+            arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        else:
+            raise RequestError(
+                f"{place}.function is missing; a tool call names a function",
+                param=f"{place}.function",
+                code="missing_field",
+            )
+        calls.append(
+            {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
+        )
+    return calls
+
+
+def _text_of(message: ChatMessage, role: str, at: str) -> str:
     if isinstance(message.content, str):
         return message.content
-    if message.role == "assistant":
+    if role in ("assistant", "tool"):  # calls without text, a tool without a result
         return ""
     raise RequestError(
         f"{at}.content is missing; a {message.role} message must have it",

@@ -113,6 +113,15 @@ PromptsOrNone = Annotated[
     _documented("A text, token ids, or a list of either.", anyOf=[*_PROMPTS, _NOTHING]),
 ]
 
+Effort = Annotated[str, _documented(enum=["none", "minimal", "low", "medium", "high", "xhigh", "max"])]
+_CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", None]}
+ToolChoiceField = Annotated[
+    Any,
+    _documented(
+        "none, auto, required, or an object that names a tool.", anyOf=[_CHOICE_WORDS, {"type": "object"}]
+    ),
+]
+
 _TEXT_PART: Final[_Schema] = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -121,9 +130,11 @@ _TEXT_PART: Final[_Schema] = {
 _MESSAGE: Final[_Schema] = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
         "name": {"type": ["string", "null"]},
+        "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+        "tool_call_id": {"type": ["string", "null"]},
     },
     "required": ["role", "content"],
 }

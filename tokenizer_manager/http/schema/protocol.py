@@ -15,6 +15,7 @@ from ...conversation.chat_template import RESERVED_NAMES
 from .field_types import (
     Count,
     CountOrNone,
+    Effort,
     Int,
     Messages,
     OnePrompt,
@@ -27,6 +28,7 @@ from .field_types import (
     StartLen,
     TimeToLive,
     TokenId,
+    ToolChoiceField,
 )
 from .generation_fields import GenerationFields, SamplingFields, at_least_one
 from .json_body import convert, show
@@ -41,7 +43,21 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: CountOrNone | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: ToolChoiceField = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: CountOrNone | None = None
+    thinking: dict[str, Any] | None = None  # Anthropic's form: type, budget_tokens
+    reasoning: dict[str, Any] | None = None  # OpenRouter's form: effort, max_tokens
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
     def max_new_tokens(self) -> tuple[int | None, str]:
         """The requested length, and the field that has it.
@@ -131,6 +147,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: list[Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -153,6 +170,7 @@ class PinRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: OnePrompt = None
     messages: Messages | None = None
+    tools: list[Any] | None = None
     cache_salt: Salt | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

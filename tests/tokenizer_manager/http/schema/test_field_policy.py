@@ -31,15 +31,9 @@ def test_honored_fields_and_those_without_effect_pass_silently():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
-        ("functions", [{}]),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content"}),
-        ("reasoning_effort", "high"),
         ("echo", True),
         ("repeat_penalty", True),  # 1 is neutral, true is nonsense
     ],

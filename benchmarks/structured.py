@@ -1,0 +1,163 @@
+"""What structured output costs: free and guided requests in turn, against one or two running servers.
+
+    engine serve &                                        # http://127.0.0.1:30000
+    python benchmarks/structured.py --url http://127.0.0.1:30000 [--peer http://127.0.0.1:8080] [--rounds 5]
+
+For each number of concurrent requests and each round, free requests and guided requests follow each other, with equal
+prompts and exactly `--output-len` tokens each: the schema is an array that cannot be complete earlier. The table has
+the medians of output tokens per second, and the ratio guided to free of the same round (median, and range). A second
+table has the share of answers that match a schema which ends by itself, checked with jsonschema-rs, and their speed.
+The peer is any server with the chat API of OpenAI and `response_format` (`llama-server` of llama.cpp).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+import jsonschema_rs
+
+_PERSON: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "color": {"enum": ["red", "green", "blue"]},
+    },
+    "required": ["name", "age", "color"],
+    "additionalProperties": False,
+}
+ENDLESS: Final = {
+    "type": "object",
+    "properties": {"people": {"type": "array", "minItems": 100, "items": _PERSON}},
+    "required": ["people"],
+    "additionalProperties": False,
+}
+COMPLETE: Final = {
+    "type": "object",
+    "properties": {
+        **_PERSON["properties"],  # type: ignore[dict-item]
+        "email": {"type": "string", "pattern": "^[a-z]{3,8}@[a-z]{3,8}[.]com$"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "color", "email", "tags"],
+    "additionalProperties": False,
+}
+
+
+class Batch(NamedTuple):
+    """The answers of requests that were sent together, their tokens, and the seconds that they took."""
+
+    texts: list[str]
+    num_tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.num_tokens / self.seconds
+
+
+class Server:
+    """One server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, temperature: float) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+        self._temperature = temperature
+
+    async def run(self, count: int, max_tokens: int, seed: int, schema: dict[str, Any] | None) -> Batch:
+        """Answer `count` requests at once."""
+        started_s = time.perf_counter()
+        bodies = [self._body(n, max_tokens, seed, schema) for n in range(count)]
+        answers = await asyncio.gather(*map(self._answer, bodies))
+        seconds = time.perf_counter() - started_s
+        return Batch([text for text, _ in answers], sum(tokens for _, tokens in answers), seconds)
+
+    def _body(self, n: int, max_tokens: int, seed: int, schema: dict[str, Any] | None) -> dict[str, Any]:
+        prompt = (
+            f"Invent people with name, age and favorite color, as JSON. Begin with number {seed * 1000 + n}."
+        )
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "temperature": self._temperature,
+            "seed": seed * 1000 + n,
+        }
+        if schema is None:
+            return {**body, "ignore_eos": True}
+        return {
+            **body,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        }
+
+    async def _answer(self, body: dict[str, Any]) -> tuple[str, int]:
+        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+            if response.status != 200:
+                raise SystemExit(f"{self._url}: HTTP {response.status}: {answer}")
+        return answer["choices"][0]["message"]["content"] or "", answer["usage"]["completion_tokens"]
+
+
+async def measure(server: Server, arguments: argparse.Namespace) -> None:
+    """Measure one server, and print its tables."""
+    await server.run(2, 8, 999, None)
+    await server.run(2, 8, 999, ENDLESS)
+    print("| concurrent | free, tok/s | guided, tok/s | guided to free |\n|---|---|---|---|")
+    for count in arguments.concurrency:
+        free: list[float] = []
+        guided: list[float] = []
+        for round_number in range(arguments.rounds):
+            free.append((await server.run(count, arguments.output_len, round_number, None)).rate)
+            batch = await server.run(count, arguments.output_len, round_number, ENDLESS)
+            assert batch.num_tokens == count * arguments.output_len, "an answer ended early"
+            guided.append(batch.rate)
+        ratios = [b / a for a, b in zip(free, guided, strict=True)]
+        print(
+            f"| {count} | {statistics.median(free):,.0f} | {statistics.median(guided):,.0f} | "
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
+        )
+    validator = jsonschema_rs.validator_for(COMPLETE)
+    batches = [
+        await server.run(max(arguments.concurrency), 256, n, COMPLETE) for n in range(arguments.rounds)
+    ]
+    texts = [text for batch in batches for text in batch.texts]
+    num_valid = sum(_is_valid(validator, text) for text in texts)
+    print(
+        f"valid: {num_valid} of {len(texts)}; {statistics.median(batch.rate for batch in batches):,.0f} tok/s\n"
+    )
+
+
+def _is_valid(validator: Any, text: str) -> bool:
+    try:
+        return bool(validator.is_valid(json.loads(text)))
+    except ValueError:
+        return False
+
+
+async def main() -> None:
+    """Measure the servers, one after the other."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--peer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--output-len", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    arguments = parser.parse_args()
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=3600)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        for url in filter(None, (arguments.url, arguments.peer)):
+            print(f"{url}, {arguments.output_len} tokens, temperature {arguments.temperature}\n")
+            await measure(Server(session, url, arguments.temperature), arguments)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,307 @@
+"""`GuidedMatcher`: the matcher of a request: a reasoning block first, then one grammar, or free text with triggers.
+
+    START ----> BLOCK ----> GRAMMAR            with a grammar for the whole answer
+      |           |            ^
+      +-----------(------------+
+      |           v
+      +-------> FREE <----> TRIGGERED          without one
+
+All markers are matched on bytes, because a marker may begin and end within tokens; see `reasoning` and `byte_feed`.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Sequence
+
+import numpy.typing as npt
+from numpy import int32
+
+from ..runtime.grammar_use import GrammarUse
+from .backend import CompiledGrammar, MaskRow, Matcher, MatcherErrorCode, Vocabulary
+from .byte_feed import TriggerSearch, feed_bytes, single_bytes
+from .markers import marker_table
+from .reasoning import BlockOpening, OpenBlock
+
+
+class Phase(enum.Enum):
+    """Where in the answer the matcher is; see the drawing above.
+
+    START: the answer may begin with a reasoning block. BLOCK: inside it.
+    """
+
+    START = enum.auto()
+    BLOCK = enum.auto()
+    GRAMMAR = enum.auto()
+    FREE = enum.auto()
+    TRIGGERED = enum.auto()
+
+
+class GuidedMatcher:
+    """A `Matcher` for one request.
+
+    A triggered grammar is complete when nothing can follow its text; a grammar that can always be continued never
+    returns to free text.
+
+    Attributes:
+        phase: where in the answer it is.
+        ended: see `Matcher`.
+        error: see `Matcher`.
+        error_code: see `Matcher`.
+    """
+
+    def __init__(self, use: GrammarUse, compiled: Sequence[CompiledGrammar], vocabulary: Vocabulary) -> None:
+        """Begin an answer.
+
+        Args:
+            use: of the request.
+            compiled: the grammars, in the order of `use.specs`.
+            vocabulary: that the grammars were compiled for.
+        """
+        self._use = use
+        self._grammar = compiled[0] if use.spec is not None else None
+        self._triggered = tuple(compiled[len(compiled) - len(use.triggered) :])
+        self._triggers = TriggerSearch([each.trigger for each in use.triggered])
+        self._vocabulary = vocabulary
+        self._eos_token_ids = frozenset(vocabulary.eos_token_ids)
+        self._opening: BlockOpening | None = None  # in START
+        self._block: OpenBlock | None = None  # in BLOCK
+        self._inner: Matcher | None = (
+            None  # in GRAMMAR, TRIGGERED, and in START while the grammar takes the text
+        )
+        self._tail = b""  # in FREE: the last bytes, which may be the beginning of a trigger
+        self.ended = False
+        self.error = ""
+        self.error_code: MatcherErrorCode | None = None
+        if use.reasoning is None:
+            self._begin_answer(b"")
+        elif use.reasoning.opened:
+            self._begin_block(b"")
+        else:
+            self.phase = Phase.START
+            self._opening = BlockOpening(use.reasoning, vocabulary)
+            self._inner = None if self._grammar is None else self._grammar.matcher()
+
+    @property
+    def wants_mask(self) -> bool:
+        """Whether the next token is constrained."""
+        match self.phase:
+            case Phase.GRAMMAR | Phase.TRIGGERED:
+                return True
+            case Phase.START:
+                return self._grammar is not None
+            case Phase.BLOCK:
+                return self._grammar is not None or (self._block is not None and self._block.end_tokens != ())
+            case Phase.FREE:
+                return False
+
+    # ------------------------------------------------------------ masks
+
+    def fill(self, mask: MaskRow) -> None:
+        """Write the tokens that may come next; see `Matcher.fill`."""
+        if self._is_over() or not self.wants_mask:
+            mask.fill(-1)
+        elif self._opening is not None:
+            self._fill_start(mask, self._opening)
+        elif self._block is not None:
+            self._block.fill(mask)
+        elif self._inner is not None:
+            self._inner.fill(mask)
+            self._read_inner_error()
+
+    def fill_drafts(self, draft_ids: Sequence[int], masks: npt.NDArray[int32]) -> None:
+        """Write the masks before, between and after drafts; see `Matcher.fill_drafts`."""
+        if self.phase is Phase.GRAMMAR and self._inner is not None:
+            self._inner.fill_drafts(draft_ids, masks)
+            self._read_inner_error()
+            return
+        self.fill(masks[0])
+        if not draft_ids:
+            return
+        ahead = self.copy()
+        for index, token_id in enumerate(draft_ids):
+            ahead.accept((token_id,))
+            ahead.fill(masks[1 + index])
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, if they are known."""
+        if self._is_over() or self._opening is not None:
+            return []
+        if self._block is not None:
+            return list(self._block.end_tokens)
+        return [] if self._inner is None else self._inner.forced()
+
+    def _fill_start(self, mask: MaskRow, opening: BlockOpening) -> None:
+        """What the grammar allows, and the tokens that spell the marker that opens a block."""
+        mask.fill(0)
+        if self._inner is not None:
+            self._inner.fill(mask)
+            if self._inner.error:
+                mask.fill(0)
+        opening.allow_marker(mask)
+        if not mask.any():
+            self._fail("no token is allowed")
+            mask.fill(-1)
+
+    # ------------------------------------------------------------ tokens
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may come next, without effects."""
+        if self._is_over():
+            return 0
+        if self.phase is Phase.GRAMMAR and self._inner is not None:
+            return self._inner.validate(token_ids)
+        return self.copy().accept(token_ids)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Advance over generated tokens; see `Matcher.accept`."""
+        for count, token_id in enumerate(token_ids):
+            if self._is_over():
+                return count
+            if self.phase is Phase.GRAMMAR and self._inner is not None:
+                num_accepted = self._inner.accept(token_ids[count:])
+                self.ended = self._inner.ended
+                self._read_inner_error()
+                return count + num_accepted
+            if token_id in self._eos_token_ids:
+                self._accept_eos(token_id)
+            else:
+                self._accept_text(token_id)
+            if self.error:
+                return count
+        return len(token_ids)
+
+    def copy(self) -> GuidedMatcher:
+        """An independent matcher in the same state."""
+        twin = copy.copy(self)
+        twin._opening = None if self._opening is None else self._opening.copy()
+        twin._block = None if self._block is None else self._block.copy()
+        twin._inner = None if self._inner is None else self._inner.copy()
+        return twin
+
+    def _accept_eos(self, token_id: int) -> None:
+        if self._inner is not None:
+            self._inner.accept((token_id,))
+            self._read_inner_error()
+            self.ended = not self.error
+        elif self.wants_mask:
+            self._fail(f"EOS token {token_id} is refused in front of the answer")
+        else:
+            self.ended = True
+
+    def _accept_text(self, token_id: int) -> None:
+        tokens = self._vocabulary.tokens
+        data = tokens[token_id] if 0 <= token_id < len(tokens) else b""
+        if self._opening is not None:
+            self._accept_start(token_id, data, self._opening)
+        elif self._block is not None:
+            if self._block.takes(token_id):
+                self._read_block(data, self._block)
+            else:
+                self._fail(f"token {token_id} is refused: the reasoning block must end")
+        elif self._inner is not None:
+            self._inner.accept((token_id,))
+            self._read_inner_error()
+            if self._inner.ended:
+                self._end_triggered()
+        else:
+            self._read_free_text(data)
+
+    # ------------------------------------------------------------ the reasoning block
+
+    def _accept_start(self, token_id: int, data: bytes, opening: BlockOpening) -> None:
+        """Follow the marker and the grammar at the same time, since both may begin with the same bytes."""
+        opening.read(data)
+        if opening.rest is not None:
+            self._begin_block(opening.rest)
+            return
+        if self._inner is not None:
+            self._inner.accept((token_id,))
+            self.ended = self._inner.ended
+            if self._inner.error and opening.may_open:
+                self._inner = None
+        if opening.may_open or self.ended:
+            return
+        self._opening = None
+        if self._grammar is None:
+            self._begin_answer(opening.text)
+        elif self._inner is None:
+            self._fail(f"token {token_id} is refused in the marker that opens the reasoning block")
+        else:
+            self.phase = Phase.GRAMMAR
+            self._read_inner_error()
+
+    def _begin_block(self, data: bytes) -> None:
+        assert self._use.reasoning is not None
+        self.phase = Phase.BLOCK
+        self._opening = self._inner = None
+        self._block = OpenBlock(self._use.reasoning, self._vocabulary)
+        self._read_block(data, self._block, num_tokens=0)
+
+    def _read_block(self, data: bytes, block: OpenBlock, num_tokens: int = 1) -> None:
+        rest = block.read(data, num_tokens)
+        if rest is not None:
+            self._block = None
+            self._begin_answer(rest)
+
+    # ------------------------------------------------------------ the answer
+
+    def _begin_answer(self, data: bytes) -> None:
+        """Begin the grammar or the free text with bytes of the token before."""
+        if self._grammar is None:
+            self.phase = Phase.FREE
+            self._read_free_text(data)
+            return
+        self.phase = Phase.GRAMMAR
+        self._inner = self._grammar.matcher()
+        if feed_bytes(self._inner, data, self._vocabulary) < len(data):
+            self._fail(f"the text {data!r} after the reasoning block is refused")
+        self.ended = self._inner.ended
+
+    def _read_free_text(self, data: bytes) -> None:
+        """Look for triggers; begin the grammar of one that is found."""
+        while not self.ended:
+            text = self._tail + data
+            found = self._triggers.find(text)
+            if found is None:
+                self._tail = self._triggers.tail(text)
+                return
+            index, end = found
+            self._tail, data = b"", text[end:]
+            inner = self._triggered[index].matcher()
+            count = feed_bytes(inner, data, self._vocabulary)
+            if count < len(data) and not inner.ended:
+                continue  # refused: free text goes on after the trigger
+            self.phase, self._inner = Phase.TRIGGERED, inner
+            if not inner.ended:
+                return
+            self._end_triggered()
+            data = data[count:]
+
+    def _end_triggered(self) -> None:
+        self.phase, self._inner, self._tail = Phase.FREE, None, b""
+        self.ended = self._use.ends_after_first
+
+    # ------------------------------------------------------------ errors
+
+    def _is_over(self) -> bool:
+        return self.ended or self.error != ""
+
+    def _read_inner_error(self) -> None:
+        if self._inner is not None and self._inner.error:
+            self.error, self.error_code = self._inner.error, self._inner.error_code
+
+    def _fail(self, text: str) -> None:
+        self.error, self.error_code = text, MatcherErrorCode.BUG
+
+
+def prepare(use: GrammarUse, vocabulary: Vocabulary) -> None:
+    """Build the tables of the markers of a request (50 ms), so that its first step does not wait for them."""
+    if use.reasoning is not None:
+        table = marker_table(vocabulary, use.reasoning.end)
+        if use.spec is not None:
+            table.open_row(0)
+        if not use.reasoning.opened:
+            _ = marker_table(vocabulary, use.reasoning.begin).continuations
+    single_bytes(vocabulary)

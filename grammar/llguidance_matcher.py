@@ -1,0 +1,146 @@
+"""`LLGuidanceMatcher`: the state of one answer in a grammar of llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .backend import MaskRow, MatcherErrorCode
+from .library_messages import clean_message, is_limit
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_FORCED_TOKENS: Final = 64
+"""A grammar like `start: "a" start` forces text without end."""
+
+
+class LLGuidanceMatcher:
+    """A `Matcher` around one `LLMatcher`. Not for use by several threads at once.
+
+    Attributes:
+        ended: see `Matcher`.
+        error: see `Matcher`.
+        error_code: see `Matcher`.
+        library_error: the text of llguidance for `error`.
+    """
+
+    wants_mask = True
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...], num_tokens: int) -> None:
+        """Wrap a matcher at the beginning of the text.
+
+        Args:
+            matcher: belongs to this object.
+            eos_token_ids: of the vocabulary; empty if the library has a token of its own instead.
+            num_tokens: of the library, which writes masks of exactly that many bits.
+        """
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._num_tokens = num_tokens
+        self._num_bytes = -(-num_tokens // 32) * 4
+        self._num_accepted = 0
+        self.ended = False
+        self.error = ""
+        self.error_code: MatcherErrorCode | None = None
+        self.library_error = ""
+        self._check()
+
+    def fill(self, mask: MaskRow) -> None:
+        """Write the tokens that may come next; see `Matcher.fill`."""
+        if self._is_over():
+            mask.fill(-1)
+            return
+        if mask.nbytes == self._num_bytes:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_bytes)
+        elif mask.nbytes > self._num_bytes:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_bytes)
+            mask[self._num_bytes // 4 :] = 0
+        else:  # without an EOS token the library has one token more than the vocabulary
+            whole = np.empty(self._num_bytes // 4, np.int32)
+            self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, self._num_bytes)
+            mask[:] = whole[: mask.size]
+        if not self._eos_token_ids and (self._num_tokens - 1) // 32 < mask.size:
+            last = self._num_tokens - 1
+            mask.view(np.uint32)[last // 32] &= np.uint32(~(1 << last % 32) & 0xFFFFFFFF)
+        if self._matcher.is_error():
+            self._fail(self._matcher.get_error())
+        elif not mask.any():
+            self._fail("no token is allowed")
+        if self.error:
+            mask.fill(-1)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Advance over generated tokens; see `Matcher.accept`."""
+        for count, token_id in enumerate(token_ids):
+            if self._is_over():
+                return count
+            if token_id in self._eos_token_ids:
+                if not self._matcher.is_accepting():
+                    self._fail(f"EOS token {token_id} is refused before the end of the text")
+                    return count
+                self.ended = True
+            elif not 0 <= token_id < self._num_tokens:
+                self._fail(f"token {token_id} is not a token of the tokenizer")
+                return count
+            elif not self._matcher.consume_token(token_id):
+                self._fail(self._matcher.get_error() or f"token {token_id} is refused")
+                return count
+            else:
+                self._check()
+            self._num_accepted += 1
+        return len(token_ids)
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may come next, without effects."""
+        if self._is_over():
+            return 0
+        ids = list(token_ids)
+        for index, token_id in enumerate(ids):
+            if not 0 <= token_id < self._num_tokens:  # of the model's padding; the library would raise
+                del ids[index:]
+                break
+        return self._matcher.validate_tokens(ids) if ids else 0
+
+    def forced(self) -> list[int]:
+        """The tokens of forced text that are certain to be split like that."""
+        if self._is_over():
+            return []
+        return self._matcher.compute_ff_tokens()[:MAX_FORCED_TOKENS]
+
+    def fill_drafts(self, draft_ids: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
+        """Write the masks before, between and after drafts; see `Matcher.fill_drafts`."""
+        self.fill(masks[0])
+        if not draft_ids:
+            return
+        ahead = self.copy()
+        for index, token_id in enumerate(draft_ids):
+            ahead.accept((token_id,))
+            ahead.fill(masks[1 + index])
+
+    def copy(self) -> LLGuidanceMatcher:
+        """An independent matcher in the same state; 1 us."""
+        copy = LLGuidanceMatcher.__new__(LLGuidanceMatcher)
+        copy.__dict__.update(self.__dict__)
+        copy._matcher = self._matcher.deep_copy()
+        return copy
+
+    def _is_over(self) -> bool:
+        return self.ended or self.error != ""
+
+    def _check(self) -> None:
+        """Read the state after a token."""
+        if self._matcher.is_stopped():
+            if self._matcher.is_error():
+                self._fail(self._matcher.get_error())
+            else:
+                self.ended = True
+
+    def _fail(self, text: str) -> None:
+        self.library_error = text
+        limit = is_limit(text, self._matcher.stop_reason())
+        self.error_code = MatcherErrorCode.LIMIT if limit else MatcherErrorCode.BUG
+        self.error = f"the grammar cannot continue after {self._num_accepted} tokens: {clean_message(text)}"

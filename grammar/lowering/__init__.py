@@ -1,0 +1,1 @@
+"""Constraints in the spellings of clients, as `GrammarSpec`s and Lark texts."""

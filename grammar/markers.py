@@ -1,0 +1,171 @@
+"""`MarkerSearch`, `MarkerTable`: finding a marker in the bytes of tokens, and the tokens that spell one.
+
+A marker may be one special token, several tokens of text, or a part of a token that has other text before or after it.
+"""
+
+# Shapes: V tokens of the model's vocabulary, W = ceil(V / 32) words of a mask.
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import numpy as np
+
+from .backend import MaskRow, Vocabulary
+
+
+class MarkerSearch:
+    """Finds the first occurrence of a marker in a stream of bytes (Knuth, Morris and Pratt).
+
+    The state of a stream is the number of bytes of the marker that its end matches; 0 at the start.
+    """
+
+    def __init__(self, marker: bytes) -> None:
+        """Build the table of borders.
+
+        Args:
+            marker: at least one byte.
+        """
+        self.marker = marker
+        borders = [0] * (
+            len(marker) + 1
+        )  # borders[n]: the longest proper prefix of marker[:n] that is its suffix
+        k = 0
+        for n in range(1, len(marker)):
+            while k and marker[n] != marker[k]:
+                k = borders[k]
+            k += marker[n] == marker[k]
+            borders[n + 1] = k
+        self._borders = borders
+
+    def advance(self, state: int, data: bytes) -> tuple[int, int]:
+        """Read bytes.
+
+        Returns:
+            The new state, and the number of bytes up to the end of the marker, or -1 if it has not ended.
+        """
+        marker, borders = self.marker, self._borders
+        for index, byte in enumerate(data):
+            while state and byte != marker[state]:
+                state = borders[state]
+            state += byte == marker[state]
+            if state == len(marker):
+                return state, index + 1
+        return state, -1
+
+
+class MarkerTable:
+    """A marker in one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, marker: bytes) -> None:
+        """Look for the tokens that may complete the marker; takes 20 ms for 150,000 tokens."""
+        self.search = MarkerSearch(marker)
+        self._vocabulary = vocabulary
+        self._rows: dict[int, MaskRow] = {}
+        suffixes = tuple(marker[start:] for start in range(len(marker)))
+        first_bytes = frozenset(marker)
+        self._completing = [
+            token_id
+            for token_id, token in enumerate(vocabulary.tokens)
+            if token and ((token[0] in first_bytes and token.startswith(suffixes)) or marker in token)
+        ]
+        self._eos_token_ids = frozenset(vocabulary.eos_token_ids)
+        text_ids = (i for i, token in enumerate(vocabulary.tokens) if token and i not in self._eos_token_ids)
+        self._all_but_eos = mask_of(text_ids, vocabulary.size)
+
+    def open_row(self, state: int) -> MaskRow:
+        """[W]: all tokens, except EOS and those that have text after the marker.
+
+        Text after the marker in the same token is constrained by a grammar that cannot be consulted for a part of a
+        token when the mask is made; without such tokens the answer begins at the border of a token.
+        """
+        row = self._rows.get(state)
+        if row is None:
+            tokens = self._vocabulary.tokens
+            crossing = [
+                i for i in self._completing if -1 < self.search.advance(state, tokens[i])[1] < len(tokens[i])
+            ]
+            row = self._all_but_eos.copy()
+            for token_id in crossing:
+                clear(row, token_id)
+            row.setflags(write=False)
+            self._rows[state] = row
+        return row
+
+    def next_tokens(self, state: int) -> tuple[int, ...]:
+        """The tokens that spell the marker from its byte `state` on, special tokens included; () if none do."""
+        rest = self.search.marker[state:]
+        token_ids = marker_tokens(self._vocabulary, rest)
+        return token_ids if b"".join(self._vocabulary.tokens[i] for i in token_ids) == rest else ()
+
+    @functools.cached_property
+    def continuations(self) -> tuple[tuple[int, ...], ...]:
+        """For each number of bytes of the marker that are there, the tokens that continue it.
+
+        These are tokens that are a part of its rest, and those that begin with the whole rest.
+        """
+        marker, tokens = self.search.marker, self._vocabulary.tokens
+        ids_of: dict[bytes, list[int]] = {}
+        for token_id, token in enumerate(tokens):
+            if token and token in marker and token_id not in self._eos_token_ids:
+                ids_of.setdefault(token, []).append(token_id)
+        return tuple(
+            tuple(
+                [i for end in range(start + 1, len(marker)) for i in ids_of.get(marker[start:end], ())]
+                + [
+                    i
+                    for i in self._completing
+                    if tokens[i].startswith(marker[start:]) and i not in self._eos_token_ids
+                ]
+            )
+            for start in range(len(marker))
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def marker_table(vocabulary: Vocabulary, marker: bytes) -> MarkerTable:
+    """The table of a marker; models have few markers, so it is built once per process."""
+    return MarkerTable(vocabulary, marker)
+
+
+def marker_tokens(vocabulary: Vocabulary, data: bytes) -> tuple[int, ...]:
+    """The tokens that spell a marker; special tokens where their text is written in it."""
+    special = {vocabulary.tokens[i]: i for i in sorted(vocabulary.special_token_ids, reverse=True)}
+    special.pop(b"", None)
+    found: list[int] = []
+    text_start = position = 0
+    while position < len(data):
+        token = max((text for text in special if data.startswith(text, position)), key=len, default=b"")
+        if token:
+            found += vocabulary.encode(data[text_start:position]) if position > text_start else []
+            found.append(special[token])
+            position += len(token)
+            text_start = position
+        else:
+            position += 1
+    if text_start < len(data):
+        found += vocabulary.encode(data[text_start:])
+    return tuple(found)
+
+
+def mask_of(token_ids: Iterable[int], size: int) -> MaskRow:
+    """[W]: a mask of V = `size` tokens that allows these."""
+    bits = np.zeros(-(-size // 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def allow(mask: MaskRow, token_id: int) -> None:
+    """Set the bit of a token."""
+    mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def clear(mask: MaskRow, token_id: int) -> None:
+    """Clear the bit of a token."""
+    mask.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
+
+
+def allows(mask: MaskRow, token_id: int) -> bool:
+    """Whether a mask allows a token."""
+    return bool(int(mask[token_id // 32]) >> token_id % 32 & 1)

@@ -1,0 +1,106 @@
+"""The proving process, `python -m engine.grammar PID`: compiles grammars that may take too long or too much memory.
+
+`ProofWorker` in the tokenizer manager starts it, kills it after the time limit, and reads its results. It ends with
+its parent. Its memory is limited: a failed allocation ends the process, and the parent refuses the grammar.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Final
+
+import msgspec
+import setproctitle
+
+from ..runtime.child.child import die_with
+from ..runtime.errors import ConfigError
+from ..runtime.model_files.tokenizer import load_tokenizer
+from .backend import GrammarBackend, GrammarError
+from .llguidance_backend import LLGuidanceBackend
+from .proof_messages import (
+    FRAME_LENGTH,
+    ProofRequest,
+    ProofResult,
+    ProofSetup,
+    ProverReady,
+    ToProver,
+    frame,
+)
+from .vocabulary import TokenizerVocabulary
+
+_STDIN: Final = 0
+_DECODER: Final[msgspec.msgpack.Decoder[ToProver]] = msgspec.msgpack.Decoder(ToProver)
+
+
+def main() -> None:
+    """Serve one parent until it closes the socket."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            signum, signal.SIG_IGN
+        )  # the terminal sends them to all; the parent decides when this ends
+    die_with(int(sys.argv[1]))
+    setproctitle.setproctitle("engine: grammar")
+    with socket.socket(fileno=os.dup(_STDIN)) as channel:
+        setup = _receive(channel)
+        if not isinstance(setup, ProofSetup):
+            return
+        try:
+            backend = _make_backend(setup)
+        except (ConfigError, ImportError) as error:
+            channel.sendall(frame(ProverReady(error=str(error))))
+            return
+        _limit_memory(setup.memory_bytes)
+        channel.sendall(frame(ProverReady()))
+        while isinstance(request := _receive(channel), ProofRequest):
+            channel.sendall(frame(_prove(backend, request)))
+
+
+def _make_backend(setup: ProofSetup) -> LLGuidanceBackend:
+    tokenizer = load_tokenizer(setup.source)
+    return LLGuidanceBackend(TokenizerVocabulary(tokenizer, setup.vocab_size, setup.eos_token_ids))
+
+
+def _prove(backend: GrammarBackend, request: ProofRequest) -> ProofResult:
+    """Compile the grammar; the backend fills a mask, too."""
+    try:
+        backend.compile(request.spec)
+    except GrammarError as error:
+        return ProofResult(error.code, error.message)
+    except MemoryError:
+        return ProofResult("schema_too_complex", "the grammar takes too much memory")
+    return ProofResult()
+
+
+def _receive(channel: socket.socket) -> ToProver | None:
+    """The next message, or None if the parent has closed the socket."""
+    header = _receive_exactly(channel, FRAME_LENGTH.size)
+    if len(header) < FRAME_LENGTH.size:
+        return None
+    (length,) = FRAME_LENGTH.unpack(header)
+    data = _receive_exactly(channel, length)
+    return _DECODER.decode(data) if len(data) == length else None
+
+
+def _receive_exactly(channel: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length and (chunk := channel.recv(length - len(data))):
+        data += chunk
+    return data
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Bound the address space to what is mapped now plus `memory_bytes`; no core dump of what goes beyond it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/statm", encoding="ascii") as file:
+        mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = mapped_bytes + memory_bytes
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )

@@ -1,0 +1,304 @@
+"""`Prover`: compiles new grammars in processes that can be killed, before the scheduler's process compiles them.
+
+A compilation cannot be interrupted, and its time grows with the square of the size for some schemas. The tokenizer
+manager has each unknown grammar proved: a `ProofWorker` compiles it and fills one mask within `grammar_timeout`. The
+result is kept by the key of the grammar. Only proved grammars reach the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from ..runtime.errors import RequestError
+from ..runtime.grammar_use import GrammarSpec, GrammarUse
+from .backend import GrammarError
+from .proof_messages import ProofResult
+from .proof_worker import WorkerLostError
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS: Final = 2
+MAX_QUEUED: Final = 64
+MAX_RESULTS: Final = 1024
+BAD_RESULT_S: Final = 600.0
+"""How long a refused grammar is refused without a new proof."""
+MAX_LOST: Final = 3
+LOST_WINDOW_S: Final = 60.0
+UNAVAILABLE_S: Final = 60.0
+"""How long all new grammars get 503, after `MAX_LOST` workers were lost with different grammars in `LOST_WINDOW_S`."""
+START_FAILED_S: Final = 10.0
+"""The same, after a worker that did not start."""
+PROOF_MEMORY_BYTES: Final = 1 << 30
+
+
+class Worker(Protocol):
+    """What a `ProofWorker` does."""
+
+    async def prove(self, spec: GrammarSpec, timeout_s: float) -> ProofResult: ...
+
+    async def kill(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    """One grammar to prove.
+
+    Attributes:
+        alone: run it while no other proof runs: its first proof timed out beside others.
+        had_company: another proof ran at the same time.
+    """
+
+    spec: GrammarSpec
+    key: str
+    done: asyncio.Future[GrammarError | None]
+    alone: bool = False
+    had_company: bool = False
+
+
+@dataclass(slots=True)
+class _Results:
+    """The last `MAX_RESULTS` results by key; those of refused grammars expire."""
+
+    clock: Callable[[], float]
+    entries: OrderedDict[str, tuple[GrammarError | None, float]] = field(default_factory=OrderedDict)
+
+    def put(self, key: str, error: GrammarError | None) -> None:
+        self.entries[key] = (error, self.clock() + BAD_RESULT_S)
+        self.entries.move_to_end(key)
+        if len(self.entries) > MAX_RESULTS:
+            self.entries.popitem(last=False)
+
+    def check(self, key: str) -> bool:
+        """Whether the grammar is known to be good.
+
+        Raises:
+            GrammarError: it is known to be bad.
+        """
+        known = self.entries.get(key)
+        if known is None:
+            return False
+        error, expires_s = known
+        if error is None:
+            self.entries.move_to_end(key)
+            return True
+        if self.clock() < expires_s:
+            raise _copy_of(error)
+        del self.entries[key]
+        return False
+
+
+class Prover:
+    """Proves grammars one after the other in at most `MAX_WORKERS` processes. Used on one asyncio loop."""
+
+    def __init__(
+        self,
+        start_worker: Callable[[], Awaitable[Worker]],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            start_worker: usually `ProofWorker.start` with the model's `ProofSetup`.
+            timeout_s: the setting `grammar_timeout`.
+            clock: seconds, for results that expire.
+        """
+        self._start_worker = start_worker
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._results = _Results(clock)
+        self._jobs: dict[str, _Job] = {}
+        self._queue: deque[_Job] = deque()
+        self._running: dict[_Job, asyncio.Task[None]] = {}
+        self._idle: list[Worker] = []
+        self._lost: OrderedDict[str, float] = OrderedDict()  # keys that lost a worker, and when
+        self._unavailable_until_s = -1.0
+        self._unavailable_reason = ""
+        self._closed = False
+
+    def is_proved(self, use: GrammarUse) -> bool:
+        """Whether all grammars of a request are known to be good, so that `prove` returns at once."""
+        return all(
+            (known := self._results.entries.get(spec.key)) is not None and known[0] is None
+            for spec in use.specs
+        )
+
+    async def prove(self, use: GrammarUse) -> None:
+        """Wait until all grammars of a request have been compiled; returns at once if they are known.
+
+        Raises:
+            GrammarError: a grammar is refused.
+            RequestError: 429, too many grammars wait; 503, proofs are not possible at present.
+        """
+        for spec in use.specs:
+            key = spec.key
+            if self._results.check(key):
+                continue
+            job = self._jobs.get(key) or self._add_job(spec, key)
+            error = await asyncio.shield(job.done)  # other requests may wait for it, too
+            if error is not None:
+                raise _copy_of(error)
+
+    async def close(self) -> None:
+        """End all processes; requests that wait get 503."""
+        self._closed = True
+        tasks, idle = list(self._running.values()), self._idle
+        self._idle = []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *(worker.kill() for worker in idle), return_exceptions=True)
+        for job in list(self._jobs.values()):
+            self._give_up(job, _unavailable("the server is shutting down"))
+        self._queue.clear()
+
+    # ------------------------------------------------------------ the queue
+
+    def _add_job(self, spec: GrammarSpec, key: str) -> _Job:
+        if self._closed:
+            raise _unavailable("the server is shutting down")
+        if self._clock() < self._unavailable_until_s:
+            raise _unavailable(self._unavailable_reason)
+        if len(self._queue) >= MAX_QUEUED:
+            raise RequestError(
+                f"{len(self._queue)} new grammars wait to be compiled, the limit is {MAX_QUEUED}; try again later",
+                code="queue_full",
+                status=429,
+            )
+        job = _Job(spec=spec, key=key, done=asyncio.get_running_loop().create_future())
+        self._jobs[key] = job
+        self._queue.append(job)
+        self._dispatch()
+        return job
+
+    def _dispatch(self) -> None:
+        """Start the jobs that may run now."""
+        while self._queue and not self._closed:
+            if any(job.alone for job in self._running):
+                return
+            if len(self._running) >= (1 if self._queue[0].alone else MAX_WORKERS):
+                return
+            job = self._queue.popleft()
+            if self._running:
+                for other in (job, *self._running):
+                    other.had_company = True
+            self._running[job] = asyncio.create_task(self._run(job), name="grammar proof")
+
+    async def _run(self, job: _Job) -> None:
+        try:
+            await self._prove_one(job)
+        except asyncio.CancelledError:
+            self._give_up(job, _unavailable("the server is shutting down"))
+            raise
+        except Exception as error:  # a bug here must not leave a request waiting
+            logger.exception("the proof of a grammar failed")
+            self._give_up(job, _unavailable(f"{type(error).__name__}: {error}"))
+        finally:
+            del self._running[job]
+            self._dispatch()
+
+    async def _prove_one(self, job: _Job) -> None:
+        """Prove one grammar in an idle worker, or in a new one."""
+        try:
+            worker = self._idle.pop() if self._idle else await self._start_worker()
+        except WorkerLostError as error:
+            logger.error("the process that compiles grammars has not started: %s", error)
+            reason = f"the process that compiles grammars has not started: {error}"
+            self._block(reason, START_FAILED_S)
+            self._give_up(job, _unavailable(reason))
+            return
+        kept = False
+        try:
+            result = await worker.prove(job.spec, self._timeout_s)
+            self._finish(job, GrammarError(result.message, result.code) if result.code else None)
+            self._idle.append(worker)
+            kept = True
+        except TimeoutError:
+            self._time_out(job)
+        except WorkerLostError:
+            self._count_lost(job)
+        finally:
+            if not kept:
+                await worker.kill()
+
+    # ------------------------------------------------------------ results
+
+    def _finish(self, job: _Job, error: GrammarError | None) -> None:
+        self._results.put(job.key, error)
+        self._jobs.pop(job.key, None)
+        if not job.done.done():
+            job.done.set_result(error)
+
+    def _give_up(self, job: _Job, error: RequestError) -> None:
+        """End a job without a result about its grammar."""
+        self._jobs.pop(job.key, None)
+        if not job.done.done():
+            job.done.set_exception(error)
+            job.done.exception()  # the request may be gone; not an error of the loop then
+
+    def _time_out(self, job: _Job) -> None:
+        if job.had_company and not job.alone:
+            job.alone = True
+            self._queue.append(job)
+            return
+        logger.warning(
+            "grammar refused: key=%s chars=%d timeout_s=%g", job.key, len(job.spec.text), self._timeout_s
+        )
+        self._finish(
+            job,
+            GrammarError(
+                f"the grammar has {len(job.spec.text):,} characters and took longer than {self._timeout_s:g} s to "
+                f"compile; simplify it, or start the server with a higher --grammar-timeout",
+                "schema_too_complex",
+            ),
+        )
+
+    def _count_lost(self, job: _Job) -> None:
+        logger.warning(
+            "the process that compiles grammars was lost: key=%s chars=%d", job.key, len(job.spec.text)
+        )
+        now_s = self._clock()
+        self._lost[job.key] = now_s
+        self._lost.move_to_end(job.key)
+        while next(iter(self._lost.values())) < now_s - LOST_WINDOW_S:
+            self._lost.popitem(last=False)
+        self._finish(
+            job,
+            GrammarError(
+                f"the grammar has {len(job.spec.text):,} characters and takes too much memory to compile; simplify it",
+                "schema_too_complex",
+            ),
+        )
+        if len(self._lost) >= MAX_LOST:
+            self._lost.clear()
+            self._block(
+                f"the process that compiles grammars was lost {MAX_LOST} times within {LOST_WINDOW_S:.0f} s",
+                UNAVAILABLE_S,
+            )
+
+    def _block(self, reason: str, duration_s: float) -> None:
+        """Refuse new grammars for a while; known ones are not affected."""
+        self._unavailable_until_s = self._clock() + duration_s
+        self._unavailable_reason = reason
+        waiting: Iterable[_Job] = list(self._queue)
+        self._queue.clear()
+        for job in waiting:
+            self._give_up(job, _unavailable(reason))
+
+
+def _unavailable(reason: str) -> RequestError:
+    return RequestError(
+        f"new grammars cannot be compiled now: {reason}; try again later",
+        code="grammar_unavailable",
+        status=503,
+    )
+
+
+def _copy_of(error: GrammarError) -> GrammarError:
+    """A raised exception keeps its traceback, and with it the frames of a request."""
+    return GrammarError(error.message, error.code)

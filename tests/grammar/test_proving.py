@@ -1,0 +1,316 @@
+"""`Prover` with fake workers and a fake clock: results, limits, timeouts and lost workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from engine.grammar.backend import GrammarError
+from engine.grammar.proof_messages import ProofResult
+from engine.grammar.proof_worker import WorkerLostError
+from engine.grammar.proving import (
+    BAD_RESULT_S,
+    MAX_QUEUED,
+    MAX_RESULTS,
+    START_FAILED_S,
+    UNAVAILABLE_S,
+    Prover,
+)
+from engine.runtime.errors import RequestError
+from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Triggered
+
+Answer = ProofResult | Exception
+
+
+def spec(text: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.REGEX, text)
+
+
+def use(text: str) -> GrammarUse:
+    return GrammarUse(spec=spec(text))
+
+
+class Bench:
+    """Workers that wait until the test answers, or answer at once.
+
+    Attributes:
+        asked: texts of the grammars in the order in which workers got them.
+        alive, started: numbers of workers.
+        now_s: of the clock.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.alive = self.started = 0
+        self.now_s = 1000.0
+        self.automatic: Callable[[str], Answer] | None = None
+        self.start_error: WorkerLostError | None = None
+        self._waiting: dict[str, asyncio.Future[ProofResult]] = {}
+        self.prover = Prover(self.start, timeout_s=5.0, clock=lambda: self.now_s)
+
+    async def start(self) -> FakeWorker:
+        if self.start_error is not None:
+            raise self.start_error
+        self.alive += 1
+        self.started += 1
+        return FakeWorker(self)
+
+    async def ask(self, text: str) -> ProofResult:
+        self.asked.append(text)
+        future: asyncio.Future[ProofResult] = asyncio.get_running_loop().create_future()
+        self._waiting[text] = future
+        if self.automatic is not None:
+            self.answer(text, self.automatic(text))
+        return await future
+
+    def answer(self, text: str, answer: Answer) -> None:
+        future = self._waiting.pop(text)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+class FakeWorker:
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+
+    async def prove(self, spec: GrammarSpec, timeout_s: float) -> ProofResult:
+        assert timeout_s == 5.0
+        return await self._bench.ask(spec.text)
+
+    async def kill(self) -> None:
+        self._bench.alive -= 1
+
+
+GOOD = ProofResult()
+BAD = ProofResult("invalid_regex", "the regular expression is bad")
+
+
+def run(test: Callable[[Bench], Coroutine[None, None, None]]) -> None:
+    """Run a test on a loop; afterwards no worker is alive."""
+
+    async def main() -> None:
+        bench = Bench()
+        try:
+            await test(bench)
+        finally:
+            await bench.prover.close()
+        assert bench.alive == 0
+
+    asyncio.run(main())
+
+
+async def settle() -> None:
+    """Let all tasks run until they wait."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def outcome(bench: Bench, text: str) -> str:
+    """The error code, or "good"."""
+    try:
+        await bench.prover.prove(use(text))
+    except GrammarError as error:
+        return error.code
+    except RequestError as error:
+        return f"{error.status} {error.code}"
+    return "good"
+
+
+def test_nothing_is_started_before_the_first_grammar():
+    async def test(bench: Bench) -> None:
+        await bench.prover.prove(GrammarUse())
+        assert bench.started == 0
+
+    run(test)
+
+
+def test_results_are_kept():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: BAD if text == "bad" else GOOD
+        for _ in range(3):
+            assert await outcome(bench, "a") == "good"
+            assert await outcome(bench, "bad") == "invalid_regex"
+        assert bench.asked == ["a", "bad"]
+        assert bench.started == 1
+        assert bench.prover.is_proved(use("a"))
+        assert not bench.prover.is_proved(use("bad"))
+        assert not bench.prover.is_proved(use("new"))
+
+    run(test)
+
+
+def test_a_refused_grammar_is_proved_again_after_a_while():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: BAD
+        await outcome(bench, "a")
+        bench.now_s += BAD_RESULT_S + 1
+        bench.automatic = lambda text: GOOD
+        assert await outcome(bench, "a") == "good"
+
+    run(test)
+
+
+def test_all_grammars_of_a_request_are_proved():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: BAD if text == "b" else GOOD
+        both = GrammarUse(triggered=(Triggered(b"<a>", spec("a")), Triggered(b"<b>", spec("b"))))
+        with pytest.raises(GrammarError, match="is bad"):
+            await bench.prover.prove(both)
+        assert bench.asked == ["a", "b"]
+
+    run(test)
+
+
+def test_requests_with_the_same_grammar_share_its_proof():
+    async def test(bench: Bench) -> None:
+        tasks = [asyncio.create_task(outcome(bench, "a")) for _ in range(5)]
+        await settle()
+        tasks[0].cancel()
+        await settle()
+        bench.answer("a", GOOD)
+        assert await asyncio.gather(*tasks[1:]) == ["good"] * 4
+        assert bench.asked == ["a"]
+
+    run(test)
+
+
+def test_two_workers_at_most_and_the_queue_is_bounded():
+    async def test(bench: Bench) -> None:
+        tasks = [asyncio.create_task(outcome(bench, str(i))) for i in range(MAX_QUEUED + 2)]
+        await settle()
+        assert bench.started == 2
+        assert bench.asked == ["0", "1"]
+        assert await outcome(bench, "one more") == "429 queue_full"
+        bench.automatic = lambda text: GOOD
+        bench.answer("1", GOOD)
+        bench.answer("0", GOOD)
+        assert await asyncio.gather(*tasks) == ["good"] * len(tasks)
+        assert bench.started == 2
+
+    run(test)
+
+
+def test_the_number_of_results_is_bounded():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: GOOD
+        for i in range(MAX_RESULTS + 1):
+            await outcome(bench, str(i))
+        assert not bench.prover.is_proved(use("0"))
+        assert bench.prover.is_proved(use("1"))
+
+    run(test)
+
+
+def test_a_timeout_ends_the_worker_and_refuses_the_grammar():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: TimeoutError() if text == "slow" else GOOD
+        assert await outcome(bench, "slow") == "schema_too_complex"
+        assert bench.alive == 0
+        assert await outcome(bench, "slow") == "schema_too_complex"
+        assert bench.asked == ["slow"]
+        assert await outcome(bench, "a") == "good"
+        assert bench.started == 2
+
+    run(test)
+
+
+def test_a_timeout_beside_another_proof_is_tried_once_more_alone():
+    async def test(bench: Bench) -> None:
+        tasks = [asyncio.create_task(outcome(bench, text)) for text in ("slow", "a", "b", "c")]
+        await settle()
+        bench.answer("slow", TimeoutError())
+        await settle()
+        bench.answer("a", GOOD)
+        await settle()
+        bench.answer("b", GOOD)
+        await settle()
+        assert bench.asked == ["slow", "a", "b", "c"]  # it waits until no other proof runs
+        bench.answer("c", GOOD)
+        await settle()
+        assert bench.asked[4:] == ["slow"]
+        tasks.append(asyncio.create_task(outcome(bench, "d")))
+        await settle()
+        assert bench.asked[5:] == []  # none runs beside it
+        bench.automatic = lambda text: GOOD
+        bench.answer("slow", TimeoutError())
+        assert await asyncio.gather(*tasks) == ["schema_too_complex", "good", "good", "good", "good"]
+
+    run(test)
+
+
+def test_a_lost_worker_refuses_the_grammar():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: WorkerLostError() if text == "bomb" else GOOD
+        assert await outcome(bench, "bomb") == "schema_too_complex"
+        assert await outcome(bench, "bomb") == "schema_too_complex"
+        assert await outcome(bench, "a") == "good"
+        assert bench.asked == ["bomb", "a"]
+
+    run(test)
+
+
+def test_three_lost_workers_stop_new_proofs_for_a_while():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: WorkerLostError() if text.startswith("bomb") else GOOD
+        assert await outcome(bench, "known") == "good"
+        for i in range(3):
+            assert await outcome(bench, f"bomb{i}") == "schema_too_complex"
+        assert await outcome(bench, "new") == "503 grammar_unavailable"
+        assert await outcome(bench, "known") == "good"
+        bench.now_s += UNAVAILABLE_S + 1
+        assert await outcome(bench, "new") == "good"
+
+    run(test)
+
+
+def test_workers_that_are_lost_now_and_then_do_not_stop_proofs():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: WorkerLostError() if text.startswith("bomb") else GOOD
+        for i in range(5):
+            await outcome(bench, f"bomb{i}")
+            bench.now_s += 40
+        assert await outcome(bench, "new") == "good"
+
+    run(test)
+
+
+def test_a_worker_that_does_not_start():
+    async def test(bench: Bench) -> None:
+        bench.start_error = WorkerLostError("no memory")
+        with pytest.raises(RequestError, match="no memory") as caught:
+            await bench.prover.prove(use("a"))
+        assert caught.value.status == 503
+        bench.start_error, bench.automatic = None, lambda text: GOOD
+        assert await outcome(bench, "a") == "503 grammar_unavailable"
+        bench.now_s += START_FAILED_S + 1
+        assert await outcome(bench, "a") == "good"
+
+    run(test)
+
+
+def test_close_ends_waiting_requests_and_all_workers():
+    async def test(bench: Bench) -> None:
+        tasks = [asyncio.create_task(outcome(bench, str(i))) for i in range(4)]
+        await settle()
+        bench.answer("0", GOOD)
+        await settle()
+        await bench.prover.close()
+        assert bench.alive == 0
+        assert await asyncio.gather(*tasks) == ["good", *["503 grammar_unavailable"] * 3]
+        assert await outcome(bench, "late") == "503 grammar_unavailable"
+
+    run(test)
+
+
+def test_a_bug_in_a_worker_s_answer_leaves_no_request_waiting(caplog):
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: ValueError("what is this") if text == "a" else GOOD
+        assert await outcome(bench, "a") == "503 grammar_unavailable"
+        assert await outcome(bench, "b") == "good"
+
+    run(test)
+    assert "the proof of a grammar failed" in caplog.text

@@ -1,0 +1,115 @@
+"""The default model's tokenizer: masks over whole answers, and the proving process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from engine.grammar.guided import GuidedMatcher, Phase
+from engine.grammar.llguidance_backend import LLGuidanceBackend
+from engine.grammar.markers import allows
+from engine.grammar.proof_messages import ProofSetup
+from engine.grammar.proof_worker import ProofWorker
+from engine.grammar.proving import PROOF_MEMORY_BYTES, Prover
+from engine.grammar.vocabulary import TokenizerVocabulary
+from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace
+from engine.runtime.model_files.default_model import cached_default_model
+from engine.runtime.model_files.source import ModelSource, resolve_source
+from engine.runtime.model_files.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.model
+
+SIZE = 49_152
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "mark": {"const": "<|im_end|>"},
+        "age": {"type": "integer", "minimum": 0},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}},
+    },
+    "required": ["name", "mark", "age", "tags"],
+    "additionalProperties": False,
+}
+ANSWER = {"name": "Zoë \U0001f600", "mark": "<|im_end|>", "age": 41, "tags": ["red", "green"]}
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    if cached_default_model() is None:
+        pytest.skip("the default model is not cached")
+    return resolve_source(None)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(source: ModelSource) -> TokenizerVocabulary:
+    tokenizer = load_tokenizer(source)
+    return TokenizerVocabulary(tokenizer, SIZE, tokenizer.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def backend(vocabulary: TokenizerVocabulary) -> LLGuidanceBackend:
+    return LLGuidanceBackend(vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "indent"), [(Whitespace.COMPACT, None), (Whitespace.PRETTY, 2), (Whitespace.ANY, 4)]
+)
+def test_a_whole_answer_is_allowed_token_by_token(backend, vocabulary, whitespace, indent):
+    separators = (",", ":") if whitespace is Whitespace.COMPACT else None
+    text = json.dumps(ANSWER, indent=indent, separators=separators, ensure_ascii=False)
+    matcher = backend.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), whitespace)).matcher()
+    mask = np.zeros(SIZE // 32, np.int32)
+
+    for token_id in vocabulary.encode(text.encode()):
+        matcher.fill(mask)
+        assert allows(mask, token_id), vocabulary.tokens[token_id]
+        assert not any(allows(mask, i) for i in vocabulary.special_token_ids)
+        assert matcher.accept([token_id]) == 1
+
+    assert matcher.ended
+
+
+def test_every_single_token_of_a_mask_is_accepted(backend, vocabulary):
+    """And no other, at a few places of an answer with much choice."""
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+    matcher = backend.compile(spec).matcher()
+    mask = np.zeros(SIZE // 32, np.int32)
+    for text in (b'{"name"', b': "a', b'", "mark": "<|im_end|>", "age"', b": 4"):
+        matcher.accept(vocabulary.encode(text))
+        matcher.fill(mask)
+        allowed = {i for i in range(SIZE) if allows(mask, i)}
+        assert allowed == {i for i in range(SIZE) if matcher.validate([i])}
+
+
+def test_a_marker_of_several_tokens_is_forced_at_the_budget(backend, vocabulary):
+    reasoning = ReasoningBlock(b"<think>", b"</think>", opened=True, budget=4)
+    use = GrammarUse(spec=GrammarSpec(GrammarKind.REGEX, "yes|no"), reasoning=reasoning)
+    matcher = GuidedMatcher(use, (backend.compile(use.specs[0]),), vocabulary)
+
+    assert matcher.accept(vocabulary.encode(b"I am not sure")[:4]) == 4
+    end = matcher.forced()
+
+    assert len(end) > 1
+    assert b"".join(vocabulary.tokens[i] for i in end) == b"</think>"
+    assert matcher.accept(end) == len(end)
+    assert matcher.phase is Phase.GRAMMAR
+    assert matcher.accept(vocabulary.encode(b"yes")) >= 1
+    assert matcher.ended
+
+
+@pytest.mark.real_process
+def test_proofs_in_the_real_process(source, vocabulary):
+    setup = ProofSetup(source, SIZE, vocabulary.eos_token_ids, PROOF_MEMORY_BYTES)
+
+    async def main() -> None:
+        prover = Prover(lambda: ProofWorker.start(setup), timeout_s=60.0)
+        use = GrammarUse(spec=GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+        await prover.prove(use)
+        assert prover.is_proved(use)
+        await prover.close()
+
+    asyncio.run(main())

@@ -1,0 +1,255 @@
+"""Chat templates for tests of detection: the parts about tools and reasoning of public models' templates.
+
+Each is shortened, and written from the public format of the models that its comment names.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Qwen2.5, Qwen3 (Apache-2.0): Hermes' format; enable_thinking and the empty block are of Qwen3.
+QWEN3: Final = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+{{- "# Tools\\n\\nYou are provided with function signatures within <tools></tools> XML tags:\\n<tools>" }}
+{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+{{- "\\n</tools>\\n\\nFor each function call, return a json object within <tool_call></tool_call> XML tags:\\n" }}
+{{- "<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- elif message.role == "assistant" %}
+{%- set content = message.content %}
+{%- set reasoning_content = '' %}
+{%- if message.reasoning_content is string %}
+{%- set reasoning_content = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{%- if loop.last or reasoning_content %}
+{{- '<|im_start|>assistant\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content }}
+{%- else %}
+{{- '<|im_start|>assistant\\n' + content }}
+{%- endif %}
+{%- if message.tool_calls %}
+{%- for tool_call in message.tool_calls %}
+{%- if (loop.first and content) or (not loop.first) %}{{- '\\n' }}{%- endif %}
+{%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+{{- '<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+{%- if tool_call.arguments is string %}{{- tool_call.arguments }}
+{%- else %}{{- tool_call.arguments | tojson }}{%- endif %}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == "tool" %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+# Qwen3-Coder (Apache-2.0).
+QWEN3_CODER: Final = """\
+{%- if tools %}
+{{- '<|im_start|>system\\nYou have access to the following functions:\\n\\n<tools>' }}
+{%- for tool in tools %}
+{{- '\\n<function>\\n<name>' ~ tool.function.name ~ '</name>\\n</function>' }}
+{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "assistant" and message.tool_calls is defined and message.tool_calls is iterable %}
+{{- '<|im_start|>' + message.role }}
+{%- if message.content %}{{- '\\n' + message.content | trim + '\\n' }}{%- endif %}
+{%- for tool_call in message.tool_calls %}
+{%- set tool_call = tool_call.function %}
+{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}
+{%- for args_name, args_value in tool_call.arguments | items %}
+{{- '<parameter=' + args_name + '>\\n' }}
+{%- set value = args_value | string if args_value is string else args_value | tojson %}
+{{- value }}{{- '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# Llama 3.1 and 3.2 (Llama Community License): one call per message.
+LLAMA31: Final = """\
+{{- bos_token }}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n<|eot_id|>" }}
+{%- for message in messages %}
+{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+{%- if tools is not none and loop.first %}
+{{- "<|start_header_id|>user<|end_header_id|>\\n\\nGiven the following functions, please respond with a JSON" }}
+{{- '{"name": function name, "parameters": dictionary of argument name and its value}.\\n\\n' }}
+{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+{{- message.content + "<|eot_id|>" }}
+{%- else %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- elif 'tool_calls' in message %}
+{%- if not message.tool_calls|length == 1 %}
+{{- raise_exception("This model only supports single tool-calls at once!") }}
+{%- endif %}
+{%- set tool_call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{{- '{"name": "' + tool_call.name + '", ' }}
+{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}
+{{- "<|eot_id|>" }}
+{%- elif message.role == "tool" or message.role == "ipython" %}
+{{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content | tojson + "<|eot_id|>" }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+
+# Mistral 7B Instruct v0.3 (Apache-2.0).
+MISTRAL: Final = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message["role"] == "user" %}
+{%- if tools is not none and loop.last or tools is not none and loop.first %}
+{{- "[AVAILABLE_TOOLS] [" }}
+{%- for tool in tools %}{{- tool | tojson }}{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}
+{{- "][/AVAILABLE_TOOLS]" }}
+{%- endif %}
+{{- "[INST] " + message["content"] + "[/INST]" }}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}
+{{- "[TOOL_CALLS] [" }}
+{%- for tool_call in message.tool_calls %}
+{%- set out = tool_call.function|tojson %}
+{{- out[:-1] }}
+{%- if not tool_call.id is defined or tool_call.id|length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+{%- endif %}
+{{- ', "id": "' + tool_call.id + '"}' }}
+{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}
+{%- endfor %}
+{%- elif message["role"] == "assistant" %}
+{{- " " + message["content"] + eos_token }}
+{%- elif message["role"] == "tool" %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content|string + "}[/TOOL_RESULTS]" }}
+{%- endif %}
+{%- endfor %}
+"""
+
+# DeepSeek V3 and R1 (MIT): arguments are text.
+DEEPSEEK_R1: Final = """\
+{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+{%- if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}{%- endif %}
+{%- if message['role'] == 'assistant' and message['tool_calls'] %}
+{{- '<｜Assistant｜>' + message['content'] + '<｜tool▁calls▁begin｜>' }}
+{%- for tool in message['tool_calls'] %}
+{%- if not loop.first %}{{ '\\n' }}{%- endif %}
+{{- '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n```json\\n' }}
+{{- tool['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}
+{%- endfor %}
+{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+{%- elif message['role'] == 'assistant' %}
+{%- set content = message['content'] %}
+{%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
+{{- '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}
+"""
+
+# gpt-oss (Apache-2.0): harmony.
+GPT_OSS: Final = """\
+{{- "<|start|>system<|message|>Reasoning: " + (reasoning_effort if reasoning_effort is defined else "medium") }}
+{{- "\\n# Valid channels: analysis, commentary, final.<|end|>" }}
+{%- if tools %}
+{{- "<|start|>developer<|message|># Tools\\n\\nnamespace functions {\\n" }}
+{%- for tool in tools %}{{- "type " + tool.function.name + " = (_: any) => any;\\n" }}{%- endfor %}
+{{- "}<|end|>" }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- if message.tool_calls %}
+{%- set tool_call = message.tool_calls[0].function %}
+{%- if message.content %}
+{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.content + "<|end|>" }}
+{%- endif %}
+{{- "<|start|>assistant to=functions." + tool_call.name + "<|channel|>commentary json<|message|>" }}
+{{- tool_call.arguments|tojson }}{{- "<|call|>" }}
+{%- else %}
+{{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|return|>" }}
+{%- endif %}
+{%- else %}
+{{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}
+"""
+
+# GLM-4.5 (MIT).
+GLM45: Final = """\
+[gMASK]<sop>
+{%- if tools %}{{- '<|system|>\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<|user|>\\n' + m.content }}
+{%- elif m.role == 'assistant' %}
+{{- '<|assistant|>\\n<think></think>' }}
+{%- if m.content %}{{- '\\n' + m.content.strip() }}{% endif %}
+{%- for tc in m.tool_calls or [] %}
+{%- set tc = tc.function %}
+{{- '\\n<tool_call>' + tc.name + '\\n' }}
+{%- for k, v in tc.arguments.items() %}
+{{- '<arg_key>' + k + '</arg_key>\\n<arg_value>' + (v if v is string else v | tojson) + '</arg_value>\\n' }}
+{%- endfor %}
+{{- '</tool_call>' }}
+{%- endfor %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|assistant|>' }}{{- '\\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' }}
+{%- endif %}
+"""
+
+# Kimi K2 (modified MIT).
+KIMI_K2: Final = """\
+{%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_assistant|>assistant<|im_middle|>' + message.content }}
+{%- if message.tool_calls %}
+{{- '<|tool_calls_section_begin|>' }}
+{%- for tool_call in message.tool_calls %}
+{%- set name = 'functions.' + tool_call.function.name + ':' + loop.index0 | string %}
+{{- '<|tool_call_begin|>' + name + '<|tool_call_argument_begin|>' }}
+{%- if tool_call.function.arguments is string %}{{ tool_call.function.arguments }}
+{%- else %}{{ tool_call.function.arguments | tojson }}{% endif %}
+{{- '<|tool_call_end|>' }}
+{%- endfor %}
+{{- '<|tool_calls_section_end|>' }}
+{%- endif %}
+{{- '<|im_end|>' }}
+{%- else %}
+{{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' + message.content + '<|im_end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}
+"""
+
+# SmolLM2 Instruct (Apache-2.0), the default model: no tools.
+SMOLLM2: Final = """\
+{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}\
+{% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from engine.runtime.config.answer_config import AnswerConfig
+from engine.runtime.errors import ConfigError
+from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
+from engine.tokenizer_manager.conversation.detection import detect_formats
+from engine.tokenizer_manager.conversation.formats import AnswerFormats
+from tests.tokenizer_manager.conversation import chat_templates
+from tests.tokenizer_manager.fake_engine import TOKENIZER
+
+_MAX_CPU_S = 0.25  # about 10 ms on an idle machine
+
+
+def detect(source: str | None, **config: Any) -> AnswerFormats:
+    template = None if source is None else ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    return detect_formats(template, TOKENIZER, AnswerConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning", "object_arguments", "several_calls"),
+    [
+        ("QWEN3", "hermes", "think", True, True),
+        ("QWEN3_CODER", "qwen3_coder", None, True, True),
+        ("LLAMA31", "llama3_json", None, True, False),
+        ("MISTRAL", "mistral", None, True, True),
+        ("DEEPSEEK_R1", "deepseek_v3", "think", False, True),
+        ("GPT_OSS", "harmony", "harmony", True, False),
+        ("GLM45", "glm45", "think", True, True),
+        ("KIMI_K2", "kimi_k2", None, True, True),
+        ("SMOLLM2", "generic", None, True, True),
+    ],
+)
+def test_formats_of_public_templates(
+    template: str, tools: str, reasoning: str | None, object_arguments: bool, several_calls: bool
+):
+    before_s = time.thread_time()
+    formats = detect(getattr(chat_templates, template))
+
+    assert time.thread_time() - before_s < _MAX_CPU_S
+    assert formats.tools is not None and formats.tools.name == tools
+    assert (formats.reasoning.name if formats.reasoning else None) == reasoning
+    assert formats.object_arguments is object_arguments
+    assert formats.several_calls is several_calls
+    assert formats.template_tools is (tools != "generic")
+
+
+def test_switches_of_the_reasoning_are_variables_of_the_template():
+    assert detect(chat_templates.QWEN3).reasoning_switch == "enable_thinking"
+    assert detect(chat_templates.GPT_OSS).reasoning_switch is None
+    assert "reasoning_effort" in detect(chat_templates.GPT_OSS).variables
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no') }}{{ tools }}",
+        "{{ tools.x.y.z }}",
+        "{% for m in messages %}{{ m.content.nothing.at_all }}{% endfor %}{{ tools | tojson }}",
+        "{% for i in range(99999999) %}{{ tools }}{{ messages }}{% break %}{% endfor %}{{ 1 / 0 }}",
+        "{{ messages }}{{ tools }}<tool_call>",  # shows tools and calls, in no known format
+    ],
+)
+def test_templates_that_fail_or_write_another_format_match_no_family(source: str):
+    formats = detect(source)
+
+    assert formats.is_generic and not formats.template_tools
+
+
+def test_a_model_without_a_template_has_the_generic_format():
+    assert detect(None).is_generic
+
+
+def test_names_of_formats_override_detection():
+    formats = detect(chat_templates.QWEN3, tool_call_parser="mistral", reasoning_parser="none")
+    assert formats.tools is not None and formats.tools.name == "mistral" and formats.reasoning is None
+    assert detect(chat_templates.QWEN3, tool_call_parser="none").tools is None
+
+    with pytest.raises(ConfigError, match=r"--tool-call-parser is 'hermez', but .* deepseek_v3, .*hermes"):
+        detect(chat_templates.QWEN3, tool_call_parser="hermez")
+    with pytest.raises(ConfigError, match="--reasoning-parser is 'x'"):
+        detect(None, reasoning_parser="x")
+
+
+def test_detection_logs_one_line(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        detect(chat_templates.QWEN3)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "answer formats: tools=hermes reasoning=think template_tools=True switch=enable_thinking"
+    ]

@@ -1,0 +1,233 @@
+"""`OutputParser`: the text of one answer to deltas, as it arrives.
+
+It holds back only what may become a marker, and its deltas, joined, do not depend on how the text was cut. Trouble
+inside a call (a name of no tool, the end of the text) makes its text content, unless its `CallBegin` went out.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from ..conversation import ReasoningOptions, Tool
+from ..deltas import Delta
+from .emitter import Emitter, MakeId, random_id
+from .families import Form, IdRule, ToolFamily
+from .json_calls import read_json_call, read_named_call
+from .pythonic_calls import read_pythonic_call
+from .reasoning_families import ReasoningFamily
+from .source import Markers, Source, Trouble, Waits
+from .tagged_calls import read_tagged_call
+from .whole_answers import read_generic, read_harmony
+
+_LETTERS: Final = string.ascii_letters + string.digits
+_READERS: Final[dict[Form, Callable[[Source, Emitter, ToolFamily], Waits]]] = {
+    Form.JSON: read_json_call,
+    Form.NAMED: read_named_call,
+    Form.TAGGED: read_tagged_call,
+    Form.PYTHONIC: read_pythonic_call,
+}
+
+
+class OutputParser:
+    """The parser of one choice."""
+
+    def __init__(
+        self,
+        family: ToolFamily | None,
+        tools: Iterable[Tool],
+        *,
+        reasoning: ReasoningFamily | None = None,
+        opened: bool = False,
+        options: ReasoningOptions | None = None,
+        make_id: MakeId | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            family: the format of calls; None: there are none.
+            tools: that may be called.
+            reasoning: None: text in front of the answer is the answer.
+            opened: the answer begins inside the reasoning.
+            options: what the request says about reasoning.
+            make_id: of calls; None: as the family has them.
+        """
+        rule = IdRule.OPENAI if family is None else family.id_rule
+        self._family = family
+        self._reasoning = reasoning
+        self._opened = opened
+        self._source = Source()
+        self._emitter = Emitter(
+            {tool.name: tool for tool in tools} if family is not None else {},
+            options or ReasoningOptions(),
+            make_id or _ID_RULES[rule],
+        )
+        self._ended = False
+        self._machine = self._run()
+
+    def feed(self, text: str, final: bool = False) -> list[Delta]:
+        """The deltas that are certain with this text; `final`: it is the last."""
+        if self._ended:
+            return []
+        self._source.push(text, final)
+        next(self._machine, None)
+        if final:
+            self._ended = True
+            self._emitter.end()
+        return self._emitter.take()
+
+    def _run(self) -> Waits:
+        source, emitter, family = self._source, self._emitter, self._family
+        if (family is not None and family.form is Form.HARMONY) or (
+            self._reasoning is not None and self._reasoning.name == "harmony"
+        ):
+            yield from read_harmony(source, emitter)
+            yield from self._read_rest()
+            return
+        if self._reasoning is not None:
+            yield from self._read_reasoning(self._reasoning)
+        if family is None or not emitter.tools:
+            yield from self._read_rest()
+        elif family.form is Form.GENERIC:
+            try:
+                yield from read_generic(source, emitter)
+            except Trouble:
+                self._reread(0)
+            source.mark = None
+            yield from self._read_rest()
+        else:
+            yield from self._read_answer(family)
+
+    def _read_rest(self) -> Waits:
+        while True:
+            text = self._source.rest()
+            if text:
+                self._emitter.content(text)
+            if self._source.final:
+                return
+            yield
+
+    def _read_reasoning(self, reasoning: ReasoningFamily) -> Waits:
+        source, emitter = self._source, self._emitter
+        if not self._opened:
+            source.mark = source.pos
+            yield from source.skip_space()
+            if not (yield from source.literal(reasoning.begin)):
+                source.pos = source.mark
+                source.mark = None
+                return
+            source.mark = None
+        else:
+            yield from self._skip_repeated(reasoning)
+        emitter.begin_reasoning(reasoning.begin)
+        ends = Markers([reasoning.end])
+        while True:
+            text, end = source.before(ends)
+            emitter.reasoning(text)
+            if end:
+                emitter.end_reasoning(end)
+                return
+            if source.final:
+                return
+            yield
+
+    def _skip_repeated(self, reasoning: ReasoningFamily) -> Waits:
+        """Skip a marker that the model repeats although the prompt ends with it."""
+        source = self._source
+        source.mark = source.pos
+        yield from source.skip_space()
+        if not (yield from source.literal(reasoning.begin)):
+            source.pos = source.mark
+        source.mark = None
+
+    def _read_answer(self, family: ToolFamily) -> Waits:
+        """Content, in which markers begin calls."""
+        source, emitter = self._source, self._emitter
+        if family.at_start:
+            source.mark = source.pos
+            yield from source.skip_space()
+            yield from self._try_calls(family, 0)
+        begins = [piece.strip() for piece in (*family.also_begins, *family.begin[:1])]
+        markers = Markers(family.also_begins if family.at_start else begins)
+        while True:
+            text, marker = source.before(markers)
+            if text:
+                emitter.content(text)
+            if marker:
+                source.mark = source.pos - len(marker)
+                yield from self._try_calls(family, len(marker))
+            elif source.final:
+                return
+            else:
+                yield
+
+    def _try_calls(self, family: ToolFamily, marker_size: int) -> Waits:
+        """Read calls from the mark on; what are none is content."""
+        try:
+            yield from self._read_calls(family, marker_size)
+        except Trouble:
+            self._reread(marker_size)
+        self._source.mark = None
+
+    def _reread(self, marker_size: int) -> None:
+        """After trouble: the marker is content, and the text after it is read again, unless a call has begun.
+
+        A call that has begun ends, unless the answer is cut inside it.
+        """
+        source = self._source
+        if source.mark is None:
+            if self._emitter.is_call_open and not source.at_end:
+                self._emitter.end_call()
+            return
+        self._emitter.content(source.text[source.mark : source.mark + marker_size])
+        source.pos = source.mark + marker_size
+        source.mark = None
+
+    def _read_calls(self, family: ToolFamily, marker_size: int) -> Waits:
+        source = self._source
+        if family.alternative is not None and marker_size:
+            yield from source.skip_space()
+            if (yield from source.peek()) not in "[{":
+                family = family.alternative
+        first = family.begin[1:] if marker_size and not family.at_start else family.begin
+        if not (yield from source.pieces(first)):
+            raise Trouble
+        has_section = bool(family.section_begin)
+        if has_section and not (yield from source.pieces(family.call_begin)):
+            raise Trouble
+        while True:
+            yield from source.skip_space()
+            yield from _READERS[family.form](source, self._emitter, family)
+            for piece in family.call_end:
+                yield from source.pieces((piece,))
+            if not has_section and not family.at_start:
+                return
+            yield from source.skip_space()
+            separator = "".join(family.separator).strip()
+            found = bool(separator) and (yield from source.literal(separator))
+            if family.section_end and (yield from source.pieces(family.section_end[:1])):
+                for piece in family.section_end[1:]:
+                    yield from source.pieces((piece,))
+                return
+            if family.call_begin:
+                if not (yield from source.pieces(family.call_begin)):
+                    return
+            elif not found:
+                return
+
+
+def _nine_letters(name: str, call: int) -> str:
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
+def _indexed(name: str, call: int) -> str:
+    return f"functions.{name}:{call}"
+
+
+_ID_RULES: Final[dict[IdRule, MakeId]] = {
+    IdRule.OPENAI: random_id,
+    IdRule.NINE: _nine_letters,
+    IdRule.INDEXED: _indexed,
+}

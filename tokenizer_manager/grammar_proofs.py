@@ -1,0 +1,122 @@
+"""`GrammarProofs`: the requests whose grammars are being proved.
+
+A request with an unproved grammar is sent to the scheduler at once, where it waits at its place by arrival. Meanwhile
+the grammar is compiled in a process of its own, which can be killed (`grammar/proving.py`). If that succeeds, the
+scheduler is told (`GrammarReady`); otherwise the request fails with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from ..grammar.backend import GrammarError
+from ..runtime.errors import RequestError
+from ..runtime.grammar_use import GrammarUse
+from ..runtime.messages import GrammarReady, SchedulerInput
+from .aborter import Aborter
+from .generation import Generation
+from .request_log import LoggedRequest, RequestLog
+
+logger = logging.getLogger(__name__)
+
+
+class GrammarProver(Protocol):
+    """Compiles grammars where a compilation can be ended; `grammar.proving.Prover` implements it."""
+
+    def is_proved(self, use: GrammarUse) -> bool:
+        """Whether all grammars are known to compile."""
+        ...
+
+    async def prove(self, use: GrammarUse) -> None:
+        """Compile the grammars that are not known.
+
+        Raises:
+            GrammarError: one of them cannot be compiled, or not in time.
+            RequestError: they cannot be tried now.
+        """
+        ...
+
+
+class TrustingProver:
+    """Takes every grammar as proved; for a caller that trusts its requests."""
+
+    def is_proved(self, use: GrammarUse) -> bool:
+        """See `GrammarProver`."""
+        return True
+
+    async def prove(self, use: GrammarUse) -> None:
+        """See `GrammarProver`."""
+
+
+class GrammarProofs:
+    """The running proofs: one task per generation. A `RequestObserver`: the end of a request ends its proof."""
+
+    def __init__(
+        self,
+        prover: GrammarProver,
+        log: RequestLog,
+        *,
+        aborter: Aborter,
+        send: Callable[[SchedulerInput], None],
+    ) -> None:
+        """Take the parts."""
+        self._prover = prover
+        self._log = log
+        self._aborter = aborter
+        self._send = send
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def checked(self, use: GrammarUse | None) -> GrammarUse | None:
+        """`use` as the scheduler gets it: it says whether the grammars are proved already."""
+        if use is None or use.proved:
+            return use
+        return replace(use, proved=self._prover.is_proved(use))
+
+    def begin(self, generation: Generation, use: GrammarUse | None, param: str) -> None:
+        """Prove the grammars of a generation that has just been sent; `param`: the field that errors name."""
+        if use is not None and not use.proved:
+            task = asyncio.get_running_loop().create_task(self._prove(generation, use, param))
+            self._tasks[generation.id] = task
+
+    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`."""
+
+    def ended(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`."""
+        if self._tasks and not self._log.choices_of(logged.generation.id):
+            task = self._tasks.pop(logged.generation.id, None)
+            if task is not None:
+                task.cancel()
+
+    async def _prove(self, generation: Generation, use: GrammarUse, param: str) -> None:
+        error: RequestError | None = None
+        try:
+            await self._prover.prove(use)
+        except GrammarError as refused:
+            error = RequestError(refused.message, param=param, code=refused.code)
+        except RequestError as refused:
+            error = refused
+        except Exception:
+            logger.error("proving a grammar failed id=%s", generation.id, exc_info=True)
+            error = RequestError(
+                "the grammar could not be checked; the server's log has the cause",
+                param=param,
+                code="grammar_unavailable",
+                status=500,
+            )
+        # The end of the generation would cancel this task, which ends now in any case.
+        self._tasks.pop(generation.id, None)
+        if error is not None:
+            self._aborter.fail(generation, error, "its grammar was refused")
+            return
+        for choice in generation.choices:
+            logged = self._log.get(choice.rid)
+            if logged is not None and logged.message.grammar is not None:
+                logged.message = replace(logged.message, grammar=replace(logged.message.grammar, proved=True))
+                if logged.is_sent:
+                    self._send(GrammarReady(logged.rid))
