@@ -17,7 +17,7 @@ from .values import type_of
 
 Members = dict[str, Any]
 
-MAX_SAMPLE_BYTES: Final = 256 << 10
+MAX_SAMPLE_BYTES: Final = 16 << 10
 _FORMAT_SAMPLES: Final = {
     "date-time": "2000-01-01T00:00:00Z",
     "time": "00:00:00Z",

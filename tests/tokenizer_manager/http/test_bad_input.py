@@ -110,7 +110,7 @@ BOTH = [
     ({"timeout": [5]}, "timeout", "must be a number"),
     ({"user": 5}, "user", "must be a string"),
     ({"cache_salt": 5}, "cache_salt", "must be a string"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    ({"response_format": "json"}, "response_format", "must be an object"),
 ]
 
 CHAT_ONLY = [

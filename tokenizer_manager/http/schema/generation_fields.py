@@ -12,6 +12,7 @@ import msgspec
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.sampling_params import MAX_SEED, SamplingParams
+from .constraint_fields import ConstraintFields
 from .field_types import (
     Count,
     CountOrNone,
@@ -42,8 +43,8 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # padding of the traffic: no effect on the answer
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """The sampling fields that have the same name everywhere."""
+class SamplingFields(ConstraintFields, kw_only=True):
+    """The sampling fields that have the same name everywhere, and the constraints of answers."""
 
     n: Count | None = None
     temperature: Temperature | None = None
