@@ -25,6 +25,9 @@ from .bodies import (
 )
 
 CONTENT_TYPE: Final = b"application/x-ndjson"
+_LINE_BREAKS: Final = tuple(
+    (character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"
+)
 _encoder: Final = msgspec.json.Encoder()
 
 
@@ -126,4 +129,8 @@ class OllamaStream:
 
 
 def _line(body: OllamaAnswer) -> bytes:
-    return _encoder.encode(body) + b"\n"
+    """One line. The client splits a stream at every line break of Unicode, so that those in texts are escaped."""
+    line = _encoder.encode(body)
+    for character, escaped in _LINE_BREAKS:
+        line = line.replace(character, escaped)
+    return line + b"\n"

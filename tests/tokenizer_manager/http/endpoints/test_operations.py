@@ -141,7 +141,7 @@ def test_openapi_says_what_is_answered_and_how_it_fails(serve: Serve):
         assert streams == (["text/event-stream"] if route.events else [])
         assert responses.keys() >= {"400", "401", "403", "503"}
         for failure in responses.values():
-            assert failure["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+            assert failure["content"]["application/json"]["schema"]["$ref"].endswith("ErrorBody")
 
     assert document["security"] == [{}, {"bearer": []}]
     document = guarded.client.get("/openapi.json", headers={"Authorization": "Bearer sk-1"}).json()
