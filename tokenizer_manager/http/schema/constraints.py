@@ -42,6 +42,19 @@ _OPTIONS: Final = (
 )
 
 
+GRAMMAR_CODES: Final = frozenset(
+    {
+        "invalid_schema",
+        "unsupported_schema",
+        "unsatisfiable_schema",
+        "invalid_regex",
+        "invalid_grammar",
+        "schema_too_complex",
+    }
+)
+"""Codes of errors about a constraint itself."""
+
+
 class Constraint(NamedTuple):
     """What an answer is constrained to.
 
@@ -91,7 +104,7 @@ def constraint_of(
         limits: on sizes.
         strict_server: warnings are errors.
         at: path of the object that has the fields, such as `sampling_params`.
-        explain: collect the findings of a schema.
+        explain: collect the findings of a schema, of which those that `strict` would refuse are some.
 
     Raises:
         RequestError: two constraints, a wrong form, or a constraint that cannot be met; `param` is the client's path.
@@ -103,7 +116,12 @@ def constraint_of(
     with _as_request_errors(asked.param):
         whitespace, pattern = _whitespace(fields, config, f"{at}." if at else "", limits)
         made = _made(
-            asked, whitespace, pattern, limits, strict=asked.strict or strict_server, explain=explain
+            asked,
+            whitespace,
+            pattern,
+            limits,
+            strict=(asked.strict or strict_server) and not explain,
+            explain=explain,
         )
         if strict_server and made.warnings:
             raise GrammarError(f"{made.warnings[0]} (the server runs with --strict)", "unsupported_schema")
